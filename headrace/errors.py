@@ -1,0 +1,70 @@
+"""Every failure a user can meet has one name here; `boundary` turns a foreign exception into one of them.
+
+Messages are one sentence that says what to change. Our own bugs are assertions, not these.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class HeadraceError(Exception):
+    """Base of all errors that are not our bug."""
+
+
+class ConfigError(HeadraceError):
+    """The configuration is wrong; the message names the file, the key and what to write instead."""
+
+
+class DataError(HeadraceError):
+    """A dataset, prompt or label is not what it should be."""
+
+
+class ModelError(HeadraceError):
+    """A model or tokenizer cannot be loaded, or is of a kind that is not supported."""
+
+
+class BackendError(HeadraceError):
+    """A training request failed; the backend is still usable."""
+
+
+class NoGradientError(BackendError):
+    """`optim_step` was asked for with nothing accumulated."""
+
+
+class SamplerError(HeadraceError):
+    """A sampling or scoring request failed."""
+
+
+class EpisodeError(HeadraceError):
+    """An episode failed: environment, policy or time limit."""
+
+
+class RewardError(HeadraceError):
+    """A reward function failed, so the reward is unknown (which is not zero)."""
+
+
+class RolloutError(HeadraceError):
+    """No batch can be made: too many failures or rejections in a row."""
+
+
+class CheckpointError(HeadraceError):
+    """A checkpoint is missing, truncated, altered, or cannot be written."""
+
+
+class NonFiniteError(HeadraceError):
+    """Gradients were not finite, or exploded, too many times in a row."""
+
+
+class Interrupted(HeadraceError):
+    """The run was asked to stop (SIGTERM or Ctrl-C), has saved a checkpoint and ends."""
+
+
+@contextmanager
+def boundary(error: type[HeadraceError], what: str) -> Iterator[None]:
+    """Turn any foreign exception into `error` with one sentence; the only `except Exception` there is."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as exc:
+        raise error(f"{what}: {type(exc).__name__}: {exc}") from exc

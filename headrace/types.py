@@ -1,0 +1,413 @@
+"""The values that flow along the line: task -> episode -> scored -> credited -> datum, and what the verbs take and return.
+
+No torch, no I/O. Per-token data are read-only numpy arrays. A stage returns a new type; no field is filled in later.
+Shape letters: T tokens (or targets), K alternatives per target.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+NO_ARRAYS: Mapping[str, FloatArray] = {}
+
+
+def int_array(values: Iterable[int] | npt.NDArray[Any]) -> IntArray:
+    """A read-only int32 copy."""
+    array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=np.int32)
+    array.setflags(write=False)
+    return array
+
+
+def float_array(values: Iterable[float] | npt.NDArray[Any]) -> FloatArray:
+    """A read-only float32 copy."""
+    array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=np.float32)
+    array.setflags(write=False)
+    return array
+
+
+# --- conversation ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call the assistant asked for; `arguments` is the JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation, for people, templates and reward functions; training reads tokens, never this."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an episode starts from. `data` is JSON-like: ground truth, world parameters, whatever the reward needs."""
+
+    id: str
+    messages: tuple[Message, ...] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+class Stop(StrEnum):
+    STOP = "stop"  # a stop token or stop string; it is part of the returned tokens
+    LENGTH = "length"  # max_tokens, or the context is full
+    INTERRUPTED = "interrupted"  # weights are about to change; continue from here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """`stop_tokens` None means the model's own end-of-sequence list; () means none."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] | None = None
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are cut from the distribution, so that recorded log-probs are not those of the sampling law."""
+        return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a sampler returns; the arrays describe the same sampled tokens.
+
+    `sampler_logprobs` is under the tempered distribution (the one that sampled, before any top-p/top-k/min-p cut);
+    `raw_logprobs` at temperature 1.
+    """
+
+    tokens: IntArray
+    sampler_logprobs: FloatArray
+    raw_logprobs: FloatArray
+    versions: IntArray  # policy version under which each token was sampled
+    stop: Stop
+
+    def __post_init__(self) -> None:  # the engine has already raised; this catches us
+        assert len(self.tokens) == len(self.sampler_logprobs) == len(self.raw_logprobs) == len(self.versions)
+        assert np.isfinite(self.sampler_logprobs).all()
+        assert (np.diff(self.versions) >= 0).all(), "versions only grow inside a sequence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One sequence to sample. `continue_from` is an interrupted completion of the same prompt: its tokens count
+    against `max_tokens` and come back at the head of the new completion with their own log-probs and versions."""
+
+    prompt: IntArray
+    params: SamplingParams
+    continue_from: Completion | None = None
+
+
+# --- episodes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an environment shows. `state` is the anchor key of the true state; `actions` the valid ones, if it knows."""
+
+    messages: tuple[Message, ...]
+    state: str | None = None
+    actions: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The outcome of one action. `done`: the task ended by itself; `truncated`: the environment gave up (time limit)."""
+
+    observation: Observation
+    reward: float
+    done: bool
+    truncated: bool = False
+    valid: bool = True
+    success: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One assistant turn: the exact tokens the engine saw (`prompt`) and sampled (`completion`), and what came of them."""
+
+    prompt: IntArray
+    completion: Completion
+    action: str  # the sampled text, for people and environments
+    state: str | None = None  # anchor key of the state the action was taken in
+    reward: float = 0.0  # from the environment
+    valid: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A finished conversation of one policy with one task. `truncated`: ended by a limit rather than by itself."""
+
+    id: str
+    task: Task
+    seed: int
+    steps: tuple[Step, ...]
+    messages: tuple[Message, ...]
+    temperature: float
+    truncated: bool = False
+    success: bool | None = None
+
+    @property
+    def head_version(self) -> int:
+        """Version of the oldest sampled token."""
+        return min((int(step.completion.versions[0]) for step in self.steps if len(step.completion.versions)), default=0)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(step.completion.tokens) for step in self.steps)
+
+    @property
+    def env_reward(self) -> float:
+        return float(sum(step.reward for step in self.steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedEpisode:
+    """An episode that could not be played or scored: excluded from statistics and loss, and counted."""
+
+    id: str
+    task: Task
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """`total` is what is trained on; `parts` are its named components; `steps` (if any) one reward per step."""
+
+    total: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[float, ...] | None = None
+    success: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEpisode:
+    episode: Episode
+    reward: Reward
+
+    @property
+    def success(self) -> bool | None:
+        """The reward function's verdict if it gives one, else the environment's."""
+        return self.reward.success if self.reward.success is not None else self.episode.success
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Scored episodes of one task from identical starts. `failed` were played or scored in vain."""
+
+    id: int
+    task: Task
+    episodes: tuple[ScoredEpisode, ...]
+    failed: tuple[FailedEpisode, ...] = ()
+    started_version: int = 0
+
+    @property
+    def head_version(self) -> int:
+        return min((scored.episode.head_version for scored in self.episodes), default=self.started_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditedEpisode:
+    """One advantage per step of the episode."""
+
+    scored: ScoredEpisode
+    group_id: int
+    advantages: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.advantages) == len(self.scored.episode.steps)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One training sequence: position t of `inputs` predicts `targets[t]`; every array is aligned with the targets.
+
+    `arrays` holds "weights" (required by every loss; 0 = not trained) and what the loss asks for by name:
+    advantages, sampler_logprobs, versions, ... Data of one `unit` (a pair, a group) are never split over
+    micro-batches. Log-probs are computed from logits divided by `temperature`.
+    """
+
+    inputs: IntArray
+    targets: IntArray  # [T] or [T, K]
+    arrays: Mapping[str, FloatArray]
+    temperature: float = 1.0
+    unit: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.inputs.ndim == 1
+        assert len(self.inputs) == len(self.targets)
+        assert all(len(array) == len(self.targets) for array in self.arrays.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """A loss by name (see `headrace.algo.losses.LOSSES`) or as a function of the same signature, with its numbers."""
+
+    fn: str | Callable[..., Any]
+    params: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.fn if isinstance(self.fn, str) else getattr(self.fn, "__name__", "custom")
+
+
+CROSS_ENTROPY = LossSpec(fn="cross_entropy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """One AdamW update with the accumulated gradient. `clip_norm` 0 means no clipping; `max_norm`, if positive, skips
+    the update when the gradient norm exceeds it."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    max_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    """Forget the accumulated gradient; no update is made."""
+
+
+# --- metrics: every one carries its reduction, so that chunks, micro-batches and ranks merge -------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Values may be floats or 0-d tensors; `float()` happens once, when they are read."""
+
+    total: Any
+
+    def merge(self, other: "Sum") -> "Sum":
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return float(self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    total: Any
+    count: Any
+
+    def merge(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        count = float(self.count)
+        return float(self.total) / count if count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    top: Any
+
+    def merge(self, other: "Max") -> "Max":
+        return Max(max(float(self.top), float(other.top)))
+
+    def value(self) -> float:
+        return float(self.top)
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    bottom: Any
+
+    def merge(self, other: "Min") -> "Min":
+        return Min(min(float(self.bottom), float(other.bottom)))
+
+    def value(self) -> float:
+        return float(self.bottom)
+
+
+Metric = Sum | Mean | Max | Min
+Metrics = Mapping[str, Metric]
+
+
+def merge_metrics(left: Metrics, right: Metrics) -> dict[str, Metric]:
+    """Union of both; a name in both is merged by its reduction (which must be the same kind)."""
+    merged: dict[str, Metric] = dict(left)
+    for name, metric in right.items():
+        merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
+    return merged
+
+
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    return {name: metric.value() for name, metric in metrics.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOut:
+    """`logprobs` has the shape of each datum's targets, at its temperature; `entropies` is filled only when asked for."""
+
+    loss: float
+    logprobs: tuple[FloatArray, ...]
+    metrics: Metrics
+    entropies: tuple[FloatArray, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOut:
+    """`updated` is False when the gradient was not finite or above `max_norm`, or was discarded; then weights and
+    optimiser state are untouched."""
+
+    grad_norm: float  # before clipping
+    updated: bool
+    num_updates: int
+    metrics: Metrics = field(default_factory=dict)
+
+
+# --- weights on their way to a sampler -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """The sampler uses the trainer's own tensors; loading is a version bump. `fingerprint` is the trainer's."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """A Hugging Face folder on a file system both sides see. `fingerprint` is of the weights, not of the files."""
+
+    path: Path
+    fingerprint: str
+
+
+WeightsHandle = Shared | Folder  # a delta and an adapter are further members when something makes them
