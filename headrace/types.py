@@ -174,7 +174,9 @@ class Episode:
     @property
     def head_version(self) -> int:
         """Version of the oldest sampled token."""
-        return min((int(step.completion.versions[0]) for step in self.steps if len(step.completion.versions)), default=0)
+        return min(
+            (int(step.completion.versions[0]) for step in self.steps if len(step.completion.versions)), default=0
+        )
 
     @property
     def num_sampled(self) -> int:

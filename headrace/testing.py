@@ -1,0 +1,289 @@
+"""Public fakes, one per protocol: small, deterministic, and held to the same contract tests as the real thing.
+
+`FakeSampler` encodes its version in every token it samples, so a test can prove which weights produced which token.
+`FakeBackend` trains one number. Nothing here needs torch.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from headrace.errors import BackendError, NoGradientError, RewardError, SamplerError
+from headrace.types import (
+    Adam,
+    Completion,
+    Datum,
+    Discard,
+    Episode,
+    FailedEpisode,
+    FloatArray,
+    ForwardOut,
+    IntArray,
+    LossSpec,
+    Mean,
+    Message,
+    Observation,
+    Reward,
+    SampleRequest,
+    ScoredEpisode,
+    Shared,
+    StepOut,
+    StepResult,
+    Stop,
+    Sum,
+    Task,
+    WeightsHandle,
+    float_array,
+    int_array,
+)
+
+VERSION_STRIDE = 1000
+R = TypeVar("R")
+
+
+class FakeSampler:
+    """Token = version * 1000 + position; its log-prob is -0.5 and scores are -0.5 as well.
+
+    One token is made per `tick` (an awaitable; the default yields to the event loop once), so tests decide how
+    slow a sequence is. It ends with Stop.STOP after `length(request)` tokens, or with LENGTH at max_tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        length: Callable[[SampleRequest], int] = lambda request: request.params.max_tokens + 1,
+        tick: Callable[[], "asyncio.Future[None] | object"] | None = None,
+        max_prompt: int = 4096,
+    ) -> None:
+        self._length = length
+        self._tick = tick
+        self._max_prompt = max_prompt
+        self._version = 0
+        self._fingerprint = "fake"
+        self._open = 0
+        self._interrupt = False
+        self._running = asyncio.Event()
+        self._running.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        if len(request.prompt) > self._max_prompt:
+            raise SamplerError(f"a prompt of {len(request.prompt)} tokens does not fit into {self._max_prompt}")
+        done = request.continue_from
+        tokens = [] if done is None else done.tokens.tolist()
+        versions = [] if done is None else done.versions.tolist()
+        await self._running.wait()
+        self._open += 1
+        self._idle.clear()
+        stop = Stop.LENGTH
+        try:
+            end = min(self._length(request), request.params.max_tokens)
+            while len(tokens) < end:
+                if self._interrupt:
+                    stop = Stop.INTERRUPTED
+                    break
+                tokens.append(self._version * VERSION_STRIDE + len(tokens) % VERSION_STRIDE)
+                versions.append(self._version)
+                await self._wait_tick()
+            else:
+                stop = Stop.STOP if self._length(request) <= request.params.max_tokens else Stop.LENGTH
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+        logprobs = float_array(np.full(len(tokens), -0.5))
+        return Completion(
+            tokens=int_array(tokens),
+            sampler_logprobs=logprobs,
+            raw_logprobs=logprobs,
+            versions=int_array(versions),
+            stop=stop,
+        )
+
+    async def _wait_tick(self) -> None:
+        if self._tick is None:
+            await asyncio.sleep(0)
+            return
+        waited = self._tick()
+        if asyncio.isfuture(waited) or asyncio.iscoroutine(waited):
+            await waited
+
+    async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
+        return tuple(float_array([math.nan, *[-0.5] * (len(sequence) - 1)]) for sequence in sequences)
+
+    async def load(self, handle: WeightsHandle, version: int) -> str:
+        if self._open:
+            raise SamplerError("weights cannot be loaded while sequences are being sampled: call pause first")
+        if version <= self._version:
+            raise SamplerError(f"version {version} is not newer than {self._version}")
+        self._version = version
+        self._fingerprint = handle.fingerprint
+        return self._fingerprint
+
+    async def pause(self, *, interrupt: bool) -> None:
+        self._running.clear()
+        self._interrupt = interrupt
+        await self._idle.wait()
+        self._interrupt = False
+
+    async def resume(self) -> None:
+        self._running.set()
+
+
+class FakeBackend:
+    """The model is one number, the log-prob of every token; the loss is sum(-w * logprob), so a step moves it by lr."""
+
+    def __init__(self, logprob: float = -2.0) -> None:
+        self.logprob = logprob
+        self._gradient: float | None = None
+        self._updates = 0
+
+    def forward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+        return _resolved(lambda: self._forward(data))
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+        def run() -> ForwardOut:
+            self._gradient, before = None, self._gradient or 0.0
+            out = self._forward(data)
+            self._gradient = before - sum(float(datum.arrays["weights"].sum()) for datum in data)
+            return out
+
+        return _resolved(run)
+
+    def _forward(self, data: Sequence[Datum]) -> ForwardOut:
+        if not data:
+            raise BackendError("there is nothing to train on: the batch is empty")
+        if any("weights" not in datum.arrays for datum in data):
+            raise BackendError("a datum has no array named 'weights'")
+        weight = sum(float(datum.arrays["weights"].sum()) for datum in data)
+        logprobs = tuple(float_array(np.full(datum.targets.shape, self.logprob)) for datum in data)
+        tokens = sum(datum.num_tokens for datum in data)
+        total = -weight * self.logprob
+        return ForwardOut(
+            loss=total, logprobs=logprobs, metrics={"loss/total": Sum(total), "loss/mean": Mean(total, tokens)}
+        )
+
+    def optim_step(self, update: Adam | Discard) -> "Future[StepOut]":
+        def run() -> StepOut:
+            gradient, self._gradient = self._gradient, None
+            if isinstance(update, Discard):
+                return StepOut(grad_norm=0.0, updated=False, num_updates=self._updates)
+            if gradient is None:
+                raise NoGradientError("optim_step needs a forward_backward before it")
+            if not math.isfinite(gradient):
+                return StepOut(grad_norm=gradient, updated=False, num_updates=self._updates)
+            self.logprob = min(self.logprob - update.learning_rate * float(np.sign(gradient)), 0.0)
+            self._updates += 1
+            return StepOut(grad_norm=abs(gradient), updated=True, num_updates=self._updates)
+
+        return _resolved(run)
+
+    def save_state(self, folder: Path) -> "Future[None]":
+        def run() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "fake.json").write_text(json.dumps({"logprob": self.logprob, "updates": self._updates}))
+
+        return _resolved(run)
+
+    def load_state(self, folder: Path) -> "Future[None]":
+        def run() -> None:
+            if not (folder / "fake.json").is_file():
+                raise BackendError(f"{folder} holds no state of this backend")
+            state = json.loads((folder / "fake.json").read_text())
+            self.logprob, self._updates, self._gradient = state["logprob"], state["updates"], None
+
+        return _resolved(run)
+
+    def export_weights(self) -> "Future[WeightsHandle]":
+        return _resolved(lambda: Shared(fingerprint=hashlib.blake2b(repr(self.logprob).encode()).hexdigest()[:16]))
+
+
+def _resolved(run: Callable[[], R]) -> "Future[R]":
+    future: Future[R] = Future()
+    try:
+        future.set_result(run())
+    except BackendError as exc:
+        future.set_exception(exc)
+    return future
+
+
+class FakeEnv:
+    """Count to `target`: the action "up" adds one; anything else is invalid. Success is reaching the target in time."""
+
+    def __init__(self, *, target: int = 3, limit: int = 6) -> None:
+        self._target, self._limit = target, limit
+        self._count = self._taken = 0
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        self._count = self._taken = 0
+        return self._observe()
+
+    def step(self, action: str) -> StepResult:
+        valid = action.strip() == "up"
+        self._count += valid
+        self._taken += 1
+        done = self._count >= self._target
+        return StepResult(
+            observation=self._observe(),
+            reward=1.0 if done else 0.0,
+            done=done,
+            truncated=not done and self._taken >= self._limit,
+            valid=valid,
+            success=done,
+        )
+
+    def _observe(self) -> Observation:
+        text = f"count {self._count} of {self._target}"
+        return Observation(messages=(Message(role="user", content=text),), state=str(self._count), actions=("up",))
+
+    def close(self) -> None:
+        self._count = 0
+
+
+class FakeRewardRunner:
+    """Scores with a plain function of the episode; a RewardError from it makes that episode failed."""
+
+    def __init__(self, score: Callable[[Episode], float] = lambda episode: episode.env_reward) -> None:
+        self._score = score
+
+    async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
+        scored: list[ScoredEpisode | FailedEpisode] = []
+        for episode in episodes:
+            try:
+                total = self._score(episode)
+            except RewardError as exc:
+                scored.append(FailedEpisode(id=episode.id, task=episode.task, reason=str(exc)))
+            else:
+                scored.append(ScoredEpisode(episode=episode, reward=Reward(total=total, parts={"fake": total})))
+        return tuple(scored)
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class MemorySink:
+    """Keeps every record in `records` as (step, values)."""
+
+    records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    closed: bool = False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert not self.closed, "a closed sink takes no more metrics"
+        self.records.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
