@@ -1,0 +1,100 @@
+"""Episodes and rendered conversations -> Datums. The only shift by one in the code base is `shifted`.
+
+Shape letters: N tokens of a whole sequence; its Datum has T = N - 1 positions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.types import CreditedEpisode, Datum, Episode, FloatArray, IntArray, Step, float_array, int_array
+
+
+def shifted(
+    tokens_N: IntArray,
+    arrays_N: Mapping[str, npt.NDArray[np.float32]],
+    *,
+    temperature: float = 1.0,
+    unit: int | None = None,
+) -> Datum:
+    """Position t predicts token t + 1. The arrays describe tokens; what they say of token 0 (never predicted) is cut."""
+    assert len(tokens_N) >= 2, "a sequence of one token predicts nothing"
+    assert all(len(array) == len(tokens_N) for array in arrays_N.values())
+    return Datum(
+        inputs=int_array(tokens_N[:-1]),
+        targets=int_array(tokens_N[1:]),
+        arrays={name: float_array(array[1:]) for name, array in arrays_N.items()},
+        temperature=temperature,
+        unit=unit,
+    )
+
+
+def conversation_datum(tokens_N: IntArray, trained_N: npt.NDArray[np.bool_]) -> Datum:
+    """A rendered conversation for supervised training: weight 1 on the assistant's tokens, 0 elsewhere."""
+    return shifted(tokens_N, {"weights": trained_N.astype(np.float32)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Steps whose prompts extend each other token for token, laid end to end. `step` is -1 where nothing was sampled."""
+
+    tokens: IntArray
+    step: npt.NDArray[np.int32]
+    sampler_logprobs: FloatArray
+    versions: IntArray
+
+
+def samples(episode: Episode) -> tuple[Sample, ...]:
+    """The episode's steps as the fewest sequences in which every trained token has the very context it was sampled in.
+
+    A step whose prompt extends the sequence so far continues it; any other (the history was rewritten) starts anew.
+    """
+    chains: list[list[tuple[int, Step]]] = []
+    so_far = np.zeros(0, dtype=np.int32)
+    for index, step in enumerate(episode.steps):
+        if chains and len(step.prompt) >= len(so_far) and np.array_equal(step.prompt[: len(so_far)], so_far):
+            chains[-1].append((index, step))
+        else:
+            chains.append([(index, step)])
+        so_far = np.concatenate([step.prompt, step.completion.tokens])
+    return tuple(_chain(chain) for chain in chains)
+
+
+def _chain(chain: Sequence[tuple[int, Step]]) -> Sample:
+    last = chain[-1][1]
+    tokens = np.concatenate([last.prompt, last.completion.tokens])
+    owner = np.full(len(tokens), -1, dtype=np.int32)
+    logprobs = np.zeros(len(tokens), dtype=np.float32)
+    versions = np.full(len(tokens), -1, dtype=np.int32)
+    for index, step in chain:
+        span = slice(len(step.prompt), len(step.prompt) + len(step.completion.tokens))
+        owner[span] = index
+        logprobs[span] = step.completion.sampler_logprobs
+        versions[span] = step.completion.versions
+    return Sample(
+        tokens=int_array(tokens), step=owner, sampler_logprobs=float_array(logprobs), versions=int_array(versions)
+    )
+
+
+def to_data(credited: Sequence[CreditedEpisode]) -> tuple[Datum, ...]:
+    """Weight 1 on sampled tokens, each with its step's advantage; normalisation comes after, over the whole step."""
+    data: list[Datum] = []
+    for episode in credited:
+        advantages = np.array([*episode.advantages, 0.0], dtype=np.float32)  # index -1: not sampled
+        for sample in samples(episode.scored.episode):
+            data.append(
+                shifted(
+                    sample.tokens,
+                    {
+                        "weights": (sample.step >= 0).astype(np.float32),
+                        "advantages": advantages[sample.step],
+                        "sampler_logprobs": sample.sampler_logprobs,
+                        "versions": sample.versions.astype(np.float32),
+                    },
+                    temperature=episode.scored.episode.temperature,
+                    unit=None,
+                )
+            )
+    return tuple(data)
