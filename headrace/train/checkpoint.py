@@ -1,0 +1,428 @@
+"""Checkpoints on disk: whole or absent, checked before use, and only as many as asked for.
+
+Owns a folder with one subfolder per checkpoint and two pointer files:
+
+    step_000020/          what the caller wrote (Hugging Face and optimiser files), and
+      state.json            the caller's state, the step, the score, and the best checkpoint so far
+      manifest.json         size and SHA-256 of every file above, and a digest of the manifest itself
+    latest, best          the name of a checkpoint, for people and tools; load_latest goes by steps and manifests
+
+A checkpoint is written under a temporary name, fsynced, and renamed, so a kill at any point leaves either the whole
+new checkpoint or none of it, with those before it untouched. Nothing here knows what the files mean.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from headrace.errors import CheckpointError, boundary
+
+logger = logging.getLogger(__name__)
+
+MANIFEST, STATE = "manifest.json", "state.json"
+LATEST, BEST = "latest", "best"
+_WRITING, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint folder must hold. `digest` is the SHA-256 of this manifest with an empty digest."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    step: int
+    score: float | None
+    files: dict[str, FileEntry]
+    digest: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.files.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint whose files all match its manifest. `state` is the mapping that was given to `save`."""
+
+    step: int
+    folder: Path
+    state: Mapping[str, Any]
+    score: float | None
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def best_step(scores: Mapping[int, float | None]) -> int | None:
+    """The step with the highest score, the earliest of equals; None when nothing was scored."""
+    scored = [(-score, step) for step, score in scores.items() if score is not None]
+    return min(scored)[1] if scored else None
+
+
+def retained(scores: Mapping[int, float | None], *, keep_last: int, keep_every: int) -> frozenset[int]:
+    """Steps to keep: the last `keep_last`, the best, and every multiple of `keep_every` (0: none for that reason)."""
+    assert keep_last >= 1
+    assert keep_every >= 0
+    best = best_step(scores)
+    last = sorted(scores)[-keep_last:]
+    return frozenset(
+        step for step in scores if step in last or step == best or (keep_every > 0 and step % keep_every == 0)
+    )
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def verify(folder: Path) -> Manifest:
+    """Check every file of a checkpoint against its manifest; raises CheckpointError naming the first that differs."""
+    manifest = _read_manifest(folder)
+    _check_sizes(folder, manifest)
+    for name, entry in manifest.files.items():
+        if _sha256(folder / name) != entry.sha256:
+            raise CheckpointError(f"checkpoint {folder} is altered: {name} does not match its SHA-256 in {MANIFEST}")
+    return manifest
+
+
+def read_checkpoint(folder: Path) -> Loaded:
+    """Verify one checkpoint folder and read its state; raises CheckpointError naming the file that is wrong."""
+    manifest = verify(folder)
+    with boundary(CheckpointError, f"checkpoint {folder}: {STATE} cannot be read"):
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
+    return Loaded(step=manifest.step, folder=folder, state=state, score=manifest.score)
+
+
+def latest_checkpoint(folder: Path) -> Loaded:
+    """The newest checkpoint in `folder` that verifies. Reads only, so it is safe beside a run that is writing there.
+
+    Each newer one is refused by name in a logged warning. Raises CheckpointError with every reason when none is left.
+    """
+    return _first_sound(folder, sorted(_steps(folder), reverse=True))
+
+
+def best_checkpoint(folder: Path) -> Loaded:
+    """The checkpoint with the highest score that verifies, or the newest when none was scored. Reads only."""
+    scores = _sound_scores(folder)
+    ranked = sorted(scores, key=lambda step: (-_rank(scores[step]), step if scores[step] is not None else -step))
+    return _first_sound(folder, ranked)
+
+
+def _rank(score: float | None) -> float:
+    return -math.inf if score is None else score
+
+
+def _first_sound(folder: Path, steps: list[int]) -> Loaded:
+    refused = []
+    for step in steps:
+        try:
+            return read_checkpoint(folder / checkpoint_name(step))
+        except CheckpointError as exc:
+            logger.warning("refused: %s", exc)
+            refused.append(str(exc))
+    if refused:
+        raise CheckpointError(f"no checkpoint in {folder} can be used: " + "; ".join(refused))
+    raise CheckpointError(f"{folder} holds no checkpoint: start without --resume, or name another folder")
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+        manifest = _MANIFEST.validate_json(text)
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {folder} is incomplete: {MANIFEST} is missing") from None
+    except (OSError, UnicodeDecodeError, ValidationError) as exc:
+        raise CheckpointError(
+            f"checkpoint {folder} is altered: {MANIFEST} cannot be read ({type(exc).__name__})"
+        ) from exc
+    if manifest.digest != _digest(manifest) or text != _manifest_text(manifest):
+        raise CheckpointError(f"checkpoint {folder} is altered: {MANIFEST} does not match its own digest")
+    if folder.name != checkpoint_name(manifest.step) and _step_of(folder.name) is not None:
+        raise CheckpointError(f"checkpoint {folder} is altered: {MANIFEST} is that of step {manifest.step}")
+    return manifest
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        try:
+            size_bytes = (folder / name).stat().st_size
+        except OSError as exc:
+            raise CheckpointError(f"checkpoint {folder} is incomplete: {name} is missing") from exc
+        if size_bytes != entry.size_bytes:
+            raise CheckpointError(
+                f"checkpoint {folder} is truncated or altered: {name} has {size_bytes} bytes, not {entry.size_bytes}"
+            )
+
+
+def _sound_scores(folder: Path) -> dict[int, float | None]:
+    """Step -> score of the checkpoints whose manifest and file sizes are right; cheap, so bytes are not hashed."""
+    scores: dict[int, float | None] = {}
+    for step in _steps(folder):
+        path = folder / checkpoint_name(step)
+        try:
+            manifest = _read_manifest(path)
+            _check_sizes(path, manifest)
+        except CheckpointError:
+            continue
+        scores[step] = manifest.score
+    return scores
+
+
+def _steps(folder: Path) -> set[int]:
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    return {step for name in names if (step := _step_of(name)) is not None}
+
+
+def _step_of(name: str) -> int | None:
+    found = re.fullmatch(r"step_(\d{6,})", name)
+    return int(found[1]) if found and checkpoint_name(int(found[1])) == name else None
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+class CheckpointStore:
+    """The one writer of a checkpoint folder."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_every: int = 0) -> None:
+        assert keep_last >= 1
+        assert keep_every >= 0
+        self._folder = folder
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._refused: set[int] = set()  # steps that load_latest found altered; never counted as checkpoints again
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        state: Mapping[str, Any],
+        score: float | None = None,
+        *,
+        estimate_bytes: int = 0,
+    ) -> Path:
+        """Write one checkpoint, make it the latest, and remove those that need not be kept.
+
+        `write` puts its files into the folder it is given; `state` is JSON; a higher `score` is better. The free space
+        must hold `estimate_bytes` and the size of the checkpoint before. Raises CheckpointError when it cannot be
+        written; what was there before is then untouched.
+        """
+        assert step >= 0
+        name = checkpoint_name(step)
+        target, writing = self._folder / name, self._folder / (_WRITING + name)
+        score = None if score is None else float(score)
+        if score is not None and not math.isfinite(score):
+            logger.warning("the score %s of %s is not finite, so it is not counted", score, name)
+            score = None
+        with boundary(CheckpointError, f"checkpoint {target} cannot be written; those before it are untouched"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            scores = self._scores()
+            self._check_order(step, scores)
+            self._check_room(name, scores, estimate_bytes)
+            scores[step] = score
+            try:
+                writing.mkdir()
+                write(writing)
+                self._write_state(writing, step, state, scores)
+                _write_manifest(writing, step, score)
+                _replace_folder(writing, target)
+            except BaseException:  # a full disk, a failed writer, Ctrl-C: the half-written folder goes, whatever came
+                shutil.rmtree(writing, ignore_errors=True)
+                raise
+            self._refused.discard(step)
+            self._point(LATEST, step)
+            self._point(BEST, best_step(scores))
+        self._remove_unneeded(scores, step)
+        return target
+
+    def load_latest(self) -> Loaded:
+        """Remove what a killed writer left behind, then the newest checkpoint that verifies (see `latest_checkpoint`).
+
+        For the process that owns the folder; afterwards `latest` names the checkpoint returned.
+        """
+        with boundary(CheckpointError, f"{self._folder} cannot be cleaned"):
+            self._remove_leftovers()
+        loaded = latest_checkpoint(self._folder)
+        self._refused = {step for step in _steps(self._folder) if step > loaded.step}
+        if _read_pointer(self._folder / LATEST) != loaded.folder.name:
+            logger.warning("%s did not name %s and was written again", self._folder / LATEST, loaded.folder.name)
+            with boundary(CheckpointError, f"{self._folder / LATEST} cannot be written"):
+                self._point(LATEST, loaded.step)
+        return loaded
+
+    def _scores(self) -> dict[int, float | None]:
+        return {step: score for step, score in _sound_scores(self._folder).items() if step not in self._refused}
+
+    def _check_order(self, step: int, scores: Mapping[int, float | None]) -> None:
+        newest = max(scores, default=step)
+        if newest > step:
+            raise CheckpointError(
+                f"{self._folder} already holds step {newest}, newer than {step}: resume from it, or use a new folder"
+            )
+
+    def _check_room(self, name: str, scores: Mapping[int, float | None], estimate_bytes: int) -> None:
+        before_bytes = _read_manifest(self._folder / checkpoint_name(max(scores))).size_bytes if scores else 0
+        needed_bytes = max(estimate_bytes, before_bytes)
+        free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < needed_bytes:
+            raise CheckpointError(
+                f"checkpoint {name} needs about {needed_bytes:,} bytes and {self._folder} has {free_bytes:,} free: "
+                "make room, or lower checkpoint.keep_last; nothing was written or removed"
+            )
+
+    def _write_state(
+        self, writing: Path, step: int, state: Mapping[str, Any], scores: Mapping[int, float | None]
+    ) -> None:
+        best = best_step(scores)
+        record = {
+            "step": step,
+            "score": scores[step],
+            "best": None if best is None else {"step": best, "score": scores[best]},
+            "state": dict(state),
+        }
+        assert not (writing / STATE).exists(), f"{STATE} is ours to write"
+        (writing / STATE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def _point(self, pointer: str, step: int | None) -> None:
+        """Make a pointer file name a checkpoint, in one rename; with no step, remove it."""
+        path = self._folder / pointer
+        if step is None:
+            path.unlink(missing_ok=True)
+            return
+        if _read_pointer(path) == checkpoint_name(step):
+            return
+        writing = self._folder / (_WRITING + pointer)
+        try:
+            writing.write_text(checkpoint_name(step) + "\n", encoding="utf-8")
+            _fsync(writing)
+            os.replace(writing, path)
+        except OSError:
+            writing.unlink(missing_ok=True)
+            raise
+        _fsync(self._folder)
+
+    def _remove_unneeded(self, scores: Mapping[int, float | None], newest: int) -> None:
+        keep = retained(scores, keep_last=self._keep_last, keep_every=self._keep_every)
+        assert newest in keep
+        for step in sorted(_steps(self._folder) - keep):
+            if step > newest:
+                continue  # refused ones of a later step stay to be looked at until that step is saved again
+            path = self._folder / checkpoint_name(step)
+            removed = self._folder / (_REMOVED + path.name)
+            try:
+                os.rename(path, removed)  # first, so that a kill in between leaves no half checkpoint
+                shutil.rmtree(removed)
+            except OSError as exc:
+                logger.warning("%s is no longer needed but cannot be removed: %s", path, exc)
+
+    def _remove_leftovers(self) -> None:
+        """Undo what a kill interrupted: half-written and half-removed folders go, a half-replaced one comes back."""
+        for path in sorted(self._folder.glob(".*-*")) if self._folder.is_dir() else ():
+            original = self._folder / path.name.removeprefix(_REPLACED)
+            if path.name.startswith(_REPLACED) and not original.exists():
+                os.rename(path, original)
+            elif path.name.startswith((_WRITING, _REPLACED, _REMOVED)):
+                logger.info("removed %s, left behind by a write that did not end", path)
+                _remove(path)
+
+
+def _write_manifest(folder: Path, step: int, score: float | None) -> None:
+    """Hash, list and fsync every file in `folder`, then its directories, so that a rename makes a whole checkpoint."""
+    assert not (folder / MANIFEST).exists(), f"{MANIFEST} is ours to write"
+    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
+    for path in files.values():
+        _fsync(path)
+    entries = {
+        name: FileEntry(size_bytes=path.stat().st_size, sha256=_sha256(path)) for name, path in sorted(files.items())
+    }
+    manifest = Manifest(step=step, score=score, files=entries)
+    text = _manifest_text(replace(manifest, digest=_digest(manifest)))
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    _fsync(folder / MANIFEST)
+    for inside in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        _fsync(inside)
+    _fsync(folder)
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Rename `source` to `target`; a folder already there steps aside first and comes back if we are killed between."""
+    aside = target.with_name(_REPLACED + target.name)
+    if target.exists():
+        os.rename(target, aside)
+    try:
+        os.rename(source, target)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, target)
+        raise
+    _fsync(target.parent)
+    if aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _manifest_text(manifest: Manifest) -> str:
+    return _MANIFEST.dump_json(manifest, indent=1).decode() + "\n"
+
+
+def _digest(manifest: Manifest) -> str:
+    return hashlib.sha256(_manifest_text(replace(manifest, digest="")).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with boundary(CheckpointError, f"{path} cannot be read"), path.open("rb") as stream:
+        while chunk := stream.read(_HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows has no handle for flushing a directory
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_pointer(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
