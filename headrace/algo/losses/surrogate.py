@@ -1,0 +1,78 @@
+"""Policy-gradient surrogates whose gradient flows through the importance ratio. T tokens."""
+
+import torch
+from torch import Tensor
+
+from headrace.algo.loss import LossOut
+from headrace.algo.losses.ratios import clip_metrics, divergence_metrics, log_ratio, ratio_metrics, weighted_sum
+from headrace.types import Sum
+
+
+def importance_sampling(
+    policy_logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor
+) -> LossOut:
+    """L = -sum_t w_t r_t A_t, r = exp(policy - sampler): unbiased for any sampler, unbounded in variance."""
+    assert policy_logprobs_T.shape == sampler_logprobs_T.shape == advantages_T.shape == weights_T.shape
+    trained_T = weights_T != 0
+    log_ratio_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)
+    live_T = trained_T & (advantages_T != 0)
+    loss = -weighted_sum(weights_T, log_ratio_T.exp() * advantages_T, live_T)
+    return LossOut(
+        loss=loss,
+        metrics={
+            "loss/policy": Sum(loss.detach()),
+            **ratio_metrics(log_ratio_T, trained_T),
+            **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
+        },
+    )
+
+
+def ppo(
+    policy_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    weights_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 0.0,
+) -> LossOut:
+    """L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t), r = exp(policy - sampler).
+
+    `clip_high` above `clip_low` is DAPO's clip-higher (arXiv 2503.14476). `dual_clip` c > 1 bounds the loss of a token
+    with A < 0 by -c A (arXiv 1912.09729); 0 leaves it unbounded.
+    """
+    assert policy_logprobs_T.shape == sampler_logprobs_T.shape == advantages_T.shape == weights_T.shape
+    trained_T = weights_T != 0
+    log_ratio_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)
+    objective_T = clipped_objective(
+        log_ratio_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    live_T = trained_T & (advantages_T != 0)
+    loss = -weighted_sum(weights_T, objective_T, live_T)
+    ratio_T = log_ratio_T.detach().exp()
+    return LossOut(
+        loss=loss,
+        metrics={
+            "loss/policy": Sum(loss.detach()),
+            **clip_metrics(
+                (advantages_T < 0) & (ratio_T < 1.0 - clip_low),
+                (advantages_T > 0) & (ratio_T > 1.0 + clip_high),
+                trained_T,
+            ),
+            **ratio_metrics(log_ratio_T, trained_T),
+            **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
+        },
+    )
+
+
+def clipped_objective(
+    log_ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float, dual_clip: float
+) -> Tensor:
+    """min(r A, clip(r) A) per token, and not below c A where A < 0 if `dual_clip` c is on."""
+    ratio_T = log_ratio_T.exp()
+    clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
+    objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+    if dual_clip:
+        objective_T = torch.where(advantages_T < 0, torch.maximum(objective_T, dual_clip * advantages_T), objective_T)
+    return objective_T

@@ -1,0 +1,134 @@
+"""Group-relative advantages of episodes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.strategies import floats, integers, lists, permutations, sampled_from, tuples
+
+from headrace.algo.advantages import Advantages, credit, dr_grpo, grpo, rloo
+from headrace.errors import ConfigError
+from headrace.types import (
+    Completion,
+    Episode,
+    FailedEpisode,
+    Group,
+    Message,
+    Reward,
+    ScoredEpisode,
+    Step,
+    Stop,
+    Task,
+    float_array,
+    int_array,
+    metric_values,
+)
+
+METHODS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+ROWS = lists(tuples(floats(-100, 100), integers(0, 3)), min_size=1, max_size=24)
+
+
+def run(name: str, rows: list[tuple[float, int]]) -> Advantages:
+    return METHODS[name](np.array([reward for reward, _ in rows]), np.array([group for _, group in rows]))
+
+
+def test_goldens() -> None:
+    # group 7: rewards 1, 0, 1, 0: mean 0.5, sample std sqrt(1/3); group 2: 3, 5: mean 4, std sqrt(2); interleaved
+    rewards, groups = np.array([1.0, 3.0, 0.0, 1.0, 5.0, 0.0]), np.array([7, 2, 7, 7, 2, 7])
+    half = 0.5 / (np.sqrt(1 / 3) + 1e-6)
+    one = 1.0 / (np.sqrt(2.0) + 1e-6)
+    assert grpo(rewards, groups).values.tolist() == pytest.approx([half, -one, -half, half, one, -half])
+    assert dr_grpo(rewards, groups).values.tolist() == [0.5, -1.0, -0.5, 0.5, 1.0, -0.5]
+    # the mean of the others: 1 - 1/3, 3 - 5, 0 - 2/3
+    assert rloo(rewards, groups).values.tolist() == pytest.approx([2 / 3, -2, -2 / 3, 2 / 3, 2, -2 / 3])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("value", "count"), [(6.98337, 7), (5.688, 11), (0.1, 3), (0.7, 1)])
+def test_equal_rewards_give_exactly_zero(name: str, value: float, count: int) -> None:
+    # float32 with an epsilon gives 0.31 for seven times 6.98337, and the raw reward for a group of one
+    out = run(name, [(value, 0)] * count)
+    assert out.values.tolist() == [0.0] * count
+    assert metric_values(out.health)["credit/zero_variance_share"] == 1.0
+
+
+@given(ROWS, sampled_from(sorted(METHODS)), integers(0, 2**31))
+def test_row_order_does_not_matter_to_the_last_bit(rows: list[tuple[float, int]], name: str, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(rows))
+    shuffled = run(name, [rows[index] for index in order]).values
+    assert shuffled.tolist() == run(name, rows).values[order].tolist()
+
+
+@given(ROWS, sampled_from(sorted(METHODS)), permutations([5, -1, 900, 2]))
+def test_labels_are_only_names(rows: list[tuple[float, int]], name: str, names: list[int]) -> None:
+    renamed = run(name, [(reward, names[group]) for reward, group in rows])
+    assert renamed.values.tolist() == run(name, rows).values.tolist()
+
+
+@given(
+    lists(tuples(integers(-20, 20), integers(0, 3)), min_size=1, max_size=24),
+    sampled_from(sorted(METHODS)),
+    integers(-9, 9),
+)
+def test_a_constant_shift_does_not_matter(rows: list[tuple[int, int]], name: str, shift: int) -> None:
+    shifted = run(name, [(reward + shift, group) for reward, group in rows]).values
+    np.testing.assert_allclose(shifted, run(name, rows).values, atol=1e-9)
+
+
+@given(lists(tuples(integers(-20, 20), integers(0, 3)), min_size=1, max_size=24), floats(0.1, 10))
+def test_grpo_ignores_scale_and_the_others_follow_it(rows: list[tuple[int, int]], scale: float) -> None:
+    scaled = [(reward * scale, group) for reward, group in rows]
+    np.testing.assert_allclose(run("grpo", scaled).values, run("grpo", rows).values, atol=1e-3)
+    for name in ("dr_grpo", "rloo"):
+        np.testing.assert_allclose(run(name, scaled).values, run(name, rows).values * scale, atol=1e-9)
+
+
+@given(ROWS, sampled_from(sorted(METHODS)))
+def test_every_group_sums_to_zero(rows: list[tuple[float, int]], name: str) -> None:
+    values, groups = run(name, rows).values, np.array([group for _, group in rows])
+    for group in set(groups.tolist()):
+        assert values[groups == group].sum() == pytest.approx(0, abs=1e-9)
+
+
+def test_no_rows() -> None:
+    assert grpo(np.zeros(0), np.zeros(0, dtype=int)).values.tolist() == []
+
+
+# --- credit ----------------------------------------------------------------------------------------------------------
+
+
+def scored(total: float, num_steps: int) -> ScoredEpisode:
+    logprobs = float_array([-1.0])
+    completion = Completion(
+        tokens=int_array([1]), sampler_logprobs=logprobs, raw_logprobs=logprobs, versions=int_array([0]), stop=Stop.STOP
+    )
+    step = Step(prompt=int_array([0]), completion=completion, action="a")
+    episode = Episode(
+        id="e",
+        task=Task(id="t", messages=(Message(role="user", content="x"),)),
+        seed=0,
+        steps=(step,) * num_steps,
+        messages=(),
+        temperature=1.0,
+    )
+    return ScoredEpisode(episode=episode, reward=Reward(total=total))
+
+
+def test_credit_broadcasts_over_steps_and_leaves_out_failures() -> None:
+    task = Task(id="t")
+    failed = FailedEpisode(id="f", task=task, reason="sandbox")
+    groups = [
+        Group(id=40, task=task, episodes=(scored(1.0, 2), scored(0.0, 1)), failed=(failed,)),
+        Group(id=12, task=task, episodes=(scored(1.0, 1), scored(4.0, 3))),
+    ]
+    credited = credit(groups, method="dr_grpo")
+    assert [episode.advantages for episode in credited.episodes] == [(0.5, 0.5), (-0.5,), (-1.5,), (1.5, 1.5, 1.5)]
+    assert [episode.group_id for episode in credited.episodes] == [40, 40, 12, 12]
+    assert metric_values(credited.health)["credit/reward_mean"] == 1.5
+
+
+def test_credit_answers_a_wrong_name_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown credit method 'gpro': did you mean 'grpo'"):
+        credit([], method="gpro")
+    with pytest.raises(ConfigError, match="no parameter 'eps'"):
+        credit([], method="grpo", params={"eps": 1.0})
+    assert credit([], method="grpo", params={"std_eps": 1e-4}).episodes == ()
