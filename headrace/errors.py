@@ -51,6 +51,10 @@ class CheckpointError(HeadraceError):
     """A checkpoint is missing, truncated, altered, or cannot be written."""
 
 
+class RunFolderError(HeadraceError):
+    """A file of the run folder is missing, malformed, or cannot be written."""
+
+
 class NonFiniteError(HeadraceError):
     """Gradients were not finite, or exploded, too many times in a row."""
 

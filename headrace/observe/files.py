@@ -1,0 +1,47 @@
+"""How files of a run folder are written: JSON lines that round-trip, whole files that appear at once or not at all."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import RunFolderError, boundary
+
+
+def json_line(value: Mapping[str, Any], *, sort_keys: bool = False) -> str:
+    """One line of strict JSON, newline included. Floats keep every bit; NaN and infinities become the strings
+    "NaN", "Infinity" and "-Infinity", because JSON has no such numbers and other readers refuse them."""
+    text = json.dumps(_finite(value), sort_keys=sort_keys, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write to a temporary name beside `path`, fsync, rename: a reader sees the file before or after, never a part.
+
+    Raises RunFolderError (a full disk, a folder that is not writable); what was there before is then still there.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with boundary(RunFolderError, f"cannot write {path}"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,127 @@
+"""What a person watching a run sees: a bar and one line per training step on a terminal, plain lines in a log.
+
+`Progress` satisfies `protocols.MetricSink`, so it stands beside the other sinks. A step is counted when it is done:
+the first training step is logged as 1, and 0 is what was measured before it.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+EVAL = "eval/pass@1"
+_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("sft/loss", "loss", lambda value: f"{value:.4f}"),
+    ("reward/mean", "reward", lambda value: f"{value:.3f}"),
+    ("rollout/success", "success", lambda value: f"{100 * value:.1f}%"),
+    ("rollout/length_mean", "length", lambda value: f"{value:.1f}"),
+    ("loss/kl_sampler_k3", "kl", lambda value: f"{value:.1e}" if value else "0"),
+    ("loss/entropy", "entropy", lambda value: f"{value:.3f}"),
+    ("rollout/mismatch_k3", "mismatch", lambda value: f"{value:.1e}" if value else "0"),
+    (EVAL, "held-out", lambda value: f"{100 * value:.1f}%"),
+)
+
+
+def step_line(stage: str, step: int, total: int, values: Mapping[str, float], eta_s: float | None) -> str:
+    """One line per training step; a value that is missing is left out.
+
+    >>> step_line("rl", 7, 60, {"reward/mean": 0.5, "rollout/success": 0.25, "perf/sampled_tokens_per_s": 1234.0}, 83.0)
+    'rl  7/60  reward 0.500  success 25.0%  1.2k tok/s  eta 1m 23s'
+    """
+    parts = [f"{stage} {step:>{len(str(total))}}/{total}"]
+    if stage == "sft" and "sft/loss" not in values and "loss/total" in values:
+        values = {**values, "sft/loss": values["loss/total"]}
+    parts += [f"{label} {_shown(values[name], form)}" for name, label, form in _COLUMNS if name in values]
+    rate = values.get("perf/trained_tokens_per_s" if stage == "sft" else "perf/sampled_tokens_per_s")
+    if rate is not None:
+        parts.append(f"{_shown(rate, compact)} tok/s")
+    if eta_s is not None:
+        parts.append(f"eta {duration(eta_s)}")
+    return "  ".join(parts)
+
+
+def remaining_s(*, done: int, total: int, elapsed_s: float) -> float | None:
+    """Time for the other `total - done` steps at the mean pace of the `done` ones; None before the first."""
+    return None if done <= 0 else elapsed_s / done * max(total - done, 0)
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(5.4), duration(83), duration(7503)
+    ('5s', '1m 23s', '2h 05m')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def compact(value: float) -> str:
+    """
+    >>> compact(7.25), compact(950), compact(1234), compact(2.5e6)
+    ('7.2', '950', '1.2k', '2.5M')
+    """
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    if abs(value) >= 1e3:
+        return f"{value / 1e3:.1f}k"
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
+
+
+def _shown(value: float, form: Callable[[float], str]) -> str:
+    return form(value) if math.isfinite(value) else str(value)
+
+
+class Progress:
+    """Shows one stage; `start` is the number of its steps that an earlier process has done."""
+
+    def __init__(
+        self,
+        stage: str,
+        total: int,
+        *,
+        start: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert 0 <= start <= total
+        self._stage, self._total, self._start, self._clock = stage, total, start, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._began_s = clock()
+        self._bar: Bar | None = None
+        if self._stream.isatty():
+            console = Console(file=self._stream)
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[eta]}"),
+            )
+            self._bar = Bar(*columns, console=console, transient=True, auto_refresh=False)
+            self._task = self._bar.add_task(stage, total=total, completed=start, eta="")
+            self._bar.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        eta_s = remaining_s(
+            done=step - self._start, total=self._total - self._start, elapsed_s=self._clock() - self._began_s
+        )
+        line = step_line(self._stage, step, self._total, values, eta_s)
+        if self._bar is None:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+            return
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._bar.update(self._task, completed=step, eta="" if eta_s is None else f"eta {duration(eta_s)}")
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Removes the bar; the lines stay. Calling it again does nothing."""
+        if self._bar is not None:
+            self._bar.stop()

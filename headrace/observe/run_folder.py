@@ -1,0 +1,155 @@
+"""Where a run keeps its files. Owns names and the small files written once; metrics, trajectories and the report write
+themselves to the paths given here. Knows nothing of what is trained."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from headrace.errors import ConfigError, RunFolderError, boundary
+from headrace.observe.files import write_whole
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_STAMP = "%Y-%m-%dT%H-%M-%SZ"
+_STAMP_PATTERN = r"(\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}Z)(?:_(\d+))?"
+_VERSIONED = ("headrace", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """`runs/<name>_<UTC time>/`; a second run of the same second gets `_2`, so no run writes into another's folder."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str, now: datetime) -> "RunFolder":
+        """A new, empty run folder under `root`. `now` must know its time zone."""
+        assert now.tzinfo is not None
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"run.name = {name!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
+        stem = f"{name}_{now.astimezone(UTC).strftime(_STAMP)}"
+        with boundary(RunFolderError, f"cannot create a run folder in {root}"):
+            root.mkdir(parents=True, exist_ok=True)
+            for attempt in range(1, 1000):
+                path = root / (stem if attempt == 1 else f"{stem}_{attempt}")
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    continue
+                folder = cls(path=path)
+                folder.rollouts.mkdir()
+                folder.checkpoints.mkdir()
+                return folder
+        raise RunFolderError(f"{root} has a thousand runs named {stem}: choose another run.name")
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run folder, recognised by its config.toml."""
+        folder = cls(path=path)
+        if not folder.config.is_file():
+            raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
+        return folder
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    def step_rollouts(self, step: int) -> Path:
+        """Episodes that training step `step` was made from."""
+        assert step >= 0
+        return self.rollouts / f"step_{step:06d}.jsonl"
+
+    def eval_rollouts(self, label: str) -> Path:
+        """Held-out episodes played after a stage: `label` is "base", "sft" or "rl"."""
+        assert _NAME.fullmatch(label), label
+        return self.rollouts / f"eval_{label}.jsonl"
+
+    def write_config(self, text: str) -> None:
+        """The resolved configuration; see `headrace.observe.toml.to_toml`."""
+        write_whole(self.config, text)
+
+    def write_environment(self) -> None:
+        """What the run was started with; the JSON of `environment_facts`."""
+        facts = environment_facts(argv=sys.argv, cwd=Path.cwd())
+        write_whole(self.environment, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
+
+
+def find_latest(root: Path, name: str) -> RunFolder | None:
+    """The newest run of exactly that name that got as far as having a config.toml, or None."""
+    pattern = re.compile(re.escape(name) + "_" + _STAMP_PATTERN)
+    found = [
+        ((match[1], int(match[2] or 1)), path)
+        for path in (root.iterdir() if root.is_dir() else ())
+        if (match := pattern.fullmatch(path.name)) and (path / "config.toml").is_file()
+    ]
+    return RunFolder(path=max(found)[1]) if found else None
+
+
+def environment_facts(*, argv: Sequence[str], cwd: Path) -> Mapping[str, object]:
+    """Versions (read from package metadata, nothing is imported), platform, command line, git revision of `cwd`."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": {name: found for name in _VERSIONED if (found := _installed(name)) is not None},
+        "argv": list(argv),
+        "git": _git_state(cwd),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state(cwd: Path) -> Mapping[str, object] | None:
+    """Revision and whether files differ from it; None outside a repository or without git."""
+    revision = _git(cwd, "rev-parse", "HEAD")
+    if revision is None:
+        return None
+    return {"revision": revision.strip(), "modified": bool(_git(cwd, "status", "--porcelain"))}
+
+
+def _git(cwd: Path, *arguments: str, timeout_s: float = 10.0) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")

@@ -1,0 +1,163 @@
+"""Where metrics go. Each sink satisfies `protocols.MetricSink` and belongs to one stage of the run ("sft", "rl").
+
+`metrics.jsonl` is the record of truth: everything else can be rebuilt from it. Names under `time/` and `perf/` are the
+only ones that may differ between two runs of the same configuration.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError, RunFolderError, boundary
+from headrace.observe.files import json_line
+from headrace.protocols import MetricSink
+
+UNREPRODUCIBLE = ("time/", "perf/")  # what a clock measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRecord:
+    """One line of metrics.jsonl."""
+
+    step: int
+    stage: str
+    values: Mapping[str, float]
+
+
+class JsonlSink:
+    """Appends one JSON object per `log` call: {"stage": ..., "step": n, "area/name": value, ...}, keys sorted.
+
+    A checkpoint calls `sync` and stores `offset`; a resume calls `truncate_after(offset)`, which cuts what a killed run
+    wrote later, so that the resumed file equals that of a run that was never killed. A line torn by a kill is cut
+    when the file is opened.
+    """
+
+    def __init__(self, path: Path, *, stage: str) -> None:
+        self._path = path
+        self._stage = stage
+        with boundary(RunFolderError, f"cannot open {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab+")
+            self._file.truncate(_whole_lines(path.read_bytes()))
+            self._file.seek(0, os.SEEK_END)
+
+    @property
+    def offset(self) -> int:
+        """Bytes of the records logged so far."""
+        return self._file.tell()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert not self._file.closed, "a closed sink takes no more metrics"
+        assert not {"step", "stage"} & values.keys()
+        record = {"step": int(step), "stage": self._stage, **{name: float(value) for name, value in values.items()}}
+        with boundary(RunFolderError, f"cannot write {self._path}"):
+            self._file.write(json_line(record, sort_keys=True).encode())
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Returns when every record is on the disk."""
+        with boundary(RunFolderError, f"cannot write {self._path}"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, offset: int) -> None:
+        """Forget the records after the first `offset` bytes. Raises RunFolderError if no record ends there."""
+        assert offset >= 0
+        with boundary(RunFolderError, f"cannot cut {self._path}"):
+            if offset > self.offset:
+                raise RunFolderError(
+                    f"{self._path} is shorter than its checkpoint says ({self.offset} < {offset} bytes)"
+                )
+            self._file.seek(max(offset - 1, 0))
+            if offset and self._file.read(1) != b"\n":
+                raise RunFolderError(f"{self._path} was altered: no record ends at byte {offset}")
+            self._file.truncate(offset)
+            self._file.seek(0, os.SEEK_END)
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+
+
+def tensorboard_installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard, one sub-folder per stage. `purge_step`: a resume from step n passes n + 1, and
+    TensorBoard hides what an earlier process wrote from that step on."""
+
+    def __init__(self, folder: Path, *, stage: str, purge_step: int | None = None) -> None:
+        if not tensorboard_installed():
+            raise ConfigError("run.tensorboard needs the package tensorboard: pip install 'headrace[tensorboard]'")
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer: Any = writer(log_dir=str(folder / stage), purge_step=purge_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in sorted(values.items()):
+            self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TeeSink:
+    """Every sink gets every record, in order; all are closed even if closing one fails."""
+
+    def __init__(self, *sinks: MetricSink) -> None:
+        self._sinks = sinks
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, values)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+
+
+def read_metrics(path: Path) -> tuple[MetricRecord, ...]:
+    """All whole records; a last line without its newline was torn by a kill and is left out.
+
+    Raises RunFolderError on a missing file and on any other line that is not a record.
+    """
+    with boundary(RunFolderError, f"cannot read {path}"):
+        content = path.read_bytes()
+    lines = content[: _whole_lines(content)].splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        with boundary(RunFolderError, f"{path}, line {number} is not a metrics record"):
+            values = json.loads(line)
+            step, stage = values.pop("step"), values.pop("stage")
+            numbers = {str(name): float(value) for name, value in values.items()}
+            records.append(MetricRecord(step=int(step), stage=str(stage), values=numbers))
+    return tuple(records)
+
+
+def reproducible_bytes(path: Path) -> bytes:
+    """The file without what a clock measured: equal for a run and its killed and resumed twin."""
+    return b"".join(
+        json_line(
+            {
+                "step": record.step,
+                "stage": record.stage,
+                **{name: value for name, value in record.values.items() if not name.startswith(UNREPRODUCIBLE)},
+            },
+            sort_keys=True,
+        ).encode()
+        for record in read_metrics(path)
+    )
+
+
+def _whole_lines(content: bytes) -> int:
+    """Bytes up to and including the last newline."""
+    return content.rfind(b"\n") + 1

@@ -1,0 +1,106 @@
+import json
+import os
+import subprocess
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError, RunFolderError
+from headrace.observe import files
+from headrace.observe.files import json_line, write_whole
+from headrace.observe.run_folder import RunFolder, environment_facts, find_latest
+
+NOON = datetime(2026, 3, 1, 12, 0, 5, tzinfo=UTC)
+
+
+def test_a_run_folder_is_named_after_the_run_and_the_utc_time(tmp_path: Path) -> None:
+    in_berlin = NOON.astimezone(timezone(timedelta(hours=1)))
+    folder = RunFolder.create(tmp_path / "runs", "demo", in_berlin)
+    assert folder.path == tmp_path / "runs" / "demo_2026-03-01T12-00-05Z"
+    assert folder.step_rollouts(12) == folder.path / "rollouts" / "step_000012.jsonl"
+    assert folder.eval_rollouts("sft") == folder.path / "rollouts" / "eval_sft.jsonl"
+    assert folder.rollouts.is_dir()
+    assert folder.checkpoints.is_dir()
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path, "demo", NOON)
+    (first.path / "mine").write_text("x")
+    second = RunFolder.create(tmp_path, "demo", NOON)
+    assert second.path.name == "demo_2026-03-01T12-00-05Z_2"
+    assert not (second.path / "mine").exists()
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        RunFolder.create(tmp_path, name, NOON)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_latest_is_by_time_then_count_and_of_exactly_that_name(tmp_path: Path) -> None:
+    assert find_latest(tmp_path / "none", "demo") is None
+    assert find_latest(tmp_path, "demo") is None
+    for name, now in [("demo", NOON)] * 11 + [("demo", NOON - timedelta(days=1)), ("demo_x", NOON + timedelta(days=1))]:
+        RunFolder.create(tmp_path, name, now).write_config("")
+    RunFolder.create(tmp_path, "demo", NOON + timedelta(days=2))  # died before it had a configuration
+    latest = find_latest(tmp_path, "demo")
+    assert latest is not None
+    assert latest.path.name == "demo_2026-03-01T12-00-05Z_11"
+
+
+def test_open_wants_a_configuration(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"no config\.toml"):
+        RunFolder.open(tmp_path)
+    RunFolder(path=tmp_path).write_config("[run]\n")
+    assert RunFolder.open(tmp_path).config.read_text() == "[run]\n"
+
+
+def test_environment_names_versions_command_and_git_revision(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    facts = environment_facts(argv=["headrace", "demo"], cwd=tmp_path)
+    assert facts["git"] == {"revision": git("rev-parse", "HEAD"), "modified": False}
+    (tmp_path / "new").write_text("x")
+    facts = environment_facts(argv=["headrace", "demo"], cwd=tmp_path)
+    assert facts["git"] == {"revision": git("rev-parse", "HEAD"), "modified": True}
+    assert facts["argv"] == ["headrace", "demo"]
+    packages = facts["packages"]
+    assert isinstance(packages, dict)
+    assert {"torch", "transformers"} <= packages.keys()
+
+
+def test_no_git_repository_is_no_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert environment_facts(argv=[], cwd=tmp_path)["git"] is None
+
+
+def test_environment_is_written_as_json(tmp_path: Path) -> None:
+    RunFolder(path=tmp_path).write_environment()
+    assert json.loads((tmp_path / "environment.json").read_text())["packages"]["torch"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    write_whole(path, "old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", full)
+        with pytest.raises(RunFolderError, match=r"cannot write .*config\.toml.*No space left"):
+            write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["config.toml"]
+
+
+def test_json_lines_are_strict_json() -> None:
+    line = json_line({"b": [float("nan"), float("inf")], "a": {"c": float("-inf")}, "d": 0.1}, sort_keys=True)
+    assert line == '{"a":{"c":"-Infinity"},"b":["NaN","Infinity"],"d":0.1}\n'
