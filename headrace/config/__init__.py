@@ -1,0 +1,53 @@
+"""The one configuration tree: frozen, typed, read from TOML with `--set section.key=value` overrides.
+
+`load_config` reads and types it; `check` looks for what cannot work before anything is loaded. No torch, and no I/O
+beyond the caller's text and `check`'s look at the paths a configuration names. Stages take values out of the tree;
+below `wiring.py` only `observe/explain.py`, which prints it, sees the tree itself.
+"""
+
+from headrace.config.checks import check
+from headrace.config.load import load_config
+from headrace.config.paths import absolute_paths, find_path
+from headrace.config.tree import (
+    Async,
+    Checkpoint,
+    Config,
+    Engine,
+    Eval,
+    Filter,
+    Lora,
+    Model,
+    Optimizer,
+    RewardTerm,
+    Rl,
+    Run,
+    Sampling,
+    Schedule,
+    Sft,
+    Source,
+    Tiny,
+)
+
+__all__ = [
+    "Async",
+    "Checkpoint",
+    "Config",
+    "Engine",
+    "Eval",
+    "Filter",
+    "Lora",
+    "Model",
+    "Optimizer",
+    "RewardTerm",
+    "Rl",
+    "Run",
+    "Sampling",
+    "Schedule",
+    "Sft",
+    "Source",
+    "Tiny",
+    "absolute_paths",
+    "check",
+    "find_path",
+    "load_config",
+]

