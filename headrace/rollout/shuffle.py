@@ -1,0 +1,55 @@
+"""Counter-based order of data: everything is a function of (key, epoch), so a cursor is all the state there is."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def permutation(size: int, *, key: tuple[int, ...], epoch: int) -> npt.NDArray[np.int64]:
+    """A pseudo-random order of range(size): indices sorted by splitmix64(hash(key, epoch) + index).
+
+    The same on every machine and numpy version, which numpy's own generators do not promise.
+    """
+    start = hashlib.blake2b(repr((*key, epoch)).encode(), digest_size=8).digest()
+    state = np.frombuffer(start, dtype="<u8").astype(np.uint64) + np.arange(1, size + 1, dtype=np.uint64) * _GOLDEN
+    state = (state ^ (state >> np.uint64(30))) * _MIX[0]
+    state = (state ^ (state >> np.uint64(27))) * _MIX[1]
+    return np.argsort(state ^ (state >> np.uint64(31)), kind="stable")
+
+
+def fingerprint(items: Iterable[Any]) -> str:
+    """A hash of the items' content and order, the same in every process."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in items:
+        _feed(digest, item)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Every value is fed with its type and length before it, so that no two structures read the same."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        _feed(digest, [type(value).__name__, *fields])
+    elif isinstance(value, Mapping):
+        digest.update(f"map {len(value)} ".encode())
+        for key in sorted(value, key=repr):
+            _feed(digest, key)
+            _feed(digest, value[key])
+    elif isinstance(value, list | tuple):
+        digest.update(f"list {len(value)} ".encode())
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, np.ndarray):
+        digest.update(f"array {value.dtype} {value.shape} ".encode() + np.ascontiguousarray(value).tobytes())
+    elif value is None or isinstance(value, str | bytes | bool | int | float):
+        text = repr(value).encode()
+        digest.update(f"{type(value).__name__} {len(text)} ".encode() + text)
+    else:  # its repr may hold an address
+        digest.update(f"{type(value).__module__}.{type(value).__qualname__} ".encode())
