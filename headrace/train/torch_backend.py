@@ -1,0 +1,424 @@
+"""The one-device training backend: Hugging Face models, packed micro-batches, chunked head, AdamW.
+
+Requests run in submission order on one worker thread; each verb returns its future at once. It owns weights,
+optimiser and gradients, and must not know where data come from or where weights go.
+
+Shape letters: T packed tokens, R tokens that have a weight (rows of the head), D width, V vocabulary.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.algo.loss import LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
+from headrace.algo.losses import LOSSES
+from headrace.algo.packing import pack
+from headrace.errors import BackendError, ModelError, NoGradientError, boundary
+from headrace.model import head
+from headrace.model.attention import Packed
+from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
+from headrace.model.lora import add_lora, lora_layers, merged_state_dict, save_adapter
+from headrace.train.optimizer import MasterAdamW
+from headrace.types import (
+    Adam,
+    Datum,
+    Discard,
+    FloatArray,
+    ForwardOut,
+    LossSpec,
+    Metric,
+    Shared,
+    StepOut,
+    Sum,
+    WeightsHandle,
+    float_array,
+    merge_metrics,
+)
+
+R = TypeVar("R")
+OPTIMIZER_FILE, ADAPTER_FILE, STATE_FILE = "optimizer.safetensors", "lora.safetensors", "trainer.json"
+
+
+def create_backend(
+    path: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    micro_batch_tokens: int = 8192,
+    lora_rank: int = 0,
+    lora_alpha: float = 32.0,
+    lora_targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    recompute: bool = False,
+    seed: int = 0,
+) -> "TorchBackend":
+    """Model folder to backend in one call; `load_model`, `add_lora` and `TorchBackend` are the same in steps."""
+    where = choose_device(device)
+    lm = load_model(path, device=where, dtype=choose_dtype(dtype, where))
+    if lora_rank:
+        add_lora(lm.model, rank=lora_rank, alpha=lora_alpha, targets=lora_targets, seed=seed)
+    if recompute:
+        recompute_layers(lm.model)
+    return TorchBackend(lm, micro_batch_tokens=micro_batch_tokens)
+
+
+def make_optimizer(lm: LanguageModel) -> MasterAdamW:
+    """AdamW over the parameters that require a gradient."""
+    named = {name: parameter for name, parameter in lm.model.named_parameters() if parameter.requires_grad}
+    if not named:
+        raise ModelError("no parameter of this model requires a gradient")
+    return MasterAdamW(named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loss:
+    """A loss made ready: its function, what it asks for, and its numbers."""
+
+    fn: LossFn
+    inputs: LossInputs
+    parameters: tuple[str, ...]  # of the signature
+    params: Mapping[str, float]
+    unit: Unit
+
+
+class TorchBackend:
+    """`score_everything`: also return log-probs where the weight is 0 (else NaN there, and the head skips them)."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        micro_batch_tokens: int = 8192,
+        chunk_tokens: int = head.CHUNK_TOKENS,
+        score_everything: bool = False,
+    ) -> None:
+        assert micro_batch_tokens > 0
+        self.lm = lm
+        self._micro_batch_tokens = micro_batch_tokens
+        self._chunk_tokens = chunk_tokens
+        self._score_everything = score_everything
+        self._optimizer = make_optimizer(lm)
+        self._has_gradient = False
+        self._num_updates = 0
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-train")
+
+    # --- verbs: queue and return ---
+
+    def forward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+        return self._submit("forward", lambda: self._run(data, loss, want_gradient=False))
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+        return self._submit("forward_backward", lambda: self._accumulate(data, loss))
+
+    def optim_step(self, update: Adam | Discard) -> "Future[StepOut]":
+        return self._submit("optim_step", lambda: self._step(update))
+
+    def save_state(self, folder: Path) -> "Future[None]":
+        return self._submit("save_state", lambda: self._save(folder))
+
+    def load_state(self, folder: Path) -> "Future[None]":
+        return self._submit("load_state", lambda: self._load(folder))
+
+    def export_weights(self) -> "Future[WeightsHandle]":
+        return self._submit("export_weights", self._export)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, what: str, run: Callable[[], R]) -> "Future[R]":
+        def guarded() -> R:
+            with boundary(BackendError, f"{what} failed"):
+                return run()
+
+        return self._worker.submit(guarded)
+
+    # --- on the worker thread ---
+
+    def _accumulate(self, data: Sequence[Datum], spec: LossSpec) -> ForwardOut:
+        try:
+            out = self._run(data, spec, want_gradient=True)
+        except BaseException:  # whatever it was, half a gradient is worse than none
+            self._optimizer.discard()
+            self._has_gradient = False
+            raise
+        self._has_gradient = True
+        return out
+
+    def _run(self, data: Sequence[Datum], spec: LossSpec, *, want_gradient: bool) -> ForwardOut:
+        loss = _prepare_loss(spec)
+        _check_data(data, loss, vocabulary=self.lm.vocabulary, context=self.lm.context)
+        batches = pack(
+            [datum.num_tokens for datum in data], [datum.unit for datum in data], budget=self._micro_batch_tokens
+        )
+        logprobs: list[FloatArray] = [float_array(np.full(datum.targets.shape, np.nan)) for datum in data]
+        total, metrics = 0.0, dict[str, Metric]()
+        for indices in batches:
+            batch = [data[index] for index in indices]
+            with torch.set_grad_enabled(want_gradient):
+                part = self._micro_batch(batch, loss, want_gradient=want_gradient)
+            if part is None:
+                continue
+            total += part.loss
+            metrics = merge_metrics(metrics, part.metrics)
+            for index, values in zip(indices, part.logprobs, strict=True):
+                logprobs[index] = values
+        metrics["loss/total"] = Sum(total)
+        return ForwardOut(loss=total, logprobs=tuple(logprobs), metrics=metrics)
+
+    def _micro_batch(self, batch: Sequence[Datum], loss: _Loss, *, want_gradient: bool) -> ForwardOut | None:
+        device = self.lm.device
+        arrays = _stack(batch, loss)
+        weighted = arrays["weights"] != 0
+        rows_R = torch.nonzero(weighted.any(dim=1) if weighted.ndim == 2 else weighted)[:, 0]
+        if self._score_everything:
+            rows_R = torch.arange(len(weighted))
+        if not len(rows_R):
+            return None
+        lengths = tuple(datum.num_tokens for datum in batch)
+        tokens_T = torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long().to(device)
+        positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        hidden_TD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))
+        real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
+        inputs = {
+            name: (array[rows_R] if name == "segments" else array[rows_R].to(real)).to(device)
+            for name, array in arrays.items()
+        }
+        targets = _targets(batch, rows_R, device=device, dtype=real)
+        rows_R = rows_R.to(device)
+        run = self._fused if loss.unit is Unit.TOKEN else self._whole
+        part = run(hidden_TD, rows_R, targets, inputs, loss, want_gradient=want_gradient)
+        if want_gradient:
+            self._optimizer.collect()
+        scores = np.full((sum(lengths), *batch[0].targets.shape[1:]), np.nan, dtype=np.float32)
+        scores[rows_R.cpu().numpy()] = part.logprobs[0]
+        ends = np.cumsum(lengths)[:-1]
+        return ForwardOut(
+            loss=part.loss, metrics=part.metrics, logprobs=tuple(float_array(piece) for piece in np.split(scores, ends))
+        )
+
+    def _fused(
+        self,
+        hidden_TD: Tensor,
+        rows_R: Tensor,
+        targets: head.Targets,
+        inputs: Mapping[str, Tensor],
+        loss: _Loss,
+        *,
+        want_gradient: bool,
+    ) -> ForwardOut:
+        """Token-wise losses: loss and gradient chunk by chunk while the chunk's probabilities are at hand."""
+        weight_VD = self.lm.head_weight()
+        train_head = want_gradient and weight_VD.requires_grad
+        name = self._head_name() if train_head and weight_VD.is_leaf else None
+        buffer = self._optimizer.buffer(name) if name else torch.zeros_like(weight_VD) if train_head else None
+        parts: list[tuple[Tensor, Mapping[str, Metric]]] = []
+
+        def evaluate(span: slice, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+            out = _call(loss, logprobs, entropy, {key: value[span] for key, value in inputs.items()})
+            parts.append((out.loss.detach(), out.metrics))
+            return out.loss
+
+        fused = head.fused_loss(
+            hidden_TD[rows_R],
+            weight_VD,
+            targets,
+            evaluate,
+            want_entropy=loss.inputs.wants_entropy,
+            grad_weight_VD=buffer,
+            want_gradient=want_gradient,
+            chunk_tokens=self._chunk_tokens,
+        )
+        if fused.grad_hidden_TD is not None:
+            gradient_TD = torch.zeros_like(hidden_TD)
+            gradient_TD[rows_R] = fused.grad_hidden_TD
+            tensors, gradients = [hidden_TD], [gradient_TD]
+            if train_head and name is None:
+                assert buffer is not None
+                tensors, gradients = [hidden_TD, weight_VD], [gradient_TD, buffer]
+            torch.autograd.backward(tensors, gradients)
+        metrics: dict[str, Metric] = {}
+        for _, part in parts:
+            metrics = merge_metrics(metrics, part)
+        total = float(torch.stack([value for value, _ in parts]).double().sum())
+        return ForwardOut(loss=total, logprobs=(float_array(fused.logprobs.cpu().numpy()),), metrics=metrics)
+
+    def _whole(
+        self,
+        hidden_TD: Tensor,
+        rows_R: Tensor,
+        targets: head.Targets,
+        inputs: Mapping[str, Tensor],
+        loss: _Loss,
+        *,
+        want_gradient: bool,
+    ) -> ForwardOut:
+        """Losses over sequences, pairs or groups: all log-probs first, then the loss."""
+        logprobs, entropy = head.logprobs(
+            hidden_TD[rows_R],
+            self.lm.head_weight(),
+            targets,
+            want_entropy=loss.inputs.wants_entropy,
+            chunk_tokens=self._chunk_tokens,
+        )
+        out = _call(loss, logprobs, entropy, inputs)
+        if want_gradient and out.loss.requires_grad:
+            out.loss.backward()  # type: ignore[no-untyped-call]
+        values = float_array(logprobs.detach().cpu().numpy())
+        return ForwardOut(loss=float(out.loss.detach()), logprobs=(values,), metrics=out.metrics)
+
+    def _head_name(self) -> str | None:
+        """The parameter name of the head's own weight (the embedding's, when they are tied), if it is trained."""
+        weight = self.lm.model.lm_head.weight
+        return next((name for name, known in self._optimizer.parameters.items() if known is weight), None)
+
+    def _step(self, update: Adam | Discard) -> StepOut:
+        if isinstance(update, Discard):
+            self._optimizer.discard()
+            self._has_gradient = False
+            return StepOut(grad_norm=0.0, updated=False, num_updates=self._num_updates)
+        if not self._has_gradient:
+            raise NoGradientError("optim_step needs a forward_backward before it: there is no gradient")
+        self._has_gradient = False
+        norm = self._optimizer.norm()
+        if not np.isfinite(norm) or (update.max_norm > 0 and norm > update.max_norm):
+            self._optimizer.discard()
+            return StepOut(grad_norm=norm, updated=False, num_updates=self._num_updates)
+        self._optimizer.update(update, norm=norm)
+        self._num_updates += 1
+        return StepOut(grad_norm=norm, updated=True, num_updates=self._num_updates)
+
+    def _save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lm = self.lm
+        adapters = dict(lora_layers(lm.model))
+        if adapters:
+            save_adapter(lm.model, folder / "adapter", base_model=lm.source)
+            trained = {name: value.detach().clone() for name, value in self._optimizer.parameters.items()}
+            save_file(trained, folder / ADAPTER_FILE)
+            lm.model.save_pretrained(folder, state_dict=_untied(lm, merged_state_dict(lm.model)))
+        else:
+            lm.model.save_pretrained(folder)
+        lm.tokenizer.save_pretrained(folder)
+        save_file(self._optimizer.state_dict() or {"empty": torch.zeros(1)}, folder / OPTIMIZER_FILE)
+        (folder / STATE_FILE).write_text(json.dumps({"num_updates": self._num_updates, "lora": bool(adapters)}) + "\n")
+
+    def _load(self, folder: Path) -> None:
+        if not (folder / STATE_FILE).is_file():
+            raise BackendError(f"{folder} holds no training state: it has no {STATE_FILE}")
+        state = json.loads((folder / STATE_FILE).read_text())
+        has_lora = any(True for _ in lora_layers(self.lm.model))
+        if state["lora"] != has_lora:
+            raise BackendError(
+                f"{folder} was saved {'with' if state['lora'] else 'without'} LoRA; set [model.lora] alike"
+            )
+        weights = load_file(folder / ADAPTER_FILE) if has_lora else _load_weights(folder)
+        named = self._optimizer.parameters
+        missing = [name for name in named if name not in weights]
+        if missing:
+            raise BackendError(f"{folder} lacks the weights {', '.join(missing[:3])}: it is another model's")
+        with torch.no_grad():
+            for name, parameter in named.items():
+                if weights[name].shape != parameter.shape:
+                    raise BackendError(f"{name} in {folder} has another shape: it is another model's")
+            for name, parameter in named.items():
+                parameter.copy_(weights[name])
+                self._optimizer.masters[name].copy_(weights[name])
+        flat = load_file(folder / OPTIMIZER_FILE)
+        flat.pop("empty", None)
+        self._optimizer.load_state_dict(flat)
+        self._num_updates, self._has_gradient = int(state["num_updates"]), False
+
+    def _export(self) -> WeightsHandle:
+        return Shared(fingerprint=fingerprint(self.lm.model.named_parameters()))
+
+
+def _prepare_loss(spec: LossSpec) -> _Loss:
+    fn: LossFn
+    if isinstance(spec.fn, str):
+        if spec.fn not in LOSSES:
+            raise BackendError(f"there is no loss {spec.fn!r}; there are {', '.join(sorted(LOSSES))}")
+        fn = LOSSES[spec.fn]
+    else:
+        fn = spec.fn
+    names = tuple(inspect.signature(fn).parameters)
+    return _Loss(fn=fn, inputs=loss_inputs(fn), parameters=names, params=spec.params, unit=unit_of(fn))
+
+
+def _check_data(data: Sequence[Datum], loss: _Loss, *, vocabulary: int, context: int) -> None:
+    """Everything that can be wrong with a request is found before any gradient is touched."""
+    if not data:
+        raise BackendError("there is nothing to train on: the batch is empty")
+    if loss.inputs.output != "policy_logprobs":
+        raise BackendError("this loss needs a scalar head, which this backend's model does not have")
+    kinds = {datum.targets.shape[1:] for datum in data}
+    if len(kinds) > 1:
+        raise BackendError("data with one target per token and with several cannot be mixed in one request")
+    for index, datum in enumerate(data):
+        check_inputs(loss.fn, datum.arrays, loss.params)
+        if datum.num_tokens > context:
+            raise BackendError(f"datum {index} has {datum.num_tokens} tokens; the model's context is {context}")
+        for name, tokens in (("inputs", datum.inputs), ("targets", datum.targets)):
+            if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
+                raise BackendError(f"datum {index}: {name} outside of the vocabulary of {vocabulary}")
+        used = [name for name in (*loss.inputs.required, *loss.inputs.optional) if name in datum.arrays]
+        for name in used:
+            if name != "next_logprobs" and not np.isfinite(datum.arrays[name]).all():
+                raise BackendError(f"datum {index}: array '{name}' holds a value that is not finite")
+
+
+def _stack(batch: Sequence[Datum], loss: _Loss) -> dict[str, Tensor]:
+    """The arrays the loss takes, end to end, plus the datum index of every token."""
+    names = {"weights", *loss.inputs.required, *loss.inputs.optional}
+    there = [name for name in names if all(name in datum.arrays for datum in batch)]
+    if "weights" not in there:
+        raise BackendError("a datum has no array named 'weights'")
+    arrays = {name: torch.from_numpy(np.concatenate([datum.arrays[name] for datum in batch])) for name in there}
+    if loss.inputs.wants_segments:
+        arrays["segments"] = torch.repeat_interleave(
+            torch.arange(len(batch)), torch.tensor([datum.num_tokens for datum in batch])
+        )
+    return arrays
+
+
+def _targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.device, dtype: torch.dtype) -> head.Targets:
+    tokens = torch.from_numpy(np.concatenate([datum.targets for datum in batch])).long()[rows_R].to(device)
+    if all(datum.temperature == 1.0 for datum in batch):
+        return head.Targets(tokens)
+    spread = np.concatenate([np.full(datum.num_tokens, datum.temperature) for datum in batch])
+    return head.Targets(tokens, torch.from_numpy(spread).to(dtype)[rows_R].to(device))
+
+
+def _call(loss: _Loss, logprobs: Tensor, entropy: Tensor | None, inputs: Mapping[str, Tensor]) -> LossOut:
+    """Hand the loss what its signature names."""
+    arguments: dict[str, Tensor | float] = dict(loss.params)
+    for parameter in loss.parameters:
+        bare = parameter.removesuffix("_TK").removesuffix("_T")
+        if bare == "policy_logprobs":
+            arguments[parameter] = logprobs
+        elif bare == "entropy" and entropy is not None:
+            arguments[parameter] = entropy
+        elif bare in inputs:
+            arguments[parameter] = inputs[bare]
+    return loss.fn(**arguments)
+
+
+def _untied(lm: LanguageModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out the head when it is the embedding, as `save_pretrained` does."""
+    if getattr(lm.model.config, "tie_word_embeddings", False):
+        return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+    return state
+
+
+def _load_weights(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        weights.update(load_file(file))
+    return weights
