@@ -1,0 +1,73 @@
+"""Runs in a process of its own (`python -m headrace.observe.probe NAME...`) and really imports what it is asked about.
+
+Whatever an import prints, crashes or leaves behind stays in this process. Writes one JSON line when an import begins
+and one when it has ended, so that a package that kills the process is known by name.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import Any
+
+from headrace.errors import HeadraceError, boundary
+
+
+def probe(names: Sequence[str], write: Callable[[Mapping[str, Any]], None]) -> None:
+    for name in names:
+        write({"name": name, "event": "begin"})
+        try:
+            with boundary(HeadraceError, "not usable"):
+                module = importlib.import_module(name)
+                facts = _torch_facts(module) if name == "torch" else {}
+        except HeadraceError as exc:
+            missing = isinstance(exc.__cause__, ModuleNotFoundError) and exc.__cause__.name == name
+            write({"name": name, "event": "end", "ok": False, "reason": "not installed" if missing else str(exc)})
+        else:
+            write({"name": name, "event": "end", "ok": True, "version": _version(name, module), "facts": facts})
+
+
+def _version(name: str, module: Any) -> str:
+    for distribution in packages_distributions().get(name, ()):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return str(getattr(module, "__version__", "unknown"))
+
+
+def _torch_facts(torch: Any) -> dict[str, Any]:
+    """What this build can do on this machine."""
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "cuda_build": torch.version.cuda,
+        "hip_build": torch.version.hip,
+        "mps": bool(torch.backends.mps.is_available()),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [
+            {
+                "name": device.name,
+                "memory_bytes": device.total_memory,
+                "compute_capability": f"{device.major}.{device.minor}",
+            }
+            for device in devices
+        ],
+    }
+
+
+def main() -> None:
+    """The results go to the original standard output; what imports print goes to standard error."""
+    results = os.dup(1)
+    os.dup2(2, 1)
+
+    def write(record: Mapping[str, Any]) -> None:
+        os.write(results, (json.dumps(record) + "\n").encode())
+
+    probe(sys.argv[1:], write)
+
+
+if __name__ == "__main__":
+    main()
