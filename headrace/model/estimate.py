@@ -1,0 +1,211 @@
+"""How large a model and its training are, from its config.json alone: no weights, no torch.
+
+Parameters are exact for the supported model types. Memory is an estimate: activations are what the backward pass
+keeps per token without recomputation, and small buffers are left out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ModelError
+
+DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
+HEAD_CHUNK_TOKENS = 256  # tokens whose [tokens, vocabulary] the log-prob head holds at once
+HEAD_COPIES = 3  # logits, log-probs and their gradient
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What sizes follow from. `biased` names the projections with a bias; `norm_sizes` are the norms of one layer."""
+
+    model_type: str
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    vocabulary: int
+    tied: bool
+    context: int | None
+    biased: tuple[str, ...] = ()
+    norm_sizes: tuple[int, ...] = ()
+
+    @property
+    def projections(self) -> Mapping[str, tuple[int, int]]:
+        """(inputs, outputs) of every linear layer of a decoder layer, by the name LoRA targets use."""
+        query, keys = self.heads * self.head_width, self.kv_heads * self.head_width
+        return {
+            "q_proj": (self.width, query),
+            "k_proj": (self.width, keys),
+            "v_proj": (self.width, keys),
+            "o_proj": (query, self.width),
+            "gate_proj": (self.width, self.mlp_width),
+            "up_proj": (self.width, self.mlp_width),
+            "down_proj": (self.mlp_width, self.width),
+        }
+
+
+SMOLLM2_135M = Shape(
+    model_type="llama",
+    width=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    head_width=64,
+    mlp_width=1536,
+    vocabulary=49152,
+    tied=True,
+    context=8192,
+    norm_sizes=(576, 576),
+)
+
+
+def read_shape(folder: Path) -> Shape:
+    """The shape a model folder's config.json describes; raises ModelError when it is not there or says too little."""
+    file = folder / "config.json"
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ModelError(f"{file} cannot be read as JSON: give a folder written by save_pretrained") from exc
+    try:
+        return shape_of(described)
+    except KeyError as exc:
+        raise ModelError(f"{file} has no {exc}, so the size of the model cannot be told") from exc
+
+
+def shape_of(described: Mapping[str, Any]) -> Shape:
+    """The shape that the content of a config.json describes; raises KeyError with the key that is missing."""
+    kind = described["model_type"]
+    width, heads = int(described["hidden_size"]), int(described["num_attention_heads"])
+    kv_heads = int(described.get("num_key_value_heads") or heads)
+    head_width = int(described.get("head_dim") or width // heads)
+    biased: tuple[str, ...] = ()
+    if kind == "qwen2":
+        biased = ("q_proj", "k_proj", "v_proj")
+    elif described.get("attention_bias"):
+        biased = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if described.get("mlp_bias"):
+        biased += ("gate_proj", "up_proj", "down_proj")
+    of_heads = {"qwen3": (head_width, head_width), "olmo2": (heads * head_width, kv_heads * head_width)}
+    return Shape(
+        model_type=kind,
+        width=width,
+        layers=int(described["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        mlp_width=int(described["intermediate_size"]),
+        vocabulary=int(described["vocab_size"]),
+        tied=bool(described.get("tie_word_embeddings", kind in ("gemma", "smollm3"))),
+        context=described.get("max_position_embeddings"),
+        biased=biased,
+        norm_sizes=(width, width, *of_heads.get(kind, ())),
+    )
+
+
+def num_parameters(shape: Shape) -> int:
+    """Embedding, decoder layers, last norm, and the head unless it is the embedding."""
+    projections = shape.projections
+    layer = sum(inputs * outputs for inputs, outputs in projections.values())
+    layer += sum(projections[name][1] for name in shape.biased) + sum(shape.norm_sizes)
+    embedding = shape.vocabulary * shape.width
+    return embedding * (1 if shape.tied else 2) + shape.layers * layer + shape.width
+
+
+def num_lora_parameters(shape: Shape, *, rank: int, targets: Sequence[str]) -> int:
+    """rank x (inputs + outputs) for every targeted layer; the head counts once."""
+    linear = {name: (size, shape.layers) for name, size in shape.projections.items()}
+    linear["lm_head"] = ((shape.width, shape.vocabulary), 1)
+    return sum(rank * sum(linear[name][0]) * linear[name][1] for name in targets if name in linear)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on the training device. `masters` are float32 copies of weights that are held in less."""
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    activations: int
+    head: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.moments + self.activations + self.head + self.kv
+
+
+def training_memory(
+    shape: Shape, *, dtype: str, trainable: int, frozen: int, micro_batch_tokens: int, kv_tokens: int
+) -> Memory:
+    """Memory of training `trainable` parameters beside `frozen` ones while an engine holds `kv_tokens` on the device.
+
+    Gradients and AdamW's two moments are float32 (float64 if the model is); so are masters of bfloat16 weights.
+    """
+    size = DTYPE_BYTES[dtype]
+    state = max(size, FP32)
+    return Memory(
+        weights=(trainable + frozen) * size,
+        gradients=trainable * state,
+        masters=trainable * FP32 if size < FP32 else 0,
+        moments=2 * trainable * state,
+        activations=micro_batch_tokens * activation_bytes_per_token(shape, size),
+        head=min(HEAD_CHUNK_TOKENS, micro_batch_tokens) * shape.vocabulary * state * HEAD_COPIES,
+        kv=kv_tokens * kv_bytes_per_token(shape, size),
+    )
+
+
+def activation_bytes_per_token(shape: Shape, size: int) -> int:
+    """L (8 D + 2 (Q + K + V) + 4 M) numbers: residuals and norms, projections before and after rotation, the MLP."""
+    attended = (shape.heads + 2 * shape.kv_heads) * shape.head_width
+    return shape.layers * (8 * shape.width + 2 * attended + 4 * shape.mlp_width) * size
+
+
+def kv_bytes_per_token(shape: Shape, size: int) -> int:
+    """A key and a value for every layer and key-value head."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_width * size
+
+
+def checkpoint_bytes(*, dtype: str, trainable: int, frozen: int) -> int:
+    """Weights in Hugging Face layout, and masters and moments of what is trained."""
+    size = DTYPE_BYTES[dtype]
+    state = max(size, FP32)
+    return (trainable + frozen) * size + trainable * ((FP32 if size < FP32 else 0) + 2 * state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a model runs and how its attention is computed, each with the reason in plain words."""
+
+    device: str
+    dtype: str
+    device_reason: str
+    attention: str
+
+
+def place(*, device: str, dtype: str, gpus: Sequence[str], mps: bool) -> Placement:
+    """What `device` and `dtype` ("auto" or a name) come to with these GPUs; raises ModelError if it is not there."""
+    if device == "cuda" and not gpus:
+        raise ModelError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
+    if device == "mps" and not mps:
+        raise ModelError("model.device is 'mps' but torch sees none; set it to 'auto' or 'cpu'")
+    if device == "auto":
+        chosen = "cuda" if gpus else "cpu"
+        reason = f"torch sees {gpus[0]}" if gpus else "torch sees no GPU that it can use"
+        reason += "; an Apple GPU is used only with model.device = 'mps'" if mps and not gpus else ""
+    else:
+        chosen, reason = device, f"model.device is '{device}'"
+    precision = ("bfloat16" if chosen == "cuda" else "float32") if dtype == "auto" else dtype
+    if chosen == "cuda" and precision == "bfloat16":
+        attention = "one variable-length kernel call for all packed sequences, which CUDA has in half precision"
+    elif chosen == "cuda":
+        attention = f"scaled_dot_product_attention for each sequence; the variable-length kernel cannot do {precision}"
+    else:
+        attention = "scaled_dot_product_attention for each sequence; the variable-length kernel needs CUDA"
+    return Placement(device=chosen, dtype=precision, device_reason=reason, attention=attention)
