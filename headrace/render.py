@@ -173,7 +173,7 @@ class Renderer:
         return self._encode(self._text(messages, tools, generate=generate))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _text(self, messages: Sequence[Message], tools: Tools | None, *, generate: bool) -> str:
         with boundary(DataError, "the chat template refuses the messages " + _roles(messages)):

@@ -60,7 +60,7 @@ class Mixture(Generic[Item]):
     """An endless mix of several sequences by weight, each shuffled anew every epoch of its own.
 
     Draw t (from 1) goes to the part with the largest deficit w_i t - n_i, n_i its draws so far and w_i its share:
-    the deficits add up to 0 and none falls to -1 or below, so with k parts none reaches k - 1, however long the run.
+    the deficits add up to 0 and none falls to -1 or below, so none of k > 1 reaches k - 1, however long the run.
     The counts n_i are the whole state: epoch and place of a part are n_i divided by its length.
     """
 

@@ -1,0 +1,112 @@
+"""Conversations to imitate, and mixtures whose proportions hold exactly."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.config import Source
+from headrace.errors import CheckpointError, DataError
+from headrace.rollout.conversations import Mixture, conversations_from_rows, load_conversations
+from headrace.types import Message
+
+
+def test_messages_or_prompt_and_answer(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "going"}]
+    rows = [{"messages": turns, "answer": "ignored"}, {"prompt": "go", "answer": "gone"}, {"prompt": turns}]
+    (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    source = Source(type="jsonl", path="talk.jsonl", system="act")
+    system = Message(role="system", content="act")
+    going = (system, Message(role="user", content="go"), Message(role="assistant", content="going"))
+    gone = (system, Message(role="user", content="go"), Message(role="assistant", content="gone"))
+    assert load_conversations(source, base=tmp_path) == [going, gone, going]
+
+
+def test_rows_without_a_reply_are_named() -> None:
+    with pytest.raises(DataError, match="row 1: there is no assistant message"):
+        conversations_from_rows([{"prompt": "go", "answer": "a"}, {"prompt": "go"}])
+    with pytest.raises(DataError, match="row 0: the conversation starts with the assistant"):
+        conversations_from_rows([{"messages": [{"role": "assistant", "content": "hi"}]}])
+    with pytest.raises(DataError, match="the reply in solution must be a text"):
+        conversations_from_rows([{"prompt": "go", "solution": 4}], columns={"answer": "solution"})
+    with pytest.raises(DataError, match="no rows"):
+        conversations_from_rows([])
+
+
+def test_reasoning_gym_answers_are_replies() -> None:
+    pytest.importorskip("reasoning_gym")
+    (talk,) = load_conversations(Source(type="reasoning_gym", name="chain_sum", size=1))
+    assert [message.role for message in talk] == ["user", "assistant"]
+    assert int(talk[1].content) == eval(talk[0].content.rstrip("= ").split(":")[-1])
+
+
+weights = st.lists(st.sampled_from([0.1, 0.25, 1 / 3, 1.0, 2.0, 7.5]), min_size=1, max_size=5)
+
+
+@given(weights, st.integers(0, 300), st.integers(0, 9))
+def test_proportions_hold_at_every_moment(shares: list[float], draws: int, seed: int) -> None:
+    mixture = Mixture([([part], share) for part, share in enumerate(shares)], seed)
+    drawn = Counter(mixture.next_batch(draws))
+    total = sum(Fraction(str(share)) for share in shares)
+    for part, share in enumerate(shares):
+        deficit = Fraction(str(share)) / total * draws - drawn[part]
+        assert -1 < deficit < max(1, len(shares) - 1)
+
+
+def test_weights_are_met_exactly_after_a_whole_round() -> None:
+    # shares 0.1 : 0.2 : 0.7 come out even after 10 draws, hence after 10,000
+    mixture = Mixture([("a", 0.1), ("b", 0.2), ("c", 0.7)], seed=0)
+    for _ in range(1000):
+        mixture.next_batch(10)
+    assert mixture.counts == (1000, 2000, 7000)
+    # by hand, shares 1 : 2: deficits (1/3, 2/3) -> b; (2/3, 1/3) -> a; (0, 1) -> b
+    assert "".join(Mixture([("a", 1.0), ("b", 2.0)], seed=0).next_batch(6)) == "babbab"
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
+def test_each_part_is_a_permutation_per_epoch_of_its_own(left: int, right: int, seed: int) -> None:
+    parts = ([("left", i) for i in range(left)], [("right", i) for i in range(right)])
+    drawn = Mixture([(parts[0], 1.0), (parts[1], 3.0)], seed).next_batch(120)
+    for part in parts:
+        own = [item for item in drawn if item[0] == part[0][0]]
+        for start in range(0, len(own) - len(part) + 1, len(part)):
+            assert sorted(own[start : start + len(part)]) == part
+
+
+@given(weights, st.integers(0, 60), st.integers(0, 40), st.integers(0, 9))
+def test_resuming_from_any_cursor_gives_the_same_sequence(
+    shares: list[float], before: int, after: int, seed: int
+) -> None:
+    parts = [([(part, i) for i in range(part + 3)], share) for part, share in enumerate(shares)]
+    whole = Mixture(parts, seed).next_batch(before + after)
+    first, second = Mixture(parts, seed), Mixture(parts, seed)
+    first.next_batch(before)
+    second.next_batch(7)  # whatever it did before, the cursor decides
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.next_batch(after) == whole[before:]
+
+
+def test_seeds_give_other_orders() -> None:
+    orders = {tuple(Mixture([(range(20), 1.0)], seed).next_batch(20)) for seed in range(5)}
+    assert len(orders) == 5
+    epochs = Mixture([(range(20), 1.0)], 0)
+    assert epochs.next_batch(20) != epochs.next_batch(20)
+
+
+def test_a_cursor_of_another_mixture_is_refused() -> None:
+    state = Mixture([("ab", 1.0), ("cd", 2.0)], seed=1).state_dict()
+    for parts in ([("ab", 1.0), ("ce", 2.0)], [("ab", 1.0), ("cd", 3.0)], [("abcd", 3.0)]):
+        with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+            Mixture(parts, seed=1).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="seed 1, not 2"):
+        Mixture([("ab", 1.0), ("cd", 2.0)], seed=2).load_state_dict(state)
+
+
+def test_impossible_mixtures_are_refused() -> None:
+    for parts, message in (([], "at least one part"), ([("", 1.0)], "none may be empty"), ([("a", 0.0)], "positive")):
+        with pytest.raises(DataError, match=message):
+            Mixture(parts, seed=0)
