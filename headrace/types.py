@@ -229,7 +229,9 @@ class Group:
 
     @property
     def head_version(self) -> int:
-        return min((scored.episode.head_version for scored in self.episodes), default=self.started_version)
+        """Version of the oldest sampled token; where nothing was sampled, the version the group started at."""
+        sampled = (scored.episode for scored in self.episodes if scored.episode.num_sampled)
+        return min((episode.head_version for episode in sampled), default=self.started_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
