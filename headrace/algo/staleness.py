@@ -1,0 +1,77 @@
+"""How many groups may start, and whether a finished group is still fresh enough to train on: pure rules of counts.
+
+eta = `max_staleness`, B = `batch_groups`, C = `max_running`. Two rules hold the bound together:
+
+- *Admission* (`capacity`) keeps at most (eta + 1) * B groups live. Under oldest-first order the p-th live group is
+  trained at most ceil(p / B) - 1 versions after its start, so a group that finishes in time is at most eta old.
+- *Use* (`verdict`) looks at the tokens themselves when a batch is taken and when weights are published. Admission
+  cannot see a slow group being overtaken by groups that started after it; this can.
+
+Worked example, eta = 1, B = 2: four groups start at version 0. Groups 0 and 1 are taken and trained; live is still 4,
+so nothing starts. They are consumed, version 1 is published, two more start (live is 4 again). Groups 2 and 3 are
+trained at version 1 with lag 1. If group 3 is late, groups 2 and 4 are taken instead, version 2 is published, and
+group 3 (head version 0, lag 2) is dropped wherever it is, which frees its slot.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from headrace.types import Group, IntArray, int_array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How many groups are in each live state."""
+
+    running: int = 0
+    ready: int = 0
+    training: int = 0
+
+    def __post_init__(self) -> None:
+        assert min(self.running, self.ready, self.training) >= 0
+
+    @property
+    def live(self) -> int:
+        return self.running + self.ready + self.training
+
+
+class Verdict(StrEnum):
+    KEEP = "keep"
+    DROP = "drop"
+
+
+def capacity(
+    counts: Counts,
+    *,
+    batch_groups: int,
+    max_staleness: int,
+    max_running: int,
+    batch_open: bool = True,
+    oversampling: float = 1.0,
+) -> int:
+    """Groups that may start now: max(0, min(C - running, ceil((eta + f) * B) - live)), f = oversampling.
+
+    Live groups are counted, not lifetime totals, so nothing leaks when one is dropped. `batch_open` says that a batch
+    is being waited for or trained. Without one f is 0: a group that starts then is trained after the next publish at
+    the earliest, so at eta = 0 it would be stale before its turn.
+    """
+    assert batch_groups > 0
+    assert max_staleness >= 0
+    assert max_running > 0
+    batches = max_staleness + (oversampling if batch_open else 0.0)
+    return max(0, min(max_running - counts.running, math.ceil(batches * batch_groups) - counts.live))
+
+
+def verdict(group: Group, *, version: int, max_staleness: int) -> Verdict:
+    """Whether a group may be trained on at `version`: it is as old as its oldest sampled token."""
+    assert group.head_version <= version, "a token cannot be newer than the published weights"
+    return Verdict.DROP if version - group.head_version > max_staleness else Verdict.KEEP
+
+
+def token_lags(group: Group, *, version: int) -> IntArray:
+    """version - v for every sampled token of the group, in order."""
+    versions = [step.completion.versions for scored in group.episodes for step in scored.episode.steps]
+    return int_array(version - np.concatenate(versions)) if versions else int_array(())

@@ -1,0 +1,48 @@
+"""Finished groups that wait to be trained on: whole groups, oldest start first. It decides nothing."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from headrace.algo.staleness import Verdict
+from headrace.rollout.group_json import group_from_json, group_to_json
+from headrace.types import Group
+
+
+class ReadyBuffer:
+    def __init__(self, *, max_groups: int) -> None:
+        self._max_groups = max_groups
+        self._groups: dict[int, Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        """Oldest first: by (started_version, id), so the order of completion leaves no trace."""
+        return iter(sorted(self._groups.values(), key=lambda group: (group.started_version, group.id)))
+
+    def put(self, group: Group) -> None:
+        assert group.id not in self._groups, f"group {group.id} is already here"
+        assert len(self._groups) < self._max_groups, "admission let more groups start than the buffer holds"
+        self._groups[group.id] = group
+
+    def sweep(self, decide: Callable[[Group], Verdict]) -> tuple[Group, ...]:
+        """Remove and return the groups that `decide` drops; the caller tells the ledger why."""
+        dropped = tuple(group for group in self if decide(group) is Verdict.DROP)
+        for group in dropped:
+            del self._groups[group.id]
+        return dropped
+
+    def take(self, n: int) -> tuple[Group, ...]:
+        """Remove and return the `n` oldest groups, in order."""
+        assert n <= len(self), f"{n} groups were asked for and {len(self)} are here"
+        taken = tuple(self)[:n]
+        for group in taken:
+            del self._groups[group.id]
+        return taken
+
+    def state_dict(self) -> list[Any]:
+        return [group_to_json(group) for group in self]
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        groups = [group_from_json(entry) for entry in state]
+        self._groups = {group.id: group for group in groups}

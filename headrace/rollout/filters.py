@@ -1,0 +1,113 @@
+"""Which scored groups are worth training on: pure functions of one group, each rejection with a reason.
+
+A filter is any function `Group -> Keep | Reject`; a user's function may also return a bool (False rejects in the
+function's own name). Rejected groups are replaced by new ones, counted as `rollout/filtered_<reason>`.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import ConfigError, RolloutError, boundary
+from headrace.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Train on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    reason: str
+
+
+Decision = Keep | Reject
+Filter = Callable[[Group], Decision | bool]
+
+
+def reward_spread(*, min_spread: float = 0.0) -> Filter:
+    """Rejects a group whose rewards differ by no more than `min_spread`: its advantages are all zero (DAPO's
+    dynamic sampling, arXiv 2503.14476)."""
+
+    def decide(group: Group) -> Decision:
+        rewards = [scored.reward.total for scored in group.episodes]
+        return Keep() if max(rewards) - min(rewards) > min_spread else Reject("reward_spread")
+
+    return decide
+
+
+def length(*, min_tokens: int = 0, max_tokens: int | None = None) -> Filter:
+    """Rejects a group in which an episode sampled fewer than `min_tokens` or more than `max_tokens` tokens."""
+
+    def decide(group: Group) -> Decision:
+        sampled = [scored.episode.num_sampled for scored in group.episodes]
+        if min(sampled) < min_tokens:
+            return Reject("too_short")
+        return Reject("too_long") if max_tokens is not None and max(sampled) > max_tokens else Keep()
+
+    return decide
+
+
+def success_rate(*, low: float = 0.0, high: float = 1.0) -> Filter:
+    """Rejects a group whose share of successful episodes lies outside [low, high]; episodes without a verdict do not
+    count. Raises RolloutError when no episode has one."""
+
+    def decide(group: Group) -> Decision:
+        verdicts = [scored.success for scored in group.episodes if scored.success is not None]
+        if not verdicts:
+            raise RolloutError(
+                "the success_rate filter needs episodes that say whether they succeeded: let the environment or the "
+                "reward function set `success`, or use reward_spread"
+            )
+        rate = sum(verdicts) / len(verdicts)
+        if rate < low:
+            return Reject("too_hard")
+        return Reject("too_easy") if rate > high else Keep()
+
+    return decide
+
+
+FILTERS: Mapping[str, Callable[..., Filter]] = {
+    "reward_spread": reward_spread,
+    "length": length,
+    "success_rate": success_rate,
+}
+
+
+def named_filter(name: str, options: Mapping[str, Any]) -> Filter:
+    """A filter of this module by name; raises ConfigError naming the nearest one, or the option that is wrong."""
+    if name not in FILTERS:
+        near = difflib.get_close_matches(name, FILTERS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"there is no filter {name!r}: the nearest is {near!r} (all: {', '.join(FILTERS)})")
+    with boundary(ConfigError, f"filter {name!r} does not take these options"):
+        return FILTERS[name](**options)
+
+
+def first_rejection(filters: Sequence[Filter], group: Group) -> Reject | None:
+    """The first filter's objection, or None. Raises RolloutError when a filter fails or returns something else."""
+    for decide in filters:
+        name = getattr(decide, "__name__", type(decide).__name__)
+        with boundary(RolloutError, f"filter {name} failed on group {group.id}"):
+            decision = decide(group)
+        match decision:
+            case Keep():
+                continue
+            case Reject(reason):
+                return Reject(_metric_name(reason))
+            case bool() | np.bool_():
+                if not decision:
+                    return Reject(_metric_name(name))
+            case _:
+                raise RolloutError(
+                    f"filter {name} returned {type(decision).__name__}: let it return a bool, Keep() or Reject(reason)"
+                )
+    return None
+
+
+def _metric_name(text: str) -> str:
+    return re.sub(r"\W+", "_", text).strip("_") or "filter"

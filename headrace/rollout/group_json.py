@@ -1,0 +1,59 @@
+"""A group as JSON and back, exactly: tokens, log-probs and versions survive bit for bit.
+
+The shape follows the dataclasses in `headrace.types`, so a field added there is written without a change here.
+"""
+
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from headrace.types import Group
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    encoded = _encode(group)
+    assert isinstance(encoded, dict)
+    return encoded
+
+
+def group_from_json(value: Mapping[str, Any]) -> Group:
+    """Raises KeyError, TypeError or ValueError on anything `group_to_json` did not write."""
+    group = _decode(value, Group)
+    assert isinstance(group, Group)
+    return group
+
+
+def _encode(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, np.ndarray):
+        return value.tolist()  # float32 -> float is exact, and so is the way back
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return value.value
+    return value
+
+
+def _decode(value: Any, kind: Any) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{field.name: _decode(value[field.name], hints[field.name]) for field in fields(kind)})  # type: ignore[operator]
+    if origin is np.ndarray:
+        array = np.array(value, dtype=get_args(arguments[1])[0])
+        array.setflags(write=False)
+        return array
+    if origin in (Union, types.UnionType):
+        return None if value is None else _decode(value, next(kind for kind in arguments if kind is not type(None)))
+    if origin is tuple:
+        return tuple(_decode(item, arguments[0]) for item in value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    return value  # str, int, float, bool, and the JSON-like mappings

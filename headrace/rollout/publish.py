@@ -1,0 +1,92 @@
+"""Brings weights to every sampler; the only place that makes a version.
+
+The phases are fixed: pause (open sequences are interrupted), load, compare fingerprints, version + 1, the caller's
+sweep, resume. Samplers acknowledge each phase; nothing is guessed by sleeping.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from headrace.errors import HeadraceError, RolloutError, boundary
+from headrace.protocols import Sampler
+from headrace.types import WeightsHandle
+
+T = TypeVar("T")
+
+
+class Publisher:
+    """Owns the version: the count of published weights. It starts at the version its samplers have."""
+
+    def __init__(self, samplers: Sequence[Sampler] = (), *, timeout_s: float = 600.0) -> None:
+        self._samplers = tuple(samplers)
+        self._timeout_s = timeout_s
+        self.version = self._samplers[0].version if self._samplers else 0
+
+    @asynccontextmanager
+    async def publish(self, handle: WeightsHandle) -> AsyncIterator[int]:
+        """Every sampler is paused and holds the new version inside the `with`, and samples again after it.
+
+        When a phase fails the samplers stay paused: they may hold different weights. Raises RolloutError that names
+        the sampler.
+        """
+        await self._load(self._samplers, handle, self.version + 1)
+        self.version += 1
+        yield self.version
+        await _each(self._samplers, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
+
+    async def catch_up(self, handle: WeightsHandle) -> None:
+        """Load weights of the present version into samplers that do not have it yet, as after a restart."""
+        behind = [sampler for sampler in self._samplers if sampler.version != self.version]
+        await self._load(behind, handle, self.version)
+        await _each(behind, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
+
+    def check(self) -> None:
+        """Raises RolloutError when a sampler's tokens would carry another version than the run's."""
+        for index, sampler in enumerate(self._samplers):
+            if sampler.version != self.version:
+                raise RolloutError(
+                    f"{_name(index, sampler)} holds version {sampler.version} and the run is at {self.version}: "
+                    "load the weights of this version into it (catch_up) before sampling"
+                )
+
+    async def _load(self, samplers: Sequence[Sampler], handle: WeightsHandle, version: int) -> None:
+        await _each(samplers, "pause", lambda sampler: sampler.pause(interrupt=True), timeout_s=self._timeout_s)
+        prints = await _each(
+            samplers, "load the weights", lambda sampler: sampler.load(handle, version), timeout_s=self._timeout_s
+        )
+        for index, (sampler, fingerprint) in enumerate(zip(samplers, prints, strict=True)):
+            if fingerprint != handle.fingerprint:
+                raise RolloutError(
+                    f"{_name(index, sampler)} holds weights {fingerprint} after loading version {version} and the "
+                    f"trainer exported {handle.fingerprint}: they were altered or mixed up on the way"
+                )
+
+
+async def _each(
+    samplers: Sequence[Sampler], phase: str, call: Callable[[Sampler], Awaitable[T]], *, timeout_s: float
+) -> list[T]:
+    """Run one phase on all samplers at once; waits for all of them before the first failure is raised."""
+
+    async def one(index: int, sampler: Sampler) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                with boundary(RolloutError, "unexpected failure"):
+                    return await call(sampler)
+        except TimeoutError as exc:
+            raise RolloutError(f"{_name(index, sampler)} did not {phase} within {timeout_s:g} s") from exc
+        except HeadraceError as exc:
+            raise RolloutError(f"{_name(index, sampler)} could not {phase}: {exc}") from exc
+
+    calls = [one(index, sampler) for index, sampler in enumerate(samplers)]
+    replies: list[T] = []
+    for reply in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(reply, BaseException):
+            raise reply
+        replies.append(reply)
+    return replies
+
+
+def _name(index: int, sampler: Sampler) -> str:
+    return f"sampler {index} ({type(sampler).__name__})"

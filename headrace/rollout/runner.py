@@ -1,0 +1,84 @@
+"""Runs groups as asyncio tasks and turns every ending into an outcome: a value, an error, a timeout, a cancellation.
+
+Knows nothing of rewards, versions or counts. Every spawned id yields exactly one outcome, also when its task is
+cancelled before it ran at all, so no slot can leak.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from headrace.errors import EpisodeError, HeadraceError, boundary
+from headrace.rollout.ledger import Drop
+from headrace.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ok:
+    id: int
+    group: Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Err:
+    id: int
+    reason: Drop
+    text: str
+
+
+Outcome = Ok | Err
+
+
+class TaskRunner:
+    """Owns the running tasks. Outcomes are kept until asked for; there are never more than were spawned."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._tasks: dict[int, asyncio.Task[Outcome]] = {}
+        self._outcomes: list[Outcome] = []
+        self._arrived = asyncio.Event()
+
+    def spawn(self, id: int, play: Callable[[], Awaitable[Group]]) -> None:
+        assert id not in self._tasks, f"group {id} is already running"
+        task = asyncio.create_task(self._run(id, play), name=f"group-{id}")
+        self._tasks[id] = task
+        # a callback and not a `finally` in the task: a task cancelled before its first step never enters its body
+        task.add_done_callback(partial(self._finished, id))
+
+    async def outcomes(self) -> tuple[Outcome, ...]:
+        """What has ended since the last call, in order of ending; waits for the first. The caller sets the deadline."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        arrived, self._outcomes = tuple(self._outcomes), []
+        return arrived
+
+    async def close(self, *, timeout_s: float) -> tuple[int, ...]:
+        """Cancel everything and wait for it; returns the ids of tasks that have not ended by then."""
+        tasks = dict(self._tasks)
+        for task in tasks.values():
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=timeout_s)
+        return tuple(id for id, task in tasks.items() if not task.done())
+
+    async def _run(self, id: int, play: Callable[[], Awaitable[Group]]) -> Outcome:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with boundary(EpisodeError, f"group {id}"):
+                    return Ok(id=id, group=await play())
+        except HeadraceError as exc:
+            return Err(id=id, reason=Drop.FAILED, text=str(exc))
+        except TimeoutError:
+            return Err(id=id, reason=Drop.TIMEOUT, text=f"group {id} took longer than {self._timeout_s:g} s")
+
+    def _finished(self, id: int, task: "asyncio.Task[Outcome]") -> None:
+        del self._tasks[id]
+        if task.cancelled():
+            outcome: Outcome = Err(id=id, reason=Drop.CANCELLED, text=f"group {id} was cancelled")
+        elif (exc := task.exception()) is not None:  # KeyboardInterrupt and its like: asyncio raises it as well
+            outcome = Err(id=id, reason=Drop.FAILED, text=f"group {id}: {type(exc).__name__}: {exc}")
+        else:
+            outcome = task.result()
+        self._outcomes.append(outcome)
+        self._arrived.set()

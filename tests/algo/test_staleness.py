@@ -1,0 +1,90 @@
+"""The rules that hold the staleness bound."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.algo.staleness import Counts, Verdict, capacity, token_lags, verdict
+from headrace.types import Completion, Episode, Group, Reward, ScoredEpisode, Step, Stop, Task, float_array, int_array
+
+TASK = Task(id="t")
+
+
+def episode(*steps: list[int]) -> ScoredEpisode:
+    def step(versions: list[int]) -> Step:
+        ones = float_array([-1.0] * len(versions))
+        completion = Completion(
+            tokens=int_array(versions),
+            sampler_logprobs=ones,
+            raw_logprobs=ones,
+            versions=int_array(versions),
+            stop=Stop.STOP,
+        )
+        return Step(prompt=int_array([1]), completion=completion, action="")
+
+    played = Episode(id="e", task=TASK, seed=0, steps=tuple(map(step, steps)), messages=(), temperature=1.0)
+    return ScoredEpisode(episode=played, reward=Reward(total=0.0))
+
+
+@pytest.mark.parametrize(
+    ("counts", "eta", "running", "batch_open", "expected"),
+    [
+        (Counts(), 0, 99, True, 4),  # ceil((0 + 1) * 4) - 0
+        (Counts(), 2, 99, True, 12),
+        (Counts(), 2, 5, True, 5),  # concurrency decides
+        (Counts(running=1, ready=2, training=4), 1, 99, True, 1),  # 8 - 7
+        (Counts(running=5), 1, 5, True, 0),
+        (Counts(ready=4, training=4), 0, 99, True, 0),  # more live than allowed: never negative
+        (Counts(), 0, 99, False, 0),  # at eta = 0 nothing starts without a batch that wants it
+        (Counts(ready=1), 1, 99, False, 3),  # eta * B - live
+    ],
+)
+def test_capacity_by_hand(counts: Counts, eta: int, running: int, batch_open: bool, expected: int) -> None:
+    got = capacity(counts, batch_groups=4, max_staleness=eta, max_running=running, batch_open=batch_open)
+    assert got == expected
+
+
+def test_oversampling_widens_the_open_batch_only() -> None:
+    # ceil((1 + 1.3) * 4) = ceil(9.2) = 10; without an open batch 1 * 4
+    assert capacity(Counts(), batch_groups=4, max_staleness=1, max_running=99, oversampling=1.3) == 10
+    limits = {"batch_groups": 4, "max_staleness": 1, "max_running": 99}
+    assert capacity(Counts(), **limits, oversampling=1.3, batch_open=False) == 4
+
+
+@given(st.integers(1, 8), st.integers(0, 4), st.lists(st.sampled_from(["start", "finish", "train"]), max_size=80))
+def test_live_count_equals_areals_version_formula(batch: int, eta: int, events: list[str]) -> None:
+    """With a fixed batch and no drops, (eta + V + 1) * B - accepted - running is (eta + 1) * B - live."""
+    running = ready = accepted = version = 0
+    for event in events:
+        ours = capacity(Counts(running=running, ready=ready), batch_groups=batch, max_staleness=eta, max_running=10**6)
+        assert ours == (eta + version + 1) * batch - accepted - running
+        if event == "start" and ours > 0:
+            running += 1
+        elif event == "finish" and running:
+            running, ready, accepted = running - 1, ready + 1, accepted + 1
+        elif event == "train" and ready >= batch:  # taken, trained and published at once
+            ready, version = ready - batch, version + 1
+
+
+def test_group_is_as_old_as_its_oldest_token() -> None:
+    group = Group(id=0, task=TASK, episodes=(episode([5, 6]), episode([6], [4, 5])), started_version=3)
+    assert group.head_version == 4
+    assert verdict(group, version=6, max_staleness=2) is Verdict.KEEP
+    assert verdict(group, version=7, max_staleness=2) is Verdict.DROP
+    assert token_lags(group, version=6).tolist() == [1, 0, 0, 2, 1]
+
+
+def test_episode_without_tokens_does_not_make_its_group_old() -> None:
+    group = Group(id=0, task=TASK, episodes=(episode(), episode([9, 9]), episode([])), started_version=8)
+    assert verdict(group, version=9, max_staleness=0) is Verdict.KEEP
+    empty = replace(group, episodes=(episode(),))
+    assert empty.head_version == 8
+    assert token_lags(empty, version=9).tolist() == []
+
+
+def test_token_from_the_future_is_our_bug() -> None:
+    group = Group(id=0, task=TASK, episodes=(episode([3]),))
+    with pytest.raises(AssertionError, match="newer"):
+        verdict(group, version=2, max_staleness=5)

@@ -1,0 +1,103 @@
+"""Publishing: fixed phases on every sampler, versions in order, fingerprints compared, failures named."""
+
+import asyncio
+
+import pytest
+
+from headrace.errors import RolloutError, SamplerError
+from headrace.rollout.publish import Publisher
+from headrace.testing import FakeSampler
+from headrace.types import Shared, WeightsHandle
+
+HANDLE = Shared(fingerprint="abc")
+
+
+class LoggedSampler(FakeSampler):
+    """Writes down which phase reached it when."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.log = name, log
+
+    async def load(self, handle: WeightsHandle, version: int) -> str:
+        self.log.append(f"{self.name} load {version}")
+        return await super().load(handle, version)
+
+    async def pause(self, *, interrupt: bool) -> None:
+        await super().pause(interrupt=interrupt)
+        self.log.append(f"{self.name} pause {interrupt}")
+
+    async def resume(self) -> None:
+        self.log.append(f"{self.name} resume")
+        await super().resume()
+
+
+async def test_phases_are_finished_everywhere_before_the_next_begins() -> None:
+    log: list[str] = []
+    publisher = Publisher([LoggedSampler("a", log), LoggedSampler("b", log)])
+    async with publisher.publish(HANDLE) as version:
+        log.append(f"sweep at {version}")
+        assert publisher.version == 1
+    assert log == [
+        "a pause True",
+        "b pause True",
+        "a load 1",
+        "b load 1",
+        "sweep at 1",
+        "a resume",
+        "b resume",
+    ]
+
+
+async def test_versions_grow_by_one_from_where_the_samplers_are() -> None:
+    sampler = FakeSampler()
+    await sampler.load(HANDLE, 4)
+    publisher = Publisher([sampler])
+    for expected in (5, 6):
+        async with publisher.publish(HANDLE):
+            pass
+        assert publisher.version == sampler.version == expected
+    publisher.check()
+
+
+async def test_other_weights_than_exported_are_refused_by_name() -> None:
+    class Corrupting(FakeSampler):
+        async def load(self, handle: WeightsHandle, version: int) -> str:
+            await super().load(handle, version)
+            return "xyz"
+
+    publisher = Publisher([FakeSampler(), Corrupting()])
+    with pytest.raises(RolloutError, match=r"sampler 1 \(Corrupting\) holds weights xyz .* exported abc"):
+        async with publisher.publish(HANDLE):
+            pytest.fail("nothing may be swept at a version that was not published")
+    assert publisher.version == 0
+
+
+async def test_failing_and_hanging_samplers_are_named() -> None:
+    class Dead(FakeSampler):
+        async def load(self, handle: WeightsHandle, version: int) -> str:
+            raise SamplerError("out of memory")
+
+    class Hanging(FakeSampler):
+        async def pause(self, *, interrupt: bool) -> None:
+            await asyncio.Event().wait()
+
+    with pytest.raises(RolloutError, match=r"sampler 0 \(Dead\) could not load the weights: out of memory"):
+        async with Publisher([Dead()]).publish(HANDLE):
+            pass
+    with pytest.raises(RolloutError, match=r"sampler 1 \(Hanging\) did not pause within 0.01 s"):
+        async with Publisher([FakeSampler(), Hanging()], timeout_s=0.01).publish(HANDLE):
+            pass
+
+
+async def test_fresh_samplers_catch_up_after_a_restart() -> None:
+    log: list[str] = []
+    samplers = [LoggedSampler("a", log), LoggedSampler("b", log)]
+    await samplers[0].load(HANDLE, 3)
+    publisher = Publisher(samplers)
+    with pytest.raises(RolloutError, match=r"sampler 1 \(LoggedSampler\) holds version 0 and the run is at 3"):
+        publisher.check()
+    log.clear()
+    await publisher.catch_up(HANDLE)
+    publisher.check()
+    assert log == ["b pause True", "b load 3", "b resume"]
