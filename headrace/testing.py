@@ -183,8 +183,8 @@ class FakeBackend:
                 return StepOut(grad_norm=0.0, updated=False, num_updates=self._updates)
             if gradient is None:
                 raise NoGradientError("optim_step needs a forward_backward before it")
-            if not math.isfinite(gradient):
-                return StepOut(grad_norm=gradient, updated=False, num_updates=self._updates)
+            if not math.isfinite(gradient) or 0 < update.max_norm < abs(gradient):
+                return StepOut(grad_norm=abs(gradient), updated=False, num_updates=self._updates)
             self.logprob = min(self.logprob - update.learning_rate * float(np.sign(gradient)), 0.0)
             self._updates += 1
             return StepOut(grad_norm=abs(gradient), updated=True, num_updates=self._updates)

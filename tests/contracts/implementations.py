@@ -1,0 +1,149 @@
+"""Every implementation of every protocol that the contract tests run against; a new one is added here and only here."""
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headrace.model.load import LanguageModel, prepare
+from headrace.model.lora import add_lora
+from headrace.observe.sinks import JsonlSink, TeeSink, read_metrics
+from headrace.protocols import MetricSink, Sampler, TrainBackend
+from headrace.testing import FakeBackend, FakeSampler, MemorySink
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import IntArray, Shared, WeightsHandle, int_array
+
+VOCABULARY = 32
+CONTEXT = 256
+
+
+def tiny_model(*, lora_rank: int = 0) -> LanguageModel:
+    """A Llama of a few thousand parameters, the same weights at every call."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w2"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2")
+    lm = prepare(LlamaForCausalLM(config), tokenizer, source="tiny")
+    if lora_rank:
+        add_lora(lm.model, rank=lora_rank, alpha=8.0, targets=("q_proj", "down_proj"), seed=0)
+    return lm
+
+
+# --- samplers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerCase:
+    """How to make one sampler and what its tests need to know about it.
+
+    `open` gives it at version 0 and idle. It must take prompts of token ids below VOCABULARY and sequences of CONTEXT
+    tokens, and refuse `oversized` as a prompt. `handle` makes weights that it can load. `batched`: open calls
+    advance together. `random`: different seeds give different tokens.
+    """
+
+    name: str
+    open: Callable[[], AbstractAsyncContextManager[Sampler]]
+    oversized: IntArray
+    handle: Callable[[Sampler], WeightsHandle] = lambda sampler: Shared(fingerprint="0123")
+    batched: bool = True
+    random: bool = True
+
+
+@asynccontextmanager
+async def _fake_sampler() -> AsyncIterator[Sampler]:
+    yield FakeSampler(max_prompt=CONTEXT)
+
+
+SAMPLERS: Sequence[SamplerCase] = (
+    SamplerCase(name="fake", open=_fake_sampler, oversized=int_array([3] * (CONTEXT + 1)), random=False),
+)
+
+
+# --- training backends -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCase:
+    """How to make one backend: each call of `open` gives a new one with the same weights, of VOCABULARY tokens.
+
+    `runs_losses`: it calls a loss given as a function, on a thread of its own.
+    """
+
+    name: str
+    open: Callable[[], AbstractContextManager[TrainBackend]]
+    runs_losses: bool = True
+
+
+@contextmanager
+def _fake_backend() -> Iterator[TrainBackend]:
+    yield FakeBackend()
+
+
+@contextmanager
+def _torch_backend() -> Iterator[TrainBackend]:
+    backend = TorchBackend(tiny_model(), micro_batch_tokens=8)
+    yield backend
+    backend.close()
+
+
+@contextmanager
+def _lora_backend() -> Iterator[TrainBackend]:
+    backend = TorchBackend(tiny_model(lora_rank=2), micro_batch_tokens=8)
+    yield backend
+    backend.close()
+
+
+BACKENDS: Sequence[BackendCase] = (
+    BackendCase(name="fake", open=_fake_backend, runs_losses=False),
+    BackendCase(name="torch", open=_torch_backend),
+    BackendCase(name="torch-lora", open=_lora_backend),
+)
+
+
+# --- metric sinks ----------------------------------------------------------------------------------------------------
+
+Record = tuple[int, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkCase:
+    """How to make one sink in a folder, and how to read back what it took, after it was closed."""
+
+    name: str
+    open: Callable[[Path], MetricSink]
+    read: Callable[[MetricSink, Path], list[Record]]
+
+
+def _read_memory(sink: MetricSink, folder: Path) -> list[Record]:
+    assert isinstance(sink, MemorySink)
+    return sink.records
+
+
+def _read_jsonl(sink: MetricSink, folder: Path) -> list[Record]:
+    return [(record.step, dict(record.values)) for record in read_metrics(folder / "metrics.jsonl")]
+
+
+SINKS: Sequence[SinkCase] = (
+    SinkCase(name="memory", open=lambda folder: MemorySink(), read=_read_memory),
+    SinkCase(name="jsonl", open=lambda folder: JsonlSink(folder / "metrics.jsonl", stage="rl"), read=_read_jsonl),
+    SinkCase(
+        name="tee",
+        open=lambda folder: TeeSink(MemorySink(), JsonlSink(folder / "metrics.jsonl", stage="rl")),
+        read=_read_jsonl,
+    ),
+)
