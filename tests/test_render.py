@@ -140,6 +140,17 @@ def test_end_of_turn_is_found_in_the_template(named: tuple[str, Any]) -> None:
     assert Renderer(tokenizer, eos_tokens=(7,)).eos_tokens == (7, *dict.fromkeys(ends))
 
 
+def test_of_several_end_tokens_in_a_row_only_the_first_can_be_sampled() -> None:
+    tokenizer = make_tokenizer(CHATML.replace("'<|im_end|>' }}{% endgen", "'<|im_end|></s>' }}{% endgen"))
+    renderer = Renderer(tokenizer)
+    (rendered,) = renderer.conversation(TURNS)
+    assert tokenizer.decode(rendered.tokens[rendered.trained]) == "four<|im_end|>take the key\n\nopen it<|im_end|>"
+    (first,) = renderer.conversation(TURNS[:2])
+    following = renderer.continue_prompt(first.tokens, TURNS[:2], TURNS[2:3])
+    assert following is not None
+    assert following.tolist() == renderer.prompt(TURNS[:3]).tolist()
+
+
 def test_a_template_that_strips_thinking_gives_one_sequence_per_user_message() -> None:
     renderer = Renderer(make_tokenizer(THINKING))
     turns = [user("two"), assistant("<think>plus</think>four"), user("key"), assistant("<think>door</think>take")]

@@ -93,6 +93,8 @@ def test_resuming_from_any_cursor_gives_the_same_sequence(
 def test_seeds_give_other_orders() -> None:
     orders = {tuple(Mixture([(range(20), 1.0)], seed).next_batch(20)) for seed in range(5)}
     assert len(orders) == 5
+    drawn = Mixture([(range(20), 1.0), (range(20), 1.0)], 0).next_batch(40)
+    assert drawn[0::2] != drawn[1::2], "parts are not shuffled alike"
     epochs = Mixture([(range(20), 1.0)], 0)
     assert epochs.next_batch(20) != epochs.next_batch(20)
 
