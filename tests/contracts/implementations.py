@@ -4,14 +4,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora
-from headrace.observe.sinks import JsonlSink, TeeSink, read_metrics
+from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, read_metrics
 from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
@@ -117,25 +120,38 @@ BACKENDS: Sequence[BackendCase] = (
 
 # --- metric sinks ----------------------------------------------------------------------------------------------------
 
-Record = tuple[int, dict[str, float]]
+Record = tuple[int, str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkCase:
-    """How to make one sink in a folder, and how to read back what it took, after it was closed."""
+    """How to make one sink in a folder, and how to read back what it took, after it was closed.
+
+    A record is (step, name, value). `precision` is that of the values it keeps; `ordered`: the records come back in the
+    order in which they were logged, and not by name.
+    """
 
     name: str
     open: Callable[[Path], MetricSink]
     read: Callable[[MetricSink, Path], list[Record]]
+    precision: type[np.floating[Any]] = np.float64
+    ordered: bool = True
 
 
 def _read_memory(sink: MetricSink, folder: Path) -> list[Record]:
     assert isinstance(sink, MemorySink)
-    return sink.records
+    return [(step, name, value) for step, values in sink.records for name, value in values.items()]
 
 
 def _read_jsonl(sink: MetricSink, folder: Path) -> list[Record]:
-    return [(record.step, dict(record.values)) for record in read_metrics(folder / "metrics.jsonl")]
+    records = read_metrics(folder / "metrics.jsonl")
+    return [(record.step, name, value) for record in records for name, value in record.values.items()]
+
+
+def _read_tensorboard(sink: MetricSink, folder: Path) -> list[Record]:
+    events = EventAccumulator(str(folder / "rl")).Reload()
+    names = events.Tags()["scalars"]
+    return [(event.step, name, event.value) for name in names for event in events.Scalars(name)]
 
 
 SINKS: Sequence[SinkCase] = (
@@ -145,5 +161,12 @@ SINKS: Sequence[SinkCase] = (
         name="tee",
         open=lambda folder: TeeSink(MemorySink(), JsonlSink(folder / "metrics.jsonl", stage="rl")),
         read=_read_jsonl,
+    ),
+    SinkCase(
+        name="tensorboard",
+        open=lambda folder: TensorBoardSink(folder, stage="rl"),
+        read=_read_tensorboard,
+        precision=np.float32,
+        ordered=False,
     ),
 )
