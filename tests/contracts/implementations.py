@@ -12,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.model.load import LanguageModel, prepare
+from headrace.infer.engine import EmbeddedEngine
+from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.lora import add_lora
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, read_metrics
 from headrace.protocols import MetricSink, Sampler, TrainBackend
@@ -72,8 +73,23 @@ async def _fake_sampler() -> AsyncIterator[Sampler]:
     yield FakeSampler(max_prompt=CONTEXT)
 
 
+@asynccontextmanager
+async def _embedded_engine() -> AsyncIterator[Sampler]:
+    engine = EmbeddedEngine(tiny_model(), max_rows=8)
+    yield engine
+    engine.close()
+
+
+def _own_weights(sampler: Sampler) -> WeightsHandle:
+    assert isinstance(sampler, EmbeddedEngine)
+    return Shared(fingerprint=fingerprint(sampler.lm.model.named_parameters()))
+
+
+TOO_LONG = int_array([3] * (CONTEXT + 1))
+
 SAMPLERS: Sequence[SamplerCase] = (
-    SamplerCase(name="fake", open=_fake_sampler, oversized=int_array([3] * (CONTEXT + 1)), random=False),
+    SamplerCase(name="fake", open=_fake_sampler, oversized=TOO_LONG, random=False),
+    SamplerCase(name="embedded", open=_embedded_engine, oversized=TOO_LONG, handle=_own_weights),
 )
 
 
