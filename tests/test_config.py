@@ -205,6 +205,11 @@ def test_good_files_pass(tmp_path: Path) -> None:
     ("text", "overrides", "sentence"),
     [
         ("", [], "there is nothing to train: add a table [sft], a table [rl], or both"),
+        (
+            RL,
+            ["run.name=../x"],
+            "'run.name' is \"../x\", which cannot name a folder: use letters, digits, '.', '_' and '-'",
+        ),
         (RL, ["eval.every=5"], "'eval.every' is 5, but there are no held-out tasks: add a table [eval.source]"),
         (
             RL,

@@ -6,7 +6,7 @@ below `wiring.py` only `observe/explain.py`, which prints it, sees the tree itse
 """
 
 from headrace.config.checks import check
-from headrace.config.load import load_config
+from headrace.config.load import load_config, to_mapping
 from headrace.config.paths import absolute_paths, find_path
 from headrace.config.tree import (
     Async,
@@ -50,4 +50,5 @@ __all__ = [
     "check",
     "find_path",
     "load_config",
+    "to_mapping",
 ]

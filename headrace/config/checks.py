@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Literal
 
 from headrace.config.keys import default_of
 from headrace.config.paths import NAMED_MODELS, find_path, split_function
@@ -17,6 +18,7 @@ from headrace.config.tree import Config, Engine, Optimizer, Rl, Sampling, Sft, S
 from headrace.errors import ConfigError
 
 SMOLLM2_CONTEXT = 8192
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def check(
@@ -24,6 +26,7 @@ def check(
     *,
     file: str,
     base: Path,
+    command: Literal["train", "eval"] = "train",
     losses: Collection[str],
     credits: Collection[str],
     weightings: Collection[str],
@@ -35,7 +38,7 @@ def check(
 
     `base` is the folder of the TOML file; the collections are the names that exist (this module knows no algorithm).
     """
-    problems = [_stage_problems(config), _model_problems(config, base)]
+    problems = [_command_problems(config, command), _model_problems(config, base)]
     if config.sft is not None:
         problems.append(_sft_problems(config.sft, base, worlds))
     if config.rl is not None:
@@ -60,9 +63,13 @@ def check(
             raise ConfigError(f"{file}: {sentence}")
 
 
-def _stage_problems(config: Config) -> Iterator[str]:
-    if config.sft is None and config.rl is None:
+def _command_problems(config: Config, command: Literal["train", "eval"]) -> Iterator[str]:
+    if not _RUN_NAME.fullmatch(config.run.name):
+        yield f"'run.name' is \"{config.run.name}\", which cannot name a folder: use letters, digits, '.', '_' and '-'"
+    if command == "train" and config.sft is None and config.rl is None:
         yield "there is nothing to train: add a table [sft], a table [rl], or both"
+    if command == "eval" and config.eval.source is None:
+        yield "there is nothing to evaluate on: add a table [eval.source] with the held-out tasks"
     if config.eval.every and config.eval.source is None:
         yield f"'eval.every' is {config.eval.every}, but there are no held-out tasks: add a table [eval.source]"
 

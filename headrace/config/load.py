@@ -5,7 +5,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
@@ -45,6 +45,22 @@ def load_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Confi
             raise _Wrong(*_first_problem(exc, tree)) from exc
     except _Wrong as wrong:
         raise ConfigError(f"{_origin(wrong.path, file, overrides)}: {wrong.sentence}") from wrong.__cause__
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The whole tree as nested dicts, defaults included, for writing as TOML; what is unset is left out."""
+    return {key: _without_unset(value) for key, value in asdict(config).items() if value is not None}
+
+
+def _without_unset(value: Any) -> Any:
+    match value:
+        case dict():
+            kept = {key: _without_unset(item) for key, item in value.items()}
+            return {key: item for key, item in kept.items() if item is not None and item != {}}
+        case list() | tuple():
+            return [_without_unset(item) for item in value]
+        case _:
+            return value
 
 
 KeyPath = tuple[str | int, ...]

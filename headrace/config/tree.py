@@ -44,7 +44,7 @@ class Lora:
 class Tiny:
     """A Llama made on the spot, with a word-level tokenizer of the world's vocabulary."""
 
-    width: Positive = 96  # a multiple of `heads`
+    width: Positive = 96  # a multiple of two times `heads`
     layers: Positive = 3  # number of decoder layers
     heads: Positive = 4  # a multiple of `kv_heads`
     kv_heads: Positive = 2  # heads of keys and values
@@ -209,7 +209,7 @@ class Eval:
 class Checkpoint:
     every: NonNegative = 0  # training steps; 0: only at the end of a stage
     keep_last: Positive = 2  # newest checkpoints that are kept
-    keep_every: NonNegative = 0  # 0: none besides the last and the best
+    keep_every: NonNegative = 0  # training steps whose checkpoints stay for good; 0: only the last and the best stay
     deadline_s: PositiveFloat = 120.0  # for the checkpoint that SIGTERM asks for
 
 

@@ -65,6 +65,23 @@ SMOLLM2_135M = Shape(
 )
 
 
+def tiny_shape(*, width: int, layers: int, heads: int, kv_heads: int, context: int, vocabulary: int = 64) -> Shape:
+    """The Llama that path = "tiny" makes: MLP four times the width, tied embedding, the world's own words."""
+    return Shape(
+        model_type="llama",
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=width // heads,
+        mlp_width=4 * width,
+        vocabulary=vocabulary,
+        tied=True,
+        context=context,
+        norm_sizes=(width, width),
+    )
+
+
 def read_shape(folder: Path) -> Shape:
     """The shape a model folder's config.json describes; raises ModelError when it is not there or says too little."""
     file = folder / "config.json"

@@ -1,0 +1,259 @@
+"""The command line: reads files and arguments, calls `wiring`, prints. Logging is configured here and nowhere else.
+
+Nothing heavy is imported until a command needs it, so that `headrace --help` answers at once.
+Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 75 interrupted after a checkpoint
+(EX_TEMPFAIL: a scheduler may start the run again with --resume).
+"""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from headrace import __version__
+from headrace.errors import ConfigError, HeadraceError, Interrupted, boundary
+
+if TYPE_CHECKING:
+    from headrace.config import Config
+    from headrace.model.estimate import Shape
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
+
+app = typer.Typer(
+    name="headrace",
+    help="Supervised fine-tuning and reinforcement learning of language-model agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+File = Annotated[Path, typer.Argument(help="The run's TOML file; its keys are in docs/configuration.md.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as rl.steps=20; may be repeated."),
+]
+
+
+def main() -> None:
+    """Entry point: one red sentence and an exit code for every failure that is not our bug."""
+    try:
+        app()
+    except HeadraceError as exc:
+        if os.environ.get("HEADRACE_DEBUG") == "1":
+            raise
+        typer.secho(f"headrace: {exc}", fg=typer.colors.RED, err=True)
+        sys.exit(exit_code(exc))
+
+
+def exit_code(exc: HeadraceError) -> int:
+    match exc:
+        case Interrupted():
+            return EXIT_INTERRUPTED
+        case ConfigError():
+            return EXIT_CONFIG
+        case _:
+            return EXIT_FAILED
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"headrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def configure(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    debug = os.environ.get("HEADRACE_DEBUG") == "1"
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("headrace").setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Of the model, the world and the sampling.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
+) -> None:
+    """Make a small model, teach it a text world by examples, then by reward. No download, a few minutes on 2 cores."""
+    from headrace import wiring
+
+    result = wiring.demo(seed=seed, folder=folder)
+    print(result.text)
+    print(json.dumps(result.figures))
+
+
+@app.command()
+def train(
+    file: File,
+    run: Annotated[
+        Path | None, typer.Argument(help="With --resume: the run folder; else the newest of that name.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+) -> None:
+    """Run the stages the file has, [sft] then [rl]."""
+    if run is not None and not resume:
+        raise ConfigError(f"a run folder ({run}) is only given with --resume: add it, or leave the folder out")
+    config = load_checked(file, overrides or [], command="train")
+    resumed = _run_to_resume(config, run) if resume else None
+    from headrace import wiring
+
+    result = wiring.train(config, config_text_path=file, resume=resumed)
+    print(result.text)
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint or any Hugging Face folder.")],
+    file: File,
+    overrides: Overrides = None,
+) -> None:
+    """Play the held-out tasks of the file's [eval.source] with a checkpoint."""
+    given = [*(overrides or []), f"model.path={json.dumps(str(checkpoint.absolute()))}"]
+    config = load_checked(file, given, command="eval")
+    from headrace import wiring
+
+    print(json.dumps(wiring.evaluate(config)))
+
+
+@app.command()
+def explain(
+    file: Annotated[Path | None, typer.Argument(help="The run's TOML file.")] = None,
+    overrides: Overrides = None,
+    keys: Annotated[bool, typer.Option("--keys", help="Print the table of every key there is, and end.")] = False,
+) -> None:
+    """Say what a file would do: stages, steps, tokens, memory, device. Loads no weights."""
+    if keys:
+        from headrace.observe.key_table import key_table
+
+        print(key_table(), end="")
+        return
+    if file is None:
+        raise ConfigError("explain needs a TOML file: write  headrace explain run.toml")
+    config = load_checked(file, overrides or [], command="train")
+    from headrace.model.estimate import place
+    from headrace.observe.environment import machine_facts
+    from headrace.observe.explain import Machine
+    from headrace.observe.explain import explain as explained
+
+    facts = machine_facts(("torch",), cwd=_existing(Path(config.run.folder)))
+    gpus = [gpu["name"] for gpu in facts["gpus"]]
+    placement = place(
+        device=config.model.device, dtype=config.model.dtype, gpus=gpus, mps=bool(facts["torch"].get("mps"))
+    )
+    memory = facts["gpus"][0]["memory_bytes"] if placement.device == "cuda" else facts["memory"]["total_bytes"]
+    machine = Machine(memory_bytes=memory, disk_free_bytes=facts["disk"]["free_bytes"])
+    print(explained(config, file=str(file), shape=shape_of_model(config), placement=placement, machine=machine), end="")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has, what headrace would choose on it, and check that it computes reproducibly."""
+    from headrace.model.estimate import place
+    from headrace.observe.environment import format_facts, machine_facts
+    from headrace.observe.explain import chosen_text, support_table
+
+    facts = machine_facts()
+    print(f"headrace      {__version__}\n{format_facts(facts)}\n")
+    gpus = [gpu["name"] for gpu in facts["gpus"]]
+    placement = place(device="auto", dtype="auto", gpus=gpus, mps=bool(facts["torch"].get("mps")))
+    print(f"headrace would use\n{chosen_text(placement)}\n")
+    broken = [name for name in ("torch", "transformers") if not facts["packages"][name]["ok"]]
+    if broken:
+        raise HeadraceError(f"{' and '.join(broken)} cannot be imported, so nothing can run: run  pip install headrace")
+    from headrace.model.support import REFUSED, SUPPORTED
+
+    print(f"model types\n{support_table(SUPPORTED, REFUSED)}\n")
+    from headrace.infer.selfcheck import check_bit_equality
+
+    result = check_bit_equality()
+    print(f"reproducible sampling: {'yes' if result.ok else 'NO'}, {result.detail}")
+    if not result.ok:
+        raise HeadraceError("sampled tokens depend on what else is in the batch on this machine; see the line above")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """Write report.html of a run folder anew and print where it is."""
+    from headrace.observe.report import write_report
+    from headrace.observe.run_folder import RunFolder
+
+    print(write_report(RunFolder.open(run).path))
+
+
+# --- what several commands do ----------------------------------------------------------------------------------------
+
+
+def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval"]) -> "Config":
+    """The configuration of a file, checked, with its paths made absolute."""
+    from headrace.config import absolute_paths, check, load_config
+
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
+    with boundary(ConfigError, f"{file} cannot be read"):
+        text = file.read_text(encoding="utf-8")
+    config = load_config(text, file=str(file), overrides=overrides)
+    base = file.absolute().parent
+
+    from headrace.algo.advantages.credit import EPISODE_METHODS
+    from headrace.algo.losses import LOSSES
+    from headrace.algo.weights import WEIGHTINGS
+    from headrace.rollout.filters import FILTERS
+
+    check(
+        config,
+        file=str(file),
+        base=base,
+        command=command,
+        losses=LOSSES,
+        credits=EPISODE_METHODS,
+        weightings=WEIGHTINGS,
+        worlds=("key_door",),
+        rewards=("env", "exact_match", "reasoning_gym"),
+        filters=FILTERS,
+    )
+    return absolute_paths(config, base=base)
+
+
+def shape_of_model(config: "Config") -> "Shape":
+    """The size of the configured model, from its config.json or what is known of the built-in ones."""
+    from headrace.model.estimate import SMOLLM2_135M, read_shape, tiny_shape
+
+    match config.model.path:
+        case "tiny":
+            tiny = config.model.tiny
+            return tiny_shape(
+                width=tiny.width, layers=tiny.layers, heads=tiny.heads, kv_heads=tiny.kv_heads, context=tiny.context
+            )
+        case "smollm2-135m":
+            return SMOLLM2_135M
+        case folder:
+            return read_shape(Path(folder))
+
+
+def _run_to_resume(config: "Config", run: Path | None) -> Path:
+    from headrace.observe.run_folder import RunFolder, find_latest
+
+    if run is not None:
+        return RunFolder.open(run).path
+    found = find_latest(Path(config.run.folder), config.run.name)
+    if found is None:
+        raise ConfigError(
+            f"there is no run named '{config.run.name}' in {config.run.folder}: start it without --resume"
+        )
+    return found.path
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""A configuration in plain words: what a run will do, how large it is, and why it runs where it does.
+
+Formatting only. Sizes come from `model/estimate.py`, facts about the machine from the caller; nothing is loaded.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from headrace.config import Config, Rl, Sft, to_mapping
+from headrace.model.estimate import (
+    Memory,
+    Placement,
+    Shape,
+    checkpoint_bytes,
+    num_lora_parameters,
+    num_parameters,
+    training_memory,
+)
+from headrace.observe.toml import to_toml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the sizes are compared with: memory of the device that was chosen, and free disk where runs are written."""
+
+    memory_bytes: int
+    disk_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every number of the explanation."""
+
+    parameters: int
+    trainable: int  # the parameters themselves, or those of the adapters beside them
+    memory: Memory
+    kv_tokens: int
+    checkpoint_bytes: int
+    max_checkpoints: int
+
+
+def plan(config: Config, shape: Shape, placement: Placement) -> Plan:
+    """The sizes of a run; the larger stage counts where stages differ."""
+    parameters = num_parameters(shape)
+    lora = config.model.lora
+    adapters = 0 if lora is None else num_lora_parameters(shape, rank=lora.rank, targets=lora.targets)
+    trainable, frozen = (parameters, 0) if lora is None else (adapters, parameters)
+    stages = [stage for stage in (config.sft, config.rl) if stage is not None]
+    kv_tokens = num_kv_tokens(config)
+    keep_every = config.checkpoint.keep_every
+    milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
+    return Plan(
+        parameters=parameters,
+        trainable=trainable,
+        memory=training_memory(
+            shape,
+            dtype=placement.dtype,
+            trainable=trainable,
+            frozen=frozen,
+            micro_batch_tokens=max((stage.micro_batch_tokens for stage in stages), default=0),
+            kv_tokens=kv_tokens,
+        ),
+        kv_tokens=kv_tokens,
+        checkpoint_bytes=checkpoint_bytes(dtype=placement.dtype, trainable=trainable, frozen=frozen),
+        max_checkpoints=config.checkpoint.keep_last + (config.eval.source is not None) + milestones,
+    )
+
+
+def num_kv_tokens(config: Config) -> int:
+    """Tokens the engine has room for: as configured, else `max_rows` of the longest episode; 0 when none is sampled."""
+    if config.rl is None and config.eval.source is None:
+        return 0
+    if config.engine.kv_tokens is not None:
+        return config.engine.kv_tokens
+    longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
+    return config.engine.max_rows * longest
+
+
+def explain(config: Config, *, file: str, shape: Shape, placement: Placement, machine: Machine) -> str:
+    """The resolved configuration as TOML, then what it will do, section by section."""
+    planned = plan(config, shape, placement)
+    sections = {
+        "Model": _model(config, shape, planned),
+        "Device": _device(placement),
+        "Stages": _stages(config),
+        "Memory, an estimate": _memory(planned, machine),
+        "Checkpoints": _checkpoints(config, planned, machine),
+    }
+    lines = [f"# {file} with every default filled in", to_toml(to_mapping(config)).strip()]
+    for title, body in sections.items():
+        lines += ["", title, *(f"  {line}" for line in body)]
+    return "\n".join(lines) + "\n"
+
+
+def _model(config: Config, shape: Shape, planned: Plan) -> Iterator[str]:
+    context = f", context {shape.context:,} tokens" if shape.context is not None else ""
+    yield (
+        f"{config.model.path} ({shape.model_type}): {shape.layers} layers, {shape.width} wide, {shape.heads} heads "
+        f"({shape.kv_heads} for keys and values), vocabulary {shape.vocabulary:,}{context}"
+    )
+    if config.model.lora is None:
+        yield f"{planned.parameters:,} parameters, all of them trained"
+    else:
+        yield (
+            f"{planned.parameters:,} parameters, frozen; {planned.trainable:,} in LoRA adapters of rank "
+            f"{config.model.lora.rank} are trained"
+        )
+
+
+def _device(placement: Placement) -> Iterator[str]:
+    yield f"{placement.device} in {placement.dtype}, because {placement.device_reason}"
+    yield f"attention in training: {placement.attention}"
+
+
+def _stages(config: Config) -> Iterator[str]:
+    described = []
+    if config.sft is not None:
+        described.append(_sft(config.sft))
+    if config.rl is not None:
+        described.append(_rl(config.rl))
+    for number, lines in enumerate(described, start=1):
+        first, *rest = lines
+        yield f"{number}. {first}"
+        yield from (f"   {line}" for line in rest)
+    evaluation = config.eval
+    if evaluation.source is None:
+        yield "no held-out evaluation: there is no table [eval.source]"
+    else:
+        when = f"every {evaluation.every} training steps and " if evaluation.every else ""
+        yield (
+            f"evaluation {when}at the end of a stage: {evaluation.tasks} held-out tasks x {evaluation.samples} "
+            f"episodes = {evaluation.tasks * evaluation.samples}"
+        )
+
+
+def _sft(sft: Sft) -> Iterator[str]:
+    names = ", ".join(source.path or source.name or source.type for source in sft.sources)
+    yield f"supervised fine-tuning on {names}: {sft.steps:,} steps, one optimiser update each"
+    yield f"each step: {sft.batch_size} conversations, at most {sft.batch_size * sft.max_tokens:,} tokens"
+
+
+def _rl(rl: Rl) -> Iterator[str]:
+    episodes = rl.groups * rl.group_size
+    sampled = min(rl.max_turns * rl.sampling.max_tokens, rl.max_episode_tokens)
+    name = rl.tasks.path or rl.tasks.name or rl.tasks.type
+    yield f"reinforcement learning on {name}: {rl.steps:,} steps, {rl.steps * rl.minibatches:,} optimiser updates"
+    yield (
+        f"each step: {rl.groups} groups x {rl.group_size} episodes = {episodes} episodes, at most "
+        f"{episodes * rl.max_episode_tokens:,} tokens, prompts included; at most {episodes * sampled:,} are sampled"
+    )
+    yield (
+        f"rewards {', '.join(term.name or term.fn for term in rl.rewards)}; credit {rl.credit}; loss {rl.loss}; "
+        f"weighting {rl.weighting}; {rl.minibatches} update{'s' if rl.minibatches > 1 else ''} a step"
+    )
+    eta = rl.asynchronous.max_staleness
+    if eta:
+        yield f"asynchronous: sampling runs ahead, and a trained token is at most {eta} versions old (eta = {eta})"
+    else:
+        yield "synchronous: a step trains on tokens sampled with the newest published weights (eta = 0)"
+    if rl.sync_every > 1:
+        yield f"new weights are published to the sampler every {rl.sync_every} training steps"
+
+
+def _memory(planned: Plan, machine: Machine) -> Iterator[str]:
+    memory = planned.memory
+    rows: Mapping[str, int] = {
+        "weights": memory.weights,
+        "gradients (float32 or wider)": memory.gradients,
+        "float32 masters": memory.masters,
+        "AdamW moments": memory.moments,
+        "activations of one micro-batch": memory.activations,
+        "log-prob head, one chunk": memory.head,
+        f"keys and values of {planned.kv_tokens:,} tokens": memory.kv,
+        "together": memory.total,
+    }
+    width = max(map(len, rows))
+    yield from (f"{name:<{width}}  {size_text(size):>10}" for name, size in rows.items() if size)
+    if memory.total > machine.memory_bytes:
+        yield (
+            f"this is more than the {size_text(machine.memory_bytes)} the device has: "
+            f"lower {_largest(memory)}, or train adapters with [model.lora]"
+        )
+    else:
+        yield f"the device has {size_text(machine.memory_bytes)}"
+
+
+def _largest(memory: Memory) -> str:
+    """The key that governs the larger of the two parts a configuration can shrink."""
+    return "'micro_batch_tokens'" if memory.activations >= memory.kv else "'engine.kv_tokens' or 'engine.max_rows'"
+
+
+def _checkpoints(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:
+    when = f"every {config.checkpoint.every} training steps and " if config.checkpoint.every else ""
+    yield f"written {when}at the end of a stage, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
+    most = planned.max_checkpoints * planned.checkpoint_bytes
+    yield (
+        f"{size_text(planned.checkpoint_bytes)} each; at most {planned.max_checkpoints} are kept = {size_text(most)}, "
+        f"and {size_text(machine.disk_free_bytes)} are free there"
+    )
+    if most + planned.checkpoint_bytes > machine.disk_free_bytes:  # a new one is written before an old one goes
+        yield "the disk is too small for them: lower 'checkpoint.keep_last', or set 'run.folder' to a larger disk"
+
+
+def size_text(num_bytes: int) -> str:
+    """
+    >>> size_text(999), size_text(2_500_000), size_text(3 * 2**30)
+    ('999 B', '2.4 MiB', '3.0 GiB')
+    """
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def chosen_text(placement: Placement) -> str:
+    """Where and how a run with model.device = "auto" would go."""
+    return "\n".join(f"  {line}" for line in _device(placement))
+
+
+def support_table(supported: Mapping[str, str], refused: Mapping[str, str]) -> str:
+    """Model types with what they cover, then those that are refused and why."""
+    width = max(map(len, (*supported, *refused)))
+    lines = [f"  {name:<{width}}  {note}" for name, note in supported.items()]
+    lines += ["not supported", *(f"  {name:<{width}}  {note}" for name, note in refused.items())]
+    return "\n".join(lines)

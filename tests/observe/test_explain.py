@@ -1,0 +1,141 @@
+"""The explanation of a configuration: its numbers, worked out by hand, and its warnings."""
+
+import pytest
+
+from headrace.config import load_config
+from headrace.model.estimate import Shape, place
+from headrace.observe.explain import Machine, chosen_text, explain, num_kv_tokens, plan, size_text, support_table
+
+SHAPE = Shape(  # 388 parameters: see tests/model/test_estimate.py
+    model_type="llama",
+    width=4,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_width=2,
+    mlp_width=8,
+    vocabulary=10,
+    tied=False,
+    context=16,
+    norm_sizes=(4, 4),
+)
+CPU = place(device="auto", dtype="auto", gpus=(), mps=False)
+ROOMY = Machine(memory_bytes=2**34, disk_free_bytes=2**40)
+TEXT = """
+[sft]
+steps = 30
+batch_size = 4
+max_tokens = 100
+micro_batch_tokens = 100
+[[sft.sources]]
+type = "jsonl"
+path = "rows.jsonl"
+[rl]
+steps = 20
+groups = 6
+group_size = 5
+minibatches = 3
+max_turns = 2
+max_prompt_tokens = 50
+max_episode_tokens = 200
+micro_batch_tokens = 300
+sampling.max_tokens = 40
+[rl.tasks]
+type = "world"
+name = "key_door"
+[eval]
+tasks = 7
+samples = 3
+[eval.source]
+type = "world"
+name = "key_door"
+[checkpoint]
+keep_last = 2
+keep_every = 7
+[engine]
+max_rows = 8
+"""
+
+
+def explained(*overrides: str, machine: Machine = ROOMY) -> str:
+    config = load_config(TEXT, file="run.toml", overrides=overrides)
+    return explain(config, file="run.toml", shape=SHAPE, placement=CPU, machine=machine)
+
+
+def test_the_numbers_of_a_run() -> None:
+    planned = plan(load_config(TEXT, file="run.toml"), SHAPE, CPU)
+    assert (planned.parameters, planned.trainable) == (388, 388)
+    assert planned.kv_tokens == 8 * 200  # max_rows sequences of the longest episode
+    assert planned.memory.activations == 300 * 2 * 80 * 4  # the larger micro-batch; 80 numbers per token and layer
+    assert planned.max_checkpoints == 2 + 1 + (30 // 7) + (20 // 7)  # last two, best, and every seventh step's
+    assert planned.checkpoint_bytes == 388 * 4 * 3  # weights and two moments
+
+
+def test_adapters_are_what_is_trained() -> None:
+    config = load_config(TEXT, file="run.toml", overrides=['model.lora={rank=2, targets=["q_proj"]}'])
+    planned = plan(config, SHAPE, CPU)
+    assert planned.trainable == 2 * (2 * (4 + 4))  # 2 layers x rank 2 x (inputs + outputs)
+    assert planned.memory.weights == (388 + 32) * 4
+    assert "32 in LoRA adapters of rank 2 are trained" in explained('model.lora={rank=2, targets=["q_proj"]}')
+
+
+def test_the_text_says_what_will_happen() -> None:
+    text = explained()
+    for sentence in (
+        "1. supervised fine-tuning on rows.jsonl: 30 steps, one optimiser update each",
+        "each step: 4 conversations, at most 400 tokens",
+        "2. reinforcement learning on key_door: 20 steps, 60 optimiser updates",
+        # 6 x 5 = 30 episodes; x 200 tokens; sampled at most 2 turns x 40 tokens x 30
+        "6 groups x 5 episodes = 30 episodes, at most 6,000 tokens, prompts included; at most 2,400 are sampled",
+        "credit grpo; loss ppo; weighting token_mean; 3 updates a step",
+        "synchronous:",
+        "evaluation at the end of a stage: 7 held-out tasks x 3 episodes = 21",
+        "388 parameters, all of them trained",
+        "cpu in float32, because torch sees no GPU that it can use",
+        "the device has 16.0 GiB",
+    ):
+        assert sentence in text
+
+
+def test_the_resolved_configuration_in_it_loads_to_the_same() -> None:
+    resolved = explained("rl.groups=9").partition("\nModel\n")[0]
+    assert load_config(resolved, file="x") == load_config(TEXT, file="x", overrides=["rl.groups=9"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["rl.asynchronous.max_staleness=2"], "a trained token is at most 2 versions old (eta = 2)"),
+        (["rl.sync_every=4"], "published to the sampler every 4 training steps"),
+        (["eval.every=5"], "evaluation every 5 training steps and at the end of a stage"),
+        (["checkpoint.every=5"], "written every 5 training steps and at the end of a stage"),
+    ],
+)
+def test_options_are_put_in_words(overrides: list[str], sentence: str) -> None:
+    assert sentence in explained(*overrides)
+    assert sentence not in explained()
+
+
+def test_a_run_that_does_not_fit_is_told_what_to_lower() -> None:
+    small = Machine(memory_bytes=2**10, disk_free_bytes=2**10)
+    text = explained(machine=small)
+    assert "this is more than the 1.0 KiB the device has: lower 'micro_batch_tokens'" in text
+    assert "the disk is too small" in text
+    assert "lower 'engine.kv_tokens' or 'engine.max_rows'" in explained("engine.max_rows=100000", machine=small)
+    assert "too small" not in explained()
+
+
+def test_room_for_keys_and_values_follows_what_is_sampled() -> None:
+    sft_only = TEXT[: TEXT.index("[rl]")]
+    assert num_kv_tokens(load_config(sft_only, file="x")) == 0
+    assert num_kv_tokens(load_config(sft_only, file="x", overrides=["eval.source={type='world'}"])) == 32 * 100
+    assert num_kv_tokens(load_config(TEXT, file="x", overrides=["engine.kv_tokens=999"])) == 999
+
+
+def test_sizes_are_readable() -> None:
+    assert [size_text(size) for size in (999, 2_500_000, 3 * 2**30)] == ["999 B", "2.4 MiB", "3.0 GiB"]
+
+
+def test_the_choice_and_the_model_types_are_listed_with_reasons() -> None:
+    assert chosen_text(CPU).startswith("  cpu in float32, because torch sees no GPU")
+    assert support_table({"llama": "Llama"}, {"gemma2": "caps"}) == ("  llama   Llama\nnot supported\n  gemma2  caps")

@@ -1,0 +1,157 @@
+"""The command line as a user meets it: exit codes, one sentence on standard error, a quick --help."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import exit_code, load_checked, main, shape_of_model
+from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
+from headrace.model.estimate import SMOLLM2_135M
+
+RUN = """
+[rl]
+steps = 4
+max_prompt_tokens = 64
+max_episode_tokens = 256
+[rl.tasks]
+type = "world"
+name = "key_door"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HEADRACE_DEBUG", raising=False)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path / "run.toml"
+
+
+def headrace(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["headrace", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+def test_help_needs_neither_torch_nor_the_configuration() -> None:
+    code = (
+        "import sys; from headrace.cli import app; sys.argv = ['headrace', '--help']\n"
+        "try: app()\n"
+        "except SystemExit: print(*sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)), 'end')"
+    )
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "end"
+    for command in ("demo", "train", "eval", "explain", "doctor", "report"):
+        assert f"  {command} " in done.stdout
+    assert "[sft] then [rl]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("x"), 2), (Interrupted("x"), 75), (ModelError("x"), 1), (HeadraceError("x"), 1)]
+)
+def test_exit_codes(error: HeadraceError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def test_a_wrong_key_is_one_sentence_and_exit_code_2(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(RUN.replace("steps", "stesp"))
+    assert headrace(monkeypatch, "train", file) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"headrace: {file}: unknown key 'rl.stesp'; did you mean 'rl.steps'?\n"
+    assert captured.out == ""
+
+
+def test_debug_shows_the_traceback(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["headrace", "train", "nowhere.toml"])
+    with pytest.raises(ConfigError, match=r"there is no file nowhere\.toml"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["train", "nowhere.toml"], 2, "there is no file nowhere.toml"),
+        (["train", "run.toml", "runs/x"], 2, "a run folder (runs/x) is only given with --resume"),
+        (["train", "run.toml", "--resume"], 2, "there is no run named 'run' in runs: start it without --resume"),
+        (["train", "run.toml", "--resume", "runs/x"], 1, "runs/x is not a run folder"),
+        (["train", "run.toml", "--set", "rl.minibatches=3"], 2, "does not divide into 3 minibatches"),
+        (["train", "run.toml", "--set", "rl.credit=grop"], 2, 'did you mean "grpo"?'),
+        (["train", "run.toml", "--set", "rl.tasks.name=door"], 2, 'did you mean "key_door"?'),
+        (["eval", "model", "run.toml"], 2, "there is nothing to evaluate on: add a table [eval.source]"),
+        (["explain"], 2, "explain needs a TOML file"),
+        (["explain", "run.toml", "--set", "model.device=cuda"], 1, "model.device is 'cuda' but torch sees no CUDA"),
+        (["report", "."], 1, "is not a run folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_loaded(
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    sentence: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert headrace(monkeypatch, *arguments) == code
+    error = capsys.readouterr().err
+    assert error.startswith("headrace: ")
+    assert sentence in error
+    assert "Traceback" not in error
+
+
+def test_a_file_that_is_not_text_is_refused(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_checked(file, [], command="train")
+
+
+def test_paths_come_back_absolute(file: Path) -> None:
+    (file.parent / "rows.jsonl").write_text("{}\n")
+    overrides = ["rl.tasks.type=jsonl", "rl.tasks.path=rows.jsonl", 'rl.rewards=[{fn="exact_match"}]']
+    config = load_checked(Path("run.toml"), overrides, command="train")
+    assert config.rl is not None
+    assert config.rl.tasks.path == str(file.parent / "rows.jsonl")
+
+
+def test_the_size_of_a_model_is_read_from_where_the_model_is(file: Path) -> None:
+    described = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 7,
+        "max_position_embeddings": 512,
+    }
+    (file.parent / "config.json").write_text(json.dumps(described))
+    shape = shape_of_model(load_checked(file, ["model.path=."], command="train"))
+    assert (shape.width, shape.vocabulary, shape.kv_heads) == (32, 7, 2)
+    assert shape_of_model(load_checked(file, ["model.tiny.layers=5"], command="train")).layers == 5
+    assert SMOLLM2_135M.context == 8192
+
+
+def test_explain_prints_the_plan(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert headrace(monkeypatch, "explain", "run.toml", "--set", "rl.groups=3") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# run.toml with every default filled in\n[run]\n")
+    assert "3 groups x 8 episodes = 24 episodes, at most 6,144 tokens" in text
+    assert "cpu in float32" in text
+
+
+def test_version_and_keys(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert headrace(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("headrace ")
+    assert headrace(monkeypatch, "explain", "--keys") == 0
+    assert "| `rl.group_size` | a whole number above 0 | `8` | episodes of one task |" in capsys.readouterr().out
