@@ -1,9 +1,12 @@
 """The one attention function, registered with transformers, that trainer and engine share.
 
 It matches on a context object handed down the forward call as the keyword `attention`: `Packed` (training and
-scoring: sequences end to end), `Prefill` (pieces of prompts into KV slots) or `Decode` (one new token per slot).
-There are no globals, so one module object serves the trainer and the engine at once. It must not know about
+scoring: sequences end to end) or `Cached` (sampling: new tokens against KV slots, decode rows and prompt pieces in one
+call). There are no globals, so one module object serves the trainer and the engine at once. It must not know about
 scheduling, sampling or losses.
+
+Against the cache every query token is a row of its own, whether it is decoded or prefilled, so on CPU its result has
+the same bits however its prefix got into the cache (see `docs/design.md`, determinism).
 
 Shape letters: Q query heads, H key-value heads, G = Q / H, D head width, T packed tokens, B slots, S cached tokens.
 """
@@ -36,13 +39,11 @@ class KVCache:
         for store in (*self.keys, *self.values):
             store[target, :, :tokens].copy_(store[source, :, :tokens])
 
-    def take(self, row: int, tokens: int) -> list[Tensor]:
-        """A copy of one slot's first `tokens` positions, outside of the cache (for preemption)."""
-        return [store[row, :, :tokens].clone() for store in (*self.keys, *self.values)]
-
-    def put(self, row: int, saved: list[Tensor]) -> None:
-        for store, tensor in zip((*self.keys, *self.values), saved, strict=True):
-            store[row, :, : tensor.shape[1]].copy_(tensor)
+    def adopt(self, other: "KVCache", rows: int) -> None:
+        """Take over the first `rows` slots of a cache of another length."""
+        tokens = min(self.tokens, other.tokens)
+        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            mine[:rows, :, :tokens].copy_(theirs[:rows, :, :tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`length` tokens of the sequence in slot `row`, starting at position `offset`."""
+    """`length` prompt tokens of the sequence in slot `row`, starting at position `offset`."""
 
     row: int
     offset: int
@@ -62,27 +63,22 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """Pieces laid end to end (rows after the last piece are padding); keys and values go to the cache."""
+class Cached:
+    """Tokens laid out as: one for each of the first B slots (decode), then the pieces, then padding rows.
 
-    cache: KVCache
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """One token for each of the first B slots, written at `positions`; `mask` is 0 where a key is visible, else -inf.
-
-    `window_mask` is the same for layers with a sliding window, None when the model has none.
+    `slots` and `positions` say where the keys and values of all but the padding go. `mask` is [B, 1, 1, S]: 0 where a
+    decode row may look, else -inf, with S the filled part of the longest slot rounded up.
     """
 
     cache: KVCache
-    positions: Tensor  # [B]
-    mask: Tensor  # [B, 1, 1, S], S = the filled part of the longest slot, rounded up
-    window_mask: Tensor | None = None
+    slots: Tensor
+    positions: Tensor
+    mask: Tensor | None  # None: no decode rows
+    pieces: tuple[Piece, ...]
 
 
-Context = Packed | Prefill | Decode
+Context = Packed | Cached
+ROUND = 64  # cached lengths are read in multiples of this
 
 
 def attend(
@@ -107,12 +103,9 @@ def attend(
             if _varlen_applies(query):
                 return _packed_varlen(query, key, value, lengths, scaling, sliding_window), None
             return _packed(query, key, value, lengths, scaling, sliding_window), None
-        case Prefill(cache, pieces):
+        case Cached():
             layer: int = module.layer_idx  # type: ignore[assignment]
-            return _prefill(query, key, value, cache, layer, pieces, scaling, sliding_window), None
-        case Decode():
-            layer = module.layer_idx  # type: ignore[assignment]
-            return _decode(query, key, value, attention, layer, scaling, sliding_window), None
+            return _cached(query, key, value, attention, layer, scaling, sliding_window), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -183,52 +176,58 @@ def _packed_varlen(
     return out[None]
 
 
-def _prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: KVCache,
-    layer: int,
-    pieces: tuple[Piece, ...],
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
-    keys, values = cache.keys[layer], cache.values[layer]
-    outputs = torch.zeros_like(query)
-    gqa = query.shape[1] != key.shape[1]
-    start = 0
-    for piece in pieces:
-        span, end = slice(start, start + piece.length), piece.offset + piece.length
-        keys[piece.row, :, piece.offset : end] = key[0, :, span]
-        values[piece.row, :, piece.offset : end] = value[0, :, span]
-        whole = piece.offset == 0 and (window is None or piece.length <= window)
-        outputs[:, :, span] = F.scaled_dot_product_attention(
-            query[:, :, span],
-            keys[piece.row : piece.row + 1, :, :end],
-            values[piece.row : piece.row + 1, :, :end],
-            attn_mask=None if whole else causal_mask(piece.length, piece.offset, window, query.device),
-            is_causal=whole,
-            scale=scaling,
-            enable_gqa=gqa,
-        )
-        start += piece.length
-    return outputs.transpose(1, 2)
-
-
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, context: Decode, layer: int, scaling: float | None, window: int | None
+def _cached(
+    query: Tensor, key: Tensor, value: Tensor, context: Cached, layer: int, scaling: float | None, window: int | None
 ) -> Tensor:
     """All G query heads of a key head are rows of one product, so keys are never repeated."""
-    rows = context.positions.shape[0]
-    heads, width = key.shape[1], key.shape[3]
     keys, values = context.cache.keys[layer], context.cache.values[layer]
-    slots = torch.arange(rows, device=query.device)
-    keys[slots, :, context.positions] = key[0].transpose(0, 1)
-    values[slots, :, context.positions] = value[0].transpose(0, 1)
-    mask = context.mask if window is None or context.window_mask is None else context.window_mask
-    filled = mask.shape[-1]
-    grouped = query[0].transpose(0, 1).reshape(rows, heads, -1, width)
-    out = F.scaled_dot_product_attention(
-        grouped, keys[:rows, :, :filled], values[:rows, :, :filled], attn_mask=mask, scale=scaling
-    )
-    return out.reshape(1, rows, -1, width)
+    written, heads, width = context.positions.shape[0], key.shape[1], key.shape[3]
+    keys[context.slots, :, context.positions] = key[0, :, :written].transpose(0, 1)
+    values[context.slots, :, context.positions] = value[0, :, :written].transpose(0, 1)
+    grouped = query[0].transpose(0, 1).reshape(query.shape[2], heads, -1, width)
+    outputs = []
+    start = 0
+    if context.mask is not None:
+        rows, filled = context.mask.shape[0], context.mask.shape[-1]
+        mask = context.mask
+        if window is not None and filled > window:
+            mask = mask + _beyond(context.positions[:rows], filled, window, mask.dtype)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                grouped[:rows], keys[:rows, :, :filled], values[:rows, :, :filled], attn_mask=mask, scale=scaling
+            )
+        )
+        start = rows
+    for piece in context.pieces:
+        filled = min(-(-(piece.offset + piece.length) // ROUND) * ROUND, context.cache.tokens)
+        span = slice(start, start + piece.length)
+        mask = visible_mask(context.positions[span], filled, grouped.dtype)
+        if window is not None and filled > window:
+            mask = mask + _beyond(context.positions[span], filled, window, mask.dtype)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                grouped[span],
+                keys[piece.row, :, :filled].expand(piece.length, -1, -1, -1),
+                values[piece.row, :, :filled].expand(piece.length, -1, -1, -1),
+                attn_mask=mask,
+                scale=scaling,
+            )
+        )
+        start += piece.length
+    if start < query.shape[2]:
+        outputs.append(torch.zeros_like(grouped[start:]))
+    return torch.cat(outputs).reshape(1, query.shape[2], -1, width)
+
+
+def visible_mask(positions: Tensor, filled: int, dtype: torch.dtype) -> Tensor:
+    """[rows, 1, 1, filled]: 0 at keys up to each row's own position, -inf after it."""
+    hidden = torch.arange(filled, device=positions.device) > positions[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]
+
+
+def _beyond(positions: Tensor, filled: int, window: int, dtype: torch.dtype) -> Tensor:
+    """-inf at keys `window` or more positions back."""
+    hidden = torch.arange(filled, device=positions.device) <= positions[:, None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]

@@ -1,0 +1,480 @@
+"""The embedded engine: continuous batching over KV slots, on the trainer's own modules and parameters.
+
+One thread owns the model while it samples; `sample`, `score`, `load`, `pause` and `resume` are messages to it. Every
+engine step is one forward call over the decode rows (one token for each of the first B slots) and some prompt pieces.
+It must not know about episodes, rewards or training.
+
+Determinism: the uniform number of a token is a function of (request seed, position), each token's attention is a row
+of its own, and rows are padded to multiples of 8, for which a matrix product gives a row the same bits whatever the
+other rows are (`infer/selfcheck.py` checks the machine). So on CPU a request's tokens and log-probs do not depend on
+the batch, on sharing, or on preemption.
+
+Shape letters: B decode rows, T rows of the step, V vocabulary, D width.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headrace.algo.random import uniforms
+from headrace.errors import HeadraceError, SamplerError, boundary
+from headrace.infer.sampling import sample_rows
+from headrace.infer.slots import Sequence as Sampling
+from headrace.infer.slots import Slots
+from headrace.model import head
+from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
+from headrace.model.load import LanguageModel, fingerprint
+from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle, float_array
+
+R = TypeVar("R")
+ALIGN = 8  # rows of a matrix product, see the module docstring
+FIRST_SLOT_TOKENS = 128
+SCORE_TOKENS = 4096  # packed tokens of one scoring call
+STOP_WINDOW = 64  # tokens looked back for a stop string
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine did since it started."""
+
+    steps: int = 0
+    decoded: int = 0  # sampled tokens
+    prefilled: int = 0  # prompt tokens computed
+    shared: int = 0  # prompt tokens taken from another slot or left from before
+    preempted: int = 0
+
+
+class EmbeddedEngine:
+    """`max_rows` sequences at once, `kv_tokens` cached positions in all; longer queues wait."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        max_rows: int = 32,
+        kv_tokens: int | None = None,
+        piece_tokens: int = 128,
+        prefill_tokens: int = 512,
+    ) -> None:
+        assert max_rows > 0
+        assert piece_tokens > 0
+        self.lm = lm
+        self.counters = Counters()
+        self._max_rows = -(-max_rows // ALIGN) * ALIGN
+        self._kv_tokens = kv_tokens or self._max_rows * lm.context
+        if self._kv_tokens < ALIGN * ROUND:
+            raise SamplerError(f"engine.kv_tokens must be at least {ALIGN * ROUND}, not {self._kv_tokens}")
+        self._piece_tokens, self._prefill_tokens = piece_tokens, max(prefill_tokens, piece_tokens)
+        self._version = 0
+        tokens = min(FIRST_SLOT_TOKENS, self._longest_slot())
+        self._slots = Slots(self._rows_for(tokens), tokens)
+        self._cache = self._make_cache()
+        self._head: Tensor | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._held: deque[Sampling] = deque()  # arrived while paused
+        self._paused = False
+        self._drained: list[Future[None]] = []
+        self._closed = False
+        self._failure: str | None = None
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="headrace-engine", daemon=True)
+        self._thread.start()
+
+    # --- the protocol: messages to the engine thread ---
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        sequence = self._admit(request)
+        self._post(lambda: self._enqueue(sequence))
+        try:
+            return await asyncio.wrap_future(sequence.future)
+        except asyncio.CancelledError:
+            self._post(lambda: self._abandon(sequence))
+            raise
+
+    async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
+        return await self._ask(lambda: self._score(sequences, temperature))
+
+    async def load(self, handle: WeightsHandle, version: int) -> str:
+        return await self._ask(lambda: self._load(handle, version))
+
+    async def pause(self, *, interrupt: bool) -> None:
+        done: Future[None] = Future()
+        self._post(lambda: self._pause(interrupt, done))
+        await asyncio.wrap_future(done)
+
+    async def resume(self) -> None:
+        await self._ask(self._resume)
+
+    def close(self) -> None:
+        """Stop the thread; open calls fail."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    # --- admission ---
+
+    def _admit(self, request: SampleRequest) -> Sampling:
+        """Raise SamplerError on a request that can never be served."""
+        params, prompt = request.params, len(request.prompt)
+        room = min(self.lm.context, self._longest_slot() - 1)
+        if not prompt:
+            raise SamplerError("a prompt needs at least one token")
+        if prompt >= room:
+            raise SamplerError(f"a prompt of {prompt} tokens leaves no room in a context of {room}")
+        if params.max_tokens < 1:
+            raise SamplerError(f"max_tokens must be at least 1, not {params.max_tokens}")
+        if params.temperature < 0 or not 0 < params.top_p <= 1:
+            raise SamplerError("temperature must not be negative, and top_p must be above 0 and at most 1")
+        if not (int(request.prompt.min()) >= 0 and int(request.prompt.max()) < self.lm.vocabulary):
+            raise SamplerError(f"the prompt has a token outside of the vocabulary of {self.lm.vocabulary}")
+        stops = self.lm.eos_tokens if params.stop_tokens is None else params.stop_tokens
+        return Sampling(request, Future(), frozenset(stops), min(prompt + params.max_tokens, room))
+
+    def _longest_slot(self) -> int:
+        """Positions of the longest slot that the KV budget allows."""
+        return min(self._kv_tokens // ALIGN, -(-(self.lm.context + 1) // ROUND) * ROUND) // ROUND * ROUND
+
+    def _rows_for(self, tokens: int) -> int:
+        return min(self._max_rows, self._kv_tokens // tokens // ALIGN * ALIGN)
+
+    # --- the engine thread ---
+
+    def _post(self, message: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closed or self._failure:
+                raise SamplerError(self._failure or "the engine is closed")
+            self._inbox.append(message)
+            self._wake.notify()
+
+    async def _ask(self, run: Callable[[], R]) -> R:
+        future: Future[R] = Future()
+
+        def answer() -> None:
+            try:
+                with boundary(SamplerError, "the engine could not do this"), torch.inference_mode():
+                    future.set_result(run())
+            except HeadraceError as exc:
+                future.set_exception(exc)
+
+        self._post(answer)
+        return await asyncio.wrap_future(future)
+
+    def _main(self) -> None:
+        try:
+            with boundary(SamplerError, "the engine stopped"), torch.inference_mode():
+                while self._serve():
+                    self._step()
+        except HeadraceError as exc:
+            self._failure = str(exc)
+        with self._wake:
+            self._failure = self._failure or "the engine is closed"
+            messages, self._inbox = self._inbox, deque()
+        for message in messages:  # so that whoever waits for one is told
+            message()
+        self._fail_all(self._failure)
+
+    def _serve(self) -> bool:
+        """Handle messages; block while there is nothing to do. False: closed."""
+        while True:
+            with self._wake:
+                while not (self._inbox or self._closed or self._busy()):
+                    self._wake.wait()
+                if self._closed:
+                    return False
+                messages, self._inbox = self._inbox, deque()
+            for message in messages:
+                message()
+            if self._busy():
+                return True
+
+    def _busy(self) -> bool:
+        return bool(self._slots.waiting) or any(True for _ in self._slots.active())
+
+    def _enqueue(self, sequence: Sampling) -> None:
+        if self._failure:
+            sequence.future.set_exception(SamplerError(self._failure))
+        elif self._paused:
+            self._held.append(sequence)
+        elif len(sequence.tokens) >= sequence.limit:
+            self._finish(sequence, Stop.LENGTH)
+        else:
+            self._slots.waiting.append(sequence)
+
+    def _abandon(self, sequence: Sampling) -> None:
+        """The caller went away."""
+        if sequence.row is not None:
+            self._slots.leave(sequence)
+        for queue in (self._slots.waiting, self._held):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._notify_drained()
+
+    def _pause(self, interrupt: bool, done: "Future[None]") -> None:
+        self._paused = True
+        self._drained.append(done)
+        if interrupt:
+            for _, sequence in list(self._slots.active()):
+                self._slots.leave(sequence)
+                self._resolve(sequence, Stop.INTERRUPTED)
+            while self._slots.waiting:
+                self._resolve(self._slots.waiting.popleft(), Stop.INTERRUPTED)
+        self._notify_drained()
+
+    def _notify_drained(self) -> None:
+        if not self._busy():
+            while self._drained:
+                self._drained.pop().set_result(None)
+
+    def _resume(self) -> None:
+        self._paused = False
+        while self._held:
+            self._enqueue(self._held.popleft())
+
+    def _load(self, handle: WeightsHandle, version: int) -> str:
+        if self._busy():
+            raise SamplerError("weights cannot be loaded while sequences are being sampled: call pause first")
+        if version <= self._version:
+            raise SamplerError(f"version {version} is not newer than {self._version}")
+        if isinstance(handle, Folder):
+            self._load_folder(handle)
+        self._head = None
+        self._slots.forget()
+        self._version = version
+        return fingerprint(self.lm.model.named_parameters())
+
+    def _load_folder(self, handle: Folder) -> None:
+        weights: dict[str, Tensor] = {}
+        for file in sorted(handle.path.glob("model*.safetensors")):
+            weights.update(load_file(file))
+        for name, parameter in self.lm.model.named_parameters():
+            if name not in weights:
+                raise SamplerError(f"{handle.path} lacks the weights {name}")
+            parameter.copy_(weights[name])
+
+    def _score(self, sequences: Sequence[IntArray], temperature: float) -> tuple[FloatArray, ...]:
+        results: list[FloatArray] = []
+        batch: list[IntArray] = []
+        for sequence in sequences:
+            if not len(sequence) or len(sequence) > self.lm.context:
+                raise SamplerError(f"a sequence of {len(sequence)} tokens cannot be scored: 1 to {self.lm.context} can")
+            if batch and sum(map(len, batch)) + len(sequence) > SCORE_TOKENS:
+                results += self._score_packed(batch, temperature)
+                batch = []
+            batch.append(sequence)
+        return tuple(results + (self._score_packed(batch, temperature) if batch else []))
+
+    def _score_packed(self, batch: Sequence[IntArray], temperature: float) -> list[FloatArray]:
+        device = self.lm.device
+        lengths = tuple(len(sequence) for sequence in batch)
+        tokens_T = torch.from_numpy(np.concatenate(batch)).long().to(device)
+        positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        hidden_TD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))
+        scale = None if temperature == 1.0 else torch.full((len(tokens_T),), temperature, device=device)
+        targets = head.Targets(torch.roll(tokens_T, -1), scale)
+        logprobs_T, _ = head.logprobs(hidden_TD, self._head_weight(), targets)
+        pieces = np.split(logprobs_T.float().cpu().numpy(), np.cumsum(lengths)[:-1])
+        return [float_array(np.concatenate([[np.nan], piece[:-1]])) for piece in pieces]
+
+    # --- one step ---
+
+    def _step(self) -> None:
+        self._grow_if_needed()
+        self._seat_waiting()
+        self._compact()
+        pieces, decoding = self._plan()
+        if not pieces and not decoding:
+            return
+        hidden_TD = self._forward(pieces, decoding)
+        for piece in pieces:
+            sequence = self._slots.slots[piece.row].sequence
+            assert sequence is not None
+            self._slots.fill(piece.row, sequence.tokens[piece.offset : piece.offset + piece.length])
+            self.counters.prefilled += piece.length
+        self.counters.steps += 1
+        if decoding:
+            self._sample(hidden_TD, decoding)
+
+    def _plan(self) -> tuple[list[Piece], list[tuple[int, Sampling]]]:
+        """Sequences whose beginning is cached decode; the others get pieces, within the step's budget, oldest first."""
+        decoding, pieces, budget = [], [], self._prefill_tokens
+        for row, sequence in self._slots.active():
+            filled = self._slots.slots[row].filled
+            missing = len(sequence.tokens) - 1 - filled
+            if missing == 0:
+                decoding.append((row, sequence))
+            elif budget > 0:
+                length = min(missing, self._piece_tokens, budget)
+                pieces.append(Piece(row, filled, length))
+                budget -= length
+        return pieces, decoding
+
+    def _seat_waiting(self) -> None:
+        while (placed := self._slots.place_next()) is not None:
+            if placed.shared and placed.donor != placed.row:
+                self._cache.copy_prefix(placed.donor, placed.row, placed.shared)
+            self.counters.shared += placed.shared
+
+    def _forward(self, pieces: list[Piece], decoding: list[tuple[int, Sampling]]) -> Tensor:
+        decode_rows = -(-(decoding[-1][0] + 1) // ALIGN) * ALIGN if decoding else 0
+        scratch = self._slots.tokens - 1
+        tokens = [0] * decode_rows
+        positions = [scratch] * decode_rows
+        for row, sequence in decoding:
+            tokens[row] = sequence.tokens[-1]
+            positions[row] = len(sequence.tokens) - 1
+        slots = list(range(decode_rows))
+        for piece in pieces:
+            sequence = self._slots.slots[piece.row].sequence  # type: ignore[assignment]
+            tokens += sequence.tokens[piece.offset : piece.offset + piece.length]
+            positions += range(piece.offset, piece.offset + piece.length)
+            slots += [piece.row] * piece.length
+        written = len(tokens)
+        padding = max(-written % ALIGN, ALIGN - written)
+        device = self.lm.device
+        tokens_T = torch.tensor(tokens + [0] * padding, device=device)
+        positions_T = torch.tensor(positions + [0] * padding, device=device)
+        mask = None
+        if decode_rows:
+            longest = max(len(sequence.tokens) for _, sequence in decoding)
+            filled = min(-(-longest // ROUND) * ROUND, self._slots.tokens)
+            visible = positions_T[:decode_rows].clamp_max(filled - 1)
+            mask = visible_mask(visible, filled, self._cache.keys[0].dtype)
+        context = Cached(
+            cache=self._cache,
+            slots=torch.tensor(slots, device=device),
+            positions=positions_T[:written],
+            mask=mask,
+            pieces=tuple(pieces),
+        )
+        return self.lm.hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
+
+    def _sample(self, hidden_TD: Tensor, decoding: list[tuple[int, Sampling]]) -> None:
+        rows = [row for row, _ in decoding]
+        padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
+        logits_BV = (hidden_TD[padded] @ self._head_weight().T)[: len(rows)]
+        params = [sequence.request.params for _, sequence in decoding]
+        numbers = uniforms([row.seed for row in params], [sequence.num_sampled for _, sequence in decoding])
+        drawn = sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device))
+        chosen = zip(
+            decoding, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), drawn.raw_logprobs_B.tolist(), strict=True
+        )
+        for (row, sequence), token, logprob, raw in chosen:
+            self._slots.fill(row, sequence.tokens[-1:])
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.raw_logprobs.append(raw)
+            sequence.versions.append(self._version)
+            self.counters.decoded += 1
+            if token in sequence.stop_tokens or self._stop_string_at_end(sequence):
+                self._finish(sequence, Stop.STOP)
+            elif len(sequence.tokens) >= sequence.limit:
+                self._finish(sequence, Stop.LENGTH)
+
+    def _stop_string_at_end(self, sequence: Sampling) -> bool:
+        """Whether the newest token completed a stop string."""
+        stops = sequence.request.params.stop_strings
+        if not stops:
+            return False
+        sampled = sequence.tokens[len(sequence.request.prompt) :][-STOP_WINDOW:]
+        text: str = self.lm.tokenizer.decode(sampled)
+        before: str = self.lm.tokenizer.decode(sampled[:-1])
+        return any(text.count(stop) > before.count(stop) for stop in stops)
+
+    def _head_weight(self) -> Tensor:
+        if self._head is None:
+            self._head = self.lm.head_weight().detach()
+        return self._head
+
+    def _finish(self, sequence: Sampling, stop: Stop) -> None:
+        if sequence.row is not None:
+            self._slots.leave(sequence)
+        self._resolve(sequence, stop)
+        self._notify_drained()
+
+    def _resolve(self, sequence: Sampling, stop: Stop) -> None:
+        if not sequence.future.cancelled():
+            sequence.future.set_result(sequence.completion(stop))
+
+    def _fail_all(self, why: str) -> None:
+        everyone = [sequence for _, sequence in self._slots.active()] + [*self._slots.waiting, *self._held]
+        for sequence in everyone:
+            if not sequence.future.done():
+                sequence.future.set_exception(SamplerError(why))
+        for future in self._drained:
+            future.set_exception(SamplerError(why))
+
+    # --- the cache's layout ---
+
+    def _make_cache(self) -> KVCache:
+        config: Any = self.lm.model.config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return KVCache(
+            layers=config.num_hidden_layers,
+            rows=len(self._slots.slots),
+            heads=config.num_key_value_heads,
+            tokens=self._slots.tokens,
+            width=width,
+            dtype=self.lm.dtype,
+            device=self.lm.device,
+        )
+
+    def _grow_if_needed(self) -> None:
+        """Longer slots when a sequence reaches the end of its own: fewer rows if the budget says so (the youngest are
+        preempted), and shorter ones again when those that waited for rows would fit."""
+        active = [sequence for _, sequence in self._slots.active()]
+        first = [self._slots.waiting[0]] if self._slots.waiting else []
+        needed = max((len(sequence.tokens) + 1 for sequence in active), default=0)
+        for sequence in first:
+            if self._rows_for(-(-(len(sequence.tokens) + 1) // ROUND) * ROUND * 2) > len(active) or not active:
+                needed = max(needed, len(sequence.tokens) + 1)
+        tokens = self._slots.tokens
+        while tokens < needed:
+            tokens = min(tokens * 2, self._longest_slot())
+        if tokens == self._slots.tokens and len(self._slots.slots) < self._max_rows and len(self._slots.waiting):
+            everyone = max(len(sequence.tokens) + 1 for sequence in [*active, *first])
+            while tokens // 2 >= max(everyone + ROUND, FIRST_SLOT_TOKENS):
+                tokens //= 2
+            tokens = -(-tokens // ROUND) * ROUND
+        if tokens != self._slots.tokens:
+            self._relayout(tokens)
+
+    def _relayout(self, tokens: int) -> None:
+        rows = self._rows_for(tokens)
+        for row, sequence in reversed(list(self._slots.active())):
+            if row < rows:
+                continue
+            target = next((free for free in range(rows) if self._slots.slots[free].sequence is None), None)
+            if target is not None:
+                self._cache.copy_prefix(row, target, self._slots.move(row, target))
+            else:
+                self._slots.preempt(sequence)
+                self.counters.preempted += 1
+        kept = min(rows, len(self._slots.slots))
+        self._slots.resize(rows, tokens)
+        before, self._cache = self._cache, self._make_cache()
+        self._cache.adopt(before, kept)
+
+    def _compact(self) -> None:
+        """Move sequences down when more than half of the decode rows are empty."""
+        rows = [row for row, _ in self._slots.active()]
+        if not rows or 2 * max(len(rows), ALIGN) > rows[-1] + 1:
+            return
+        free = [row for row in range(rows[-1]) if self._slots.slots[row].sequence is None]
+        for source, target in zip(reversed(rows), free, strict=False):
+            if target >= source:
+                break
+            self._cache.copy_prefix(source, target, self._slots.move(source, target))
