@@ -1,0 +1,181 @@
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import RunFolderError
+from headrace.observe.episodes import compare, conversation, sample_file
+from headrace.observe.report import charts, headline, other_charts, write_report
+from headrace.observe.sinks import JsonlSink, MetricRecord, read_metrics
+from headrace.observe.trajectories import EpisodeLine, read_lines
+
+ATTACK = "<script>document.title='owned'</script><img src=http://evil.invalid/x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """Which elements and attributes a page really has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def record(step: int, stage: str, **values: float) -> MetricRecord:
+    return MetricRecord(step=step, stage=stage, values={name.replace("__", "/"): v for name, v in values.items()})
+
+
+def test_the_headline_is_the_last_evaluation_of_each_stage() -> None:
+    def evaluated(step: int, stage: str, value: float) -> MetricRecord:
+        return MetricRecord(step=step, stage=stage, values={"eval/pass@1": value})
+
+    records = [
+        evaluated(0, "sft", 0.1),
+        evaluated(50, "sft", 0.2),
+        evaluated(100, "sft", 0.4),
+        record(1, "rl", reward__mean=1.0),
+        evaluated(0, "rl", 0.41),
+        evaluated(10, "rl", 0.75),
+    ]
+    shown = [(bar.label, bar.text, bar.change) for bar in headline(records, {})]
+    assert shown == [
+        ("Before training", "10%", ""),
+        ("After SFT", "40%", "+30.0 points"),
+        ("After RL", "75%", "+35.0 points"),
+    ]
+    told = headline([], {"success_sft": 0.5, "success_rl": 0.25, "seconds": 3.0})
+    assert [(bar.label, bar.text, bar.change) for bar in told] == [
+        ("After SFT", "50%", ""),
+        ("After RL", "25%", "-25.0 points"),
+    ]
+
+
+def test_charts_without_data_are_left_out_and_stages_do_not_mix() -> None:
+    records = [record(step, stage, loss__total=value) for step, stage, value in ((1, "sft", 3.0), (1, "rl", 0.1))]
+    assert [(chart.title, chart.change) for chart in charts(records)] == [
+        ("Loss, supervised", "3"),
+        ("Loss, reinforcement", "0.1"),
+    ]
+    assert charts([]) == ()
+
+
+def test_every_chart_explains_itself_in_a_sentence(synthetic_run: Callable[..., Path]) -> None:
+    records = read_metrics(synthetic_run() / "metrics.jsonl")
+    drawn = charts(records)
+    assert [chart.title for chart in drawn] == [
+        "Held-out success",
+        "Reward",
+        "Success in training",
+        "Length",
+        "Loss, supervised",
+        "Loss, reinforcement",
+        "KL from the sampling policy",
+        "Entropy",
+        "Sampler and trainer mismatch",
+        "Gradient norm",
+        "Learning rate",
+        "Throughput",
+        "Where the time went",
+    ]
+    assert all(chart.explanation.endswith(".") for chart in drawn)
+    assert [chart.title for chart in other_charts(records)] == ["reward/format"]
+
+
+def test_the_tasks_are_sorted_by_what_changed(synthetic_run: Callable[..., Path]) -> None:
+    rollouts = synthetic_run() / "rollouts"
+    before, after = read_lines(rollouts / "eval_sft.jsonl"), read_lines(rollouts / "eval_rl.jsonl")
+    made = compare("Before", before, "After", after)
+    # before 0 0 1 0 1 0, after 1 1 1 0 0 1
+    assert made.tally == (
+        ("Newly solved", 3),
+        ("Solved both times", 1),
+        ("Not solved either time", 1),
+        ("No longer solved", 1),
+    )
+    assert [(row.heading, [talk.task for talk in row.conversations]) for row in made.rows] == [
+        ("Newly solved", ["mill-0", "mill-0"]),
+        ("Solved both times", ["mill-2", "mill-2"]),
+        ("Not solved either time", ["mill-3", "mill-3"]),
+        ("No longer solved", ["mill-4", "mill-4"]),
+    ]
+    disjoint = compare("Before", before[:1], "After", after[1:2])
+    assert disjoint.tally == ()
+    assert [row.heading for row in disjoint.rows] == ["Before", "After"]
+
+
+def test_a_conversation_shows_what_each_turn_earned(synthetic_run: Callable[..., Path]) -> None:
+    lines = read_lines(synthetic_run() / "rollouts" / "step_000001.jsonl")
+    talk = conversation("Then", lines[1])
+    assert talk.badges == (("good", "solved"), ("plain", "reward 1"))
+    assert [turn.badges for turn in talk.turns if turn.role == "assistant"] == [
+        (("good", "advantage +0.50"),),
+        (("bad", "advantage -0.50"),),
+        (("plain", "reward 1"), ("good", "advantage +1.00")),
+    ]
+    assert [talk.badges[1][1] for talk in sample_file("Then", lines).conversations] == [
+        "reward 1",
+        "reward 1",
+        "reward 0",
+    ]
+
+
+def test_everything_a_model_or_user_wrote_is_escaped(synthetic_run: Callable[..., Path]) -> None:
+    folder = synthetic_run(ATTACK)
+    (folder / "config.toml").write_text(f'[run]\nname = "{ATTACK}"\n')
+    sink = JsonlSink(folder / "metrics.jsonl", stage="rl")
+    sink.log(61, {ATTACK: 1.0})
+    sink.close()
+    page = Page(write_report(folder, {ATTACK: ATTACK}).read_text())
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert any(ATTACK in words for words in page.words)
+
+
+def test_the_page_asks_for_nothing_outside_itself(synthetic_run: Callable[..., Path]) -> None:
+    page = Page(write_report(synthetic_run()).read_text())
+    assert not {"link", "iframe", "img", "object", "embed", "base"} & set(page.tags)
+    assert not {"src", "href", "action", "srcset"} & {name for name, _ in page.attributes}
+    assert any("default-src 'none'" in value for name, value in page.attributes if name == "content")
+
+
+def test_a_run_folder_with_little_in_it_still_has_a_report(tmp_path: Path) -> None:
+    assert "No metrics have been written yet" in write_report(tmp_path).read_text()
+
+
+def test_training_episodes_are_shown_when_nothing_was_evaluated(synthetic_run: Callable[..., Path]) -> None:
+    folder = synthetic_run()
+    for path in (folder / "rollouts").glob("eval_*"):
+        path.unlink()
+    text = write_report(folder).read_text()
+    assert "Training step 1</h3>" in text
+    assert "Training step 60</h3>" in text
+
+
+def test_a_broken_rollout_file_is_named(synthetic_run: Callable[..., Path]) -> None:
+    folder = synthetic_run()
+    (folder / "rollouts" / "eval_rl.jsonl").write_text("{}\n")
+    with pytest.raises(RunFolderError, match=r"eval_rl\.jsonl, line 1"):
+        write_report(folder)
+
+
+def test_long_texts_and_long_conversations_are_cut_and_say_so(synthetic_run: Callable[..., Path]) -> None:
+    path = synthetic_run() / "rollouts" / "eval_rl.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    line["messages"] = [{"role": "user", "content": "x" * 5000}] * 50
+    path.write_text(json.dumps(line) + "\n")
+    (long,) = read_lines(path)
+    assert isinstance(long, EpisodeLine)
+    talk = conversation("Then", long)
+    assert talk.turns[0].text.endswith("… (1000 more characters)")
+    assert (len(talk.turns), talk.left_out) == (40, 10)
