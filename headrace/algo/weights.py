@@ -38,15 +38,16 @@ def reweight(
 
     token_sum 1; token_mean 1 / sum n; sequence_mean 1 / (n S); seq_mean_token_sum 1 / S;
     constant (also seq_mean_token_sum_norm, Dr. GRPO) 1 / (constant S);
-    prompt_mean 1 / (n of its group x number of groups), where `groups` (default: `Datum.unit`) says which datum
-    belongs together. Raises ConfigError on an unknown weighting or a missing constant.
+    prompt_mean 1 / (n of its group x number of groups); unit_mean 1 / number of groups, for losses of pairs and groups.
+    `groups` (default: `Datum.unit`) says which data belong together.
+    Raises ConfigError on an unknown weighting or a missing constant.
     """
     scale = lookup(WEIGHTINGS, weighting, "weighting")
     if scale is _constant and not constant > 0:
         raise ConfigError(f"weighting {weighting!r} needs a positive constant, such as the longest completion length")
     step = StepCounts(
         tokens_D=np.array([num_trained(datum) for datum in data], dtype=np.int64),
-        groups_D=_groups(data, groups) if scale is _prompt_mean else None,
+        groups_D=_groups(data, groups) if scale in (_prompt_mean, _unit_mean) else None,
         constant=constant,
     )
     return tuple(_scaled(datum, float(factor)) for datum, factor in zip(data, scale(step), strict=True))
@@ -68,7 +69,7 @@ def _scaled(datum: Datum, factor: float) -> Datum:
 def _groups(data: Sequence[Datum], groups: Sequence[int] | None) -> npt.NDArray[np.int64]:
     units = [datum.unit for datum in data] if groups is None else list(groups)
     if len(units) != len(data) or any(unit is None for unit in units):
-        raise ConfigError("weighting 'prompt_mean' needs the group of every datum: pass `groups` or set `Datum.unit`")
+        raise ConfigError("this weighting needs the group of every datum: pass `groups` or set `Datum.unit`")
     return np.array(units, dtype=np.int64)
 
 
@@ -92,6 +93,11 @@ def _constant(step: StepCounts) -> Scales:
     return np.full(len(step.tokens_D), 1.0 / (step.constant * step.num_sequences))
 
 
+def _unit_mean(step: StepCounts) -> Scales:
+    assert step.groups_D is not None
+    return np.full(len(step.tokens_D), 1.0 / max(len(np.unique(step.groups_D[step.tokens_D > 0])), 1))
+
+
 def _prompt_mean(step: StepCounts) -> Scales:
     assert step.groups_D is not None
     _, index_D = np.unique(step.groups_D, return_inverse=True)
@@ -108,4 +114,5 @@ WEIGHTINGS: Mapping[str, Callable[[StepCounts], Scales]] = {
     "seq_mean_token_sum_norm": _constant,
     "constant": _constant,
     "prompt_mean": _prompt_mean,
+    "unit_mean": _unit_mean,
 }

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut
+from headrace.algo.losses.ratios import log_ratio, mean_over, weighted_sum
 from headrace.types import Mean, Sum
 
 
@@ -23,4 +24,23 @@ def cross_entropy(policy_logprobs_T: Tensor, weights_T: Tensor) -> LossOut:
             "loss/cross_entropy": Sum(loss.detach()),
             "loss/nll": Mean(-logprobs_T.detach().sum(), trained_T.sum()),
         },
+    )
+
+
+def distillation(
+    policy_logprobs_T: Tensor, teacher_logprobs_T: Tensor, sampler_logprobs_T: Tensor, weights_T: Tensor
+) -> LossOut:
+    """L = sum_t w_t r_t sg(policy - teacher), r = exp(policy - sampler): reverse KL on sampled tokens.
+
+    Its gradient, r (policy - teacher) grad log pi, is that of the reverse KL per token. Soft targets over K
+    alternatives, the forward form, are cross_entropy with weights [T, K].
+    """
+    assert policy_logprobs_T.shape == teacher_logprobs_T.shape == sampler_logprobs_T.shape == weights_T.shape
+    trained_T = weights_T != 0
+    ratio_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T).exp()
+    excess_T = log_ratio(policy_logprobs_T, teacher_logprobs_T, trained_T).detach()
+    loss = weighted_sum(weights_T, ratio_T * excess_T, trained_T)
+    return LossOut(
+        loss=loss,
+        metrics={"loss/distillation": Sum(loss.detach()), "loss/kl_teacher_k1": mean_over(excess_T, trained_T)},
     )

@@ -1,0 +1,243 @@
+"""Off-policy corrections of a whole training step, computed before it is split. T tokens of a datum.
+
+The behaviour weight b takes the loss from the policy that sampled a token to the one at the start of the step. It
+depends on recorded log-probs only, never on the policy being trained, so it is made here once, in float64, and written
+into the array `behaviour_weights` (0 = rejected) that `decoupled_ppo` asks for. The array `weights` is not touched:
+denominators count tokens before rejection.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import ConfigError, DataError
+from headrace.types import Datum, Max, Mean, Metrics, float_array
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+MAX_LOG_WEIGHT = 20.0
+
+
+class Behaviour(StrEnum):
+    """Which policy the weight leads to. Segment-wise decoupled PPO is ONE_STEP."""
+
+    FULL = "full"  # proximal / sampler
+    ONE_STEP = "one_step"  # next version / sampler; proximal where the lag is at most 1
+    LOGLINEAR = "loglinear"  # the next version guessed at 1 / lag of the way from sampler to proximal, in log space
+    NONE = "none"  # 1
+
+
+class Missing(StrEnum):
+    """What stands in for a next-version log-prob that was not recorded (NaN) at lag 2 or more."""
+
+    FULL = "full"
+    LOGLINEAR = "loglinear"
+    MASK = "mask"
+
+
+class Bound(StrEnum):
+    """What happens to a weight outside [floor, cap]."""
+
+    MASK = "mask"  # the token is rejected
+    CLAMP = "clamp"
+
+
+class Level(StrEnum):
+    """Over what a weight is taken and bounded."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"  # product over the trained tokens of a datum, on each of them
+    GEOMETRIC = "geometric"  # tokens keep their own weight; their geometric mean is what is bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrected:
+    data: tuple[Datum, ...]
+    health: Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    trained_T: Bools
+    weights_T: Floats
+    low_T: Bools
+    high_T: Bools
+    missing_T: Bools
+
+
+def behaviour_weights(
+    data: Sequence[Datum],
+    *,
+    version: int,
+    behaviour: Behaviour = Behaviour.FULL,
+    missing: Missing = Missing.MASK,
+    bound: Bound = Bound.MASK,
+    level: Level = Level.TOKEN,
+    floor: float = 0.0,
+    cap: float = 5.0,
+) -> Corrected:
+    """Write b = exp(log target - sampler) for every trained token, bounded to [floor, cap].
+
+    `version` is the trainer's; a token's lag is version - `versions`. Token TIS is Bound.CLAMP, MIS is Bound.MASK,
+    IcePop is MASK with floor 0.5, the geometric mask is Level.GEOMETRIC with floor and cap near 1.
+    Raises DataError naming arrays that the data lack, ConfigError when floor > cap.
+    """
+    if floor > cap:
+        raise ConfigError(f"the floor of behaviour weights ({floor}) must not be above their cap ({cap})")
+    made = []
+    for datum in data:
+        log_weights_T, missing_T = _log_weights(datum, version, behaviour, missing)
+        made.append(_bounded(datum, log_weights_T, missing_T, bound=bound, level=level, floor=floor, cap=cap))
+    return Corrected(
+        data=tuple(
+            _with_array(datum, "behaviour_weights", weights.weights_T)
+            for datum, weights in zip(data, made, strict=True)
+        ),
+        health=_health(made),
+    )
+
+
+def normalised(data: Sequence[Datum]) -> tuple[Datum, ...]:
+    """Scale `behaviour_weights` to mean 1 over the kept tokens of the step, after truncation."""
+    _require(data, ("behaviour_weights",))
+    kept = np.concatenate([datum.arrays["behaviour_weights"][_kept(datum)].astype(np.float64) for datum in data])
+    scale = 1.0 / kept.mean() if len(kept) else 1.0
+    return tuple(
+        _with_array(datum, "behaviour_weights", datum.arrays["behaviour_weights"].astype(np.float64) * scale)
+        for datum in data
+    )
+
+
+def folded(data: Sequence[Datum]) -> tuple[Datum, ...]:
+    """Multiply `behaviour_weights` into `weights`, for losses that do not ask for them."""
+    _require(data, ("behaviour_weights", "weights"))
+    return tuple(
+        _with_array(datum, "weights", datum.arrays["weights"].astype(np.float64) * datum.arrays["behaviour_weights"])
+        for datum in data
+    )
+
+
+def m2_mask(data: Sequence[Datum], *, threshold: float = 0.04) -> Corrected:
+    """Write `m2_mask`: 0 on tokens of largest M2 = (proximal - sampler)^2, so that the mean of the rest < threshold.
+
+    As few as possible are dropped, all tokens of equal M2 together, so that order plays no part; those of the smallest
+    M2 always stay (arXiv 2510.01161).
+    """
+    _require(data, ("proximal_logprobs", "sampler_logprobs", "weights"))
+    moments = [
+        (datum.arrays["proximal_logprobs"].astype(np.float64) - datum.arrays["sampler_logprobs"]) ** 2 for datum in data
+    ]
+    trained = [datum.arrays["weights"] != 0 for datum in data]
+    sorted_N = np.sort(np.concatenate([m_T[t_T] for m_T, t_T in zip(moments, trained, strict=True)] or [np.zeros(0)]))
+    limit = np.inf
+    if len(sorted_N):
+        means_N = np.cumsum(sorted_N) / np.arange(1, len(sorted_N) + 1)  # of the n smallest: it only grows with n
+        num_kept = int(np.searchsorted(means_N, threshold, side="left"))
+        if num_kept < len(sorted_N):
+            limit = max(float(sorted_N[num_kept]), float(np.nextafter(sorted_N[0], np.inf)))
+    kept = [t_T & (m_T < limit) for m_T, t_T in zip(moments, trained, strict=True)]
+    num_trained = sum(int(t_T.sum()) for t_T in trained)
+    return Corrected(
+        data=tuple(_with_array(datum, "m2_mask", k_T) for datum, k_T in zip(data, kept, strict=True)),
+        health={"correction/dropped_m2": Mean(num_trained - sum(int(k_T.sum()) for k_T in kept), num_trained)},
+    )
+
+
+def with_lags(data: Sequence[Datum], *, version: int) -> tuple[Datum, ...]:
+    """Write `lags` = version - `versions` on trained tokens, 0 elsewhere."""
+    _require(data, ("versions", "weights"))
+    return tuple(_with_array(datum, "lags", np.where(_trained(datum), _lags(datum, version), 0)) for datum in data)
+
+
+# --- one datum -------------------------------------------------------------------------------------------------------
+
+
+def _log_weights(datum: Datum, version: int, behaviour: Behaviour, missing: Missing) -> tuple[Floats, Bools]:
+    """log b, and where it could not be known."""
+    nowhere_T = np.zeros(len(datum.targets), dtype=bool)
+    if behaviour is Behaviour.NONE:
+        _require([datum], ("weights",))
+        return np.zeros(len(datum.targets)), nowhere_T
+    _require([datum], ("proximal_logprobs", "sampler_logprobs", "weights"))
+    sampler_T = datum.arrays["sampler_logprobs"].astype(np.float64)
+    full_T = datum.arrays["proximal_logprobs"] - sampler_T
+    if behaviour is Behaviour.FULL:
+        return full_T, nowhere_T
+    _require([datum], ("versions",))
+    lags_T = _lags(datum, version)
+    if behaviour is Behaviour.LOGLINEAR:
+        return full_T / np.maximum(lags_T, 1), nowhere_T
+    _require([datum], ("next_logprobs",))
+    next_T = datum.arrays["next_logprobs"].astype(np.float64) - sampler_T
+    unknown_T = np.isnan(next_T) & (lags_T >= 2)
+    stand_in_T = full_T / np.maximum(lags_T, 1) if missing is Missing.LOGLINEAR else full_T
+    one_step_T = np.where(lags_T <= 1, full_T, np.where(unknown_T, stand_in_T, next_T))
+    return one_step_T, unknown_T if missing is Missing.MASK else nowhere_T
+
+
+def _bounded(
+    datum: Datum, log_weights_T: Floats, missing_T: Bools, *, bound: Bound, level: Level, floor: float, cap: float
+) -> _Weights:
+    trained_T = _trained(datum)
+    known_T = trained_T & ~missing_T
+    log_T = np.where(known_T, log_weights_T, 0.0)
+    if level is Level.SEQUENCE:
+        log_T = np.where(known_T, log_T.sum(), 0.0)
+    weights_T = np.exp(np.clip(log_T, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
+    judged_T = weights_T
+    if level is Level.GEOMETRIC:
+        judged_T = np.full(len(log_T), np.exp(log_T.sum() / max(int(known_T.sum()), 1)))
+    low_T, high_T = known_T & (judged_T < floor), known_T & (judged_T > cap)
+    if bound is Bound.CLAMP:
+        bounded_T = weights_T * (np.clip(judged_T, floor, cap) / judged_T)
+    else:
+        bounded_T = np.where(low_T | high_T, 0.0, weights_T)
+    return _Weights(
+        trained_T=trained_T,
+        weights_T=np.where(known_T, bounded_T, 0.0),
+        low_T=low_T,
+        high_T=high_T,
+        missing_T=missing_T & trained_T,
+    )
+
+
+def _health(made: Sequence[_Weights]) -> Metrics:
+    """Over trained tokens; the effective sample size is (sum b)^2 / sum b^2 as a share of them."""
+    kept = np.concatenate([one.weights_T[one.trained_T] for one in made] or [np.zeros(0)])
+    count, squares = len(kept), float((kept**2).sum())
+    return {
+        "correction/weight_mean": Mean(float(kept.sum()), count),
+        "correction/weight_max": Max(float(kept.max(initial=0.0))),
+        "correction/effective_share": Mean(float(kept.sum()) ** 2 / squares if squares else 0.0, count),
+        "correction/bounded_low": Mean(sum(int(one.low_T.sum()) for one in made), count),
+        "correction/bounded_high": Mean(sum(int(one.high_T.sum()) for one in made), count),
+        "correction/missing_next": Mean(sum(int(one.missing_T.sum()) for one in made), count),
+    }
+
+
+def _trained(datum: Datum) -> Bools:
+    return np.asarray(datum.arrays["weights"] != 0)
+
+
+def _kept(datum: Datum) -> Bools:
+    return np.asarray(datum.arrays["behaviour_weights"] != 0)
+
+
+def _lags(datum: Datum, version: int) -> Floats:
+    lags_T = version - datum.arrays["versions"].astype(np.float64)
+    assert (lags_T[_trained(datum)] >= 0).all(), "a token was sampled by a version that does not exist yet"
+    return np.asarray(lags_T)
+
+
+def _require(data: Sequence[Datum], names: Sequence[str]) -> None:
+    for datum in data:
+        lacking = [name for name in names if name not in datum.arrays]
+        if lacking:
+            raise DataError(f"this correction needs arrays that the data do not have: {', '.join(lacking)}")
+
+
+def _with_array(datum: Datum, name: str, values_T: npt.NDArray[np.generic]) -> Datum:
+    return replace(datum, arrays={**datum.arrays, name: float_array(values_T)})

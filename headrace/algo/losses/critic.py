@@ -1,0 +1,51 @@
+"""Losses of a value head. T tokens."""
+
+import torch
+from torch import Tensor
+
+from headrace.algo.loss import LossOut
+from headrace.algo.losses.ratios import mean_over, share_of, weighted_sum
+from headrace.types import Sum
+
+
+def value(predicted_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, *, value_coef: float = 0.5) -> LossOut:
+    """L = coef sum_t w_t (V_t - R_t)^2."""
+    assert predicted_values_T.shape == returns_T.shape == weights_T.shape
+    trained_T = weights_T != 0
+    error_T = torch.where(trained_T, predicted_values_T - returns_T, 0.0)
+    loss = value_coef * weighted_sum(weights_T, error_T**2, trained_T)
+    return LossOut(
+        loss=loss,
+        metrics={
+            "loss/value": Sum(loss.detach()),
+            "loss/value_error": mean_over(error_T.abs(), trained_T),
+            "loss/value_mean": mean_over(predicted_values_T, trained_T),
+        },
+    )
+
+
+def value_clipped(
+    predicted_values_T: Tensor,
+    returns_T: Tensor,
+    values_T: Tensor,
+    weights_T: Tensor,
+    *,
+    value_coef: float = 0.5,
+    value_clip: float = 0.2,
+) -> LossOut:
+    """L = coef sum_t w_t max((V - R)^2, (clip(V, V0 +- c) - R)^2), V0 = `values` of the advantages."""
+    assert predicted_values_T.shape == returns_T.shape == values_T.shape == weights_T.shape
+    trained_T = weights_T != 0
+    moved_T = torch.where(trained_T, predicted_values_T - values_T, 0.0)
+    error_T = torch.where(trained_T, predicted_values_T - returns_T, 0.0)
+    clipped_error_T = torch.where(trained_T, values_T + moved_T.clamp(-value_clip, value_clip) - returns_T, 0.0)
+    loss = value_coef * weighted_sum(weights_T, torch.maximum(error_T**2, clipped_error_T**2), trained_T)
+    return LossOut(
+        loss=loss,
+        metrics={
+            "loss/value": Sum(loss.detach()),
+            "loss/value_error": mean_over(error_T.abs(), trained_T),
+            "loss/value_mean": mean_over(predicted_values_T, trained_T),
+            "loss/value_clip_frac": share_of(clipped_error_T**2 > error_T**2, trained_T),
+        },
+    )

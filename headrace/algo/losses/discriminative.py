@@ -1,0 +1,50 @@
+"""Discriminative scoring: good answers are to score above the bad ones of the same task.
+
+T tokens, S sequences, G groups.
+"""
+
+import torch
+from torch import Tensor
+
+from headrace.algo.loss import LossOut, Unit, per
+from headrace.algo.segments import dense_index, segment_any, segment_logsumexp, segment_mean, segment_sum
+from headrace.types import Mean, Sum
+
+
+@per(Unit.GROUP)
+def discriminative(
+    policy_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    units_T: Tensor,
+    weights_T: Tensor,
+    segments_T: Tensor,
+    *,
+    tau: float = 1.0,
+) -> LossOut:
+    """L = -sum_g c_g [mean_{A > 0} s - tau log mean_{A < 0} exp(s / tau)], s = mean log-prob of a sequence.
+
+    The objective of DisCO (arXiv 2505.12366): hard negatives, those with a high score, get most of the push. Only the
+    sign of the advantage counts; a group without both signs contributes 0. c = mean weight of the group's trained
+    tokens, so that the weighting unit_mean gives the mean over groups. Keep it near the sampler by "+ sampler_kl".
+    """
+    trained_T = weights_T != 0
+    group_T = dense_index(units_T)
+    score_S = segment_mean(policy_logprobs_T, trained_T, segments_T)
+    group_S = torch.zeros_like(group_T).scatter_(0, segments_T, group_T)
+    good_S = segment_any(trained_T & (advantages_T > 0), segments_T)
+    bad_S = segment_any(trained_T & (advantages_T < 0), segments_T)
+    mean_good_G = segment_mean(score_S, good_S, group_S)
+    num_bad_G = segment_sum(bad_S.to(score_S.dtype), group_S)
+    soft_bad_G = tau * (segment_logsumexp(score_S / tau, bad_S, group_S) - num_bad_G.clamp(min=1.0).log())
+    both_G = segment_any(good_S, group_S) & (num_bad_G > 0)
+    coefficient_G = segment_mean(weights_T, trained_T, group_T)
+    gap_G = torch.where(both_G, mean_good_G - soft_bad_G, 0.0)
+    loss = -(coefficient_G * gap_G).sum()
+    return LossOut(
+        loss=loss,
+        metrics={
+            "loss/policy": Sum(loss.detach()),
+            "loss/score_gap": Mean(gap_G.detach().sum(), both_G.sum()),
+            "loss/contrast_share": Mean(both_G.sum(), segment_any(trained_T, group_T).sum()),
+        },
+    )

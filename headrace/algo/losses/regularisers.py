@@ -1,0 +1,105 @@
+"""Terms that are added to a policy loss ("ppo + reference_kl_k3"): closeness to a policy, and entropy. T tokens.
+
+For samples of the policy, d = policy - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1 and k3
+estimate KL(policy || reference). As terms to differentiate they differ: the expected gradient of k1 is zero, that of k2
+is the gradient of KL(policy || reference), that of k3 the gradient of KL(reference || policy). So value and gradient
+are named apart here. k1 belongs into the reward (`shaping.kl_rewards`).
+"""
+
+import torch
+from torch import Tensor
+
+from headrace.algo.loss import LossOut
+from headrace.algo.losses.ratios import log_ratio, mean_over, weighted_sum
+from headrace.types import Sum
+
+
+def reference_kl_k2(
+    policy_logprobs_T: Tensor, reference_logprobs_T: Tensor, weights_T: Tensor, *, kl_coef: float = 0.01
+) -> LossOut:
+    """L = coef sum_t w_t k2_t: on-policy gradient of KL(policy || reference); the value is biased."""
+    d_T = log_ratio(policy_logprobs_T, reference_logprobs_T, weights_T != 0)
+    return _penalty(0.5 * d_T**2, d_T, weights_T, kl_coef)
+
+
+def reference_kl_k3(
+    policy_logprobs_T: Tensor, reference_logprobs_T: Tensor, weights_T: Tensor, *, kl_coef: float = 0.01
+) -> LossOut:
+    """L = coef sum_t w_t k3_t: the term of GRPO; gradient of KL(reference || policy)."""
+    d_T = log_ratio(policy_logprobs_T, reference_logprobs_T, weights_T != 0)
+    return _penalty(torch.expm1(-d_T) + d_T, d_T, weights_T, kl_coef)
+
+
+def reference_kl_k3_k2(
+    policy_logprobs_T: Tensor, reference_logprobs_T: Tensor, weights_T: Tensor, *, kl_coef: float = 0.01
+) -> LossOut:
+    """Value of k3, gradient of k2: reads and pulls as KL(policy || reference)."""
+    d_T = log_ratio(policy_logprobs_T, reference_logprobs_T, weights_T != 0)
+    k2_T = 0.5 * d_T**2
+    return _penalty((torch.expm1(-d_T) + d_T).detach() + k2_T - k2_T.detach(), d_T, weights_T, kl_coef)
+
+
+def reference_kl_weighted(
+    policy_logprobs_T: Tensor,
+    reference_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    weights_T: Tensor,
+    *,
+    kl_coef: float = 0.01,
+) -> LossOut:
+    """L = coef sum_t w_t r_t k3_t, r = exp(policy - sampler): unbiased in value and gradient off-policy too."""
+    trained_T = weights_T != 0
+    d_T = log_ratio(policy_logprobs_T, reference_logprobs_T, trained_T)
+    ratio_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T).exp()
+    return _penalty(ratio_T * (torch.expm1(-d_T) + d_T), d_T, weights_T, kl_coef)
+
+
+def sampler_kl(
+    policy_logprobs_T: Tensor, sampler_logprobs_T: Tensor, weights_T: Tensor, *, sampler_kl_coef: float = 1.0
+) -> LossOut:
+    """L = coef sum_t w_t (r - 1 - log r), r = exp(policy - sampler): KL(sampler || policy), unbiased on its samples.
+
+    The trust-region term of conservative PPO; `adaptive_coef` moves its coefficient between training steps.
+    """
+    trained_T = weights_T != 0
+    d_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)
+    loss = sampler_kl_coef * weighted_sum(weights_T, torch.expm1(d_T) - d_T, trained_T)
+    return LossOut(loss=loss, metrics={"loss/sampler_kl": Sum(loss.detach())})
+
+
+def entropy_bonus(
+    policy_logprobs_T: Tensor, weights_T: Tensor, entropy_T: Tensor, *, entropy_coef: float = 0.001
+) -> LossOut:
+    """L = -coef sum_t w_t H_t, with the entropy of the whole distribution at each position."""
+    assert policy_logprobs_T.shape == weights_T.shape == entropy_T.shape
+    trained_T = weights_T != 0
+    loss = -entropy_coef * weighted_sum(weights_T, entropy_T, trained_T)
+    return LossOut(
+        loss=loss,
+        metrics={"loss/entropy_bonus": Sum(loss.detach()), "loss/entropy": mean_over(entropy_T, trained_T)},
+    )
+
+
+def adaptive_coef(coef: float, *, kl: float, target: float) -> float:
+    """Twice the coefficient when a step moved further than 1.5 x target, half of it below target / 1.5.
+
+    >>> adaptive_coef(1.0, kl=0.05, target=0.02), adaptive_coef(1.0, kl=0.01, target=0.02)
+    (2.0, 0.5)
+    """
+    assert target > 0
+    if kl > 1.5 * target:
+        return 2.0 * coef
+    return 0.5 * coef if kl < target / 1.5 else coef
+
+
+def _penalty(kl_T: Tensor, d_T: Tensor, weights_T: Tensor, coef: float) -> LossOut:
+    trained_T = weights_T != 0
+    loss = coef * weighted_sum(weights_T, kl_T, trained_T)
+    return LossOut(
+        loss=loss,
+        metrics={
+            "loss/reference_kl": Sum(loss.detach()),
+            "loss/kl_reference_k1": mean_over(d_T, trained_T),
+            "loss/kl_reference_k3": mean_over(torch.expm1(-d_T) + d_T, trained_T),
+        },
+    )

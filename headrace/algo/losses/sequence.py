@@ -1,0 +1,75 @@
+"""GSPO: one ratio per sequence, the geometric mean of its tokens' ratios (arXiv 2507.18071). T tokens, S segments."""
+
+from torch import Tensor
+
+from headrace.algo.loss import LossOut, Unit, per
+from headrace.algo.losses.ratios import clip_metrics, divergence_metrics, log_ratio, ratio_metrics, weighted_sum
+from headrace.algo.losses.surrogate import clipped_objective
+from headrace.algo.segments import segment_mean
+from headrace.types import Sum
+
+
+@per(Unit.SEQUENCE)
+def gspo(
+    policy_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    weights_T: Tensor,
+    segments_T: Tensor,
+    sequence_ratio_mask_T: Tensor | None = None,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> LossOut:
+    """L = -sum_t w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t), s = exp(mean_t (policy - sampler)) of the sequence.
+
+    The mean is over trained tokens, or over `sequence_ratio_mask` where the data have one. With the weighting
+    sequence_mean this is the paper's objective.
+    """
+    counted_T = (weights_T if sequence_ratio_mask_T is None else sequence_ratio_mask_T) != 0
+    token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, counted_T)
+    sequence_T = segment_mean(token_T, counted_T, segments_T)[segments_T]
+    return _clipped(sequence_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
+
+
+@per(Unit.SEQUENCE)
+def gspo_token(
+    policy_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    weights_T: Tensor,
+    segments_T: Tensor,
+    sequence_ratio_mask_T: Tensor | None = None,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> LossOut:
+    """GSPO with s_t = sg(s) exp(log pi_t - sg(log pi_t)): the value of gspo, each gradient under its own A_t."""
+    counted_T = (weights_T if sequence_ratio_mask_T is None else sequence_ratio_mask_T) != 0
+    token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, counted_T)
+    sequence_T = segment_mean(token_T.detach(), counted_T, segments_T)[segments_T]
+    own_T = log_ratio(policy_logprobs_T, policy_logprobs_T.detach(), weights_T != 0)
+    return _clipped(sequence_T + own_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
+
+
+def _clipped(
+    sequence_T: Tensor, token_T: Tensor, advantages_T: Tensor, weights_T: Tensor, *, clip_low: float, clip_high: float
+) -> LossOut:
+    assert sequence_T.shape == advantages_T.shape == weights_T.shape
+    trained_T = weights_T != 0
+    objective_T = clipped_objective(sequence_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
+    loss = -weighted_sum(weights_T, objective_T, trained_T & (advantages_T != 0))
+    ratio_T = sequence_T.detach().exp()
+    return LossOut(
+        loss=loss,
+        metrics={
+            "loss/policy": Sum(loss.detach()),
+            **clip_metrics(
+                (advantages_T < 0) & (ratio_T < 1.0 - clip_low),
+                (advantages_T > 0) & (ratio_T > 1.0 + clip_high),
+                trained_T,
+            ),
+            **ratio_metrics(sequence_T, trained_T),
+            **divergence_metrics(token_T, trained_T, name="sampler"),
+        },
+    )

@@ -1,0 +1,154 @@
+"""Behaviour weights of a whole step."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.strategies import floats, integers, lists, sampled_from, tuples
+
+from headrace.algo.correction import (
+    Behaviour,
+    Bound,
+    Level,
+    Missing,
+    behaviour_weights,
+    folded,
+    m2_mask,
+    normalised,
+    with_lags,
+)
+from headrace.errors import ConfigError, DataError
+from headrace.types import Datum, float_array, int_array, metric_values
+
+
+def datum(**arrays: list[float]) -> Datum:
+    length = len(next(iter(arrays.values())))
+    arrays = {"weights": [1.0] * length, "sampler_logprobs": [0.0] * length, **arrays}
+    tokens = int_array([0] * length)
+    return Datum(inputs=tokens, targets=tokens, arrays={name: float_array(row) for name, row in arrays.items()})
+
+
+def weights(data: tuple[Datum, ...]) -> list[float]:
+    return [float(value) for item in data for value in item.arrays["behaviour_weights"]]
+
+
+LOG2, LOG3 = math.log(2), math.log(3)
+
+# sampler log-prob 0 everywhere; trainer at version 5; the last token is not trained
+STEP = datum(
+    weights=[1, 1, 1, 1, 0],
+    versions=[5, 4, 3, 2, -1],  # lags 0, 1, 2, 3
+    proximal_logprobs=[LOG2, LOG2, LOG2, LOG2, 50],
+    next_logprobs=[math.nan, math.nan, LOG3, math.nan, math.nan],
+)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "missing", "expected"),
+    [
+        (Behaviour.NONE, Missing.MASK, [1, 1, 1, 1, 0]),
+        (Behaviour.FULL, Missing.MASK, [2, 2, 2, 2, 0]),
+        (Behaviour.LOGLINEAR, Missing.MASK, [2, 2, 2**0.5, 2 ** (1 / 3), 0]),
+        (Behaviour.ONE_STEP, Missing.MASK, [2, 2, 3, 0, 0]),
+        (Behaviour.ONE_STEP, Missing.FULL, [2, 2, 3, 2, 0]),
+        (Behaviour.ONE_STEP, Missing.LOGLINEAR, [2, 2, 3, 2 ** (1 / 3), 0]),
+    ],
+)
+def test_goldens(behaviour: Behaviour, missing: Missing, expected: list[float]) -> None:
+    corrected = behaviour_weights([STEP], version=5, behaviour=behaviour, missing=missing)
+    assert weights(corrected.data) == pytest.approx(expected)
+    assert corrected.data[0].arrays["weights"].tolist() == [1, 1, 1, 1, 0]  # denominators are those before rejection
+    unknown = behaviour is Behaviour.ONE_STEP and missing is Missing.MASK
+    assert metric_values(corrected.health)["correction/missing_next"] == (0.25 if unknown else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "bound", "expected"),
+    [
+        (Level.TOKEN, Bound.MASK, [0.0, 2.0, 0.0]),  # TIS, MIS, IcePop by token
+        (Level.TOKEN, Bound.CLAMP, [3.0, 2.0, 0.5]),
+        (Level.SEQUENCE, Bound.MASK, [2.5, 2.5, 2.5]),  # 5 * 2 * 0.25
+        (Level.GEOMETRIC, Bound.MASK, [5.0, 2.0, 0.25]),  # 2.5^(1/3) = 1.36
+    ],
+)
+def test_bounds(level: Level, bound: Bound, expected: list[float]) -> None:
+    step = datum(proximal_logprobs=[math.log(5), LOG2, math.log(0.25)])
+    corrected = behaviour_weights([step], version=0, level=level, bound=bound, floor=0.5, cap=3.0)
+    assert weights(corrected.data) == pytest.approx(expected)
+
+
+def test_geometric_mask_rejects_whole_sequences() -> None:
+    step = [datum(proximal_logprobs=[0.02, 0.02]), datum(proximal_logprobs=[0.5, -0.5])]
+    corrected = behaviour_weights(step, version=0, level=Level.GEOMETRIC, floor=0.99, cap=1.01)
+    assert weights(corrected.data) == pytest.approx([0, 0, math.exp(0.5), math.exp(-0.5)])
+    assert metric_values(corrected.health)["correction/bounded_high"] == 0.5
+
+
+def test_health_by_hand() -> None:
+    # weights 1, 3, 0 (above the cap): mean 4/3, max 3, effective size 16 / 10 of 3
+    corrected = behaviour_weights([datum(proximal_logprobs=[0.0, LOG3, 9.0])], version=0)
+    values = metric_values(corrected.health)
+    assert values["correction/weight_mean"] == pytest.approx(4 / 3)
+    assert values["correction/weight_max"] == pytest.approx(3)
+    assert values["correction/effective_share"] == pytest.approx(1.6 / 3)
+    assert values["correction/bounded_high"] == pytest.approx(1 / 3)
+
+
+ROWS = lists(tuples(floats(-1, 1), floats(-1, 1), integers(0, 1)), min_size=1, max_size=8)
+
+
+@given(ROWS, sampled_from(list(Missing)))
+def test_one_step_is_full_when_no_lag_exceeds_one(rows: list[tuple[float, float, int]], missing: Missing) -> None:
+    step = datum(
+        proximal_logprobs=[prox for prox, _, _ in rows],
+        sampler_logprobs=[sampler for _, sampler, _ in rows],
+        versions=[float(5 - lag) for _, _, lag in rows],
+        next_logprobs=[math.nan] * len(rows),
+    )
+    one = behaviour_weights([step], version=5, behaviour=Behaviour.ONE_STEP, missing=missing)
+    full = behaviour_weights([step], version=5, behaviour=Behaviour.FULL)
+    assert weights(one.data) == weights(full.data)
+
+
+def test_normalised_and_folded() -> None:
+    corrected = behaviour_weights([datum(proximal_logprobs=[0.0, LOG3, 9.0])], version=0)
+    assert weights(normalised(corrected.data)) == pytest.approx([0.5, 1.5, 0.0])
+    assert folded(corrected.data)[0].arrays["weights"].tolist() == pytest.approx([1.0, 3.0, 0.0])
+
+
+def test_lags_of_trained_tokens() -> None:
+    assert with_lags([STEP], version=5)[0].arrays["lags"].tolist() == [0, 1, 2, 3, 0]
+
+
+# --- M2PO ------------------------------------------------------------------------------------------------------------
+
+
+def test_m2_drops_as_little_as_it_must() -> None:
+    # M2 = 0.01, 0.04, 0.09, 1: means of the smallest 1..4: 0.01, 0.025, 0.0467, 0.285
+    step = [datum(proximal_logprobs=[1.0, 0.1]), datum(proximal_logprobs=[-0.3, 0.2, 7.0], weights=[1, 1, 0])]
+    masks = [item.arrays["m2_mask"].tolist() for item in m2_mask(step, threshold=0.04).data]
+    assert masks == [[0, 1], [0, 1, 0]]
+    masks = [item.arrays["m2_mask"].tolist() for item in m2_mask(step, threshold=0.05).data]
+    assert masks == [[0, 1], [1, 1, 0]]
+
+
+@given(lists(floats(-2, 2), min_size=1, max_size=12), floats(0.001, 1.0))
+def test_m2_keeps_something_and_bounds_the_mean(differences: list[float], threshold: float) -> None:
+    step = datum(proximal_logprobs=differences)
+    corrected = m2_mask([step], threshold=threshold)
+    kept = corrected.data[0].arrays["m2_mask"] != 0
+    moments = step.arrays["proximal_logprobs"].astype(np.float64) ** 2
+    assert kept.any()
+    assert moments[kept].mean() < threshold or (moments[kept] == moments.min()).all()
+    assert moments[kept].max() <= moments[~kept].min(initial=np.inf)
+
+
+def test_errors_name_what_is_missing() -> None:
+    bare = datum(sampler_logprobs=[0.0])
+    with pytest.raises(DataError, match="proximal_logprobs"):
+        behaviour_weights([bare], version=0)
+    with pytest.raises(DataError, match="next_logprobs"):
+        behaviour_weights([datum(proximal_logprobs=[0.0], versions=[0.0])], version=0, behaviour=Behaviour.ONE_STEP)
+    with pytest.raises(ConfigError, match="floor"):
+        behaviour_weights([bare], version=0, floor=2.0, cap=1.0)
