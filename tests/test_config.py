@@ -12,9 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config import Config, Rl, Sft, Source, absolute_paths, check, find_path, load_config
+from headrace.config import (
+    Config,
+    Lora,
+    Model,
+    RewardTerm,
+    Rl,
+    Run,
+    Sft,
+    Source,
+    absolute_paths,
+    check,
+    find_path,
+    load_config,
+    to_mapping,
+)
 from headrace.config.keys import describe, field_type, keys
 from headrace.errors import ConfigError
+from headrace.observe.key_table import field_comments, key_table
+from headrace.observe.toml import to_toml
 
 RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "keys"\n'
 SFT = '[sft]\nsteps = 5\n[[sft.sources]]\ntype = "world"\nname = "keys"\n'
@@ -81,6 +97,10 @@ def test_lists_of_tables_become_tuples_of_sources() -> None:
         (
             RL.replace("steps", "eta = 1\nsteps"),
             "run.toml: unknown key 'rl.eta'; did you mean 'rl.asynchronous.max_staleness'?",
+        ),
+        (
+            SFT + "[sft.optimizer]\nlr = 1",
+            "run.toml: unknown key 'sft.optimizer.lr'; did you mean 'sft.optimizer.learning_rate'?",
         ),
         (
             "[checkpoint]\nzzz = 1",
@@ -400,6 +420,56 @@ def test_every_key_can_be_described() -> None:
     assert described["rl.optimizer.schedule.type"] == 'one of "constant", "linear", "cosine"'
     assert described["sft.sources[].columns"] == "a table, each value text in quotes"
     assert described["engine.kv_tokens"] == "a whole number above 0"
+
+
+def test_the_documented_table_is_the_one_the_dataclasses_give() -> None:
+    documented = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    start = documented.index("| key |")
+    assert documented[start:] == key_table(), "replace the table by the output of `headrace explain --keys`"
+
+
+def test_the_documented_examples_load() -> None:
+    documented = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```toml\n(.*?)```", documented, flags=re.DOTALL)
+    loaded = [load(example) for example in examples]
+    assert [config.model.path for config in loaded] == ["models/my-model"]
+
+
+def test_meanings_are_the_comments_beside_the_fields() -> None:
+    meanings = field_comments()
+    assert meanings["Rl", "group_size"] == "episodes of one task"
+    assert meanings["Lora", "targets"] == "names of the linear layers that get an adapter"  # on the line above
+
+
+WORDS = st.text(st.characters(codec="utf-8"))
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+OPTIONS = st.dictionaries(
+    WORDS,
+    st.recursive(
+        st.booleans() | st.integers(-(2**60), 2**60) | NUMBERS | WORDS,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+        max_leaves=5,
+    ),
+)
+
+
+@given(
+    st.builds(
+        Config,
+        run=st.builds(Run, name=WORDS, seed=st.integers(0, 2**40)),
+        model=st.builds(Model, lora=st.none() | st.builds(Lora, targets=st.lists(WORDS).map(tuple))),
+        rl=st.none()
+        | st.builds(
+            Rl,
+            steps=st.integers(1, 10**9),
+            tasks=st.builds(Source, type=st.just("python"), columns=st.dictionaries(WORDS, WORDS), options=OPTIONS),
+            rewards=st.lists(st.builds(RewardTerm, fn=WORDS, weight=NUMBERS, name=st.none() | WORDS)).map(tuple),
+            loss_params=st.dictionaries(WORDS, NUMBERS),
+        ),
+    )
+)
+def test_what_is_written_is_read_back_equal(config: Config) -> None:
+    assert load(to_toml(to_mapping(config))) == config
 
 
 def test_the_tree_is_frozen_to_its_leaves() -> None:

@@ -40,8 +40,8 @@ def table_class(annotation: Any) -> tuple[type | None, bool]:
 def describe(annotation: Any) -> str:
     """What may be written for a field of that annotation, in words.
 
-    >>> describe(Positive)
-    'a whole number above 0'
+    >>> describe(field_type(Config, "model")), describe(str)
+    ('a table', 'text in quotes')
     """
     limits: dict[str, Any] = {}
     if typing.get_origin(annotation) is Annotated:

@@ -5,7 +5,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
@@ -15,11 +15,7 @@ from headrace.config.keys import describe, field_type, keys, table_class
 from headrace.config.tree import Config
 from headrace.errors import ConfigError
 
-_SYNONYMS = {  # what a key is called elsewhere; only used to say what it is called here
-    "eta": "rl.asynchronous.max_staleness",
-    "async": "rl.asynchronous",
-    "lr": "rl.optimizer.learning_rate",
-}
+_SYNONYMS = {"eta": "max_staleness", "async": "asynchronous", "lr": "learning_rate"}  # names used elsewhere
 
 
 def load_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Config:
@@ -49,18 +45,16 @@ def load_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Confi
 
 def to_mapping(config: Config) -> dict[str, Any]:
     """The whole tree as nested dicts, defaults included, for writing as TOML; what is unset is left out."""
-    return {key: _without_unset(value) for key, value in asdict(config).items() if value is not None}
+    mapping = _plain(config)
+    assert isinstance(mapping, dict)
+    return mapping
 
 
-def _without_unset(value: Any) -> Any:
-    match value:
-        case dict():
-            kept = {key: _without_unset(item) for key, item in value.items()}
-            return {key: item for key, item in kept.items() if item is not None and item != {}}
-        case list() | tuple():
-            return [_without_unset(item) for item in value]
-        case _:
-            return value
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        entries = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+        return {name: _plain(item) for name, item in entries.items() if item is not None and item != {}}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 KeyPath = tuple[str | int, ...]
@@ -150,10 +144,9 @@ def _nearest_key(path: KeyPath) -> str:
             assert inner is not None, "unknown keys are only looked for in tables"
             cls = inner
     neighbours = [entry.name for entry in fields(cls)]
-    wanted = re.sub(r"\[\d+\]", "[]", _dotted(path))
-    if name in _SYNONYMS:
-        return f"did you mean '{_SYNONYMS[name]}'?"
-    namesakes = [key for key, _, last in keys() if last == name]
+    meant = _SYNONYMS.get(name, name)
+    wanted = re.sub(r"\[\d+\]", "[]", _dotted((*path[:-1], meant)))
+    namesakes = [key for key, _, last in keys() if last == meant]
     if namesakes:
         return f"did you mean '{max(namesakes, key=lambda key: SequenceMatcher(None, wanted, key).ratio())}'?"
     if close := get_close_matches(name, neighbours, n=1, cutoff=0.6):

@@ -15,6 +15,7 @@ from headrace.errors import ModelError
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 256  # tokens whose [tokens, vocabulary] the log-prob head holds at once
 HEAD_COPIES = 3  # logits, log-probs and their gradient
+TINY_VOCABULARY = 63  # the words of the key_door world and 8 special tokens
 FP32 = 4
 
 
@@ -65,7 +66,7 @@ SMOLLM2_135M = Shape(
 )
 
 
-def tiny_shape(*, width: int, layers: int, heads: int, kv_heads: int, context: int, vocabulary: int = 64) -> Shape:
+def tiny_shape(*, width: int, layers: int, heads: int, kv_heads: int, context: int) -> Shape:
     """The Llama that path = "tiny" makes: MLP four times the width, tied embedding, the world's own words."""
     return Shape(
         model_type="llama",
@@ -75,7 +76,7 @@ def tiny_shape(*, width: int, layers: int, heads: int, kv_heads: int, context: i
         kv_heads=kv_heads,
         head_width=width // heads,
         mlp_width=4 * width,
-        vocabulary=vocabulary,
+        vocabulary=TINY_VOCABULARY,
         tied=True,
         context=context,
         norm_sizes=(width, width),

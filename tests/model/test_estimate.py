@@ -19,12 +19,15 @@ from headrace.model.estimate import (
     place,
     read_shape,
     shape_of,
+    tiny_shape,
     training_memory,
 )
 from headrace.model.head import CHUNK_TOKENS
 from headrace.model.load import choose_dtype
 from headrace.model.lora import add_lora
 from headrace.model.support import SUPPORTED
+from headrace.model.tiny import make_model, make_tokenizer
+from headrace.rollout.worlds import key_door
 
 SMALL = {
     "hidden_size": 48,
@@ -77,6 +80,14 @@ def test_smollm2_has_its_published_size() -> None:
     # embedding 49,152 x 576 = 28,311,552; a layer 2 x 576^2 + 2 x 576 x 192 + 3 x 576 x 1,536 + 2 x 576 = 3,540,096;
     # 30 layers = 106,202,880; last norm 576
     assert num_parameters(SMOLLM2_135M) == 28_311_552 + 106_202_880 + 576 == 134_515_008
+
+
+def test_the_tiny_model_is_the_one_that_is_made() -> None:
+    sizes = {"width": 48, "layers": 2, "heads": 4, "kv_heads": 2, "context": 64}
+    model = make_model(vocab_size=len(make_tokenizer(key_door.vocabulary())), seed=0, **sizes)
+    shape = tiny_shape(**sizes)
+    assert shape == shape_of(model.config.to_dict())
+    assert num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_lora_parameters_are_those_of_the_real_adapters() -> None:
