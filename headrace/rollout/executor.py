@@ -158,13 +158,12 @@ class RolloutExecutor:
         finally:
             self._waiting = False
         self._note_lags(groups)
-        self._admit()
         return groups
 
     def done(self, groups: Sequence[Group]) -> None:
-        """These groups have been trained on."""
+        """The batch has been trained on, as a whole; after half of one, groups could start that are stale in time."""
         self._ledger.consume(group.id for group in groups)
-        self._admit()
+        assert not self._ledger.counts.training, "a batch is done as a whole"
 
     async def publish(self, handle: WeightsHandle) -> None:
         """Pause every sampler, load, version + 1, drop what became stale, resume. Raises RolloutError."""

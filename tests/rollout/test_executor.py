@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 
@@ -288,6 +289,19 @@ async def test_source_that_ends_is_an_error_only_when_its_tasks_are_used_up() ->
             await executor.take_batch()
 
 
+async def test_our_own_bug_wakes_the_trainer_at_once() -> None:
+    async def play(task: Task, group_id: int) -> Group:
+        return group(group_id + 1)
+
+    async def train() -> None:
+        async with executor_of(play, timeout_s=60.0) as executor:
+            async with asyncio.timeout(5):
+                await executor.take_batch()
+
+    with pytest.raises(AssertionError, match="group 0 came back as 1"):
+        await train()
+
+
 async def test_group_that_ignores_its_timeout_is_named_instead_of_waited_for() -> None:
     release = asyncio.Event()
 
@@ -411,6 +425,41 @@ async def test_overtaken_group_is_dropped_at_publish_and_frees_its_slot() -> Non
         assert ids(await taking) == [3]
 
 
+async def test_failed_group_is_replaced_while_the_trainer_works() -> None:
+    script = Script()
+    async with executor_of(script.play, batch=2, eta=1) as executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        script.end(0)
+        script.end(1)
+        groups = await taking
+        script.endings[2].set_exception(OSError("gone"))
+        await turns()
+        assert script.started == [0, 1, 2, 3, 4]  # 2 in training, 1 running: (1 + 1) * 2 - 3 = 1
+        with pytest.raises(AssertionError, match="as a whole"):
+            executor.done(groups[:1])
+
+
+async def test_stale_groups_do_not_count_as_failures() -> None:
+    """While a batch is waited for the version stands still, so fresh groups follow the stale ones."""
+    script = Script()
+    async with executor_of(script.play, batch=1, eta=2, drops=2) as executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        script.end(0)
+        executor.done(await taking)
+        for _ in range(3):
+            await executor.publish(HANDLE)
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        for id in (1, 2):
+            script.end(id)
+        await turns()
+        assert executor.metrics()["rollout/dropped_stale"] == 2
+        script.end(3, version=executor.version)
+        assert ids(await taking) == [3]
+
+
 async def test_pause_starts_nothing_but_collects() -> None:
     script = Script()
     async with executor_of(script.play, batch=2, max_running=1) as executor:
@@ -439,6 +488,7 @@ def test_no_schedule_breaks_the_bound_or_loses_a_group(batch: int, eta: int, eve
         script = Script()
         began: dict[int, int] = {}
         trained: list[int] = []
+        totals: Counter[str] = Counter()
         executor = executor_of(script.play, batch=batch, eta=eta, drops=999, filters=(reward_spread(),))
         async with executor:
             taking: asyncio.Task[tuple[Group, ...]] = asyncio.create_task(executor.take_batch())
@@ -463,15 +513,17 @@ def test_no_schedule_breaks_the_bound_or_loses_a_group(batch: int, eta: int, eve
                 elif open_ids and event == "fail":
                     script.endings[random.choice(open_ids)].set_exception(OSError("x"))  # type: ignore[attr-defined]
                 await turns()
-                counts = executor._ledger.counts
-                assert counts.live <= (eta + 1) * batch
+                seen = executor.metrics()
+                totals.update(seen)
+                training = batch if taking.done() else 0
+                assert seen["rollout/running"] + seen["rollout/ready"] + training <= (eta + 1) * batch
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
         assert len(trained) == len(set(trained))
-        totals = executor._ledger.totals
-        dropped = sum(value for name, value in totals.items() if name.startswith(("dropped", "filtered")))
-        assert totals["started"] == totals["consumed"] + dropped == len(script.started)
-        assert totals["consumed"] == len(trained)
+        totals.update(executor.metrics())
+        dropped = sum(n for name, n in totals.items() if name.startswith(("rollout/dropped", "rollout/filtered")))
+        assert totals["rollout/started"] == totals["rollout/consumed"] + dropped == len(script.started)
+        assert totals["rollout/consumed"] == len(trained)
 
     asyncio.run(run())
 
@@ -534,6 +586,38 @@ async def test_sequence_that_spans_an_update_carries_both_versions() -> None:
         assert (taken.head_version, taken.started_version) == (0, 0)
 
 
+async def test_nothing_starts_while_weights_are_loaded() -> None:
+    """A group that started then would be labelled with the version before its first token's."""
+    loading, loaded = asyncio.Event(), asyncio.Event()
+
+    class Slow(FakeSampler):
+        async def load(self, handle: WeightsHandle, version: int) -> str:
+            loading.set()
+            await loaded.wait()
+            return await super().load(handle, version)
+
+    script = Script()
+    async with executor_of(script.play, batch=1, eta=1, publisher=Publisher([Slow()])) as executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        script.end(0)
+        groups = await taking
+        publishing = asyncio.create_task(executor.publish(HANDLE))
+        await loading.wait()
+        executor.done(groups)
+        script.endings[1].set_exception(OSError("gone"))
+        await turns()
+        assert script.started == [0, 1]
+        assert executor.metrics()["rollout/dropped_failed"] == 1  # what ends is collected all the same
+        loaded.set()
+        await publishing
+        await turns()
+        assert script.started == [0, 1, 2]
+        script.end(2, version=1)
+        (taken,) = await executor.take_batch()
+        assert (taken.id, taken.started_version) == (2, 1)
+
+
 async def test_fingerprint_mismatch_ends_the_run() -> None:
     class Corrupting(FakeSampler):
         async def load(self, handle: WeightsHandle, version: int) -> str:
@@ -547,6 +631,21 @@ async def test_fingerprint_mismatch_ends_the_run() -> None:
             await executor.publish(HANDLE)
         assert executor.version == 0
         with pytest.raises(RolloutError):
+            await executor.take_batch()
+
+
+async def test_failed_publish_allows_no_further_batch() -> None:
+    class Hanging(FakeSampler):
+        async def pause(self, *, interrupt: bool) -> None:
+            await asyncio.Event().wait()
+
+    sampler = Hanging()
+    publisher = Publisher([sampler], timeout_s=0.01)
+    async with executor_of(sampling_play(sampler), batch=1, publisher=publisher) as executor:
+        executor.done(await executor.take_batch())
+        with pytest.raises(RolloutError, match="did not pause"):
+            await executor.publish(HANDLE)
+        with pytest.raises(RolloutError, match="did not pause"):
             await executor.take_batch()
 
 
@@ -620,6 +719,29 @@ async def test_ready_groups_survive_and_running_ones_are_counted() -> None:
         assert again.started == [4, 5, 6]  # ids go on; (1 + 1) * 2 - 1 ready
         again.end(4, version=1)
         assert ids(await taking) == [2, 4]
+
+
+async def test_bound_lowered_at_a_restart_holds_for_what_was_ready() -> None:
+    script = Script()
+    async with executor_of(script.play, batch=2, eta=1) as executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        for id in range(4):
+            script.end(id)
+        executor.done(await taking)
+        await executor.publish(HANDLE)
+        state = executor.state_dict()
+    again = Script()
+    restored = executor_of(again.play, batch=2, eta=0)
+    restored.load_state_dict(state)  # groups 2 and 3 are ready, of version 0, and the run is at version 1
+    async with restored:
+        taking = asyncio.create_task(restored.take_batch())
+        await turns()
+        assert again.started == [4, 5]
+        for id in (4, 5):
+            again.end(id, version=1)
+        assert ids(await taking) == [4, 5]
+        assert restored.metrics()["rollout/dropped_stale"] == 2
 
 
 async def test_damaged_state_is_refused() -> None:

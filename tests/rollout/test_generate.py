@@ -1,13 +1,14 @@
 """A sequence that was interrupted is continued, and every token keeps the version it was sampled under."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from headrace.errors import SamplerError
 from headrace.rollout.generate import sample_to_end
 from headrace.testing import FakeSampler
-from headrace.types import SampleRequest, SamplingParams, Shared, Stop, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
 
 REQUEST = SampleRequest(prompt=int_array([1, 2]), params=SamplingParams(max_tokens=6))
 
@@ -37,9 +38,8 @@ async def test_two_updates_inside_one_sequence() -> None:
 
 async def test_endless_interruption_is_an_error() -> None:
     class Jumpy(FakeSampler):
-        async def sample(self, request: SampleRequest):  # type: ignore[no-untyped-def]
-            self._interrupt = True
-            return await super().sample(request)
+        async def sample(self, request: SampleRequest) -> Completion:
+            return replace(await super().sample(request), stop=Stop.INTERRUPTED)
 
-    with pytest.raises(SamplerError, match="interrupted 3 times"):
+    with pytest.raises(SamplerError, match="interrupted 3 times and is at 6 tokens"):
         await sample_to_end(Jumpy(), REQUEST, max_interrupts=3)
