@@ -18,10 +18,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from headrace.errors import RunFolderError, boundary
-from headrace.observe.chart import MAX_BARS, Point, Series, curve_chart, number, percent, points, stacked_chart
+from headrace.observe.chart import number, percent
+from headrace.observe.curves import TIMES, charts, other_charts, other_names, stages_of
 from headrace.observe.episodes import Comparison, compare, sample_file
 from headrace.observe.files import write_whole
-from headrace.observe.progress import duration
+from headrace.observe.progress import EVAL, duration
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import MetricRecord, read_metrics
 from headrace.observe.trajectories import read_lines
@@ -32,115 +33,7 @@ STAGE_NAMES: Mapping[str, str] = {
     "rl": "reinforcement learning",
 }
 EVAL_ORDER = ("base", "sft", "reward_model", "rl")
-HEADLINE = "eval/pass@1"
 MAX_OTHER_CHARTS = 48
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A chart of the report: `names` are (metric, label) in drawing order; absent ones are skipped."""
-
-    title: str
-    names: tuple[tuple[str, str], ...]
-    explanation: str
-    stage: str | None = None  # None: every stage that has the metric
-    share: bool = False
-    marked: bool = False
-
-
-CURVES = (
-    Curve(
-        title="Held-out success",
-        names=((HEADLINE, "solved at the first try"), ("eval/pass@k", "solved in at least one of k tries")),
-        explanation="Share of tasks never trained on that the model solves, asked with the same seeds every time. "
-        "This is the number that counts.",
-        share=True,
-        marked=True,
-    ),
-    Curve(
-        title="Reward",
-        names=(("reward/mean", "mean reward"),),
-        explanation="What the episodes of each training step earned on average; reinforcement learning makes "
-        "well-paid behaviour more likely, so this should climb.",
-    ),
-    Curve(
-        title="Success in training",
-        names=(("rollout/success", "success"),),
-        explanation="Share of the training episodes that solved their task; noisier than the held-out curve, because "
-        "every step plays new tasks.",
-        share=True,
-    ),
-    Curve(
-        title="Length",
-        names=(("rollout/length_mean", "tokens per episode"),),
-        explanation="Tokens the model writes in one episode; a sudden rise or fall often means that it found a trick "
-        "rather than a solution.",
-    ),
-    Curve(
-        title="Loss, supervised",
-        names=(("sft/loss", "loss"), ("loss/total", "loss")),
-        explanation="How surprised the model is by the demonstrations it imitates; it should fall and then flatten.",
-        stage="sft",
-    ),
-    Curve(
-        title="Loss, reinforcement",
-        names=(("loss/total", "loss"),),
-        explanation="The quantity minimised in each step; unlike a supervised loss its level means little, only "
-        "spikes are a warning.",
-        stage="rl",
-    ),
-    Curve(
-        title="KL from the sampling policy",
-        names=(("loss/kl_sampler_k3", "KL"),),
-        explanation="How far the policy moved from the one that played the episodes; small values mean that each "
-        "update was a careful one.",
-    ),
-    Curve(
-        title="Entropy",
-        names=(("loss/entropy", "entropy"),),
-        explanation="How undecided the model is between next tokens, in nats; it falls as the model grows sure, and a "
-        "collapse to zero ends all exploration.",
-    ),
-    Curve(
-        title="Sampler and trainer mismatch",
-        names=(("rollout/mismatch_k3", "mismatch"),),
-        explanation="Difference between the probabilities computed while sampling and while training, which should "
-        "agree; anything but tiny values points at a numerical fault.",
-    ),
-    Curve(
-        title="Gradient norm",
-        names=(("train/grad_norm", "norm"),),
-        explanation="Size of each update before clipping; spikes are steps that would have shaken the model.",
-    ),
-    Curve(
-        title="Learning rate",
-        names=(("train/learning_rate", "learning rate"),),
-        explanation="How large a step the optimiser takes, as the schedule says.",
-    ),
-    Curve(
-        title="Throughput",
-        names=(("perf/sampled_tokens_per_s", "sampled"), ("perf/trained_tokens_per_s", "trained")),
-        explanation="Tokens per second: written by the model while playing, and learned from while training.",
-    ),
-)
-TIMES = (
-    ("time/rollout_s", "rollout"),
-    ("time/train_s", "train"),
-    ("time/publish_s", "publish"),
-    ("time/eval_s", "evaluation"),
-)
-STYLES = ("main", "second", "third", "fourth")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """A drawn chart and the words around it; `change` is its first and last value."""
-
-    title: str
-    explanation: str
-    svg: Markup
-    change: str
-    legend: tuple[tuple[str, str], ...]  # (style, label), when there is more than one curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,21 +80,21 @@ def render(
     package = files("headrace.observe")
     script = (package / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    others = other_names(records)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
         name=name,
-        stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in _stages(records)],
+        stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in stages_of(records)],
         bars=headline(records, summary),
         facts=facts,
         charts=charts(records),
-        others=other_charts(records),
+        others=other_charts(records, others[:MAX_OTHER_CHARTS]),
+        num_others=len(others),
         comparison=comparison,
         config=config,
         style=Markup((package / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=digest,
-        percent=percent,
-        number=number,
     )
 
 
@@ -210,13 +103,13 @@ def render(
 
 def headline(records: Sequence[MetricRecord], summary: Mapping[str, float | str]) -> tuple[Bar, ...]:
     """Held-out success before training and after each stage: the summary's number, else the last evaluation."""
-    evaluations = [record for record in records if HEADLINE in record.values]
+    evaluations = [record for record in records if EVAL in record.values]
     found: dict[str, float] = {}
     if evaluations and evaluations[0].step == 0:
-        found["base"] = evaluations[0].values[HEADLINE]
+        found["base"] = evaluations[0].values[EVAL]
     for record in evaluations:
         if record.step > 0:
-            found[record.stage] = record.values[HEADLINE]
+            found[record.stage] = record.values[EVAL]
     for stage in EVAL_ORDER:
         value = summary.get(f"success_{stage}")
         if isinstance(value, int | float):
@@ -248,10 +141,14 @@ def _facts(
     facts = []
     if "path" in config.get("model", {}):
         facts.append(("Model", str(config["model"]["path"])))
-    for stage in _stages(records):
+    for stage in stages_of(records):
         last = max(record.step for record in records if record.stage == stage)
         facts.append((f"{stage.upper()} steps", str(last)))
-    seconds = summary.get("seconds", sum(value for r in records for key, value in r.values.items() if _is_time(key)))
+    evaluations = [record for record in records if EVAL in record.values]
+    if len(evaluations) > 1:
+        best = max(evaluations, key=lambda record: record.values[EVAL])
+        facts.append(("Best evaluation", f"{percent(best.values[EVAL])} after {best.stage.upper()} step {best.step}"))
+    seconds = summary.get("seconds", sum(record.values.get(name, 0.0) for record in records for name, _ in TIMES))
     if isinstance(seconds, int | float) and seconds > 0:
         facts.append(("Time", duration(float(seconds))))
     known = {"seconds", *(f"success_{stage}" for stage in EVAL_ORDER)}
@@ -270,106 +167,11 @@ def _facts(
     return facts
 
 
-def _is_time(name: str) -> bool:
-    return any(name == metric for metric, _ in TIMES)
-
-
 def _config(run: RunFolder) -> dict[str, Any]:
     if not run.config.is_file():
         return {}
     with boundary(RunFolderError, f"{run.config} is not TOML"):
         return tomllib.loads(run.config.read_text(encoding="utf-8"))
-
-
-# --- charts ----------------------------------------------------------------------------------------------------------
-
-
-def charts(records: Sequence[MetricRecord]) -> tuple[Chart, ...]:
-    """Every chart of CURVES that has data, then where the time went."""
-    drawn = [chart for curve in CURVES if (chart := _draw(curve, records)) is not None]
-    timing = _draw_times(records)
-    return (*drawn, timing) if timing is not None else tuple(drawn)
-
-
-def other_charts(records: Sequence[MetricRecord]) -> tuple[Chart, ...]:
-    """The metrics that no chart above shows, by name."""
-    shown = {metric for curve in CURVES for metric, _ in curve.names} | {metric for metric, _ in TIMES}
-    names = sorted({name for record in records for name in record.values} - shown)
-    drawn = (_draw(Curve(title=name, names=((name, name),), explanation=""), records) for name in names)
-    return tuple(chart for chart in drawn if chart is not None)[:MAX_OTHER_CHARTS]
-
-
-def _draw(curve: Curve, records: Sequence[MetricRecord]) -> Chart | None:
-    series: list[Series] = []
-    for metric, label in curve.names:
-        if any(label == one.label for one in series):
-            continue  # an alternative name of what is already drawn
-        stages = _by_stage(records, metric, curve.stage)
-        if any(stages.values()):
-            style = STYLES[len(series)]
-            series.append(Series(label=label, style=style, stages=stages, marked=curve.marked))
-    if not series:
-        return None
-    form = percent if curve.share else number
-    values = series[0].values
-    return Chart(
-        title=curve.title,
-        explanation=curve.explanation,
-        svg=Markup(curve_chart(curve.title, series, share=curve.share)),
-        change=form(values[0]) if len(values) == 1 else f"{form(values[0])} → {form(values[-1])}",
-        legend=tuple((f"{one.style} {_tone(one)}", one.label) for one in series) if len(series) > 1 else (),
-    )
-
-
-def _tone(one: Series) -> str:
-    """The CSS class of the stage that a curve is coloured by; "both" when it has several."""
-    used = [stage for stage, stage_points in one.stages.items() if stage_points]
-    return used[0] if len(used) == 1 else "both"
-
-
-def _by_stage(records: Sequence[MetricRecord], metric: str, stage: str | None) -> dict[str, tuple[Point, ...]]:
-    return {
-        name: points((r.step, r.values[metric]) for r in records if r.stage == name and metric in r.values)
-        for name in ([stage] if stage is not None else _stages(records))
-    }
-
-
-def _draw_times(records: Sequence[MetricRecord]) -> Chart | None:
-    """Seconds per training step by what they were spent on; a step without a part spent none on it."""
-    used = [(name, label) for name, label in TIMES if any(name in record.values for record in records)]
-    steps: dict[str, dict[int, dict[str, float]]] = {}
-    for record in records:
-        for name, _ in used:
-            if name in record.values:
-                at = steps.setdefault(record.stage, {}).setdefault(record.step, {})
-                at[name] = at.get(name, 0.0) + record.values[name]
-    if not steps:
-        return None
-    series = [
-        Series(
-            label=label,
-            style=style,
-            stages={
-                stage: points(((step, at.get(name, 0.0)) for step, at in sorted(by_step.items())), limit=MAX_BARS)
-                for stage, by_step in steps.items()
-            },
-        )
-        for (name, label), style in zip(used, STYLES, strict=False)
-    ]
-    total = sum(value for by_step in steps.values() for at in by_step.values() for value in at.values())
-    return Chart(
-        title="Where the time went",
-        explanation="Seconds per training step: playing episodes, learning from them, handing the new weights to the "
-        "sampler, and held-out evaluation.",
-        svg=Markup(stacked_chart("Seconds per training step", series)),
-        change=f"{duration(total)} in all",
-        legend=tuple((one.style, one.label) for one in series),
-    )
-
-
-def _stages(records: Sequence[MetricRecord]) -> list[str]:
-    """In the order of the run."""
-    return list(dict.fromkeys(record.stage for record in records))
 
 
 # --- episodes --------------------------------------------------------------------------------------------------------

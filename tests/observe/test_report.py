@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import RunFolderError
+from headrace.observe.curves import charts, other_names
 from headrace.observe.episodes import compare, conversation, sample_file
-from headrace.observe.report import charts, headline, other_charts, write_report
+from headrace.observe.report import headline, write_report
 from headrace.observe.sinks import JsonlSink, MetricRecord, read_metrics
 from headrace.observe.trajectories import EpisodeLine, read_lines
 
@@ -89,7 +90,7 @@ def test_every_chart_explains_itself_in_a_sentence(synthetic_run: Callable[..., 
         "Where the time went",
     ]
     assert all(chart.explanation.endswith(".") for chart in drawn)
-    assert [chart.title for chart in other_charts(records)] == ["reward/format"]
+    assert other_names(records) == ["reward/format"]
 
 
 def test_the_tasks_are_sorted_by_what_changed(synthetic_run: Callable[..., Path]) -> None:
