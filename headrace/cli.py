@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -101,7 +102,7 @@ def train(
     if run is not None and not resume:
         raise ConfigError(f"a run folder ({run}) is only given with --resume: add it, or leave the folder out")
     config = load_checked(file, overrides or [], command="train")
-    resumed = _run_to_resume(config, run) if resume else None
+    resumed = run_to_resume(config, run) if resume else None
     from headrace import wiring
 
     result = wiring.train(config, config_text_path=file, resume=resumed)
@@ -115,7 +116,12 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Play the held-out tasks of the file's [eval.source] with a checkpoint."""
-    given = [*(overrides or []), f"model.path={json.dumps(str(checkpoint.absolute()))}"]
+    from headrace.config.paths import NAMED_MODELS
+
+    if str(checkpoint) not in NAMED_MODELS and not checkpoint.is_dir():
+        raise ConfigError(f"there is no folder {checkpoint}: give a checkpoint, a Hugging Face folder or smollm2-135m")
+    model = str(checkpoint if str(checkpoint) in NAMED_MODELS else checkpoint.absolute())
+    given = [*(overrides or []), f"model.path={json.dumps(model, ensure_ascii=False)}"]
     config = load_checked(file, given, command="eval")
     from headrace import wiring
 
@@ -204,7 +210,9 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     from headrace.algo.advantages.credit import EPISODE_METHODS
     from headrace.algo.losses import LOSSES
     from headrace.algo.weights import WEIGHTINGS
+    from headrace.reward.terms import BUILTIN
     from headrace.rollout.filters import FILTERS
+    from headrace.rollout.worlds import WORLDS
 
     check(
         config,
@@ -214,11 +222,23 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         losses=LOSSES,
         credits=EPISODE_METHODS,
         weightings=WEIGHTINGS,
-        worlds=("key_door",),
-        rewards=("env", "exact_match", "reasoning_gym"),
+        worlds=WORLDS,
+        rewards=BUILTIN,
         filters=FILTERS,
     )
-    return absolute_paths(config, base=base)
+    config = absolute_paths(config, base=base)
+    _check_model_type(config.model.path)
+    return config
+
+
+def _check_model_type(path: str) -> None:
+    """Raises ModelError for a model folder whose config.json describes a kind that is not supported."""
+    from headrace.config.paths import NAMED_MODELS
+    from headrace.model.support import check_supported
+
+    if path not in NAMED_MODELS:
+        described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        check_supported(SimpleNamespace(**described))
 
 
 def shape_of_model(config: "Config") -> "Shape":
@@ -227,9 +247,16 @@ def shape_of_model(config: "Config") -> "Shape":
 
     match config.model.path:
         case "tiny":
+            from headrace.model.tiny import SPECIAL
+
             tiny = config.model.tiny
             return tiny_shape(
-                width=tiny.width, layers=tiny.layers, heads=tiny.heads, kv_heads=tiny.kv_heads, context=tiny.context
+                width=tiny.width,
+                layers=tiny.layers,
+                heads=tiny.heads,
+                kv_heads=tiny.kv_heads,
+                context=tiny.context,
+                vocabulary=len(SPECIAL) + len(_world_words(config)),
             )
         case "smollm2-135m":
             return SMOLLM2_135M
@@ -237,7 +264,17 @@ def shape_of_model(config: "Config") -> "Shape":
             return read_shape(Path(folder))
 
 
-def _run_to_resume(config: "Config", run: Path | None) -> Path:
+def _world_words(config: "Config") -> set[str]:
+    """Every word of the worlds the configuration names."""
+    from headrace.rollout.worlds import WORLDS
+
+    sources = [*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ())]
+    names = {source.name for source in sources if source.type == "world" and source.name is not None}
+    return {word for name in names for word in WORLDS[name].vocabulary()}
+
+
+def run_to_resume(config: "Config", run: Path | None) -> Path:
+    """The run folder that was named, else the newest of the configuration's name."""
     from headrace.observe.run_folder import RunFolder, find_latest
 
     if run is not None:

@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from headrace.cli import exit_code, load_checked, main, shape_of_model
+from headrace.cli import exit_code, load_checked, main, run_to_resume, shape_of_model
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
-from headrace.model.estimate import SMOLLM2_135M
+from headrace.model.tiny import make_tokenizer
+from headrace.observe.run_folder import RunFolder
+from headrace.rollout.worlds import WORLDS
 
 RUN = """
 [rl]
@@ -86,7 +89,8 @@ def test_debug_shows_the_traceback(file: Path, monkeypatch: pytest.MonkeyPatch) 
         (["train", "run.toml", "--set", "rl.minibatches=3"], 2, "does not divide into 3 minibatches"),
         (["train", "run.toml", "--set", "rl.credit=grop"], 2, 'did you mean "grpo"?'),
         (["train", "run.toml", "--set", "rl.tasks.name=door"], 2, 'did you mean "key_door"?'),
-        (["eval", "model", "run.toml"], 2, "there is nothing to evaluate on: add a table [eval.source]"),
+        (["eval", "nowhere", "run.toml"], 2, "there is no folder nowhere: give a checkpoint"),
+        (["eval", ".", "run.toml"], 2, "there is nothing to evaluate on: add a table [eval.source]"),
         (["explain"], 2, "explain needs a TOML file"),
         (["explain", "run.toml", "--set", "model.device=cuda"], 1, "model.device is 'cuda' but torch sees no CUDA"),
         (["report", "."], 1, "is not a run folder"),
@@ -116,10 +120,26 @@ def test_a_file_that_is_not_text_is_refused(file: Path) -> None:
 
 def test_paths_come_back_absolute(file: Path) -> None:
     (file.parent / "rows.jsonl").write_text("{}\n")
-    overrides = ["rl.tasks.type=jsonl", "rl.tasks.path=rows.jsonl", 'rl.rewards=[{fn="exact_match"}]']
+    (file.parent / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    overrides = ["model.path=.", "rl.tasks.type=jsonl", "rl.tasks.path=rows.jsonl", 'rl.rewards=[{fn="exact_match"}]']
     config = load_checked(Path("run.toml"), overrides, command="train")
     assert config.rl is not None
     assert config.rl.tasks.path == str(file.parent / "rows.jsonl")
+
+
+def test_a_kind_of_model_that_is_not_supported_is_refused_by_name(file: Path) -> None:
+    (file.parent / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ModelError, match="'mamba' are not supported: it is recurrent"):
+        load_checked(file, ["model.path=."], command="train")
+
+
+def test_the_newest_run_of_that_name_is_resumed(file: Path) -> None:
+    config = load_checked(file, [], command="train")
+    for day in (1, 3, 2):
+        folder = RunFolder.create(Path("runs"), "run", datetime(2026, 1, day, tzinfo=UTC))
+        folder.write_config("")
+    assert run_to_resume(config, None) == Path("runs/run_2026-01-03T00-00-00Z")
+    assert run_to_resume(config, folder.path) == folder.path
 
 
 def test_the_size_of_a_model_is_read_from_where_the_model_is(file: Path) -> None:
@@ -135,8 +155,9 @@ def test_the_size_of_a_model_is_read_from_where_the_model_is(file: Path) -> None
     (file.parent / "config.json").write_text(json.dumps(described))
     shape = shape_of_model(load_checked(file, ["model.path=."], command="train"))
     assert (shape.width, shape.vocabulary, shape.kv_heads) == (32, 7, 2)
-    assert shape_of_model(load_checked(file, ["model.tiny.layers=5"], command="train")).layers == 5
-    assert SMOLLM2_135M.context == 8192
+    tiny = shape_of_model(load_checked(file, ["model.tiny.layers=5"], command="train"))
+    words = make_tokenizer(WORLDS["key_door"].vocabulary())
+    assert (tiny.layers, tiny.vocabulary) == (5, len(words))
 
 
 def test_explain_prints_the_plan(

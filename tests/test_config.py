@@ -211,14 +211,22 @@ def test_any_line_of_text_can_be_given_as_a_quoted_override(text: str) -> None:
 
 
 def test_good_files_pass(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "mine.py").write_text("import x as loader\ndef rows():\n    inner = 1\nif True:\n    score = max\n")
     run_check(RL + SFT, tmp_path)
-    run_check(
-        RL + '[[rl.rewards]]\nfn = "mine.py:score"\n', tmp_path, "rl.tasks.type=jsonl", "rl.tasks.path=rows.jsonl"
-    )
-    run_check(SFT, tmp_path, "sft.sources.0.type=python", "sft.sources.0.path=mine.py:rows")
-    run_check(SFT, tmp_path, "sft.sources.0.type=python", "sft.sources.0.path=mine.py:loader")
+    jsonl = ("model.path=.", "rl.tasks.type=jsonl", "rl.tasks.path=rows.jsonl")
+    run_check(RL + '[[rl.rewards]]\nfn = "mine.py:score"\n', tmp_path, *jsonl)
+    run_check(SFT, tmp_path, "model.path=.", "sft.sources.0.type=python", "sft.sources.0.path=mine.py:rows")
+    run_check(SFT, tmp_path, "model.path=.", "sft.sources.0.type=python", "sft.sources.0.path=mine.py:loader")
+
+
+def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    jsonl = SFT.replace('"world"\nname = "keys"', '"jsonl"\npath = "rows.jsonl"')
+    sentence = "'model.path' is \"tiny\", which knows only the words of a world: give a model folder for other data"
+    assert problem(jsonl, tmp_path) == sentence
+    run_check(jsonl + RL, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def check(
             problems.append(_function_problems("rl.generate_fn", rl.generate_fn, base, ()))
     if config.eval.source is not None:
         problems.append(_source_problems("eval.source", config.eval.source, base, worlds))
+    problems.append(_vocabulary_problems(config))
     for found in problems:
         for sentence in found:
             raise ConfigError(f"{file}: {sentence}")
@@ -101,6 +102,12 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
             yield f"'model.lora.rank' is {model.lora.rank}, but the model is only {width} wide: choose at most {width}"
         if not model.lora.targets:
             yield "'model.lora.targets' is empty, so nothing would be trained: name layers, or leave it out"
+
+
+def _vocabulary_problems(config: Config) -> Iterator[str]:
+    sources = (*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ()))
+    if config.model.path == "tiny" and not any(source.type == "world" for source in sources):
+        yield "'model.path' is \"tiny\", which knows only the words of a world: give a model folder for other data"
 
 
 def _tiny_problems(tiny: Tiny) -> Iterator[str]:

@@ -15,7 +15,6 @@ from headrace.errors import ModelError
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 256  # tokens whose [tokens, vocabulary] the log-prob head holds at once
 HEAD_COPIES = 3  # logits, log-probs and their gradient
-TINY_VOCABULARY = 63  # the words of the key_door world and 8 special tokens
 FP32 = 4
 
 
@@ -66,8 +65,8 @@ SMOLLM2_135M = Shape(
 )
 
 
-def tiny_shape(*, width: int, layers: int, heads: int, kv_heads: int, context: int) -> Shape:
-    """The Llama that path = "tiny" makes: MLP four times the width, tied embedding, the world's own words."""
+def tiny_shape(*, width: int, layers: int, heads: int, kv_heads: int, context: int, vocabulary: int) -> Shape:
+    """The Llama that path = "tiny" makes: MLP four times the width, embedding tied to the head."""
     return Shape(
         model_type="llama",
         width=width,
@@ -76,7 +75,7 @@ def tiny_shape(*, width: int, layers: int, heads: int, kv_heads: int, context: i
         kv_heads=kv_heads,
         head_width=width // heads,
         mlp_width=4 * width,
-        vocabulary=TINY_VOCABULARY,
+        vocabulary=vocabulary,
         tied=True,
         context=context,
         norm_sizes=(width, width),
