@@ -1,0 +1,109 @@
+"""A small Llama and a word-level tokenizer, made on the spot: no download, the same weights for the same seed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headrace.errors import ConfigError
+
+PAD, BOS, END, UNKNOWN = "<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+SPECIAL = (PAD, BOS, END, UNKNOWN, *ROLES)  # ids 0, 1, 2, ... in every tokenizer made here
+PAD_ID, BOS_ID, END_ID = 0, 1, 2
+
+# A turn is its role, its words and <|end|>; nothing depends on later turns, so a conversation only ever grows.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token per word, split at white space; a word that is not in the list becomes <|unknown|>.
+
+    Raises ConfigError on a word that is empty, holds white space, or is there twice.
+    """
+    seen: set[str] = set(SPECIAL)
+    for word in words:
+        if word in seen or word.split() != [word]:
+            raise ConfigError(f"the word {word!r} cannot be in the vocabulary: it is taken, empty or has a space in it")
+        seen.add(word)
+    ids = {token: index for index, token in enumerate((*SPECIAL, *words))}
+    level = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=level,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=list(ROLES),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(
+    *, vocab_size: int, width: int, layers: int, heads: int, kv_heads: int, context: int, seed: int
+) -> LlamaForCausalLM:
+    """A float32 Llama with tied embeddings and random weights; the caller's random state is left as it was.
+
+    Weights start with standard deviation 1/sqrt(width), which keeps activations near 1 at small widths.
+    """
+    if width % (2 * heads) or heads % kv_heads:
+        raise ConfigError(f"width {width}, heads {heads}, kv_heads {kv_heads}: each must be a multiple of the next")
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        initializer_range=width**-0.5,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=END_ID,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # the CPU's only: fork_rng does not restore the others
+        model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=END_ID, max_length=context
+    )
+    return model.eval()
+
+
+def save_tiny(
+    folder: Path,
+    *,
+    words: Sequence[str],
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    context: int,
+    seed: int,
+) -> None:
+    """Write model and tokenizer as a Hugging Face folder that `from_pretrained` loads."""
+    tokenizer = make_tokenizer(words)
+    model = make_model(
+        vocab_size=len(tokenizer),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        context=context,
+        seed=seed,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,122 @@
+"""One reward function: what it may return, and the ones that come with the package.
+
+A reward function takes an episode and says how good it was; when it cannot tell, it raises, and the episode is left
+out. Zero means bad, never unknown.
+"""
+
+import importlib
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from headrace.errors import RewardError
+from headrace.types import Episode, Reward
+
+Verdict = float | bool | Reward | Mapping[str, Any]
+RewardFn = Callable[[Episode], Verdict | Awaitable[Verdict]]
+
+TOTAL_KEYS = ("score", "total")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A reward function with its weight in the sum and the name of its curve."""
+
+    name: str
+    fn: RewardFn
+    weight: float = 1.0
+
+
+def as_reward(verdict: object, *, num_steps: int) -> Reward:
+    """What a reward function returned, as a Reward: a bool is also a success; a dict has "score" (or "total"), may have
+    "success" and "steps", and its other numbers are parts. Raises RewardError on anything else or not finite."""
+    if isinstance(verdict, Reward):
+        reward = verdict
+    elif isinstance(verdict, Mapping):
+        reward = _from_mapping(verdict)
+    else:
+        reward = Reward(total=_number(verdict, "a reward"), success=verdict if isinstance(verdict, bool) else None)
+    if not all(map(math.isfinite, (reward.total, *reward.parts.values(), *(reward.steps or ())))):
+        raise RewardError(f"the reward {reward.total} or one of its parts is not a finite number")
+    if reward.steps is not None and len(reward.steps) != num_steps:
+        raise RewardError(f"there are {len(reward.steps)} step rewards for {num_steps} steps: return one per step")
+    return reward
+
+
+def _from_mapping(verdict: Mapping[str, Any]) -> Reward:
+    key = next((key for key in TOTAL_KEYS if key in verdict), None)
+    if key is None:
+        raise RewardError(f'a reward given as a dict needs "score"; this one has {", ".join(verdict) or "nothing"}')
+    success = verdict.get("success")
+    if success is not None and not isinstance(success, bool):
+        raise RewardError(f'"success" of a reward is {success!r}: it must be True, False or None')
+    steps = verdict.get("steps")
+    return Reward(
+        total=_number(verdict[key], f'"{key}"'),
+        parts={
+            name: _number(value, f'"{name}"')
+            for name, value in verdict.items()
+            if name not in (key, "success", "steps")
+        },
+        steps=None if steps is None else tuple(_number(step, "a step reward") for step in steps),
+        success=success,
+    )
+
+
+def _number(value: object, what: str) -> float:
+    item = getattr(value, "item", None)  # a 0-d array or tensor
+    plain = item() if callable(item) and getattr(value, "ndim", 1) == 0 else value
+    if not isinstance(plain, numbers.Real):
+        raise RewardError(f"{what} must be a number, not a {type(value).__name__}")
+    return float(plain)
+
+
+# --- the ones that come with the package -----------------------------------------------------------------------------
+
+
+def env(episode: Episode) -> Reward:
+    """What the environment gave, step by step."""
+    return Reward(total=episode.env_reward, steps=tuple(step.reward for step in episode.steps))
+
+
+def exact_match(episode: Episode) -> Reward:
+    """1 if the last answer is `task.data["answer"]`, white space at the ends aside."""
+    right = last_answer(episode) == str(_needed(episode, "answer")).strip()
+    return Reward(total=float(right), success=right)
+
+
+def reasoning_gym(episode: Episode) -> Reward:
+    """The score, from 0 to 1, of the last answer by the dataset that made `task.data["entry"]`."""
+    entry = _needed(episode, "entry")
+    name = episode.task.data.get("dataset") or entry.get("metadata", {}).get("source_dataset")
+    if name is None:
+        raise RewardError(f"task {episode.task.id} does not say which reasoning-gym dataset its entry is from")
+    score = float(_score_answer(str(name))(answer=last_answer(episode), entry=entry))
+    return Reward(total=score, success=score >= 1.0)
+
+
+BUILTIN: Mapping[str, RewardFn] = {"env": env, "exact_match": exact_match, "reasoning_gym": reasoning_gym}
+
+
+def last_answer(episode: Episode) -> str:
+    """The text of the last assistant turn, stripped."""
+    return next((message.content.strip() for message in reversed(episode.messages) if message.role == "assistant"), "")
+
+
+def _needed(episode: Episode, key: str) -> Any:
+    if key not in episode.task.data:
+        raise RewardError(f'task {episode.task.id} has no "{key}" in its data: map a column to it')
+    return episode.task.data[key]
+
+
+@cache
+def _score_answer(name: str) -> Callable[..., float]:
+    try:
+        gym = importlib.import_module("reasoning_gym")
+    except ImportError as exc:
+        raise RewardError('reasoning-gym is not installed: pip install "headrace[envs]"') from exc
+    score: Callable[..., float] = gym.get_score_answer_fn(name)
+    return score

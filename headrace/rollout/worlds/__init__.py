@@ -1,0 +1,65 @@
+"""The built-in worlds by name: what a `type = "world"` source, the demo and the tests play in."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.algo.lookup import hint, lookup
+from headrace.errors import ConfigError
+from headrace.protocols import Env
+from headrace.rollout.worlds import key_door, single_turn
+from headrace.types import Message, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The functions that make a world. `generate_tasks(size, seed, **options)` gives different tasks, in which
+    `split = "train"` and `"held_out"` never meet; `vocabulary` is every word the world says or understands."""
+
+    make_env: Callable[[], Env]
+    generate_tasks: Callable[..., list[Task]]
+    demonstrations: Callable[[Sequence[Task], int, float], list[tuple[Message, ...]]]
+    vocabulary: Callable[[], tuple[str, ...]]
+
+
+WORLDS: Mapping[str, World] = {
+    "key_door": World(
+        make_env=key_door.KeyDoorEnv,
+        generate_tasks=key_door.generate_tasks,
+        demonstrations=key_door.demonstrations,
+        vocabulary=key_door.vocabulary,
+    ),
+    "add": World(  # gives no reward of its own: score it with "exact_match"
+        make_env=single_turn.SingleTurnEnv,
+        generate_tasks=single_turn.addition_tasks,
+        demonstrations=single_turn.addition_demonstrations,
+        vocabulary=single_turn.addition_vocabulary,
+    ),
+}
+
+
+def world_tasks(name: str, size: int, seed: int, options: Mapping[str, Any]) -> list[Task]:
+    """Tasks of a world by name; raises ConfigError on an unknown world or option, or a value of another type."""
+    generate = lookup(WORLDS, name, "world").generate_tasks
+    defaults = {
+        option: parameter.default
+        for option, parameter in inspect.signature(generate).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    for option, value in options.items():
+        if option not in defaults:
+            raise ConfigError(f"the world {name} has no option {option!r}: {hint(option, defaults)}")
+        if type(value) is not type(defaults[option]):
+            raise ConfigError(f"option {option!r} of the world {name} is {value!r}: write {defaults[option]!r}, say")
+    return generate(size, seed, **options)
+
+
+def world_demonstrations(name: str, size: int, seed: int, options: Mapping[str, Any]) -> list[tuple[Message, ...]]:
+    """One conversation for each of `size` tasks. `options` are those of the tasks and `mistake_rate` (default 0)."""
+    mistake_rate = options.get("mistake_rate", 0.0)
+    if isinstance(mistake_rate, bool) or not isinstance(mistake_rate, int | float):
+        raise ConfigError(f"mistake_rate is {mistake_rate!r}: write a number from 0 to 1")
+    task_options = {option: value for option, value in options.items() if option != "mistake_rate"}
+    tasks = world_tasks(name, size, seed, task_options)
+    return WORLDS[name].demonstrations(tasks, seed, float(mistake_rate))

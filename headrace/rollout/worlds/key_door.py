@@ -1,0 +1,310 @@
+"""A text world of two rooms: fetch the key, open the locked door, reach the goal, before the turns run out.
+
+A task's map is in `task.data["map"]`, one text line per row:
+
+    #######     # wall, . floor, A agent, K key, D locked door, G goal
+    #A..#.#
+    #.K.D.#
+    #...#G#
+    #######
+
+The agent sees where things are relative to itself ("key 1S 2E": one step south, two east) and which ways are blocked.
+The reward is 1 when the goal is reached and 0 otherwise. Everything follows from the map: the seed of `reset` plays
+no part. This file knows nothing of models or tokens beyond the closed list of words it speaks.
+"""
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from headrace.algo.random import derive_seed
+from headrace.errors import ConfigError, DataError
+from headrace.types import Message, Observation, StepResult, Task
+
+Cell = tuple[int, int]  # row, column
+
+MOVES: dict[str, Cell] = {"go north": (-1, 0), "go south": (1, 0), "go east": (0, 1), "go west": (0, -1)}
+ACTIONS = (*MOVES, "take key", "open door")  # among equally short ways, the solver takes the first
+MAX_SIDE = 10  # of a map, walls included: distances are one digit
+HELD_OUT_SHARE = 0.2
+MAX_MISSES = 5000  # random maps in a row that give no new task before the search ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What never changes in an episode. The door is a floor cell that is shut at first."""
+
+    floor: frozenset[Cell]
+    start: Cell
+    key: Cell
+    door: Cell
+    goal: Cell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What changes: where the agent stands, whether it holds the key, whether the door is open."""
+
+    cell: Cell
+    held: bool = False
+    opened: bool = False
+
+    @property
+    def name(self) -> str:
+        """The anchor key of this state; states of different maps may share it."""
+        return f"{self.cell[0]},{self.cell[1]} {'held' if self.held else 'lying'} {'open' if self.opened else 'locked'}"
+
+
+# --- the rules, as pure functions ------------------------------------------------------------------------------------
+
+
+def parse_map(rows: Sequence[str]) -> Layout:
+    """The layout a map shows; raises DataError on an unknown sign or when A, K, D or G is not there exactly once."""
+    cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
+    unknown = sorted(set(cells.values()) - set("#.AKDG"))
+    if unknown:
+        raise DataError(f"the map has the sign {unknown[0]!r}: use only # . A K D G")
+    if len(rows) > MAX_SIDE or any(len(row) > MAX_SIDE for row in rows):
+        raise DataError(f"the map is larger than {MAX_SIDE} x {MAX_SIDE}: make it smaller")
+    found: dict[str, Cell] = {}
+    for sign in "AKDG":
+        places = [cell for cell, value in cells.items() if value == sign]
+        if len(places) != 1:
+            raise DataError(f"the map has {sign} {len(places)} times: put it there exactly once")
+        found[sign] = places[0]
+    floor = frozenset(cell for cell, sign in cells.items() if sign != "#")
+    return Layout(floor=floor, start=found["A"], key=found["K"], door=found["D"], goal=found["G"])
+
+
+def advance(layout: Layout, state: State, action: str) -> State:
+    """The state after an action of `ACTIONS`; one that cannot be done here changes nothing."""
+    if action in MOVES:
+        cell = _neighbour(state.cell, action)
+        return replace(state, cell=cell) if _walkable(layout, state, cell) else state
+    if action == "take key":
+        return replace(state, held=True) if state.cell == layout.key else state
+    assert action == "open door"
+    beside = any(_neighbour(state.cell, move) == layout.door for move in MOVES)
+    return replace(state, opened=True) if beside and state.held else state
+
+
+def describe(layout: Layout, state: State) -> str:
+    """What the agent is told, in the words of `vocabulary`."""
+    key = "held" if state.held else _offset(state.cell, layout.key)
+    blocked = [move for move in MOVES if not _walkable(layout, state, _neighbour(state.cell, move))]
+    return " ".join(
+        [
+            f"key {key} door {_offset(state.cell, layout.door)} {'open' if state.opened else 'locked'}",
+            f"goal {_offset(state.cell, layout.goal)} blocked",
+            *(move[3].upper() for move in blocked),  # "go north" -> N
+        ]
+    )
+
+
+def _neighbour(cell: Cell, move: str) -> Cell:
+    return (cell[0] + MOVES[move][0], cell[1] + MOVES[move][1])
+
+
+def _walkable(layout: Layout, state: State, cell: Cell) -> bool:
+    return cell in layout.floor and (cell != layout.door or state.opened)
+
+
+def _offset(here: Cell, there: Cell) -> str:
+    south, east = there[0] - here[0], there[1] - here[1]
+    return f"{abs(south)}{'S' if south > 0 else 'N'} {abs(east)}{'W' if east < 0 else 'E'}"
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Every word this world says or understands."""
+    offsets = (f"{n}{way}" for n in range(MAX_SIDE) for way in "NESW" if n or way in "NE")
+    actions = (word for action in ACTIONS for word in action.split())
+    return tuple(dict.fromkeys((*actions, "held", "locked", "goal", "blocked", *"NESW", *offsets)))
+
+
+# --- the solver ------------------------------------------------------------------------------------------------------
+
+
+def distances(layout: Layout) -> dict[State, int]:
+    """Fewest actions to the goal from every state that can be reached and from which the goal can be."""
+    start = State(cell=layout.start)
+    before: dict[State, list[State]] = {start: []}
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        for action in ACTIONS:
+            after = advance(layout, state, action)
+            if after not in before:
+                before[after] = []
+                queue.append(after)
+            before[after].append(state)
+    reached = {state: 0 for state in before if state.cell == layout.goal}
+    queue = deque(reached)
+    while queue:
+        state = queue.popleft()
+        for earlier in before[state]:
+            if earlier not in reached:
+                reached[earlier] = reached[state] + 1
+                queue.append(earlier)
+    return reached
+
+
+def solve(layout: Layout, state: State, to_goal: dict[State, int] | None = None) -> str:
+    """A shortest way's next action; north and south come before east and west. `to_goal` is `distances(layout)`."""
+    to_goal = distances(layout) if to_goal is None else to_goal
+    if to_goal.get(state, 0) == 0:
+        raise DataError("there is no next action: the goal is reached, or cannot be")
+    return next(
+        action for action in ACTIONS if to_goal.get(advance(layout, state, action), len(to_goal)) == to_goal[state] - 1
+    )
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+class KeyDoorEnv:
+    """`valid` means well-formed: an action of `ACTIONS`. Anything else, and what cannot be done here, costs a turn."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._state = State(cell=(0, 0))
+        self._turns_left = 0
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        """Raises DataError when the task is not one of this world."""
+        if "map" not in task.data or "max_turns" not in task.data:
+            raise DataError(f"task {task.id} is not of the key_door world: its data need `map` and `max_turns`")
+        self._layout = parse_map(task.data["map"])
+        self._state = State(cell=self._layout.start)
+        self._turns_left = int(task.data["max_turns"])
+        return self._observe(self._layout)
+
+    def step(self, action: str) -> StepResult:
+        assert self._layout is not None, "reset comes before step"
+        assert self._turns_left > 0, "the episode is over"
+        words = " ".join(action.split())
+        valid = words in ACTIONS
+        if valid:
+            self._state = advance(self._layout, self._state, words)
+        self._turns_left -= 1
+        done = self._state.cell == self._layout.goal
+        truncated = not done and self._turns_left == 0
+        if done:
+            self._turns_left = 0
+        return StepResult(
+            observation=self._observe(self._layout),
+            reward=float(done),
+            done=done,
+            truncated=truncated,
+            valid=valid,
+            success=done,
+        )
+
+    def _observe(self, layout: Layout) -> Observation:
+        message = Message(role="user", content=describe(layout, self._state))
+        return Observation(messages=(message,), state=self._state.name, actions=ACTIONS)
+
+    def close(self) -> None:
+        self._layout = None
+
+
+# --- tasks and demonstrations ----------------------------------------------------------------------------------------
+
+
+def generate_tasks(
+    size: int,
+    seed: int,
+    *,
+    split: Literal["train", "held_out"] = "train",
+    room_width: int = 3,
+    height: int = 3,
+    walls: int = 0,
+    max_turns: int = 14,
+    min_optimal: int = 4,
+    max_optimal: int = 9,
+) -> list[Task]:
+    """`size` different maps whose shortest solution takes `min_optimal` to `max_optimal` actions.
+
+    A map belongs to one split by its hash, whatever the seed, so train and held-out tasks never meet. `walls` floor
+    cells are walled up at random. Raises ConfigError when that many maps cannot be found.
+    """
+    if split not in ("train", "held_out"):
+        raise ConfigError(f'split is {split!r}: write "train" or "held_out"')
+    if room_width * height < 2 or room_width < 1 or 2 * room_width + 3 > MAX_SIDE or height + 2 > MAX_SIDE:
+        raise ConfigError(f"rooms of {room_width} x {height} do not fit into a map of {MAX_SIDE} x {MAX_SIDE}")
+    if max_turns < max_optimal:
+        raise ConfigError(f"max_turns is {max_turns}: it must be at least max_optimal, {max_optimal}")
+    rng = random.Random(derive_seed("key_door", seed))
+    tasks: dict[str, Task] = {}
+    misses = 0
+    while len(tasks) < size and misses < MAX_MISSES:
+        misses += 1
+        rows = _random_map(rng, room_width=room_width, height=height, walls=walls)
+        digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=8).hexdigest()
+        task_id = f"key_door/{digest}"
+        if task_id in tasks or (_is_held_out(digest) != (split == "held_out")):
+            continue
+        layout = parse_map(rows)
+        optimal = distances(layout).get(State(cell=layout.start))
+        if optimal is None or not min_optimal <= optimal <= max_optimal:
+            continue
+        tasks[task_id] = Task(id=task_id, data={"map": rows, "max_turns": max_turns, "optimal": optimal})
+        misses = 0
+    if len(tasks) < size:
+        raise ConfigError(
+            f"only {len(tasks)} of {size} different maps were found: ask for fewer, larger rooms, or more turns"
+        )
+    return list(tasks.values())
+
+
+def _is_held_out(digest: str) -> bool:
+    return int(digest, 16) < HELD_OUT_SHARE * 2**64
+
+
+def _random_map(rng: random.Random, *, room_width: int, height: int, walls: int) -> list[str]:
+    """Two rooms side by side; the agent and the key are in one of them, west or east, and the goal in the other."""
+    wall_column = room_width + 1
+    rooms = [
+        [(r, c) for r in range(1, height + 1) for c in range(first, first + room_width)]
+        for first in (1, wall_column + 1)
+    ]
+    rng.shuffle(rooms)
+    start, key = rng.sample(rooms[0], 2)
+    signs = {cell: "." for room in rooms for cell in room}
+    signs[(rng.randint(1, height), wall_column)] = "D"
+    signs[rng.choice(rooms[1])] = "G"
+    signs[key] = "K"
+    signs[start] = "A"
+    free = sorted(cell for cell, sign in signs.items() if sign == ".")
+    for cell in rng.sample(free, min(walls, len(free))):
+        signs[cell] = "#"
+    return ["".join(signs.get((r, c), "#") for c in range(2 * room_width + 3)) for r in range(height + 2)]
+
+
+def demonstrations(tasks: Sequence[Task], seed: int, mistake_rate: float) -> list[tuple[Message, ...]]:
+    """One conversation per task by a player that, with probability `mistake_rate`, does any of `ACTIONS` at random.
+
+    Episodes that ran out of turns are kept: whoever imitates these learns the format, and the mistakes.
+    """
+    if not 0.0 <= mistake_rate <= 1.0:
+        raise ConfigError(f"mistake_rate is {mistake_rate}: write a number from 0 to 1")
+    return [_demonstrate(task, derive_seed("key_door demonstration", seed, task.id), mistake_rate) for task in tasks]
+
+
+def _demonstrate(task: Task, seed: int, mistake_rate: float) -> tuple[Message, ...]:
+    rng = random.Random(seed)
+    layout = parse_map(task.data["map"])
+    to_goal = distances(layout)
+    state = State(cell=layout.start)
+    messages: list[Message] = []
+    for _ in range(task.data["max_turns"]):
+        mistaken = rng.random() < mistake_rate
+        action = rng.choice(ACTIONS) if mistaken else solve(layout, state, to_goal)
+        messages.append(Message(role="user", content=describe(layout, state)))
+        messages.append(Message(role="assistant", content=action))
+        state = advance(layout, state, action)
+        if state.cell == layout.goal:
+            break
+    return tuple(messages)
