@@ -69,7 +69,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def configure(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     debug = os.environ.get("HEADRACE_DEBUG") == "1"
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
@@ -81,7 +83,10 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of the model, the world and the sampling.")] = 0,
     folder: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
 ) -> None:
-    """Make a small model, teach it a text world by examples, then by reward. No download, a few minutes on 2 cores."""
+    """Train a small model on a text world; no download.
+
+    It is taught by examples, then by reward, in a few minutes on 2 cores.
+    """
     from headrace import wiring
 
     result = wiring.demo(seed=seed, folder=folder)
@@ -115,7 +120,7 @@ def evaluate(
     file: File,
     overrides: Overrides = None,
 ) -> None:
-    """Play the held-out tasks of the file's [eval.source] with a checkpoint."""
+    """Play held-out tasks with a checkpoint: the file's [eval.source]."""
     from headrace.config.paths import NAMED_MODELS
 
     if str(checkpoint) not in NAMED_MODELS and not checkpoint.is_dir():
@@ -134,7 +139,7 @@ def explain(
     overrides: Overrides = None,
     keys: Annotated[bool, typer.Option("--keys", help="Print the table of every key there is, and end.")] = False,
 ) -> None:
-    """Say what a file would do: stages, steps, tokens, memory, device. Loads no weights."""
+    """Say what a file would do, and how large it is; loads no weights."""
     if keys:
         from headrace.observe.key_table import key_table
 
@@ -160,7 +165,10 @@ def explain(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has, what headrace would choose on it, and check that it computes reproducibly."""
+    """Say what this machine has and what would run on it.
+
+    Ends with a check that sampling on it does not depend on what else is in the batch.
+    """
     from headrace.model.estimate import place
     from headrace.observe.environment import format_facts, machine_facts
     from headrace.observe.explain import chosen_text, support_table
@@ -186,7 +194,7 @@ def doctor() -> None:
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Write report.html of a run folder anew and print where it is."""
+    """Write report.html of a run folder anew."""
     from headrace.observe.report import write_report
     from headrace.observe.run_folder import RunFolder
 
@@ -208,6 +216,8 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     base = file.absolute().parent
 
     from headrace.algo.advantages.credit import EPISODE_METHODS
+    from headrace.algo.lookup import check_numbers
+    from headrace.algo.loss import loss_inputs
     from headrace.algo.losses import LOSSES
     from headrace.algo.weights import WEIGHTINGS
     from headrace.reward.terms import BUILTIN
@@ -226,6 +236,9 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         rewards=BUILTIN,
         filters=FILTERS,
     )
+    if config.rl is not None and config.rl.loss in LOSSES:
+        known = loss_inputs(LOSSES[config.rl.loss]).params
+        check_numbers(config.rl.loss_params, known, f"{file}: 'rl.loss_params': loss '{config.rl.loss}'")
     config = absolute_paths(config, base=base)
     _check_model_type(config.model.path)
     return config

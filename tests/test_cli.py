@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace.cli import exit_code, load_checked, main, run_to_resume, shape_of_model
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
@@ -89,6 +91,11 @@ def test_debug_shows_the_traceback(file: Path, monkeypatch: pytest.MonkeyPatch) 
         (["train", "run.toml", "--set", "rl.minibatches=3"], 2, "does not divide into 3 minibatches"),
         (["train", "run.toml", "--set", "rl.credit=grop"], 2, 'did you mean "grpo"?'),
         (["train", "run.toml", "--set", "rl.tasks.name=door"], 2, 'did you mean "key_door"?'),
+        (
+            ["train", "run.toml", "--set", "rl.loss_params.clip_lo=0.2"],
+            2,
+            "run.toml: 'rl.loss_params': loss 'ppo' takes no parameter 'clip_lo': did you mean 'clip_low'?",
+        ),
         (["eval", "nowhere", "run.toml"], 2, "there is no folder nowhere: give a checkpoint"),
         (["eval", ".", "run.toml"], 2, "there is nothing to evaluate on: add a table [eval.source]"),
         (["explain"], 2, "explain needs a TOML file"),
@@ -169,6 +176,18 @@ def test_explain_prints_the_plan(
     assert text.startswith("# run.toml with every default filled in\n[run]\n")
     assert "3 groups x 8 episodes = 24 episodes, at most 6,144 tokens" in text
     assert "cpu in float32" in text
+
+
+def test_doctor_looks_at_the_machine_and_checks_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = headrace(monkeypatch, "doctor")
+    text = capsys.readouterr().out
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", text, flags=re.MULTILINE)
+    assert "cpu in float32, because torch sees no GPU" in text
+    assert "\n  llama  " in text
+    assert f"reproducible sampling: {'NO' if code else 'yes'}, " in text
 
 
 def test_version_and_keys(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
