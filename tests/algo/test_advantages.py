@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, permutations, sampled_from, tuples
 
-from headrace.algo.advantages import Advantages, credit, dr_grpo, grpo, rloo
+from headrace.algo.advantages import (
+    Advantages,
+    credit,
+    dr_grpo,
+    grpo,
+    lite_ppo,
+    opo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
 from headrace.errors import ConfigError
 from headrace.types import (
     Completion,
@@ -23,7 +33,7 @@ from headrace.types import (
     metric_values,
 )
 
-METHODS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+METHODS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "lite_ppo": lite_ppo}
 ROWS = lists(tuples(floats(-100, 100), integers(0, 3)), min_size=1, max_size=24)
 
 
@@ -89,6 +99,29 @@ def test_every_group_sums_to_zero(rows: list[tuple[float, int]], name: str) -> N
         assert values[groups == group].sum() == pytest.approx(0, abs=1e-9)
 
 
+def test_batch_normalised_forms_by_hand() -> None:
+    # rewards 1, 3 | 0, 4: group means 2, 2; batch mean 2, sample std sqrt((1 + 1 + 4 + 4) / 3)
+    rewards, groups = np.array([1.0, 3.0, 0.0, 4.0]), np.array([0, 0, 1, 1])
+    scale = np.sqrt(10 / 3) + 1e-6
+    expected = np.array([-1, 1, -2, 2]) / scale
+    np.testing.assert_allclose(reinforce_pp(rewards, groups).values, expected)
+    np.testing.assert_allclose(reinforce_pp_baseline(rewards, groups).values, expected)
+    np.testing.assert_allclose(lite_ppo(rewards, groups).values, expected)
+    # a shift of one group changes the batch form only: rewards 1, 3 | 10, 14
+    moved = np.array([1.0, 3.0, 10.0, 14.0])
+    np.testing.assert_allclose(reinforce_pp_baseline(moved, groups).values, expected)
+    assert reinforce_pp(moved, groups).values[1] < 0 < reinforce_pp_baseline(moved, groups).values[1]
+    for fn in (reinforce_pp, reinforce_pp_baseline, lite_ppo):
+        assert fn(np.full(3, 0.7), np.zeros(3, dtype=int)).values.tolist() == [0.0] * 3
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # rewards 1, 0 with 30 and 10 tokens: baseline 0.75; equal rewards stay exactly 0 whatever the lengths
+    rewards, groups = np.array([1.0, 0.0, 0.3, 0.3]), np.array([0, 0, 1, 1])
+    assert opo(rewards, groups, np.array([30, 10, 1, 7])).values.tolist() == [0.25, -0.75, 0.0, 0.0]
+    np.testing.assert_allclose(opo(rewards, groups, np.array([5, 5, 5, 5])).values, dr_grpo(rewards, groups).values)
+
+
 def test_no_rows() -> None:
     assert grpo(np.zeros(0), np.zeros(0, dtype=int)).values.tolist() == []
 
@@ -127,8 +160,8 @@ def test_credit_broadcasts_over_steps_and_leaves_out_failures() -> None:
 
 
 def test_credit_answers_a_wrong_name_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="unknown credit method 'gpro': did you mean 'grpo'"):
-        credit([], method="gpro")
+    with pytest.raises(ConfigError, match="unknown credit method 'grppo': did you mean 'grpo'"):
+        credit([], method="grppo")
     with pytest.raises(ConfigError, match="no parameter 'eps'"):
         credit([], method="grpo", params={"eps": 1.0})
     assert credit([], method="grpo", params={"std_eps": 1e-4}).episodes == ()

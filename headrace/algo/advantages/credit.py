@@ -2,16 +2,48 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from inspect import Parameter, signature
+from typing import Any
 
 import numpy as np
 
-from headrace.algo.advantages.episode import Advantages, dr_grpo, grpo, rloo
+from headrace.algo.advantages.episode import (
+    Advantages,
+    dr_grpo,
+    grpo,
+    lite_ppo,
+    opo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
+from headrace.algo.advantages.gagpo import gagpo
+from headrace.algo.advantages.gigpo import gigpo
+from headrace.algo.advantages.graphgpo import graphgpo
+from headrace.algo.advantages.hgpo import hgpo
+from headrace.algo.advantages.table import StepTable, step_table
 from headrace.algo.lookup import check_numbers, lookup
+from headrace.errors import ConfigError
 from headrace.types import CreditedEpisode, Group, Metric
 
-EPISODE_METHODS: Mapping[str, Callable[..., Advantages]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-NO_PARAMS: Mapping[str, float] = {}
+EPISODE_METHODS: Mapping[str, Callable[..., Advantages]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "lite_ppo": lite_ppo,
+    "opo": opo,
+}
+STEP_METHODS: Mapping[str, Callable[..., Advantages]] = {
+    "gigpo": gigpo,
+    "hgpo": hgpo,
+    "graphgpo": graphgpo,
+    "gagpo": gagpo,
+}
+METHODS: Mapping[str, Callable[..., Advantages]] = {**EPISODE_METHODS, **STEP_METHODS}
+NO_PARAMS: Mapping[str, float | str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,25 +54,50 @@ class Credited:
     health: Mapping[str, Metric]
 
 
-def credit(groups: Sequence[Group], *, method: str, params: Mapping[str, float] = NO_PARAMS) -> Credited:
-    """Advantages by `method`, an episode's on each of its steps; failed episodes take no part.
+def credit(groups: Sequence[Group], *, method: str, params: Mapping[str, float | str] = NO_PARAMS) -> Credited:
+    """Advantages by `method`, one per step (all the same for an episode-level method); failed episodes take no part.
 
     Groups are compared by their place in `groups`, never by the order in which episodes ended. Raises ConfigError on
     an unknown method or parameter.
     """
-    fn = lookup(EPISODE_METHODS, method, "credit method")
-    numbers = [name for name, parameter in signature(fn).parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
-    check_numbers(params, numbers, f"credit method {method!r}")
-    rows = [(index, scored) for index, group in enumerate(groups) for scored in group.episodes]
-    rewards_N = np.array([scored.reward.total for _, scored in rows], dtype=np.float64)
-    labels_N = np.array([index for index, _ in rows], dtype=np.int64)
-    advantages = fn(rewards_N, labels_N, **params)
+    check_method(method, params)
+    table = step_table(groups)
+    advantages = step_advantages(table, method=method, params=params)
+    ends_E = np.cumsum(table.length_E).tolist()
+    values = advantages.values.tolist()
+    scored = [(group.id, scored) for group in groups for scored in group.episodes]
     return Credited(
         episodes=tuple(
             CreditedEpisode(
-                scored=scored, group_id=groups[index].id, advantages=(float(value),) * len(scored.episode.steps)
+                scored=episode, group_id=group_id, advantages=tuple(values[end - len(episode.episode.steps) : end])
             )
-            for (index, scored), value in zip(rows, advantages.values, strict=True)
+            for (group_id, episode), end in zip(scored, ends_E, strict=True)
         ),
         health=advantages.health,
     )
+
+
+def step_advantages(table: StepTable, *, method: str, params: Mapping[str, float | str] = NO_PARAMS) -> Advantages:
+    """The same on columns, for a million steps."""
+    options = check_method(method, params)
+    if method in STEP_METHODS:
+        return STEP_METHODS[method](table, **options)
+    rows = (table.total_E, table.group_E, table.tokens_E) if method == "opo" else (table.total_E, table.group_E)
+    advantages = EPISODE_METHODS[method](*rows, **options)
+    return Advantages(values=np.repeat(advantages.values, table.length_E), health=advantages.health)
+
+
+def check_method(method: str, params: Mapping[str, float | str]) -> dict[str, Any]:
+    """The parameters as the method takes them; raises ConfigError that says what to write instead."""
+    fn = lookup(METHODS, method, "credit method")
+    known = {p.name: p.default for p in signature(fn).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
+    words = {name: value for name, value in params.items() if isinstance(known.get(name), StrEnum)}
+    check_numbers({name: value for name, value in params.items() if name not in words}, known, f"{method!r}")
+    return {**params, **{name: _choice(type(known[name]), name, value, method) for name, value in words.items()}}
+
+
+def _choice(kind: type[StrEnum], name: str, value: object, method: str) -> StrEnum:
+    choices = [str(choice) for choice in kind]
+    if value not in choices:
+        raise ConfigError(f"parameter {name!r} of {method!r} must be one of {', '.join(choices)}, not {value!r}")
+    return kind(str(value))

@@ -1,7 +1,8 @@
 """Statistics of values by explicit group label. N rows in any order, G groups.
 
 Rows are summed in sorted order, so a result does not depend on the order of the rows, to the last bit. A group is
-constant when its smallest and largest value are the same number; no tolerance on a rounded deviation is involved.
+constant when its smallest and largest value agree to 13 digits, which is all that a sum of rewards taken in another
+order can differ by; no threshold on a rounded deviation is involved.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+SAME = 1e-13  # relative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ def group_stats(values_N: Floats, labels_N: npt.NDArray[Any]) -> GroupStats:
             index_N=index_N, count_G=count_G, mean_G=empty, squares_G=empty, constant_G=np.zeros(0, dtype=bool)
         )
     lowest_G, highest_G = sorted_N[starts_G], sorted_N[starts_G + count_G - 1]
-    constant_G = lowest_G == highest_G
+    constant_G = highest_G - lowest_G <= SAME * np.maximum(np.abs(lowest_G), np.abs(highest_G))
     mean_G = np.where(constant_G, lowest_G, np.add.reduceat(sorted_N, starts_G) / count_G)
     squares_G = np.add.reduceat((sorted_N - mean_G[row_group_N]) ** 2, starts_G)
     return GroupStats(index_N=index_N, count_G=count_G, mean_G=mean_G, squares_G=squares_G, constant_G=constant_G)
@@ -59,10 +61,16 @@ def group_stats(values_N: Floats, labels_N: npt.NDArray[Any]) -> GroupStats:
 
 def centred(values_N: Floats, stats: GroupStats) -> Floats:
     """Value minus mean of its group; exactly 0 in a constant group."""
-    return values_N - stats.mean_G[stats.index_N]
+    return np.where(stats.constant_G[stats.index_N], 0.0, values_N - stats.mean_G[stats.index_N])
 
 
 def standardised(values_N: Floats, stats: GroupStats, *, ddof: int, eps: float) -> Floats:
     """(value - mean) / (std + eps) of its group; exactly 0 in a constant group."""
     scale_G = np.where(stats.constant_G, 1.0, stats.deviation_G(ddof=ddof) + eps)
     return centred(values_N, stats) / scale_G[stats.index_N]
+
+
+def whitened(values_N: Floats, *, eps: float) -> Floats:
+    """(value - mean) / (std + eps) over all rows, sample standard deviation; exactly 0 if all are equal."""
+    everyone = np.zeros(len(values_N), dtype=np.int64)
+    return standardised(values_N, group_stats(values_N, everyone), ddof=1, eps=eps)

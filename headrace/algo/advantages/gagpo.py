@@ -1,0 +1,34 @@
+"""GAGPO: the mean return of an anchor state as its value, and generalised advantages over it (arXiv 2605.13217)."""
+
+import numpy as np
+
+from headrace.algo.advantages.anchors import EpisodeWeight, Norm, among_peers, combined, episode_advantages, normalised
+from headrace.algo.advantages.episode import Advantages
+from headrace.algo.advantages.groups import group_stats
+from headrace.algo.advantages.table import StepTable, discounted, penalised
+
+
+def gagpo(
+    table: StepTable,
+    *,
+    gamma: float = 0.95,
+    lam: float = 0.95,
+    norm: Norm = Norm.STD,
+    invalid_penalty: float = 0.0,
+    std_eps: float = 1e-6,
+) -> Advantages:
+    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), then normalised per task group.
+
+    V(s) is the mean of G over the steps of the group taken in s; a step without a state is alone, V = its own G. The
+    end of an episode has value 0. There is no episode term; goes with a sequence-level ratio (gspo).
+    """
+    table = penalised(table, invalid_penalty)
+    returns_S = discounted(table.reward_S, table.length_E, gamma)
+    step = among_peers(returns_S, table, norm=Norm.NONE)
+    values_S = returns_S.copy()
+    values_S[step.anchored_S] = step.stats.mean_G[step.stats.index_N]
+    next_S = np.where(table.last_S, 0.0, np.roll(values_S, -1))
+    raw_S = discounted(table.reward_S + gamma * next_S - values_S, table.length_E, gamma * lam)
+    advantages_S = normalised(raw_S, group_stats(raw_S, table.group_S), norm=norm, ddof=1, eps=std_eps)
+    episode_S = episode_advantages(table, norm=norm, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
+    return combined(advantages_S, episode_S, step, table)

@@ -1,0 +1,60 @@
+"""HGPO: steps compared among peers that share the last k states, for several k (arXiv 2602.22817)."""
+
+import numpy as np
+
+from headrace.algo.advantages.anchors import (
+    EpisodeWeight,
+    Norm,
+    among_peers,
+    anchor_labels,
+    combined,
+    episode_advantages,
+)
+from headrace.algo.advantages.episode import Advantages
+from headrace.algo.advantages.groups import Bools, Ints, group_stats, standardised
+from headrace.algo.advantages.table import NO_STATE, StepTable, discounted, penalised
+
+
+def hgpo(
+    table: StepTable,
+    *,
+    gamma: float = 0.95,
+    depth: int = 2,
+    alpha: float = 1.0,
+    episode_coef: float = 0.0,
+    invalid_penalty: float = 0.0,
+    std_eps: float = 1e-6,
+) -> Advantages:
+    """A = sum_k w_k a_k, k = 1 .. depth + 1, plus episode_coef A_E.
+
+    a_k compares G_t among the steps whose last k states (s_{t-k+1} .. s_t) are equal, population standard deviation.
+    w_k is proportional to (k + 1)^alpha over the k whose a_k is not 0, so agreement on a longer history counts more.
+    """
+    table = penalised(table, invalid_penalty)
+    returns_S = discounted(table.reward_S, table.length_E, gamma)
+    weighted_S, weights_S = np.zeros(len(returns_S)), np.zeros(len(returns_S))
+    first_S = np.zeros(len(returns_S), dtype=bool)
+    first_S[(np.cumsum(table.length_E) - table.length_E)[table.length_E > 0]] = True
+    state_S, known_S = anchor_labels(table), table.state_S != NO_STATE
+    history_S = state_S
+    for k in range(1, int(depth) + 2):
+        if k > 1:
+            history_S, known_S = _longer(history_S, known_S, state_S, table.state_S != NO_STATE, first_S)
+        level_S = np.zeros(len(returns_S))
+        stats = group_stats(returns_S[known_S], history_S[known_S])
+        level_S[known_S] = standardised(returns_S[known_S], stats, ddof=0, eps=std_eps)
+        weight = float(k + 1) ** alpha
+        weighted_S += weight * level_S
+        weights_S += weight * (level_S != 0)
+    step_S = weighted_S / np.where(weights_S > 0, weights_S, 1.0)
+    episode_S = episode_advantages(table, norm=Norm.STD, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
+    anchored = among_peers(returns_S, table, norm=Norm.STD, ddof=0, eps=std_eps)._replace(values_S=step_S)
+    return combined(step_S + episode_coef * episode_S, episode_S, anchored, table)
+
+
+def _longer(history_S: Ints, known_S: Bools, state_S: Ints, has_state_S: Bools, first_S: Bools) -> tuple[Ints, Bools]:
+    """Histories one state longer: (history of the step before, state of this one), numbered densely."""
+    _, before_S = np.unique(history_S, return_inverse=True)
+    _, own_S = np.unique(state_S, return_inverse=True)
+    longer_S = np.roll(before_S, 1) * (int(own_S.max(initial=0)) + 1) + own_S
+    return longer_S, np.roll(known_S, 1) & has_state_S & ~first_S
