@@ -38,12 +38,14 @@ class InProcessRewardRunner:
     async def _score(self, episode: Episode) -> ScoredEpisode | FailedEpisode:
         try:
             rewards = [await self._call(term, episode) for term in self._terms]
+            total = combine(self._terms, rewards, num_steps=len(episode.steps))
+            as_reward(total, num_steps=len(episode.steps))  # a sum of finite numbers can overflow
         except Interrupted:
             raise
         except HeadraceError as exc:
             logger.warning("episode %s has no reward: %s", episode.id, exc)
             return FailedEpisode(id=episode.id, task=episode.task, reason=str(exc))
-        return ScoredEpisode(episode=episode, reward=combine(self._terms, rewards, num_steps=len(episode.steps)))
+        return ScoredEpisode(episode=episode, reward=total)
 
     async def _call(self, term: Term, episode: Episode) -> Reward:
         limit = asyncio.timeout(self._timeout_s)

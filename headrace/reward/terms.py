@@ -38,7 +38,8 @@ def as_reward(verdict: object, *, num_steps: int) -> Reward:
     elif isinstance(verdict, Mapping):
         reward = _from_mapping(verdict)
     else:
-        reward = Reward(total=_number(verdict, "a reward"), success=verdict if isinstance(verdict, bool) else None)
+        plain = _plain(verdict)
+        reward = Reward(total=_number(verdict, "a reward"), success=plain if isinstance(plain, bool) else None)
     if not all(map(math.isfinite, (reward.total, *reward.parts.values(), *(reward.steps or ())))):
         raise RewardError(f"the reward {reward.total} or one of its parts is not a finite number")
     if reward.steps is not None and len(reward.steps) != num_steps:
@@ -67,11 +68,16 @@ def _from_mapping(verdict: Mapping[str, Any]) -> Reward:
 
 
 def _number(value: object, what: str) -> float:
-    item = getattr(value, "item", None)  # a 0-d array or tensor
-    plain = item() if callable(item) and getattr(value, "ndim", 1) == 0 else value
+    plain = _plain(value)
     if not isinstance(plain, numbers.Real):
         raise RewardError(f"{what} must be a number, not a {type(value).__name__}")
     return float(plain)
+
+
+def _plain(value: object) -> object:
+    """The Python number inside a numpy scalar, a 0-d array or a 0-d tensor; anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
 # --- the ones that come with the package -----------------------------------------------------------------------------

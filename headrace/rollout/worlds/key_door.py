@@ -83,7 +83,7 @@ def advance(layout: Layout, state: State, action: str) -> State:
     """The state after an action of `ACTIONS`; one that cannot be done here changes nothing."""
     if action in MOVES:
         cell = _neighbour(state.cell, action)
-        return replace(state, cell=cell) if _walkable(layout, state, cell) else state
+        return State(cell=cell, held=state.held, opened=state.opened) if _walkable(layout, state, cell) else state
     if action == "take key":
         return replace(state, held=True) if state.cell == layout.key else state
     assert action == "open door"
@@ -134,7 +134,7 @@ def distances(layout: Layout) -> dict[State, int]:
     queue = deque([start])
     while queue:
         state = queue.popleft()
-        for action in ACTIONS:
+        for action in () if state.cell == layout.goal else ACTIONS:
             after = advance(layout, state, action)
             if after not in before:
                 before[after] = []
@@ -219,7 +219,7 @@ def generate_tasks(
     *,
     split: Literal["train", "held_out"] = "train",
     room_width: int = 3,
-    height: int = 3,
+    height: int = 4,
     walls: int = 0,
     max_turns: int = 14,
     min_optimal: int = 4,
@@ -237,26 +237,34 @@ def generate_tasks(
     if max_turns < max_optimal:
         raise ConfigError(f"max_turns is {max_turns}: it must be at least max_optimal, {max_optimal}")
     rng = random.Random(derive_seed("key_door", seed))
-    tasks: dict[str, Task] = {}
+    tasks: list[Task] = []
+    tried: set[str] = set()
     misses = 0
     while len(tasks) < size and misses < MAX_MISSES:
         misses += 1
         rows = _random_map(rng, room_width=room_width, height=height, walls=walls)
         digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=8).hexdigest()
-        task_id = f"key_door/{digest}"
-        if task_id in tasks or (_is_held_out(digest) != (split == "held_out")):
+        if digest in tried or (_is_held_out(digest) != (split == "held_out")):
             continue
+        tried.add(digest)
         layout = parse_map(rows)
-        optimal = distances(layout).get(State(cell=layout.start))
+        optimal = distances(layout).get(State(cell=layout.start)) if _at_least(layout) <= max_optimal else None
         if optimal is None or not min_optimal <= optimal <= max_optimal:
             continue
-        tasks[task_id] = Task(id=task_id, data={"map": rows, "max_turns": max_turns, "optimal": optimal})
+        data = {"map": rows, "max_turns": max_turns, "optimal": optimal}
+        tasks.append(Task(id=f"key_door/{digest}", data=data))
         misses = 0
     if len(tasks) < size:
         raise ConfigError(
             f"only {len(tasks)} of {size} different maps were found: ask for fewer, larger rooms, or more turns"
         )
-    return list(tasks.values())
+    return tasks
+
+
+def _at_least(layout: Layout) -> int:
+    """A lower bound of the shortest solution, quick to find: the way past key and door if no wall were in between."""
+    ways = ((layout.start, layout.key), (layout.key, layout.door), (layout.door, layout.goal))
+    return 2 + sum(abs(a[0] - b[0]) + abs(a[1] - b[1]) for a, b in ways)  # 2: take key, open door
 
 
 def _is_held_out(digest: str) -> bool:

@@ -1,0 +1,122 @@
+"""What every environment promises (see `headrace.protocols.Env`), on every implementation."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from headrace.protocols import Env
+from headrace.rollout.worlds import WORLDS
+from headrace.testing import FakeEnv
+from headrace.types import Message, Observation, StepResult, Task
+
+MAX_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvCase:
+    """How to make one environment and a task for it. `plans`: actions to play, well-formed and not."""
+
+    name: str
+    open: Callable[[], Env]
+    task: Task
+    plans: Sequence[str]
+
+
+def _world(name: str, plans: Sequence[str]) -> EnvCase:
+    [task] = WORLDS[name].generate_tasks(1, 0)
+    return EnvCase(name=name, open=WORLDS[name].make_env, task=task, plans=plans)
+
+
+ENVS: Sequence[EnvCase] = (
+    EnvCase(name="fake", open=FakeEnv, task=Task(id="count"), plans=("up", "down", "")),
+    _world("key_door", ("go north", "go south", "go east", "go west", "take key", "open door", "nonsense", "")),
+    _world("add", ("1 2", "")),
+)
+
+
+@pytest.fixture(params=ENVS, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> EnvCase:
+    chosen: EnvCase = request.param
+    return chosen
+
+
+def play(case: EnvCase, env: Env, *, plan_seed: int, env_seed: int = 1) -> tuple[Observation, list[StepResult]]:
+    """Random actions until the environment ends the episode."""
+    rng = random.Random(plan_seed)
+    first = env.reset(case.task, env_seed)
+    results: list[StepResult] = []
+    while not results or not (results[-1].done or results[-1].truncated):
+        assert len(results) < MAX_STEPS, "the environment does not end by itself"
+        results.append(env.step(rng.choice(case.plans)))
+    return first, results
+
+
+@pytest.mark.parametrize("plan_seed", range(5))
+def test_the_same_task_seed_and_actions_give_the_same_episode(case: EnvCase, plan_seed: int) -> None:
+    one, other = case.open(), case.open()
+    assert play(case, one, plan_seed=plan_seed) == play(case, other, plan_seed=plan_seed)
+
+
+def test_reset_forgets_the_episode_before(case: EnvCase) -> None:
+    env = case.open()
+    fresh = play(case, env, plan_seed=0)
+    play(case, env, plan_seed=1)
+    assert play(case, env, plan_seed=0) == fresh
+
+
+def test_two_environments_do_not_share_state(case: EnvCase) -> None:
+    alone = play(case, case.open(), plan_seed=0)
+    one, other = case.open(), case.open()
+    other.reset(case.task, 1)
+    assert play(case, one, plan_seed=0) == alone
+
+
+@pytest.mark.parametrize("plan_seed", range(5))
+def test_an_episode_ends_in_one_way_and_only_once(case: EnvCase, plan_seed: int) -> None:
+    _, results = play(case, case.open(), plan_seed=plan_seed)
+    assert not (results[-1].done and results[-1].truncated)
+    assert all(math.isfinite(result.reward) for result in results)
+    if results[-1].truncated:
+        assert results[-1].success is not True
+
+
+def test_there_is_a_first_message_and_the_policy_is_never_spoken_for(case: EnvCase) -> None:
+    first, results = play(case, case.open(), plan_seed=0)
+    assert len(case.task.messages) + len(first.messages) > 0
+    shown: list[Message] = [*first.messages]
+    for result in results:
+        shown.extend(result.observation.messages)
+    assert all(message.role != "assistant" for message in shown)
+
+
+def test_every_action_that_is_offered_is_valid(case: EnvCase) -> None:
+    for index in range(len(case.open().reset(case.task, 1).actions or ())):
+        env = case.open()
+        actions = env.reset(case.task, 1).actions
+        assert actions is not None
+        assert env.step(actions[index]).valid
+
+
+def test_an_invalid_action_leaves_the_state_as_it_was(case: EnvCase) -> None:
+    env = case.open()
+    before = env.reset(case.task, 1)
+    for action in case.plans:
+        result = env.step(action)
+        if not result.valid:
+            assert result.observation.state == before.state
+            assert result.reward == 0.0
+        before = result.observation
+        if result.done or result.truncated:
+            break
+
+
+def test_closing_is_allowed_at_any_time_and_twice(case: EnvCase) -> None:
+    env = case.open()
+    env.close()
+    env = case.open()
+    env.reset(case.task, 1)
+    env.close()
+    env.close()

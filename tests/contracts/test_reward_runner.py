@@ -1,0 +1,97 @@
+"""What every reward runner promises (see `headrace.protocols.RewardRunner`), on every implementation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from headrace.errors import RewardError
+from headrace.protocols import RewardRunner
+from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.terms import Term
+from headrace.testing import FakeRewardRunner
+from headrace.types import (
+    Completion,
+    Episode,
+    FailedEpisode,
+    ScoredEpisode,
+    Step,
+    Stop,
+    Task,
+    float_array,
+    int_array,
+)
+
+ScoreFn = Callable[[Episode], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerCase:
+    """How to make a runner that scores with one plain function."""
+
+    name: str
+    open: Callable[[ScoreFn], RewardRunner]
+
+
+RUNNERS: Sequence[RunnerCase] = (
+    RunnerCase(name="fake", open=FakeRewardRunner),
+    RunnerCase(name="in-process", open=lambda score: InProcessRewardRunner([Term(name="mine", fn=score)])),
+)
+
+
+@pytest.fixture(params=RUNNERS, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> RunnerCase:
+    chosen: RunnerCase = request.param
+    return chosen
+
+
+def an_episode(index: int, reward: float = 0.0) -> Episode:
+    logprobs = float_array([-1.0])
+    completion = Completion(
+        tokens=int_array([index]),
+        sampler_logprobs=logprobs,
+        raw_logprobs=logprobs,
+        versions=int_array([0]),
+        stop=Stop.STOP,
+    )
+    step = Step(prompt=int_array([1]), completion=completion, action=str(index), reward=reward)
+    task = Task(id="t", data={"answer": index})
+    return Episode(id=f"0/{index}", task=task, seed=index, steps=(step,), messages=(), temperature=1.0)
+
+
+async def test_scores_come_back_in_order_with_their_episodes(case: RunnerCase) -> None:
+    episodes = [an_episode(index) for index in range(5)]
+    runner = case.open(lambda episode: episode.task.data["answer"] / 4)
+    scored = await runner.score(episodes)
+    assert all(isinstance(item, ScoredEpisode) for item in scored)
+    assert [item.episode for item in scored] == episodes
+    assert [item.reward.total for item in scored] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert [list(item.reward.parts.values()) for item in scored] == [[0.0], [0.25], [0.5], [0.75], [1.0]]
+    await runner.close()
+
+
+async def test_an_unknown_reward_fails_its_own_episode_only(case: RunnerCase) -> None:
+    def score(episode: Episode) -> float:
+        if episode.id == "0/1":
+            raise RewardError("the judge is out")
+        return 0.0
+
+    runner = case.open(score)
+    bad, unknown, also_bad = await runner.score([an_episode(index) for index in range(3)])
+    assert isinstance(unknown, FailedEpisode)
+    assert (unknown.id, unknown.task.id) == ("0/1", "t")
+    assert "the judge is out" in unknown.reason
+    for item in (bad, also_bad):
+        assert isinstance(item, ScoredEpisode)
+        assert item.reward.total == 0.0
+    await runner.close()
+
+
+async def test_a_runner_takes_group_after_group_also_an_empty_one(case: RunnerCase) -> None:
+    runner = case.open(lambda episode: episode.env_reward)
+    assert await runner.score([]) == ()
+    for reward in (1.0, -2.0):
+        [item] = await runner.score([an_episode(0, reward)])
+        assert isinstance(item, ScoredEpisode)
+        assert item.reward.total == reward
+    await runner.close()
