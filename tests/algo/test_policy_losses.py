@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.losses.decoupled import decoupled_ppo, loglinear_ppo, m2po
-from headrace.algo.losses.sequence import gspo, gspo_token
+from headrace.algo.losses.sequence import gspo, gspo_token, sequence_ppo
 from headrace.algo.losses.soft import dro, sapo
 from headrace.algo.losses.supervised import distillation
 from headrace.algo.losses.weighted import aipo, cispo, geometric_mis, icepop, mis, sequence_mis, sequence_tis
@@ -124,6 +124,14 @@ def test_gspo_ratio_mask_says_which_tokens_are_averaged() -> None:
     arguments = (row(-1.2, -1.0, -1.5), ONES_T, ONES_T, SEGMENTS_T)
     out = gspo(policy_T, *arguments, row(1.0, 0.0, 1.0), clip_low=0.5, clip_high=0.5)
     assert out.loss.item() == pytest.approx(-2 * math.exp(0.2) - 1.0)
+
+
+def test_sequence_ppo_takes_the_product() -> None:
+    # sequence 0: s = e^(0.1 + 0.05) = 1.16, A = 1, kept; sequence 1: s = e^0.5, A = 1, clipped at 1.2
+    policy_T = leaf(-1.0, -1.0, -1.5)
+    out = sequence_ppo(policy_T, row(-1.1, -1.05, -2.0), ONES_T, row(0.5, 0.5, 1.0), SEGMENTS_T)
+    assert out.loss.item() == pytest.approx(-math.exp(0.15) - 1.2)
+    assert grad(out.loss, policy_T) == pytest.approx([-math.exp(0.15), -math.exp(0.15), 0.0])
 
 
 def test_decoupled_ppo_by_hand() -> None:

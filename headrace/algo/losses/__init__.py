@@ -18,7 +18,7 @@ from headrace.algo.losses.regularisers import (
     reference_kl_weighted,
     sampler_kl,
 )
-from headrace.algo.losses.sequence import gspo, gspo_token
+from headrace.algo.losses.sequence import gspo, gspo_token, sequence_ppo
 from headrace.algo.losses.soft import dro, sapo
 from headrace.algo.losses.supervised import cross_entropy, distillation
 from headrace.algo.losses.surrogate import importance_sampling, ppo
@@ -35,6 +35,7 @@ LOSSES: Mapping[str, LossFn] = {
     "m2po": m2po,
     "gspo": gspo,
     "gspo_token": gspo_token,
+    "sequence_ppo": sequence_ppo,
     "cispo": cispo,
     "aipo": aipo,
     "tis": aipo,

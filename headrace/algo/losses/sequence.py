@@ -1,11 +1,18 @@
-"""GSPO: one ratio per sequence, the geometric mean of its tokens' ratios (arXiv 2507.18071). T tokens, S segments."""
+"""Clipped surrogates with one ratio per sequence: GSPO's geometric mean, and the plain product. T tokens."""
 
 from torch import Tensor
 
 from headrace.algo.loss import LossOut, Unit, per
-from headrace.algo.losses.ratios import clip_metrics, divergence_metrics, log_ratio, ratio_metrics, weighted_sum
+from headrace.algo.losses.ratios import (
+    MAX_LOG_RATIO,
+    clip_metrics,
+    divergence_metrics,
+    log_ratio,
+    ratio_metrics,
+    weighted_sum,
+)
 from headrace.algo.losses.surrogate import clipped_objective
-from headrace.algo.segments import segment_mean
+from headrace.algo.segments import segment_mean, segment_sum
 from headrace.types import Sum
 
 
@@ -24,7 +31,7 @@ def gspo(
     """L = -sum_t w_t min(s A_t, clip(s, 1 - low, 1 + high) A_t), s = exp(mean_t (policy - sampler)) of the sequence.
 
     The mean is over trained tokens, or over `sequence_ratio_mask` where the data have one. With the weighting
-    sequence_mean this is the paper's objective.
+    sequence_mean this is the objective of arXiv 2507.18071.
     """
     counted_T = (weights_T if sequence_ratio_mask_T is None else sequence_ratio_mask_T) != 0
     token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, counted_T)
@@ -50,6 +57,26 @@ def gspo_token(
     sequence_T = segment_mean(token_T.detach(), counted_T, segments_T)[segments_T]
     own_T = log_ratio(policy_logprobs_T, policy_logprobs_T.detach(), weights_T != 0)
     return _clipped(sequence_T + own_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
+
+
+@per(Unit.SEQUENCE)
+def sequence_ppo(
+    policy_logprobs_T: Tensor,
+    sampler_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    weights_T: Tensor,
+    segments_T: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> LossOut:
+    """PPO with the whole sequence as the action: s = product of its tokens' ratios, as RLOO has it (arXiv 2402.14740).
+
+    With the weighting sequence_mean, the mean over sequences of -min(s A, clip(s) A).
+    """
+    token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, weights_T != 0)
+    sequence_T = segment_sum(token_T, segments_T)[segments_T].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return _clipped(sequence_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
 
 
 def _clipped(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.algo.loss import LossOut, Unit, per
 from headrace.algo.losses.ratios import (
+    MAX_LOG_RATIO,
     clip_metrics,
     divergence_metrics,
     log_ratio,
@@ -162,7 +163,7 @@ def geometric_mis(
 
 def _sequence_product(log_ratio_T: Tensor, segments_T: Tensor) -> Tensor:
     total_T = segment_sum(log_ratio_T.detach(), segments_T)[segments_T]
-    return total_T.clamp(-20.0, 20.0).exp()
+    return total_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _dropping(
