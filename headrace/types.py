@@ -1,4 +1,4 @@
-"""The values that flow along the line: task -> episode -> scored -> credited -> datum, and what the verbs take and return.
+"""The values that flow along the line: task -> episode -> scored -> credited -> datum, and what verbs take and return.
 
 No torch, no I/O. Per-token data are read-only numpy arrays. A stage returns a new type; no field is filled in later.
 Shape letters: T tokens (or targets), K alternatives per target.
@@ -88,7 +88,7 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are cut from the distribution, so that recorded log-probs are not those of the sampling law."""
+        """Whether tokens are cut from the distribution: recorded log-probs are then not those of the sampling law."""
         return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
 
 
@@ -136,7 +136,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The outcome of one action. `done`: the task ended by itself; `truncated`: the environment gave up (time limit)."""
+    """The outcome of one action. `done`: the task ended by itself; `truncated`: the environment gave up."""
 
     observation: Observation
     reward: float
@@ -148,7 +148,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One assistant turn: the exact tokens the engine saw (`prompt`) and sampled (`completion`), and what came of them."""
+    """One assistant turn: the tokens the engine saw (`prompt`) and sampled (`completion`), and what came of them."""
 
     prompt: IntArray
     completion: Completion
@@ -377,7 +377,7 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOut:
-    """`logprobs` has the shape of each datum's targets, at its temperature; `entropies` is filled only when asked for."""
+    """`logprobs` has the shape of each datum's targets, at its temperature; NaN where nothing was asked."""
 
     loss: float
     logprobs: tuple[FloatArray, ...]

@@ -19,7 +19,7 @@ def shifted(
     temperature: float = 1.0,
     unit: int | None = None,
 ) -> Datum:
-    """Position t predicts token t + 1. The arrays describe tokens; what they say of token 0 (never predicted) is cut."""
+    """Position t predicts token t + 1. The arrays describe tokens; what they say of token 0, never predicted, is cut."""
     assert len(tokens_N) >= 2, "a sequence of one token predicts nothing"
     assert all(len(array) == len(tokens_N) for array in arrays_N.values())
     return Datum(
@@ -38,7 +38,7 @@ def conversation_datum(tokens_N: IntArray, trained_N: npt.NDArray[np.bool_]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Steps whose prompts extend each other token for token, laid end to end. `step` is -1 where nothing was sampled."""
+    """Steps whose prompts extend each other token for token, end to end. `step` is -1 where nothing was sampled."""
 
     tokens: IntArray
     step: npt.NDArray[np.int32]

@@ -60,6 +60,7 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
     lora: Lora | None = None  # train low-rank adapters in place of all parameters
     tiny: Tiny = field(default_factory=Tiny)  # the shape of path = "tiny"
+    recompute: Flag = False  # keep only each layer's input for the backward pass: less memory, a third more time
     trust_remote_code: Flag = False  # run Python code that lies in the model's folder
 
 
@@ -186,7 +187,6 @@ class Rl:
     loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
     weighting: str = "token_mean"  # token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
     filters: tuple[Filter, ...] = ()  # reject groups, which are then replaced by new ones
-    max_resamples: Positive = 64  # groups rejected in a row before the run stops
     sync_every: Positive = 1  # training steps between two publications of weights
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
     optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule

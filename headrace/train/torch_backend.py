@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.algo.loss import LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
 from headrace.algo.losses import LOSSES
 from headrace.algo.packing import pack
-from headrace.errors import BackendError, ModelError, NoGradientError, boundary
+from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
 from headrace.model import head
 from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
@@ -136,7 +136,10 @@ class TorchBackend:
     def _submit(self, what: str, run: Callable[[], R]) -> "Future[R]":
         def guarded() -> R:
             with boundary(BackendError, f"{what} failed"):
-                return run()
+                try:
+                    return run()
+                except ConfigError as exc:  # a loss that does not fit the data is this request's failure
+                    raise BackendError(str(exc)) from exc
 
         return self._worker.submit(guarded)
 

@@ -1,0 +1,156 @@
+"""Plain generation with transformers' own modules and cache, one sequence at a time.
+
+For models the shared attention function does not run, and as the engine's independent reference: the attention is
+transformers' own, only the drawing of tokens is shared. It has its own copy of the weights.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+from headrace.algo.random import uniforms
+from headrace.errors import SamplerError, boundary
+from headrace.infer.sampling import sample_rows
+from headrace.model.load import fingerprint
+from headrace.types import (
+    Completion,
+    FloatArray,
+    Folder,
+    IntArray,
+    SampleRequest,
+    Stop,
+    WeightsHandle,
+    float_array,
+    int_array,
+)
+
+R = TypeVar("R")
+
+
+class GenerateSampler:
+    """`source`, if given, is the model whose weights a `Shared` handle stands for; they are copied on `load`."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, eos_tokens: Sequence[int], source: Any | None = None) -> None:
+        model.eval()
+        self._model, self._tokenizer, self._source = model, tokenizer, source
+        self._eos = frozenset(eos_tokens)
+        self._context = int(model.config.max_position_embeddings)
+        self._version = 0
+        self._lock = threading.Lock()  # one sequence uses the model at a time
+        self._open = 0
+        self._interrupt = False
+        self._running = asyncio.Event()
+        self._running.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        if not 0 < len(request.prompt) < self._context:
+            raise SamplerError(f"a prompt of {len(request.prompt)} tokens does not fit a context of {self._context}")
+        await self._running.wait()
+        self._open += 1
+        self._idle.clear()
+        try:
+            return await asyncio.to_thread(self._guarded, lambda: self._sample(request))
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
+        return await asyncio.to_thread(
+            self._guarded, lambda: tuple(self._score(sequence, temperature) for sequence in sequences)
+        )
+
+    async def load(self, handle: WeightsHandle, version: int) -> str:
+        if self._open:
+            raise SamplerError("weights cannot be loaded while sequences are being sampled: call pause first")
+        if version <= self._version:
+            raise SamplerError(f"version {version} is not newer than {self._version}")
+        printed = await asyncio.to_thread(self._guarded, lambda: self._load(handle))
+        self._version = version
+        return printed
+
+    async def pause(self, *, interrupt: bool) -> None:
+        self._running.clear()
+        self._interrupt = interrupt
+        await self._idle.wait()
+        self._interrupt = False
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    def close(self) -> None:
+        self._interrupt = True
+
+    def _guarded(self, run: Callable[[], R]) -> R:
+        with self._lock, boundary(SamplerError, "generation failed"), torch.inference_mode():
+            return run()
+
+    def _sample(self, request: SampleRequest) -> Completion:
+        params, done = request.params, request.continue_from
+        prompt = request.prompt.tolist()
+        tokens = [] if done is None else done.tokens.tolist()
+        logprobs = [] if done is None else done.sampler_logprobs.tolist()
+        raws = [] if done is None else done.raw_logprobs.tolist()
+        versions = [] if done is None else done.versions.tolist()
+        stops = self._eos if params.stop_tokens is None else frozenset(params.stop_tokens)
+        limit = min(params.max_tokens, self._context - len(prompt))
+        cache = DynamicCache(config=self._model.config)
+        new = prompt + tokens
+        stop = Stop.LENGTH
+        while len(tokens) < limit:
+            if self._interrupt:
+                stop = Stop.INTERRUPTED
+                break
+            inputs = torch.tensor([new], device=self._model.device)
+            logits = self._model(inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+            number = torch.from_numpy(uniforms([params.seed], [len(tokens)]))
+            drawn = sample_rows(logits, [params], number.to(logits.device))
+            new = [int(drawn.tokens_B[0])]
+            tokens += new
+            logprobs.append(float(drawn.logprobs_B[0]))
+            raws.append(float(drawn.raw_logprobs_B[0]))
+            versions.append(self._version)
+            text = self._tokenizer.decode(tokens) if params.stop_strings else ""
+            if new[0] in stops or any(word in text for word in params.stop_strings):
+                stop = Stop.STOP
+                break
+        return Completion(
+            tokens=int_array(tokens),
+            sampler_logprobs=float_array(logprobs),
+            raw_logprobs=float_array(raws),
+            versions=int_array(versions),
+            stop=stop,
+        )
+
+    def _score(self, sequence: IntArray, temperature: float) -> FloatArray:
+        inputs = torch.from_numpy(sequence.astype(np.int64)).to(self._model.device)
+        logits = self._model(inputs[None], use_cache=False).logits[0].float() / temperature
+        scores = torch.log_softmax(logits[:-1], dim=-1).gather(1, inputs[1:, None])[:, 0]
+        return float_array(np.concatenate([[np.nan], scores.cpu().numpy()]))
+
+    def _load(self, handle: WeightsHandle) -> str:
+        weights: dict[str, torch.Tensor] = {}
+        if isinstance(handle, Folder):
+            for file in sorted(handle.path.glob("model*.safetensors")):
+                weights.update(load_file(file))
+        else:
+            if self._source is None:
+                raise SamplerError("this sampler shares no weights with the trainer: publish a folder instead")
+            weights = dict(self._source.named_parameters())
+        for name, parameter in self._model.named_parameters():
+            if name not in weights:
+                raise SamplerError(f"the new weights lack {name}")
+            parameter.copy_(weights[name])
+        return fingerprint(self._model.named_parameters())

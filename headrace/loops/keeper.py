@@ -1,0 +1,78 @@
+"""What a loop does between two training steps besides training: stop when asked to, and checkpoint.
+
+A keeper remembers the run's JSON state of the last barrier, so a stop that arrives while episodes are being played
+saves that state at once: the weights have not changed since.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from headrace.errors import Interrupted
+from headrace.protocols import TrainBackend
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
+
+class Store(Protocol):
+    """`train.checkpoint.CheckpointStore`, as far as a loop needs it."""
+
+    def save(
+        self, step: int, write: Callable[[Path], None], state: Mapping[str, Any], score: float | None = None
+    ) -> Path: ...
+
+
+class Keeper:
+    """`every` training steps (0: only at the end). `snapshot` returns the JSON state of everything but the backend."""
+
+    def __init__(
+        self,
+        store: Store,
+        backend: TrainBackend,
+        snapshot: Callable[[], Mapping[str, Any]],
+        *,
+        every: int,
+        total: int,
+        done: int,
+        stop: asyncio.Event,
+    ) -> None:
+        self._store, self._backend, self._snapshot = store, backend, snapshot
+        self._every, self._total, self._stop = every, total, stop
+        self._done = self._saved = done  # steps behind the state, and behind the newest checkpoint
+        self._state = snapshot()
+        self._score: float | None = None
+
+    async def unless_stopped(self, work: Awaitable[R]) -> R:
+        """The result of `work`; when a stop is asked for first, cancel it, save the last barrier and end the run."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if working.done():
+            return working.result()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await self._end()
+        raise AssertionError("unreachable")
+
+    async def barrier(self, done: int, score: float | None = None) -> None:
+        """`done` steps are finished, logged and published: checkpoint if it is time, end if a stop was asked for."""
+        self._done, self._state, self._score = done, self._snapshot(), score
+        if done == self._total or (self._every and done % self._every == 0):
+            await self._save()
+        if self._stop.is_set():
+            await self._end()
+
+    async def _save(self) -> None:
+        def write(folder: Path) -> None:
+            self._backend.save_state(folder).result()
+
+        await asyncio.to_thread(self._store.save, self._done, write, self._state, self._score)
+        self._saved = self._done
+
+    async def _end(self) -> None:
+        if self._saved != self._done:
+            await self._save()
+        raise Interrupted(f"stopped on request after step {self._done}; go on with  headrace train ... --resume")

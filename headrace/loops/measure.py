@@ -1,0 +1,71 @@
+"""Numbers about a batch of episodes, as metrics. Pure."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from headrace.algo.statistics import mismatch, pass_at_k
+from headrace.types import Datum, FloatArray, Group, Max, Mean, Metric, Min, ScoredEpisode, Sum, merge_metrics
+
+
+def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
+    """Rewards (with each part), success, lengths, turns, truncated share, share of invalid actions, entropy.
+
+    `rollout/entropy` is the mean of -log-prob over sampled tokens, which estimates the sampling entropy per token.
+    """
+    count = len(episodes)
+    rewards = np.array([scored.reward.total for scored in episodes], dtype=np.float64)
+    verdicts = [scored.success for scored in episodes if scored.success is not None]
+    steps = [step for scored in episodes for step in scored.episode.steps]
+    logprobs = [step.completion.sampler_logprobs for step in steps]
+    sampled = sum(len(values) for values in logprobs)
+    metrics: dict[str, Metric] = {
+        "reward/mean": Mean(float(rewards.sum()), count),
+        "reward/max": Max(float(rewards.max(initial=-np.inf)) if count else 0.0),
+        "reward/min": Min(float(rewards.min(initial=np.inf)) if count else 0.0),
+        "rollout/length_mean": Mean(sampled, count),
+        "rollout/turns_mean": Mean(len(steps), count),
+        "rollout/truncated": Mean(sum(scored.episode.truncated for scored in episodes), count),
+        "rollout/invalid_actions": Mean(sum(not step.valid for step in steps), len(steps)),
+        "rollout/entropy": Mean(-float(sum(values.sum(dtype=np.float64) for values in logprobs)), sampled),
+        "rollout/sampled_tokens": Sum(sampled),
+    }
+    if verdicts:
+        metrics["rollout/success"] = Mean(sum(verdicts), len(verdicts))
+    for name in sorted({name for scored in episodes for name in scored.reward.parts}):
+        values = [scored.reward.parts[name] for scored in episodes if name in scored.reward.parts]
+        metrics[f"reward/{name}"] = Mean(float(sum(values)), len(values))
+    return metrics
+
+
+def mismatch_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
+    """Sampler against trainer on tokens sampled by the very weights that were scored."""
+    merged: dict[str, Metric] = {}
+    for datum, scored in zip(data, logprobs, strict=True):
+        fresh = (datum.arrays["weights"] != 0) & (datum.arrays["versions"] == version)
+        merged = merge_metrics(merged, mismatch(datum.arrays["sampler_logprobs"], scored, fresh))
+    return merged
+
+
+def eval_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """pass@1 and pass@k over tasks (k = samples of a task), mean reward, length and share of invalid actions.
+
+    An episode that failed to play counts in `eval/failed`, never as a wrong answer.
+    """
+    episodes = [scored for group in groups for scored in group.episodes]
+    about = episode_metrics(episodes)
+    metrics: dict[str, Metric] = {
+        "eval/reward": about["reward/mean"],
+        "eval/length": about["rollout/length_mean"],
+        "eval/invalid_actions": about["rollout/invalid_actions"],
+        "eval/failed": Sum(sum(len(group.failed) for group in groups)),
+    }
+    judged = [[scored.success for scored in group.episodes if scored.success is not None] for group in groups]
+    judged = [verdicts for verdicts in judged if verdicts]
+    if judged:
+        most = max(len(verdicts) for verdicts in judged)
+        for k in sorted({1, most}):
+            enough = [verdicts for verdicts in judged if len(verdicts) >= k]
+            chances = [pass_at_k(len(verdicts), sum(map(bool, verdicts)), k) for verdicts in enough]
+            metrics[f"eval/pass@{k}"] = Mean(sum(chances), len(chances))
+    return metrics

@@ -1,0 +1,98 @@
+"""Reinforcement learning, the whole line written out:
+
+    task -> rollout -> reward -> advantage -> datum -> forward_backward -> optim_step -> publish weights
+
+It is the same text on every scale, because each stage is reached through a protocol. It knows no model, engine or file.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.algo.advantages.credit import credit
+from headrace.algo.datum import to_data
+from headrace.algo.weights import reweight
+from headrace.loops.clock import Laps
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.keeper import Keeper
+from headrace.loops.measure import episode_metrics, mismatch_metrics
+from headrace.loops.update import Updater
+from headrace.protocols import MetricSink, TrainBackend
+from headrace.rollout.executor import RolloutExecutor
+from headrace.types import CreditedEpisode, LossSpec, Metric, merge_metrics, metric_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlSettings:
+    """`weighting_constant` is the length by which weighting "constant" divides."""
+
+    steps: int
+    minibatches: int
+    loss: LossSpec
+    credit: str = "grpo"
+    credit_params: Mapping[str, float] = field(default_factory=dict)
+    weighting: str = "token_mean"
+    weighting_constant: float = 1.0
+    sync_every: int = 1
+    eval_every: int = 0
+
+
+async def train_rl(
+    c: RlSettings,
+    *,
+    executor: RolloutExecutor,
+    backend: TrainBackend,
+    updater: Updater,
+    sink: MetricSink,
+    keeper: Keeper,
+    record: Callable[[int, Sequence[CreditedEpisode]], None],
+    evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
+    start: int = 0,
+) -> dict[str, float]:
+    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
+    values: dict[str, float] = {}
+    async with executor:
+        for step in range(start, c.steps):
+            laps = Laps()
+            groups = await keeper.unless_stopped(executor.take_batch())  # task -> rollout -> reward
+            laps.lap("rollout")
+            credited = credit(groups, method=c.credit, params=c.credit_params)  # reward -> advantage
+            record(step, credited.episodes)
+            metrics = merge_metrics(credited.health, episode_metrics([e.scored for e in credited.episodes]))
+            for part, episodes in enumerate(_minibatches(credited.episodes, c.minibatches)):
+                data = reweight(  # advantage -> datum
+                    to_data(episodes), weighting=c.weighting, constant=c.weighting_constant
+                )
+                updated = await updater.update(step, data, c.loss)  # datum -> loss -> optimiser
+                metrics = merge_metrics(metrics, updated.metrics)
+                if part == 0 and step % c.sync_every == 0:
+                    fresh = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
+                    metrics = merge_metrics(metrics, fresh)
+            executor.done(groups)
+            laps.lap("train")
+            if (step + 1) % c.sync_every == 0 or step + 1 == c.steps:
+                await executor.publish(await asyncio.wrap_future(backend.export_weights()))  # -> version + 1
+            laps.lap("publish")
+            values = metric_values(metrics) | executor.metrics() | laps.values()
+            sink.log(step + 1, values | _rates(metrics, laps))
+            score = None
+            if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
+                score = (await evaluate(step + 1)).score
+            await keeper.barrier(step + 1, score)
+    return values
+
+
+def _minibatches(episodes: Sequence[CreditedEpisode], parts: int) -> list[list[CreditedEpisode]]:
+    """Whole groups, in order, split as evenly as they divide."""
+    ids = sorted({episode.group_id for episode in episodes})
+    cuts = [ids[part * len(ids) // parts : (part + 1) * len(ids) // parts] for part in range(parts)]
+    return [[episode for episode in episodes if episode.group_id in set(cut)] for cut in cuts if cut]
+
+
+def _rates(metrics: Mapping[str, Metric], laps: Laps) -> dict[str, float]:
+    """Tokens a second, sampled and computed."""
+    sampled, computed = metrics["rollout/sampled_tokens"].value(), metrics["train/computed_tokens"].value()
+    return {
+        "perf/sampled_tokens_per_s": sampled / max(laps.parts["time/rollout_s"], 1e-9),
+        "perf/trained_tokens_per_s": computed / max(laps.parts["time/train_s"], 1e-9),
+    }

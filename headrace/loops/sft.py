@@ -1,0 +1,99 @@
+"""Supervised fine-tuning: conversation -> tokens and mask -> datum -> forward_backward -> optim_step."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.algo.datum import conversation_datum
+from headrace.algo.weights import reweight
+from headrace.errors import DataError
+from headrace.loops.clock import Laps
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.keeper import Keeper
+from headrace.loops.update import Updater
+from headrace.protocols import MetricSink, TrainBackend
+from headrace.render import Renderer
+from headrace.types import CROSS_ENTROPY, Datum, Mean, Message, Metric, Sum, merge_metrics, metric_values
+
+Conversation = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings:
+    steps: int
+    batch_size: int
+    max_tokens: int
+    eval_every: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Data of some conversations, and how many of them were cut or left nothing to train on."""
+
+    data: tuple[Datum, ...]
+    metrics: dict[str, Metric]
+
+
+async def train_sft(
+    c: SftSettings,
+    *,
+    next_batch: Callable[[int], Sequence[Conversation]],
+    renderer: Renderer,
+    backend: TrainBackend,
+    updater: Updater,
+    sink: MetricSink,
+    keeper: Keeper,
+    held_out: Sequence[Conversation] = (),
+    evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
+    start: int = 0,
+) -> dict[str, float]:
+    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
+    values: dict[str, float] = {}
+    for step in range(start, c.steps):
+        laps = Laps()
+        batch = render_batch(next_batch(c.batch_size), renderer, max_tokens=c.max_tokens)
+        laps.lap("data")
+        updated = await updater.update(step, batch.data, CROSS_ENTROPY)
+        train_s = laps.lap("train")
+        metrics = merge_metrics(batch.metrics, updated.metrics)
+        rate = metrics["train/computed_tokens"].value() / max(train_s, 1e-9)
+        values = metric_values(metrics)
+        score = None
+        if step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0):
+            if held_out:
+                values["eval/loss"] = await mean_loss(held_out, renderer, backend, max_tokens=c.max_tokens)
+                score = -values["eval/loss"]
+            laps.lap("eval")
+        sink.log(step + 1, values | laps.values() | {"perf/trained_tokens_per_s": rate})
+        if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
+            score = (await evaluate(step + 1)).score
+        await keeper.barrier(step + 1, score)
+    return values
+
+
+def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, max_tokens: int) -> Batch:
+    """Tokens with weight 1 / (trained tokens of the batch) on the assistant's; what is cut or empty is counted."""
+    rendered = [part for talk in conversations for part in renderer.conversation(talk, max_tokens=max_tokens)]
+    useful = [part for part in rendered if part.num_trained and len(part.tokens) > 1]
+    if not useful:
+        raise DataError(
+            f"none of {len(conversations)} conversations has an assistant's token within {max_tokens} tokens: "
+            "raise sft.max_tokens, or look at the data"
+        )
+    data = reweight([conversation_datum(part.tokens, part.trained) for part in useful], weighting="token_mean")
+    return Batch(
+        data=data,
+        metrics={
+            "data/truncated": Sum(sum(part.truncated for part in rendered)),
+            "data/without_target": Sum(len(rendered) - len(useful)),
+            "data/tokens_mean": Mean(sum(len(part.tokens) for part in useful), len(useful)),
+        },
+    )
+
+
+async def mean_loss(
+    conversations: Sequence[Conversation], renderer: Renderer, backend: TrainBackend, *, max_tokens: int
+) -> float:
+    """Cross-entropy per assistant's token."""
+    batch = render_batch(conversations, renderer, max_tokens=max_tokens)
+    return (await asyncio.wrap_future(backend.forward(batch.data, CROSS_ENTROPY))).loss

@@ -1,0 +1,605 @@
+"""Configuration to objects: the only module that names implementations. Tier 2 of the package, so copy what you need.
+
+A run is a folder and a list of stages; each stage starts from the model folder that the one before it left behind.
+"""
+
+import asyncio
+import contextlib
+import copy
+import json
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headrace.algo.losses import LOSSES
+from headrace.config import Config, Model, Optimizer, RewardTerm, Rl, Sampling, Source, load_config, to_mapping
+from headrace.errors import CheckpointError, ConfigError, DataError
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.generate import GenerateSampler
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.evaluate import evaluate as evaluate_tasks
+from headrace.loops.keeper import Keeper
+from headrace.loops.rl import RlSettings, train_rl
+from headrace.loops.sft import SftSettings, train_sft
+from headrace.loops.update import Updater
+from headrace.model.load import (
+    LanguageModel,
+    choose_device,
+    choose_dtype,
+    load_model,
+    prepare,
+    recompute_layers,
+)
+from headrace.model.lora import add_lora
+from headrace.model.tiny import save_tiny
+from headrace.observe.progress import Progress
+from headrace.observe.report import write_report
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
+from headrace.observe.toml import to_toml
+from headrace.observe.trajectories import save_trajectories
+from headrace.protocols import Env, MetricSink
+from headrace.render import Renderer
+from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.terms import BUILTIN, Term
+from headrace.rollout.conversations import Mixture, load_conversations
+from headrace.rollout.executor import AsyncSettings, RolloutExecutor
+from headrace.rollout.filters import FILTERS, Filter, named_filter
+from headrace.rollout.group import play_group
+from headrace.rollout.load_function import load_function
+from headrace.rollout.publish import Publisher
+from headrace.rollout.sources import load_tasks
+from headrace.rollout.tasks import TaskSource, filter_prompts, overlap
+from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
+from headrace.rollout.worlds.single_turn import SingleTurnEnv
+from headrace.train.checkpoint import CheckpointStore, Loaded
+from headrace.train.schedule import make_schedule
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import Adam, CreditedEpisode, Group, LossSpec, Message, SamplingParams, Task, metric_values
+
+logger = logging.getLogger(__name__)
+
+Play = Callable[[Task, int], Awaitable[Group]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run says: `text` for people, `figures` for programs."""
+
+    folder: Path
+    report: Path
+    text: str
+    figures: Mapping[str, Any]
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def train(config: Config, *, config_text_path: Path, resume: Path | None) -> RunResult:
+    """Run the stages of a configuration, from the beginning or from a run folder's newest checkpoints."""
+    if resume is None:
+        run = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
+        run.write_config(to_toml(to_mapping(config)))
+        run.write_environment()
+    else:
+        run = RunFolder.open(resume)
+        _check_same_run(run, config)
+    with _log_to(run.log):
+        logger.info("%s: run folder %s", config_text_path, run.path)
+        return asyncio.run(_train(config, run))
+
+
+def evaluate(config: Config) -> dict[str, float]:
+    """Held-out metrics of the configured model."""
+    return asyncio.run(_evaluate(config))
+
+
+def demo(*, seed: int, folder: Path) -> RunResult:
+    """SFT on imperfect demonstrations of a text world, then RL; no download. `figures` is the line for programs."""
+    began_s = time.monotonic()
+    config = demo_config(seed=seed, folder=folder)
+    result = train(config, config_text_path=Path("demo.toml"), resume=None)
+    seconds = time.monotonic() - began_s
+    before, after = result.figures["success_sft"], result.figures["success_rl"]
+    assert config.rl is not None
+    figures = {
+        "success_sft": before,
+        "success_rl": after,
+        "malformed_sft": result.figures["malformed_sft"],
+        "seconds": round(seconds, 1),
+        "report": str(result.report),
+    }
+    write_report(result.folder, {"success_sft": before, "success_rl": after, "seconds": seconds})
+    text = f"""
+A small model learned to find a key, unlock a door and reach a goal, in a text world made on the spot.
+Held-out rooms it has never seen, {config.eval.tasks} of them:
+
+    after SFT on imperfect demonstrations   {before:6.1%} solved
+    after RL on success alone               {after:6.1%} solved      ({seconds:.0f} s in all)
+
+Look at it:      {result.report}
+Every episode:   {result.folder / "rollouts"}
+The checkpoint:  {result.folder / "checkpoints" / "rl"} (load it with transformers' from_pretrained)
+Try next:        headrace explain {result.folder / "config.toml"}
+                 headrace train {result.folder / "config.toml"} --set rl.credit=dr_grpo --set run.name=dr_grpo
+                 docs/tour.md follows one prompt through the whole code
+"""
+    return replace(result, text=text, figures=figures)
+
+
+def demo_config(*, seed: int, folder: Path) -> Config:
+    text = resources.files("headrace").joinpath("demo.toml").read_text(encoding="utf-8")
+    overrides = [f"run.seed={seed}", f"run.folder={json.dumps(str(folder))}"]
+    return load_config(text, file="demo.toml", overrides=overrides)
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run on its way through its stages."""
+
+    config: Config
+    folder: RunFolder
+    stop: asyncio.Event
+    model_path: str
+    metrics_offset: int = 0  # bytes of metrics.jsonl that belong to finished stages
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+async def _train(config: Config, folder: RunFolder) -> RunResult:
+    run = _Run(config, folder, asyncio.Event(), _starting_model(config, folder))
+    with _stop_on_signals(run.stop):
+        if config.sft is not None:
+            await _stage(run, "sft", config.sft.steps, _run_sft)
+        if config.rl is not None:
+            await _stage(run, "rl", config.rl.steps, _run_rl)
+    summary = {key: value for key, value in run.figures.items() if isinstance(value, int | float)}
+    report = write_report(folder.path, summary)
+    lines = [f"{name} = {value:.4g}" for name, value in summary.items()]
+    text = "\n".join([f"Run folder: {folder.path}", f"Report: {report}", *lines])
+    return RunResult(folder=folder.path, report=report, text=text, figures=run.figures)
+
+
+async def _stage(run: _Run, name: str, steps: int, body: "Callable[[_Run, _Desk], Awaitable[None]]") -> None:
+    """Run one stage unless its last checkpoint is there already; the next one starts from where it ended."""
+    config = run.config
+    store = CheckpointStore(
+        run.folder.checkpoints / name, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
+    )
+    found = _newest(store, run.folder.checkpoints / name)
+    if found is None or found.step < steps:
+        desk = _Desk(run, name, steps, store, found)
+        try:
+            await body(run, desk)
+        finally:
+            desk.close()
+        found = store.load_latest()
+    else:
+        logger.info("stage %s is complete", name)
+    run.model_path = str(found.folder)
+    run.metrics_offset = int(found.state["metrics_offset"])
+    run.figures |= found.state.get("figures", {})
+
+
+class _Desk:
+    """What every stage works with: the model, the backend, the sampler, the sinks, and where it left off."""
+
+    def __init__(self, run: _Run, name: str, steps: int, store: CheckpointStore, found: Loaded | None) -> None:
+        config = run.config
+        self.run, self.name, self.steps, self.store, self.found = run, name, steps, store, found
+        self.start = 0 if found is None else found.step
+        self.jsonl = JsonlSink(run.folder.metrics, stage=name)
+        self.jsonl.truncate_after(run.metrics_offset if found is None else int(found.state["metrics_offset"]))
+        sinks: list[MetricSink] = [self.jsonl]
+        if config.run.tensorboard and tensorboard_installed():
+            sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
+        sinks.append(Progress(name, steps, start=self.start))
+        self.sink = TeeSink(*sinks)
+        self.lm = _load(config.model, run.model_path, seed=config.run.seed)
+        stage = config.sft if name == "sft" else config.rl
+        assert stage is not None
+        self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens)
+        if found is not None:
+            self.backend.load_state(found.folder).result()
+        self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
+        self.sampler = make_sampler(config, self.lm)
+        self.publisher = Publisher([self.sampler])
+        self.updater = Updater(
+            backend=self.backend,
+            adam=_adam(stage.optimizer, steps),
+            max_skips=stage.optimizer.max_skips,
+            skips_in_a_row=0 if found is None else int(found.state["skips_in_a_row"]),
+        )
+        self.figures: dict[str, Any] = {} if found is None else dict(found.state["figures"])
+
+    def keeper(self, parts: Callable[[], Mapping[str, Any]]) -> Keeper:
+        """`parts` is the stage's own state: data cursor, executor."""
+
+        def snapshot() -> dict[str, Any]:
+            self.jsonl.sync()
+            return {
+                "stage": self.name,
+                "metrics_offset": self.jsonl.offset,
+                "skips_in_a_row": self.updater.skips_in_a_row,
+                "figures": dict(self.figures),
+                **parts(),
+            }
+
+        every = self.run.config.checkpoint.every
+        return Keeper(
+            self.store, self.backend, snapshot, every=every, total=self.steps, done=self.start, stop=self.run.stop
+        )
+
+    def evaluator(self) -> Callable[[int], Awaitable[Evaluation]] | None:
+        """Plays the held-out tasks, logs and saves them; None when the file names none."""
+        config = self.run.config
+        if config.eval.source is None:
+            return None
+        tasks = _tasks(config.eval.source)[: config.eval.tasks]
+        play = _play_eval(config, self.sampler, self.renderer)
+
+        async def run_evaluation(step: int) -> Evaluation:
+            began_s = time.perf_counter()
+            out = await evaluate_tasks(tasks, play)
+            values = metric_values(out.metrics)
+            self.sink.log(step, values | {"time/eval_s": time.perf_counter() - began_s})
+            label = "base" if step == 0 else self.name
+            episodes = [scored for group in out.groups for scored in group.episodes]
+            save_trajectories(self.run.folder.eval_rollouts(label), episodes, lean=True)
+            self.figures[f"success_{label}"] = out.score
+            self.figures[f"malformed_{label}"] = values["eval/invalid_actions"]
+            return out
+
+        return run_evaluation
+
+    def close(self) -> None:
+        self.sink.close()
+        self.sampler.close()
+        self.backend.close()
+
+
+async def _run_sft(run: _Run, desk: _Desk) -> None:
+    c = run.config.sft
+    assert c is not None
+    mixture = Mixture([(_conversations(source), source.weight) for source in c.sources], run.config.run.seed)
+    if desk.found is not None:
+        mixture.load_state_dict(desk.found.state["cursor"])
+    evaluate_now = desk.evaluator()
+
+    async def evaluate_after_sync(step: int) -> Evaluation:
+        assert evaluate_now is not None
+        handle = await asyncio.wrap_future(desk.backend.export_weights())
+        async with desk.publisher.publish(handle):
+            pass
+        return await evaluate_now(step)
+
+    await train_sft(
+        SftSettings(steps=c.steps, batch_size=c.batch_size, max_tokens=c.max_tokens, eval_every=run.config.eval.every),
+        next_batch=mixture.next_batch,
+        renderer=desk.renderer,
+        backend=desk.backend,
+        updater=desk.updater,
+        sink=desk.sink,
+        keeper=desk.keeper(lambda: {"cursor": mixture.state_dict()}),
+        held_out=_conversations(c.held_out) if c.held_out else (),
+        evaluate=None if evaluate_now is None else evaluate_after_sync,
+        start=desk.start,
+    )
+
+
+async def _run_rl(run: _Run, desk: _Desk) -> None:
+    config, c = run.config, run.config.rl
+    assert c is not None
+    source = TaskSource(_training_tasks(config, c, desk.renderer), config.run.seed)
+    executor = make_executor(c, config.run.seed, desk, source)
+    if desk.found is not None:
+        source.load_state_dict(desk.found.state["cursor"])
+        executor.load_state_dict(desk.found.state["executor"])
+        await executor.catch_up(await asyncio.wrap_future(desk.backend.export_weights()))
+    evaluate_now = desk.evaluator()
+    if evaluate_now is not None and config.sft is None and desk.start == 0:
+        await evaluate_now(0)
+
+    def record(step: int, episodes: Sequence[CreditedEpisode]) -> None:
+        save_trajectories(run.folder.step_rollouts(step + 1), episodes)
+
+    await train_rl(
+        RlSettings(
+            steps=c.steps,
+            minibatches=c.minibatches,
+            loss=LossSpec(fn=c.loss if c.loss in LOSSES else load_function(c.loss), params=c.loss_params),
+            credit=c.credit,
+            weighting=c.weighting,
+            weighting_constant=float(c.max_episode_tokens),
+            sync_every=c.sync_every,
+            eval_every=config.eval.every,
+        ),
+        executor=executor,
+        backend=desk.backend,
+        updater=desk.updater,
+        sink=desk.sink,
+        keeper=desk.keeper(lambda: {"cursor": source.state_dict(), "executor": executor.state_dict()}),
+        record=record,
+        evaluate=evaluate_now,
+        start=desk.start,
+    )
+
+
+async def _evaluate(config: Config) -> dict[str, float]:
+    if config.eval.source is None:
+        raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
+    lm = _load(config.model, config.model.path, seed=config.run.seed)
+    sampler = make_sampler(config, lm)
+    try:
+        renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+        tasks = _tasks(config.eval.source)[: config.eval.tasks]
+        out = await evaluate_tasks(tasks, _play_eval(config, sampler, renderer))
+    finally:
+        sampler.close()
+    return metric_values(out.metrics)
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def make_sampler(config: Config, lm: LanguageModel) -> EmbeddedEngine | GenerateSampler:
+    """The embedded engine on the trainer's own weights; on a copy when sampling may see other weights than training."""
+    rl, engine = config.rl, config.engine
+    if engine.type == "generate":
+        plain = copy.deepcopy(lm.model)
+        plain.config._attn_implementation = "sdpa"
+        return GenerateSampler(plain, lm.tokenizer, eos_tokens=lm.eos_tokens, source=lm.model)
+    separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
+    own = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
+    longest = rl.max_episode_tokens if rl is not None else lm.context
+    return EmbeddedEngine(
+        own,
+        max_rows=engine.max_rows,
+        kv_tokens=engine.kv_tokens or engine.max_rows * 2 * min(longest, lm.context),
+        piece_tokens=engine.piece_tokens,
+        source=lm if separate else None,
+    )
+
+
+def make_executor(c: Rl, seed: int, desk: _Desk, source: TaskSource) -> RolloutExecutor:
+    play = partial(
+        play_group,
+        group_size=c.group_size,
+        make_env=_make_env(c.tasks),
+        sampler=desk.sampler,
+        renderer=desk.renderer,
+        reward_runner=InProcessRewardRunner([_term(term) for term in c.rewards]),
+        sampling=_sampling(c.sampling, c.sampling.temperature),
+        max_turns=c.max_turns,
+        max_episode_tokens=c.max_episode_tokens,
+        timeout_s=c.asynchronous.task_timeout_s,
+        run_seed=seed,
+        generate_fn=load_function(c.generate_fn) if c.generate_fn else None,
+    )
+    return RolloutExecutor(
+        play=play,
+        next_task=source.next,
+        batch_groups=c.groups,
+        settings=AsyncSettings(
+            max_staleness=c.asynchronous.max_staleness,
+            max_running=c.asynchronous.max_running,
+            task_timeout_s=c.asynchronous.task_timeout_s,
+            max_consecutive_drops=c.asynchronous.max_consecutive_drops,
+        ),
+        publisher=desk.publisher,
+        filters=[_filter(filter.fn, filter.options) for filter in c.filters],
+    )
+
+
+def _play_eval(config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer) -> Play:
+    """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature."""
+    source = config.eval.source
+    assert source is not None
+    rl = config.rl or Rl(steps=1, tasks=source)
+    return partial(
+        play_group,
+        group_size=config.eval.samples,
+        make_env=_make_env(source),
+        sampler=sampler,
+        renderer=renderer,
+        reward_runner=InProcessRewardRunner([_term(term) for term in rl.rewards]),
+        sampling=_sampling(rl.sampling, config.eval.temperature),
+        max_turns=rl.max_turns,
+        max_episode_tokens=rl.max_episode_tokens,
+        timeout_s=rl.asynchronous.task_timeout_s,
+        run_seed=config.eval.seed,
+        generate_fn=load_function(rl.generate_fn) if rl.generate_fn else None,
+    )
+
+
+def _load(c: Model, path: str, *, seed: int) -> LanguageModel:
+    device = choose_device(c.device)
+    lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code)
+    if c.lora is not None:
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+    if c.recompute:
+        recompute_layers(lm.model)
+    return lm
+
+
+def _starting_model(config: Config, folder: RunFolder) -> str:
+    """Where the first stage starts; "tiny" is written into the run folder first."""
+    if config.model.path != "tiny":
+        return config.model.path
+    target = folder.path / "start"
+    if not (target / "config.json").is_file():
+        tiny = config.model.tiny
+        save_tiny(
+            target,
+            words=_tiny_words(config),
+            width=tiny.width,
+            layers=tiny.layers,
+            heads=tiny.heads,
+            kv_heads=tiny.kv_heads,
+            context=tiny.context,
+            seed=config.run.seed,
+        )
+    return str(target)
+
+
+def _tiny_words(config: Config) -> tuple[str, ...]:
+    sources = [*(config.sft.sources if config.sft else ()), *([config.rl.tasks] if config.rl else [])]
+    names = [source.name for source in sources if source.type == "world" and source.name]
+    if not names:
+        raise ConfigError('model.path = "tiny" knows only the words of a built-in world: use a source of type "world"')
+    words: list[str] = []
+    for name in dict.fromkeys(names):
+        words += [word for word in WORLDS[name].vocabulary() if word not in words]
+    return tuple(words)
+
+
+def _tasks(source: Source) -> list[Task]:
+    if source.type == "world":
+        assert source.name is not None
+        return world_tasks(source.name, source.size, source.seed, source.options)
+    return load_tasks(source)
+
+
+def _conversations(source: Source) -> list[tuple[Message, ...]]:
+    if source.type == "world":
+        assert source.name is not None
+        return world_demonstrations(source.name, source.size, source.seed, source.options)
+    return load_conversations(source)
+
+
+def _training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...]:
+    """The tasks that fit, with what was left out and what is also held out said aloud."""
+    filtered = filter_prompts(_tasks(c.tasks), renderer, c.max_prompt_tokens)
+    if filtered.dropped_count:
+        logger.warning(
+            "%d tasks have prompts of more than %d tokens (the longest has %d) and are left out",
+            filtered.dropped_count,
+            c.max_prompt_tokens,
+            filtered.longest,
+        )
+    if not filtered.kept:
+        raise DataError(f"no task is left: raise rl.max_prompt_tokens above {filtered.longest}")
+    if config.eval.source is not None:
+        shared = overlap(filtered.kept, _tasks(config.eval.source)[: config.eval.tasks])
+        if shared:
+            logger.warning("%d held-out tasks are also trained on: their score says little", shared)
+    return filtered.kept
+
+
+def _make_env(source: Source) -> Callable[[], Env]:
+    if source.type == "world":
+        assert source.name is not None
+        return WORLDS[source.name].make_env
+    return SingleTurnEnv
+
+
+def _term(term: RewardTerm) -> Term:
+    fn = BUILTIN[term.fn] if term.fn in BUILTIN else load_function(term.fn)
+    return Term(name=term.name or term.fn.rpartition(":")[2], fn=fn, weight=term.weight)
+
+
+def _filter(name: str, options: Mapping[str, Any]) -> Filter:
+    if name in FILTERS:
+        return named_filter(name, options)
+    fn = load_function(name)
+    return partial(fn, **options) if options else fn
+
+
+def _sampling(c: Sampling, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=c.max_tokens,
+        temperature=temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+        min_p=c.min_p,
+        stop_strings=c.stop_strings,
+    )
+
+
+def _adam(c: Optimizer, steps: int) -> Callable[[int], Adam]:
+    schedule = make_schedule(
+        steps,
+        peak=c.learning_rate,
+        type=c.schedule.type,
+        warmup_steps=c.schedule.warmup_steps,
+        final=c.schedule.final,
+    )
+
+    def adam(step: int) -> Adam:
+        return Adam(
+            learning_rate=schedule(step),
+            beta1=c.beta1,
+            beta2=c.beta2,
+            eps=c.eps,
+            weight_decay=c.weight_decay,
+            clip_norm=c.clip_norm,
+            max_norm=c.max_norm,
+        )
+
+    return adam
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def _newest(store: CheckpointStore, folder: Path) -> Loaded | None:
+    """The newest sound checkpoint; None when nothing was ever saved there."""
+    if not folder.is_dir() or not any(folder.glob("step_*")):
+        return None
+    return store.load_latest()
+
+
+def _check_same_run(run: RunFolder, config: Config) -> None:
+    """A run goes on with the configuration it began with; anything else would not be a resume."""
+    before, now = run.config.read_text(encoding="utf-8"), to_toml(to_mapping(config))
+    if before == now:
+        return
+    pairs = zip(before.splitlines(), now.splitlines(), strict=False)
+    first = next(((old, new) for old, new in pairs if old != new), ("a shorter file", "a longer one"))
+    raise CheckpointError(
+        f"{run.path} was started with another configuration ({first[0]!r}, now {first[1]!r}): "
+        "resume with the same file and overrides, or start a new run"
+    )
+
+
+@contextlib.contextmanager
+def _stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C asks for a checkpoint and a clean end; the second one ends at once."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def ask() -> None:
+        logger.warning("asked to stop: saving a checkpoint (ask again to end at once)")
+        stop.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, ask)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("headrace")
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
