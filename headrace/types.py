@@ -382,7 +382,6 @@ class ForwardOut:
     loss: float
     logprobs: tuple[FloatArray, ...]
     metrics: Metrics
-    entropies: tuple[FloatArray, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
