@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def dense_index(labels_T: Tensor) -> Tensor:
-    """Number equal labels 0, 1, 2, ... in the order of their values."""
+    """Number equal labels 0, 1, 2, ... in the order of their values, so that every number is below T."""
     sorted_T, order_T = torch.sort(labels_T, stable=True)
     steps_T = torch.zeros_like(order_T)
     steps_T[1:] = (sorted_T[1:] != sorted_T[:-1]).to(order_T.dtype)

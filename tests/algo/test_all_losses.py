@@ -97,7 +97,7 @@ def gradient(name: str, arrays: Mapping[str, Tensor], pieces: list[Tensor]) -> t
     total, metrics = torch.zeros((), dtype=F64), {}
     for piece in pieces:
         part = {array: values_T[piece] for array, values_T in arrays.items()}
-        _, part["segments"] = torch.unique(part["segments"], return_inverse=True)
+        part["segments"] = part["segments"] + 50  # leaving out untrained data leaves gaps in these numbers
         out = call(name, part, output_T[piece])
         total = total + out.loss
         metrics = merge_metrics(metrics, out.metrics)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, sampled_from, tuples
 
@@ -18,6 +19,8 @@ from headrace.algo.correction import (
     normalised,
     with_lags,
 )
+from headrace.algo.loss import loss_inputs
+from headrace.algo.losses.decoupled import decoupled_ppo
 from headrace.errors import ConfigError, DataError
 from headrace.types import Datum, float_array, int_array, metric_values
 
@@ -109,6 +112,24 @@ def test_one_step_is_full_when_no_lag_exceeds_one(rows: list[tuple[float, float,
     one = behaviour_weights([step], version=5, behaviour=Behaviour.ONE_STEP, missing=missing)
     full = behaviour_weights([step], version=5, behaviour=Behaviour.FULL)
     assert weights(one.data) == weights(full.data)
+
+
+def test_the_ratio_never_depends_on_next_version_logprobs() -> None:
+    # other next log-probs change the behaviour weights, and nothing else that decoupled PPO sees
+    def metrics(next_logprob: float) -> dict[str, float]:
+        step = datum(
+            proximal_logprobs=[-0.1, 0.2], versions=[0.0, 0.0], next_logprobs=[next_logprob] * 2, advantages=[1.0, -1.0]
+        )
+        made = behaviour_weights([step], version=3, behaviour=Behaviour.ONE_STEP).data[0]
+        names = loss_inputs(decoupled_ppo).required
+        rows = {f"{name}_T": torch.tensor(made.arrays[name]) for name in names}
+        return metric_values(decoupled_ppo(torch.tensor([0.0, 0.1]), **rows).metrics)
+
+    low, high = metrics(-0.5), metrics(0.5)
+    assert low["loss/weight_mean"] == pytest.approx(math.exp(-0.5))
+    assert high["loss/weight_mean"] == pytest.approx(math.exp(0.5))
+    same = ("loss/ratio_mean", "loss/ratio_max", "loss/clip_frac_low", "loss/clip_frac_high", "loss/kl_proximal_k3")
+    assert [low[name] for name in same] == [high[name] for name in same]
 
 
 def test_normalised_and_folded() -> None:

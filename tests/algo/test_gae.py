@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, composite, floats, integers
 
-from headrace.algo.advantages import reinforce_pp_tokens, token_gae, turn_gae
+from headrace.algo.advantages import adaptive_lam, reinforce_pp_tokens, token_gae, turn_gae
 from headrace.algo.advantages.table import discounted
 
 
@@ -68,6 +68,15 @@ def test_without_a_critic_it_is_the_sum_of_later_rewards() -> None:
     rewards = np.array([1.0, 0.0, 2.0, 5.0])
     out = token_gae(rewards, np.zeros(4), np.ones(4), np.array([3, 1]), np.zeros(2), gamma=1.0, lam=1.0)
     assert out.advantages.tolist() == [3.0, 2.0, 2.0, 5.0]
+
+
+def test_lambda_by_length() -> None:
+    # VAPO: max(0, 1 - 1 / (alpha L)); alpha = 0.5, L = 2 and 4: 0 and 0.5
+    lam = np.array([adaptive_lam(length, alpha=0.5) for length in (2, 4)])
+    assert lam.tolist() == [0.0, 0.5]
+    rewards = np.array([0, 1, 0, 0, 0, 1.0])
+    out = token_gae(rewards, np.zeros(6), np.ones(6), np.array([2, 4]), np.zeros(2), gamma=1.0, lam=lam)
+    assert out.advantages.tolist() == [0.0, 1.0, 0.125, 0.25, 0.5, 1.0]
 
 
 def test_turns_are_the_steps() -> None:

@@ -11,7 +11,6 @@ from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
 from headrace.algo.losses.critic import value, value_clipped
 from headrace.algo.losses.regularisers import (
-    adaptive_coef,
     entropy_bonus,
     reference_kl_k2,
     reference_kl_k3,
@@ -19,6 +18,7 @@ from headrace.algo.losses.regularisers import (
     reference_kl_weighted,
     sampler_kl,
 )
+from headrace.algo.trust import adaptive_coef, kept_share
 from headrace.errors import ConfigError
 from headrace.types import metric_values
 
@@ -86,6 +86,11 @@ def test_entropy_bonus_lowers_the_loss_where_entropy_is_high() -> None:
 
 def test_adaptive_coefficient_has_a_dead_zone() -> None:
     assert [adaptive_coef(1.0, kl=kl, target=0.1) for kl in (0.16, 0.14, 0.07, 0.06)] == [2.0, 1.0, 1.0, 0.5]
+
+
+def test_an_update_beyond_the_limit_is_scaled_back() -> None:
+    assert [kept_share(kl, limit=0.01) for kl in (0.0, 0.01, 0.04, 1.0)] == [1.0, 1.0, 0.5, 0.1]
+    assert kept_share(math.nan, limit=0.01) == kept_share(math.inf, limit=0.01) == 0.0
 
 
 def test_value_loss_by_hand() -> None:

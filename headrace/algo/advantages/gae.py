@@ -34,12 +34,12 @@ def token_gae(
     bootstrap: Numbers,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Numbers = 0.95,
 ) -> Gae:
     """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, over sampled tokens; returns = A + V.
 
     `lengths` are tokens per episode. `bootstrap` is the value after the last token of each episode: the critic's where
-    the episode was cut off by a limit, 0 where it ended by itself.
+    the episode was cut off by a limit, 0 where it ended by itself. `lam` may be one number per episode.
     """
     sampled_T = np.asarray(sampled) != 0
     values_T = np.asarray(values, dtype=np.float64)
@@ -64,7 +64,7 @@ def turn_gae(
     local: Numbers | None = None,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Numbers = 0.95,
 ) -> Gae:
     """One step per turn: its reward is the sum over its tokens, its value that at its first token; A on all its tokens.
 
@@ -117,13 +117,15 @@ def adaptive_lam(num_tokens: int, *, alpha: float = 0.05) -> float:
     return max(0.0, 1.0 - 1.0 / (alpha * num_tokens))
 
 
-def _gae(rewards_S: Floats, values_S: Floats, lengths_E: Ints, bootstrap: Numbers, gamma: float, lam: float) -> Floats:
+def _gae(
+    rewards_S: Floats, values_S: Floats, lengths_E: Ints, bootstrap: Numbers, gamma: float, lam: float | Numbers
+) -> Floats:
     bootstrap_E = np.asarray(bootstrap, dtype=np.float64)
     assert len(bootstrap_E) == len(lengths_E)
     next_S = np.roll(values_S, -1)
     filled_E = lengths_E > 0
     next_S[np.cumsum(lengths_E)[filled_E] - 1] = bootstrap_E[filled_E]
-    return discounted(rewards_S + gamma * next_S - values_S, lengths_E, gamma * lam)
+    return discounted(rewards_S + gamma * next_S - values_S, lengths_E, gamma * np.asarray(lam, dtype=np.float64))
 
 
 def _counts(marked_T: npt.NDArray[np.bool_], lengths_E: Ints) -> Ints:

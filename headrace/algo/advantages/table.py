@@ -86,8 +86,8 @@ def penalised(table: StepTable, penalty: float) -> StepTable:
     )
 
 
-def discounted(values_S: Floats, length_E: Ints, factor: float) -> Floats:
-    """out_t = values_t + factor * out_{t+1} within each episode.
+def discounted(values_S: Floats, length_E: Ints, factor: float | Floats) -> Floats:
+    """out_t = values_t + factor * out_{t+1} within each episode; one factor for all, or one per episode.
 
     One vectorised pass per time step, over the episodes that are that long: linear in the number of steps.
     """
@@ -95,12 +95,13 @@ def discounted(values_S: Floats, length_E: Ints, factor: float) -> Floats:
     order_E = np.argsort(-length_E, kind="stable")
     lengths_E = length_E[order_E]
     starts_E = (np.cumsum(length_E) - length_E)[order_E]
+    factor_E = np.broadcast_to(factor, lengths_E.shape)[order_E]
     out_S = values_S.astype(np.float64).copy()
     longest = int(lengths_E[0]) if len(lengths_E) else 0
     num_longer = np.searchsorted(-lengths_E, -np.arange(1, longest + 1), side="left")  # episodes longer than t = 1, ...
     for t in range(longest - 2, -1, -1):
         rows = starts_E[: num_longer[t]] + t
-        out_S[rows] += factor * out_S[rows + 1]
+        out_S[rows] += factor_E[: num_longer[t]] * out_S[rows + 1]
     return out_S
 
 

@@ -28,11 +28,11 @@ def discriminative(
     tokens, so that the weighting unit_mean gives the mean over groups. Keep it near the sampler by "+ sampler_kl".
     """
     trained_T = weights_T != 0
-    group_T = dense_index(units_T)
-    score_S = segment_mean(policy_logprobs_T, trained_T, segments_T)
-    group_S = torch.zeros_like(group_T).scatter_(0, segments_T, group_T)
-    good_S = segment_any(trained_T & (advantages_T > 0), segments_T)
-    bad_S = segment_any(trained_T & (advantages_T < 0), segments_T)
+    group_T, segment_T = dense_index(units_T), dense_index(segments_T)
+    score_S = segment_mean(policy_logprobs_T, trained_T, segment_T)
+    group_S = torch.zeros_like(group_T).scatter_(0, segment_T, group_T)
+    good_S = segment_any(trained_T & (advantages_T > 0), segment_T)
+    bad_S = segment_any(trained_T & (advantages_T < 0), segment_T)
     mean_good_G = segment_mean(score_S, good_S, group_S)
     num_bad_G = segment_sum(bad_S.to(score_S.dtype), group_S)
     soft_bad_G = tau * (segment_logsumexp(score_S / tau, bad_S, group_S) - num_bad_G.clamp(min=1.0).log())

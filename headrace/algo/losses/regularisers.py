@@ -59,7 +59,7 @@ def sampler_kl(
 ) -> LossOut:
     """L = coef sum_t w_t (r - 1 - log r), r = exp(policy - sampler): KL(sampler || policy), unbiased on its samples.
 
-    The trust-region term of conservative PPO; `adaptive_coef` moves its coefficient between training steps.
+    The trust-region term of conservative PPO; `trust.adaptive_coef` moves its coefficient between training steps.
     """
     trained_T = weights_T != 0
     d_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)
@@ -78,18 +78,6 @@ def entropy_bonus(
         loss=loss,
         metrics={"loss/entropy_bonus": Sum(loss.detach()), "loss/entropy": mean_over(entropy_T, trained_T)},
     )
-
-
-def adaptive_coef(coef: float, *, kl: float, target: float) -> float:
-    """Twice the coefficient when a step moved further than 1.5 x target, half of it below target / 1.5.
-
-    >>> adaptive_coef(1.0, kl=0.05, target=0.02), adaptive_coef(1.0, kl=0.01, target=0.02)
-    (2.0, 0.5)
-    """
-    assert target > 0
-    if kl > 1.5 * target:
-        return 2.0 * coef
-    return 0.5 * coef if kl < target / 1.5 else coef
 
 
 def _penalty(kl_T: Tensor, d_T: Tensor, weights_T: Tensor, coef: float) -> LossOut:

@@ -12,7 +12,7 @@ from headrace.algo.losses.ratios import (
     weighted_sum,
 )
 from headrace.algo.losses.surrogate import clipped_objective
-from headrace.algo.segments import segment_mean, segment_sum
+from headrace.algo.segments import dense_index, segment_mean, segment_sum
 from headrace.types import Sum
 
 
@@ -35,7 +35,8 @@ def gspo(
     """
     counted_T = (weights_T if sequence_ratio_mask_T is None else sequence_ratio_mask_T) != 0
     token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, counted_T)
-    sequence_T = segment_mean(token_T, counted_T, segments_T)[segments_T]
+    index_T = dense_index(segments_T)
+    sequence_T = segment_mean(token_T, counted_T, index_T)[index_T]
     return _clipped(sequence_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -54,7 +55,8 @@ def gspo_token(
     """GSPO with s_t = sg(s) exp(log pi_t - sg(log pi_t)): the value of gspo, each gradient under its own A_t."""
     counted_T = (weights_T if sequence_ratio_mask_T is None else sequence_ratio_mask_T) != 0
     token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, counted_T)
-    sequence_T = segment_mean(token_T.detach(), counted_T, segments_T)[segments_T]
+    index_T = dense_index(segments_T)
+    sequence_T = segment_mean(token_T.detach(), counted_T, index_T)[index_T]
     own_T = log_ratio(policy_logprobs_T, policy_logprobs_T.detach(), weights_T != 0)
     return _clipped(sequence_T + own_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
 
@@ -75,7 +77,8 @@ def sequence_ppo(
     With the weighting sequence_mean, the mean over sequences of -min(s A, clip(s) A).
     """
     token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, weights_T != 0)
-    sequence_T = segment_sum(token_T, segments_T)[segments_T].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    index_T = dense_index(segments_T)
+    sequence_T = segment_sum(token_T, index_T)[index_T].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return _clipped(sequence_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
 
 

@@ -22,7 +22,7 @@ from headrace.algo.losses.ratios import (
     share_of,
     weighted_sum,
 )
-from headrace.algo.segments import segment_mean, segment_sum
+from headrace.algo.segments import dense_index, segment_mean, segment_sum
 from headrace.types import Metric, Sum
 
 
@@ -156,13 +156,15 @@ def geometric_mis(
     """c = r of the token; the sequence is dropped unless floor <= geometric mean of its ratios <= cap."""
     trained_T = weights_T != 0
     log_ratio_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)
-    mean_T = segment_mean(log_ratio_T.detach(), trained_T, segments_T)[segments_T].exp()
+    index_T = dense_index(segments_T)
+    mean_T = segment_mean(log_ratio_T.detach(), trained_T, index_T)[index_T].exp()
     ratio_T = log_ratio_T.detach().exp()
     return _dropping(policy_logprobs_T, advantages_T, weights_T, log_ratio_T, ratio_T, mean_T, floor=floor, cap=cap)
 
 
 def _sequence_product(log_ratio_T: Tensor, segments_T: Tensor) -> Tensor:
-    total_T = segment_sum(log_ratio_T.detach(), segments_T)[segments_T]
+    index_T = dense_index(segments_T)
+    total_T = segment_sum(log_ratio_T.detach(), index_T)[index_T]
     return total_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
