@@ -9,15 +9,14 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-_MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
-
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any sequence of integers and strings; 1 and "1" give different seeds."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         assert isinstance(part, int | str)
-        digest.update(f"{type(part).__name__}:{part};".encode())
+        text = str(part).replace("%", "%25").replace(";", "%3B")  # no part can spell another's end
+        digest.update(f"{type(part).__name__}:{text};".encode())
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
