@@ -95,7 +95,7 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, Q, T, D], key and value [1, H, T, D] -> [1, T, Q, D]."""
-    assert attention is not None, "call the model with attention=Packed(...), Prefill(...) or Decode(...)"
+    assert attention is not None, "call the model with attention=Packed(...) or Cached(...)"
     assert dropout == 0.0, "models are kept in eval mode"
     assert query.shape[0] == 1, "tokens are packed into one row"
     match attention:

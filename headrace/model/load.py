@@ -3,14 +3,15 @@
 `LanguageModel` is what both share. Nothing here trains or samples.
 """
 
-import functools
 import hashlib
 import importlib.util
 import logging
 import os
 from collections.abc import Iterable
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from headrace.errors import ModelError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
-from headrace.model.lora import LoraLinear
+from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.support import check_supported
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,17 @@ class LanguageModel:
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def head_weight(self) -> Tensor:
-        """[V, D]; with LoRA on the head, the merged weight (differentiable in the adapter)."""
+        """[V, D]; with LoRA on the head, the weight merged with the adapter in use (and differentiable in it).
+
+        Raises ModelError when every token has its own adapter: one weight cannot be merged with several.
+        """
         head = self.model.lm_head
-        if isinstance(head, LoraLinear):
-            return head.merged_weight()
-        return head.weight  # type: ignore[no-any-return]
+        if not isinstance(head, LoraLinear):
+            return head.weight  # type: ignore[no-any-return]
+        slot = ADAPTER.get()
+        if not isinstance(slot, int):
+            raise ModelError("adapters on the output head cannot be mixed in one batch; leave lm_head out of them")
+        return head.merged_weight(slot)
 
 
 def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
@@ -119,15 +126,17 @@ def choose_dtype(wanted: str, device: str) -> torch.dtype:
 def recompute_layers(model: Any) -> None:
     """Keep only each layer's input for the backward pass and compute the rest again there."""
     for layer in model.base_model.layers:
-        forward = layer.forward
+        layer.forward = MethodType(_recomputed, layer)  # bound to the layer, so a deep copy of the model uses its own
 
-        @functools.wraps(forward)
-        def wrapped(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return _forward(*args, **kwargs)
-            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
 
-        layer.forward = wrapped
+def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(layer).forward
+    if not torch.is_grad_enabled():
+        return forward(layer, *args, **kwargs)
+    context = copy_context()  # the backward pass may run on another thread, where no adapter is chosen
+    return checkpoint(
+        lambda *inner, **named: context.run(forward, layer, *inner, **named), *args, use_reentrant=False, **kwargs
+    )
 
 
 def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -38,6 +38,8 @@ REFUSED: Mapping[str, str] = {
     "gpt2": "has learned positions and its own attention; not tested yet",
 }
 
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
 
 def check_supported(config: Any) -> None:
     """Raise ModelError unless a Hugging Face config describes a model that the shared attention function can run."""
@@ -50,6 +52,12 @@ def check_supported(config: Any) -> None:
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise ModelError(f"this '{kind}' model sets {name}, which is not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") in LENGTH_DEPENDENT_ROPE:
+        raise ModelError(
+            f"this '{kind}' model has '{rope['rope_type']}' rotary positions, which depend on the longest sequence of "
+            "a batch; that is not supported"
+        )
     for name in ("attention_dropout", "hidden_dropout", "resid_dropout"):
         if getattr(config, name, 0.0):
             raise ModelError(f"this '{kind}' model sets {name}; set it to 0 in its config.json")
