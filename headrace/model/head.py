@@ -95,6 +95,12 @@ def backward_chunk(
     return grad_hidden_CD
 
 
+def zero_gradient(weight_VD: Tensor) -> Tensor:
+    """Where the chunks' gradients of a weight add up: float32 for half-precision weights."""
+    half = weight_VD.dtype in (torch.bfloat16, torch.float16)
+    return torch.zeros_like(weight_VD, dtype=torch.float32 if half else weight_VD.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class FusedOut:
     """`grad_hidden_TD` is None when no gradient was asked for."""
@@ -166,7 +172,7 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy_T: Tensor) -> Any:
         hidden_TD, weight_VD = ctx.saved_tensors
-        grad_weight = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        grad_weight = zero_gradient(weight_VD) if ctx.needs_input_grad[1] else None
         grad_hidden = torch.empty_like(hidden_TD)
         for start in range(0, hidden_TD.shape[0], ctx.chunk_tokens):
             span = slice(start, start + ctx.chunk_tokens)
@@ -181,7 +187,7 @@ class _Logprobs(torch.autograd.Function):
                 grad_entropy_T[span] if ctx.want_entropy else None,
                 grad_weight,
             )
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
 
 
 def logprobs(

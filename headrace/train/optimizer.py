@@ -45,6 +45,11 @@ class MasterAdamW:
             else:
                 self.gradients[name] = gradient.to(self.masters[name].dtype)
 
+    def fill(self) -> None:
+        """Where no backward pass left anything (no token had a weight), the gradient is zero."""
+        for name in self.parameters:
+            self.buffer(name)
+
     def discard(self) -> None:
         self.gradients = {}
         for parameter in self.parameters.values():

@@ -6,6 +6,7 @@ optimiser and gradients, and must not know where data come from or where weights
 Shape letters: T packed tokens, R tokens that have a weight (rows of the head), D width, V vocabulary.
 """
 
+import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.algo.loss import LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
-from headrace.algo.losses import LOSSES
+from headrace.algo.losses import find_loss
 from headrace.algo.packing import pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
 from headrace.model import head
 from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
-from headrace.model.lora import add_lora, lora_layers, merged_state_dict, save_adapter
+from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_dict, save_adapter
 from headrace.train.optimizer import MasterAdamW
 from headrace.types import (
     Adam,
@@ -152,6 +153,7 @@ class TorchBackend:
             self._optimizer.discard()
             self._has_gradient = False
             raise
+        self._optimizer.fill()
         self._has_gradient = True
         return out
 
@@ -221,7 +223,7 @@ class TorchBackend:
         weight_VD = self.lm.head_weight()
         train_head = want_gradient and weight_VD.requires_grad
         name = self._head_name() if train_head and weight_VD.is_leaf else None
-        buffer = self._optimizer.buffer(name) if name else torch.zeros_like(weight_VD) if train_head else None
+        buffer = self._optimizer.buffer(name) if name else head.zero_gradient(weight_VD) if train_head else None
         parts: list[tuple[Tensor, Mapping[str, Metric]]] = []
 
         def evaluate(span: slice, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
@@ -245,7 +247,7 @@ class TorchBackend:
             tensors, gradients = [hidden_TD], [gradient_TD]
             if train_head and name is None:
                 assert buffer is not None
-                tensors, gradients = [hidden_TD, weight_VD], [gradient_TD, buffer]
+                tensors, gradients = [hidden_TD, weight_VD], [gradient_TD, buffer.to(weight_VD.dtype)]
             torch.autograd.backward(tensors, gradients)
         metrics: dict[str, Metric] = {}
         for _, part in parts:
@@ -306,7 +308,7 @@ class TorchBackend:
             save_adapter(lm.model, folder / "adapter", base_model=lm.source)
             trained = {name: value.detach().clone() for name, value in self._optimizer.parameters.items()}
             save_file(trained, folder / ADAPTER_FILE)
-            lm.model.save_pretrained(folder, state_dict=_untied(lm, merged_state_dict(lm.model)))
+            _save_merged(lm, folder)
         else:
             lm.model.save_pretrained(folder)
         lm.tokenizer.save_pretrained(folder)
@@ -327,15 +329,15 @@ class TorchBackend:
         missing = [name for name in named if name not in weights]
         if missing:
             raise BackendError(f"{folder} lacks the weights {', '.join(missing[:3])}: it is another model's")
+        for name, parameter in named.items():
+            if weights[name].shape != parameter.shape:
+                raise BackendError(f"{name} in {folder} has another shape: it is another model's")
+        flat = load_file(folder / OPTIMIZER_FILE)  # everything is read before anything is changed
+        flat.pop("empty", None)
         with torch.no_grad():
-            for name, parameter in named.items():
-                if weights[name].shape != parameter.shape:
-                    raise BackendError(f"{name} in {folder} has another shape: it is another model's")
             for name, parameter in named.items():
                 parameter.copy_(weights[name])
                 self._optimizer.masters[name].copy_(weights[name])
-        flat = load_file(folder / OPTIMIZER_FILE)
-        flat.pop("empty", None)
         self._optimizer.load_state_dict(flat)
         self._num_updates, self._has_gradient = int(state["num_updates"]), False
 
@@ -344,13 +346,7 @@ class TorchBackend:
 
 
 def _prepare_loss(spec: LossSpec) -> _Loss:
-    fn: LossFn
-    if isinstance(spec.fn, str):
-        if spec.fn not in LOSSES:
-            raise BackendError(f"there is no loss {spec.fn!r}; there are {', '.join(sorted(LOSSES))}")
-        fn = LOSSES[spec.fn]
-    else:
-        fn = spec.fn
+    fn = find_loss(spec.fn)
     names = tuple(inspect.signature(fn).parameters)
     return _Loss(fn=fn, inputs=loss_inputs(fn), parameters=names, params=spec.params, unit=unit_of(fn))
 
@@ -364,8 +360,15 @@ def _check_data(data: Sequence[Datum], loss: _Loss, *, vocabulary: int, context:
     kinds = {datum.targets.shape[1:] for datum in data}
     if len(kinds) > 1:
         raise BackendError("data with one target per token and with several cannot be mixed in one request")
+    for name in loss.inputs.optional:
+        if len({name in datum.arrays for datum in data}) > 1:
+            raise BackendError(f"some data have the array '{name}' and some have not: give it to all or to none")
     for index, datum in enumerate(data):
         check_inputs(loss.fn, datum.arrays, loss.params)
+        if not datum.num_tokens:
+            raise BackendError(f"datum {index} has no tokens")
+        if not datum.temperature > 0:
+            raise BackendError(f"datum {index}: its temperature is {datum.temperature}; it must be above 0")
         if datum.num_tokens > context:
             raise BackendError(f"datum {index} has {datum.num_tokens} tokens; the model's context is {context}")
         for name, tokens in (("inputs", datum.inputs), ("targets", datum.targets)):
@@ -413,11 +416,18 @@ def _call(loss: _Loss, logprobs: Tensor, entropy: Tensor | None, inputs: Mapping
     return loss.fn(**arguments)
 
 
-def _untied(lm: LanguageModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out the head when it is the embedding, as `save_pretrained` does."""
-    if getattr(lm.model.config, "tie_word_embeddings", False):
-        return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
-    return state
+def _save_merged(lm: LanguageModel, folder: Path) -> None:
+    """The model with its adapter folded in. A head that is the embedding is left out, as `save_pretrained` does, unless
+    it has an adapter of its own: then the folder's model is no longer tied."""
+    config, state = lm.model.config, merged_state_dict(lm.model)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    if tied and not isinstance(lm.model.lm_head, LoraLinear):
+        del state["lm_head.weight"]
+    lm.model.save_pretrained(folder, state_dict=state)
+    if tied and isinstance(lm.model.lm_head, LoraLinear):
+        untied = copy.deepcopy(config)
+        untied.tie_word_embeddings = False
+        untied.save_pretrained(folder)
 
 
 def _load_weights(folder: Path) -> dict[str, Tensor]:
