@@ -1,0 +1,147 @@
+"""Episodes and conversations become data: the only shift by one, with every number worked out by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.strategies import booleans, composite, integers, lists
+
+from headrace.algo.datum import conversation_datum, samples, shifted, to_data
+from headrace.types import (
+    Completion,
+    CreditedEpisode,
+    Episode,
+    Reward,
+    ScoredEpisode,
+    Step,
+    Stop,
+    Task,
+    float_array,
+    int_array,
+)
+
+
+def step(prompt: list[int], sampled: list[int], logprobs: list[float], versions: list[int]) -> Step:
+    completion = Completion(
+        tokens=int_array(sampled),
+        sampler_logprobs=float_array(logprobs),
+        raw_logprobs=float_array([-9.0] * len(sampled)),
+        versions=int_array(versions),
+        stop=Stop.STOP,
+    )
+    return Step(prompt=int_array(prompt), completion=completion, action="")
+
+
+def credited(steps: list[Step], advantages: list[float], temperature: float = 1.0) -> CreditedEpisode:
+    episode = Episode(
+        id="e", task=Task(id="t"), seed=0, steps=tuple(steps), messages=(), temperature=temperature, truncated=False
+    )
+    scored = ScoredEpisode(episode=episode, reward=Reward(total=0.0))
+    return CreditedEpisode(scored=scored, group_id=0, advantages=tuple(advantages))
+
+
+def test_position_t_predicts_token_t_plus_1() -> None:
+    datum = shifted(int_array([5, 6, 7]), {"weights": float_array([9.0, 0.25, 0.5])}, temperature=0.7, unit=3)
+    assert datum.inputs.tolist() == [5, 6]
+    assert datum.targets.tolist() == [6, 7]
+    assert datum.arrays["weights"].tolist() == [0.25, 0.5]
+    assert (datum.temperature, datum.unit) == (0.7, 3)
+
+
+def test_a_conversation_trains_the_marked_tokens_and_no_other() -> None:
+    # tokens 7 and 8 are the assistant's: they are the targets of positions 1 and 2
+    datum = conversation_datum(int_array([5, 6, 7, 8, 9]), np.array([False, False, True, True, False]))
+    assert datum.targets[datum.arrays["weights"] == 1].tolist() == [7, 8]
+    assert datum.arrays["weights"].tolist() == [0, 1, 1, 0]
+
+
+def test_a_conversation_that_only_grows_is_one_datum() -> None:
+    episode = credited(
+        [
+            step([1, 2], [3, 4], [-0.5, -0.25], [0, 0]),
+            step([1, 2, 3, 4, 5, 6], [7], [-1.5], [1]),
+        ],
+        [2.0, -3.0],
+        temperature=0.5,
+    )
+    [datum] = to_data([episode])
+    # the sequence is 1 2 | 3 4 | 5 6 | 7: sampled tokens are at 2, 3 and 6, so the targets at 1, 2 and 5
+    assert datum.inputs.tolist() == [1, 2, 3, 4, 5, 6]
+    assert datum.targets.tolist() == [2, 3, 4, 5, 6, 7]
+    assert datum.arrays["weights"].tolist() == [0, 1, 1, 0, 0, 1]
+    assert datum.arrays["advantages"].tolist() == [0, 2, 2, 0, 0, -3]
+    assert datum.arrays["sampler_logprobs"].tolist() == [0, -0.5, -0.25, 0, 0, -1.5]
+    assert datum.arrays["versions"].tolist() == [-1, 0, 0, -1, -1, 1]
+    assert (datum.temperature, datum.unit) == (0.5, None)
+
+
+def test_a_rewritten_history_starts_a_new_datum() -> None:
+    # the second prompt has 9 where 3 was sampled (thinking was cut, say); the third extends the second
+    episode = credited(
+        [
+            step([1, 2], [3, 4], [-0.5, -0.25], [0, 0]),
+            step([1, 2, 9, 5], [6], [-1.0], [0]),
+            step([1, 2, 9, 5, 6, 7], [8], [-2.0], [0]),
+        ],
+        [1.0, 2.0, 3.0],
+    )
+    first, second = to_data([episode])
+    assert first.inputs.tolist() == [1, 2, 3]
+    assert first.targets.tolist() == [2, 3, 4]
+    assert first.arrays["weights"].tolist() == [0, 1, 1]
+    assert first.arrays["advantages"].tolist() == [0, 1, 1]
+    assert second.inputs.tolist() == [1, 2, 9, 5, 6, 7]
+    assert second.targets.tolist() == [2, 9, 5, 6, 7, 8]
+    assert second.arrays["weights"].tolist() == [0, 0, 0, 1, 0, 1]
+    assert second.arrays["advantages"].tolist() == [0, 0, 0, 2, 0, 3]
+    assert second.arrays["sampler_logprobs"].tolist() == [0, 0, 0, -1, 0, -2]
+
+
+@pytest.mark.parametrize(
+    ("second", "num_samples"),
+    [([1, 2, 3, 4], 1), ([1, 2, 3], 2), ([1, 2, 3, 5], 2), ([1, 2], 2), ([0, 2, 3, 4, 5], 2)],
+    ids=["exactly so far", "shorter", "last token changed", "the same prompt again", "first token changed"],
+)
+def test_only_a_prompt_that_begins_with_all_tokens_so_far_continues(second: list[int], num_samples: int) -> None:
+    episode = credited(
+        [step([1, 2], [3, 4], [-1.0, -1.0], [0, 0]), step(second, [7], [-1.0], [0])], [1.0, 1.0]
+    ).scored.episode
+    assert len(samples(episode)) == num_samples
+
+
+def test_episodes_keep_their_own_advantages_in_order() -> None:
+    one = credited([step([1], [2], [-0.5], [4])], [0.5])
+    two = credited([step([1], [3], [-0.75], [5])], [-0.5])
+    data = to_data([one, two])
+    assert [datum.targets.tolist() for datum in data] == [[2], [3]]
+    assert [datum.arrays["advantages"].tolist() for datum in data] == [[0.5], [-0.5]]
+    assert [datum.arrays["versions"].tolist() for datum in data] == [[4], [5]]
+
+
+@composite
+def episodes(draw) -> Episode:  # type: ignore[no-untyped-def]
+    """Any mixture of turns that extend the conversation and turns whose history was rewritten."""
+    steps: list[Step] = []
+    so_far: list[int] = []
+    tokens = lists(integers(0, 3), min_size=1, max_size=3)
+    for _ in range(draw(integers(1, 5))):
+        extends = draw(booleans())
+        prompt = so_far + draw(tokens) if extends else draw(tokens)
+        sampled = draw(tokens)
+        steps.append(step(prompt, sampled, [-0.25 - len(steps)] * len(sampled), [len(steps)] * len(sampled)))
+        so_far = prompt + sampled
+    return credited(steps, [0.0] * len(steps)).scored.episode
+
+
+@given(episodes())
+def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(episode: Episode) -> None:
+    seen: list[int] = []
+    for sample in samples(episode):
+        for index in sorted(set(sample.step[sample.step >= 0].tolist())):
+            seen.append(index)
+            own = episode.steps[index]
+            (where,) = np.nonzero(sample.step == index)
+            assert sample.tokens[where].tolist() == own.completion.tokens.tolist()
+            assert sample.tokens[: where[0]].tolist() == own.prompt.tolist()
+            assert sample.sampler_logprobs[where].tolist() == own.completion.sampler_logprobs.tolist()
+            assert sample.versions[where].tolist() == own.completion.versions.tolist()
+    assert seen == list(range(len(episode.steps)))

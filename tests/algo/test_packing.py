@@ -1,0 +1,52 @@
+"""Micro-batches: every datum exactly once, units whole, the budget kept."""
+
+from hypothesis import given
+from hypothesis.strategies import composite, integers, lists, none, one_of
+
+from headrace.algo.packing import pack
+
+
+@composite
+def requests(draw):  # type: ignore[no-untyped-def]
+    lengths = draw(lists(integers(1, 12), min_size=1, max_size=20))
+    units = draw(lists(one_of(none(), integers(0, 4)), min_size=len(lengths), max_size=len(lengths)))
+    return lengths, units, draw(integers(1, 30))
+
+
+@given(requests())
+def test_every_datum_is_packed_once_units_stay_whole_and_the_budget_holds(request) -> None:  # type: ignore[no-untyped-def]
+    lengths, units, budget = request
+    batches = pack(lengths, units, budget=budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for unit in {unit for unit in units if unit is not None}:
+        assert len([batch for batch in batches if any(units[index] == unit for index in batch)]) == 1
+    for batch in batches:
+        whole = {units[index] if units[index] is not None else ("own", index) for index in batch}
+        assert sum(lengths[index] for index in batch) <= budget or len(whole) == 1
+        assert list(batch) == sorted(batch)
+
+
+@given(requests())
+def test_no_two_micro_batches_would_fit_into_one(request) -> None:  # type: ignore[no-untyped-def]
+    lengths, units, budget = request
+    sizes = [sum(lengths[index] for index in batch) for batch in pack(lengths, units, budget=budget)]
+    assert all(a + b > budget for position, a in enumerate(sizes) for b in sizes[:position])
+
+
+def test_the_longest_go_first_and_the_rest_fill_the_gaps() -> None:
+    # budget 10: 7 opens a batch, 6 another, 3 fills the first (7 + 3), 2 and 2 the second (6 + 2 + 2)
+    assert pack([2, 7, 3, 6, 2], [None] * 5, budget=10) == ((0, 3, 4), (1, 2))
+
+
+def test_a_pair_counts_as_one() -> None:
+    # unit 8 is 4 + 5 = 9 tokens: nothing of length 2 or more fits beside it in 10
+    assert pack([4, 2, 5, 3], [8, None, 8, None], budget=10) == ((0, 2), (1, 3))
+
+
+def test_what_exceeds_the_budget_is_alone() -> None:
+    assert pack([25, 1, 1], [None, None, None], budget=10) == ((0,), (1, 2))
+
+
+def test_unit_numbers_and_positions_are_not_confused() -> None:
+    # datum 0 has no unit; datum 1 is alone in unit 0
+    assert pack([6, 6], [None, 0], budget=8) == ((0,), (1,))
