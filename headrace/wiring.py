@@ -8,8 +8,11 @@ import contextlib
 import copy
 import json
 import logging
+import os
 import signal
+import threading
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -20,7 +23,7 @@ from typing import Any
 
 from headrace.algo.losses import LOSSES
 from headrace.config import Config, Model, Optimizer, RewardTerm, Rl, Sampling, Source, load_config, to_mapping
-from headrace.errors import CheckpointError, ConfigError, DataError
+from headrace.errors import CheckpointError, ConfigError, DataError, Interrupted, RunFolderError, boundary
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.loops.evaluate import Evaluation
@@ -38,6 +41,7 @@ from headrace.model.load import (
     recompute_layers,
 )
 from headrace.model.lora import add_lora
+from headrace.model.quiet import no_progress_bars
 from headrace.model.tiny import save_tiny
 from headrace.observe.progress import Progress
 from headrace.observe.report import write_report
@@ -59,7 +63,7 @@ from headrace.rollout.sources import load_tasks
 from headrace.rollout.tasks import TaskSource, filter_prompts, overlap
 from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
-from headrace.train.checkpoint import CheckpointStore, Loaded
+from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
 from headrace.train.schedule import make_schedule
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, CreditedEpisode, Group, LossSpec, Message, SamplingParams, Task, metric_values
@@ -67,6 +71,7 @@ from headrace.types import Adam, CreditedEpisode, Group, LossSpec, Message, Samp
 logger = logging.getLogger(__name__)
 
 Play = Callable[[Task, int], Awaitable[Group]]
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +96,18 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
     else:
         run = RunFolder.open(resume)
         _check_same_run(run, config)
-    with _log_to(run.log):
+    with _log_to(run.log), no_progress_bars():
         logger.info("%s: run folder %s", config_text_path, run.path)
-        return asyncio.run(_train(config, run))
+        try:
+            return asyncio.run(_train(config, run))
+        except Interrupted as exc:
+            raise Interrupted(f"{exc}; go on with  headrace train {run.config} {run.path} --resume") from exc
 
 
 def evaluate(config: Config) -> dict[str, float]:
     """Held-out metrics of the configured model."""
-    return asyncio.run(_evaluate(config))
+    with no_progress_bars():
+        return asyncio.run(_evaluate(config))
 
 
 def demo(*, seed: int, folder: Path) -> RunResult:
@@ -151,17 +160,22 @@ class _Run:
     folder: RunFolder
     stop: asyncio.Event
     model_path: str
-    metrics_offset: int = 0  # bytes of metrics.jsonl that belong to finished stages
+    metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
     figures: dict[str, Any] = field(default_factory=dict)
 
 
 async def _train(config: Config, folder: RunFolder) -> RunResult:
     run = _Run(config, folder, asyncio.Event(), _starting_model(config, folder))
-    with _stop_on_signals(run.stop):
+    with _stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
+        rl_found = _Found.of(run, "rl", may_start_again=config.sft is not None) if config.rl is not None else None
         if config.sft is not None:
-            await _stage(run, "sft", config.sft.steps, _run_sft)
+            if rl_found is not None and rl_found.newest is not None:  # what [sft] left behind has been used already
+                run.model_path = str(run.folder.checkpoints / "sft" / checkpoint_name(config.sft.steps))
+            else:
+                await _stage(run, _Found.of(run, "sft"), config.sft.steps, _run_sft)
         if config.rl is not None:
-            await _stage(run, "rl", config.rl.steps, _run_rl)
+            assert rl_found is not None
+            await _stage(run, rl_found, config.rl.steps, _run_rl)
     summary = {key: value for key, value in run.figures.items() if isinstance(value, int | float)}
     report = write_report(folder.path, summary)
     lines = [f"{name} = {value:.4g}" for name, value in summary.items()]
@@ -169,25 +183,45 @@ async def _train(config: Config, folder: RunFolder) -> RunResult:
     return RunResult(folder=folder.path, report=report, text=text, figures=run.figures)
 
 
-async def _stage(run: _Run, name: str, steps: int, body: "Callable[[_Run, _Desk], Awaitable[None]]") -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A stage's checkpoints, and the newest sound one of them; None when there is none to go on from."""
+
+    name: str
+    store: CheckpointStore
+    newest: Loaded | None
+
+    @classmethod
+    def of(cls, run: _Run, name: str, *, may_start_again: bool = False) -> "_Found":
+        """Raises CheckpointError when there are checkpoints and none is sound, unless the stage may start again."""
+        folder, keep = run.folder.checkpoints / name, run.config.checkpoint
+        store = CheckpointStore(folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        newest = None
+        if folder.is_dir() and any(folder.glob("step_*")):
+            try:
+                newest = store.load_latest()
+            except CheckpointError:
+                if not may_start_again:
+                    raise
+                logger.warning("stage %s starts again from the end of the one before it", name)
+        return cls(name=name, store=store, newest=newest)
+
+
+async def _stage(run: _Run, at: _Found, steps: int, body: "Callable[[_Run, _Desk], Awaitable[None]]") -> None:
     """Run one stage unless its last checkpoint is there already; the next one starts from where it ended."""
-    config = run.config
-    store = CheckpointStore(
-        run.folder.checkpoints / name, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
-    )
-    found = _newest(store, run.folder.checkpoints / name)
+    found = at.newest
     if found is None or found.step < steps:
-        desk = _Desk(run, name, steps, store, found)
+        desk = _Desk(run, at.name, steps, at.store, found)
         try:
             await body(run, desk)
         finally:
             desk.close()
-        found = store.load_latest()
+        found = at.store.load_latest()
     else:
-        logger.info("stage %s is complete", name)
+        logger.info("stage %s is complete", at.name)
     run.model_path = str(found.folder)
-    run.metrics_offset = int(found.state["metrics_offset"])
-    run.figures |= found.state.get("figures", {})
+    run.metrics_records = int(found.state["metrics_records"])
+    run.figures |= found.state["figures"]
 
 
 class _Desk:
@@ -197,14 +231,7 @@ class _Desk:
         config = run.config
         self.run, self.name, self.steps, self.store, self.found = run, name, steps, store, found
         self.start = 0 if found is None else found.step
-        self.jsonl = JsonlSink(run.folder.metrics, stage=name)
-        self.jsonl.truncate_after(run.metrics_offset if found is None else int(found.state["metrics_offset"]))
-        sinks: list[MetricSink] = [self.jsonl]
-        if config.run.tensorboard and tensorboard_installed():
-            sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
-        sinks.append(Progress(name, steps, start=self.start))
-        self.sink = TeeSink(*sinks)
-        self.lm = _load(config.model, run.model_path, seed=config.run.seed)
+        self.lm = _load(config.model, self._base(), seed=config.run.seed)
         stage = config.sft if name == "sft" else config.rl
         assert stage is not None
         self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens)
@@ -219,7 +246,24 @@ class _Desk:
             max_skips=stage.optimizer.max_skips,
             skips_in_a_row=0 if found is None else int(found.state["skips_in_a_row"]),
         )
-        self.figures: dict[str, Any] = {} if found is None else dict(found.state["figures"])
+        self.figures: dict[str, Any] = dict(run.figures if found is None else found.state["figures"])
+        self.jsonl = JsonlSink(run.folder.metrics, stage=name)
+        self.jsonl.truncate_after(run.metrics_records if found is None else int(found.state["metrics_records"]))
+        sinks: list[MetricSink] = [self.jsonl]
+        if config.run.tensorboard and tensorboard_installed():
+            sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
+        sinks.append(Progress(name, steps, start=self.start))  # last: a failure above must not leave a bar behind
+        self.sink = TeeSink(*sinks)
+
+    def _base(self) -> str:
+        """The folder whose weights are loaded first. Only adapters need those that the stage started from."""
+        if self.found is None:
+            return self.run.model_path
+        if self.run.config.model.lora is None:
+            return str(self.found.folder)
+        if self.name != "sft" and self.run.config.sft is not None:
+            read_checkpoint(Path(self.run.model_path))  # an adapter on altered weights is another model
+        return self.run.model_path
 
     def keeper(self, parts: Callable[[], Mapping[str, Any]]) -> Keeper:
         """`parts` is the stage's own state: data cursor, executor."""
@@ -228,7 +272,7 @@ class _Desk:
             self.jsonl.sync()
             return {
                 "stage": self.name,
-                "metrics_offset": self.jsonl.offset,
+                "metrics_records": self.jsonl.records,
                 "skips_in_a_row": self.updater.skips_in_a_row,
                 "figures": dict(self.figures),
                 **parts(),
@@ -551,45 +595,73 @@ def _adam(c: Optimizer, steps: int) -> Callable[[int], Adam]:
 # --- the process -----------------------------------------------------------------------------------------------------
 
 
-def _newest(store: CheckpointStore, folder: Path) -> Loaded | None:
-    """The newest sound checkpoint; None when nothing was ever saved there."""
-    if not folder.is_dir() or not any(folder.glob("step_*")):
-        return None
-    return store.load_latest()
-
-
 def _check_same_run(run: RunFolder, config: Config) -> None:
     """A run goes on with the configuration it began with; anything else would not be a resume."""
-    before, now = run.config.read_text(encoding="utf-8"), to_toml(to_mapping(config))
-    if before == now:
+    with boundary(RunFolderError, f"{run.config} cannot be read"):
+        before = tomllib.loads(run.config.read_text(encoding="utf-8"))
+    differences = list(_differences(before, tomllib.loads(to_toml(to_mapping(config)))))
+    if not differences:
         return
-    pairs = zip(before.splitlines(), now.splitlines(), strict=False)
-    first = next(((old, new) for old, new in pairs if old != new), ("a shorter file", "a longer one"))
-    raise CheckpointError(
-        f"{run.path} was started with another configuration ({first[0]!r}, now {first[1]!r}): "
-        "resume with the same file and overrides, or start a new run"
+    more = f" (and {len(differences) - 1} more keys differ)" if len(differences) > 1 else ""
+    raise ConfigError(
+        f"{run.path} was started with {differences[0]}{more}: resume with the same file and overrides, "
+        "or start a new run without --resume"
     )
 
 
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """ "'rl.steps' = 4 and it is now 5" for every key that differs."""
+    for key in (*before, *(key for key in now if key not in before)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            shown = ["not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
+            yield f"'{prefix}{key}' = {shown[0]} and it is now {shown[1]}"
+
+
 @contextlib.contextmanager
-def _stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGTERM or Ctrl-C asks for a checkpoint and a clean end; the second one ends at once."""
+def _stop_on_signals(stop: asyncio.Event, *, deadline_s: float) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C asks for a checkpoint and a clean end; the second one ends at once.
+
+    A run that has not ended `deadline_s` after the first is ended where it is, as by a kill: the checkpoint before
+    counts. Outside of the main thread signals are the caller's business.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in signals}
+    timer = threading.Timer(deadline_s, _end_at_once, [deadline_s])  # a thread: the event loop may get busy
+    timer.daemon = True
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def ask() -> None:
-        logger.warning("asked to stop: saving a checkpoint (ask again to end at once)")
+        timer.start()
         stop.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
+        logger.warning("asked to stop: saving a checkpoint (ask again to end at once)")
+
+    def on_signal(number: int, frame: object) -> None:  # it may have interrupted anything, so it takes no lock
+        restore()
+        loop.call_soon_threadsafe(ask)
 
     for number in signals:
-        loop.add_signal_handler(number, ask)
+        signal.signal(number, on_signal)
     try:
         yield
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        timer.cancel()
+        restore()
+
+
+def _end_at_once(deadline_s: float) -> None:
+    logger.error("no checkpoint within %g s (checkpoint.deadline_s): the run ends without it", deadline_s)
+    logging.shutdown()
+    os._exit(EXIT_TRY_AGAIN)
 
 
 @contextlib.contextmanager

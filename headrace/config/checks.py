@@ -43,6 +43,7 @@ def check(
         problems.append(_sft_problems(config.sft, base, worlds))
     if config.rl is not None:
         rl = config.rl
+        problems.append(_sync_problems(config, rl.sync_every))
         problems.append(_rl_problems(rl, config.engine))
         problems.append(_source_problems("rl.tasks", rl.tasks, base, worlds))
         problems.append(_name_problems("rl.credit", rl.credit, credits))
@@ -130,7 +131,7 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
         return
     if (folder / "config.json").is_file():
         return
-    checkpoints = sorted(folder.glob("checkpoints/step_*"))
+    checkpoints = sorted(folder.glob("checkpoints/*/step_*"))
     if checkpoints:
         yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
     yield f"'model.path' is \"{path}\", which has no config.json: give a folder written by save_pretrained"
@@ -186,6 +187,15 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
         )
     yield from _reward_problems(rl)
     yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
+
+
+def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:
+    for key, every in (("checkpoint.every", config.checkpoint.every), ("eval.every", config.eval.every)):
+        if every % sync_every:
+            yield (
+                f"'{key}' is {every}, but new weights reach the sampler every 'rl.sync_every' = {sync_every} steps "
+                f"and only then are they evaluated and saved: make it a multiple of {sync_every}"
+            )
 
 
 def _reward_problems(rl: Rl) -> Iterator[str]:

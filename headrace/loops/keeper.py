@@ -43,7 +43,6 @@ class Keeper:
         self._every, self._total, self._stop = every, total, stop
         self._done = self._saved = done  # steps behind the state, and behind the newest checkpoint
         self._state = snapshot()
-        self._score: float | None = None
 
     async def unless_stopped(self, work: Awaitable[R]) -> R:
         """The result of `work`; when a stop is asked for first, cancel it, save the last barrier and end the run."""
@@ -54,25 +53,25 @@ class Keeper:
             return working.result()
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-        await self._end()
-        raise AssertionError("unreachable")
+        raise await self._saved_and_stopped()
 
     async def barrier(self, done: int, score: float | None = None) -> None:
         """`done` steps are finished, logged and published: checkpoint if it is time, end if a stop was asked for."""
-        self._done, self._state, self._score = done, self._snapshot(), score
+        self._done, self._state = done, self._snapshot()
         if done == self._total or (self._every and done % self._every == 0):
-            await self._save()
+            await self._save(score)
         if self._stop.is_set():
-            await self._end()
+            raise await self._saved_and_stopped()
 
-    async def _save(self) -> None:
+    async def _save(self, score: float | None) -> None:
         def write(folder: Path) -> None:
             self._backend.save_state(folder).result()
 
-        await asyncio.to_thread(self._store.save, self._done, write, self._state, self._score)
+        await asyncio.to_thread(self._store.save, self._done, write, self._state, score)
         self._saved = self._done
 
-    async def _end(self) -> None:
+    async def _saved_and_stopped(self) -> Interrupted:
+        """A checkpoint made only because of the stop has no score: which one is the best must not depend on it."""
         if self._saved != self._done:
-            await self._save()
-        raise Interrupted(f"stopped on request after step {self._done}; go on with  headrace train ... --resume")
+            await self._save(None)
+        return Interrupted(f"stopped on request after step {self._done} of {self._total}")

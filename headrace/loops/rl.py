@@ -54,7 +54,8 @@ async def train_rl(
     async with executor:
         for step in range(start, c.steps):
             laps = Laps()
-            groups = await keeper.unless_stopped(executor.take_batch())  # task -> rollout -> reward
+            batch = executor.take_batch()  # task -> rollout -> reward
+            groups = await (keeper.unless_stopped(batch) if step % c.sync_every == 0 else batch)
             laps.lap("rollout")
             credited = credit(groups, method=c.credit, params=c.credit_params)  # reward -> advantage
             record(step, credited.episodes)
@@ -70,11 +71,14 @@ async def train_rl(
                     metrics = merge_metrics(metrics, fresh)
             executor.done(groups)
             laps.lap("train")
-            if (step + 1) % c.sync_every == 0 or step + 1 == c.steps:
+            published = (step + 1) % c.sync_every == 0 or step + 1 == c.steps
+            if published:
                 await executor.publish(await asyncio.wrap_future(backend.export_weights()))  # -> version + 1
             laps.lap("publish")
             values = metric_values(metrics) | executor.metrics() | laps.values()
             sink.log(step + 1, values | _rates(metrics, laps))
+            if not published:
+                continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
             score = None
             if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
                 score = (await evaluate(step + 1)).score

@@ -33,9 +33,9 @@ class MetricRecord:
 class JsonlSink:
     """Appends one JSON object per `log` call: {"stage": ..., "step": n, "area/name": value, ...}, keys sorted.
 
-    A checkpoint calls `sync` and stores `offset`; a resume calls `truncate_after(offset)`, which cuts what a killed run
-    wrote later, so that the resumed file equals that of a run that was never killed. A line torn by a kill is cut
-    when the file is opened.
+    A checkpoint calls `sync` and stores `records`; a resume calls `truncate_after(records)`, which cuts what a killed
+    run wrote later, so that the resumed file equals that of a run that was never killed (in bytes a position would
+    depend on how many digits the clock's numbers have). A line torn by a kill is cut when the file is opened.
     """
 
     def __init__(self, path: Path, *, stage: str) -> None:
@@ -44,13 +44,15 @@ class JsonlSink:
         with boundary(RunFolderError, f"cannot open {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
-            self._file.truncate(_whole_lines(path.read_bytes()))
+            content = path.read_bytes()
+            self._file.truncate(_whole_lines(content))
             self._file.seek(0, os.SEEK_END)
+        self._records = content.count(b"\n")
 
     @property
-    def offset(self) -> int:
-        """Bytes of the records logged so far."""
-        return self._file.tell()
+    def records(self) -> int:
+        """How many records the file holds, those of earlier stages included."""
+        return self._records
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         assert not self._file.closed, "a closed sink takes no more metrics"
@@ -59,6 +61,7 @@ class JsonlSink:
         with boundary(RunFolderError, f"cannot write {self._path}"):
             self._file.write(json_line(record, sort_keys=True).encode())
             self._file.flush()
+        self._records += 1
 
     def sync(self) -> None:
         """Returns when every record is on the disk."""
@@ -66,20 +69,20 @@ class JsonlSink:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def truncate_after(self, offset: int) -> None:
-        """Forget the records after the first `offset` bytes. Raises RunFolderError if no record ends there."""
-        assert offset >= 0
+    def truncate_after(self, records: int) -> None:
+        """Forget all but the first `records` records. Raises RunFolderError if there are fewer."""
+        assert records >= 0
+        if records > self._records:
+            raise RunFolderError(
+                f"{self._path} is shorter than its checkpoint says: it has {self._records} records, not {records}"
+            )
         with boundary(RunFolderError, f"cannot cut {self._path}"):
-            if offset > self.offset:
-                raise RunFolderError(
-                    f"{self._path} is shorter than its checkpoint says ({self.offset} < {offset} bytes)"
-                )
-            self._file.seek(max(offset - 1, 0))
-            if offset and self._file.read(1) != b"\n":
-                raise RunFolderError(f"{self._path} was altered: no record ends at byte {offset}")
-            self._file.truncate(offset)
+            self._file.seek(0)
+            kept = sum(len(self._file.readline()) for _ in range(records))
+            self._file.truncate(kept)
             self._file.seek(0, os.SEEK_END)
             os.fsync(self._file.fileno())
+        self._records = records
 
     def close(self) -> None:
         if not self._file.closed:

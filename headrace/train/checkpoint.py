@@ -265,8 +265,9 @@ class CheckpointStore:
         """
         with boundary(CheckpointError, f"{self._folder} cannot be cleaned"):
             self._remove_leftovers()
+        self._refused = _steps(self._folder)
         loaded = latest_checkpoint(self._folder)
-        self._refused = {step for step in _steps(self._folder) if step > loaded.step}
+        self._refused = {step for step in self._refused if step > loaded.step}
         if _read_pointer(self._folder / LATEST) != loaded.folder.name:
             logger.warning("%s did not name %s and was written again", self._folder / LATEST, loaded.folder.name)
             with boundary(CheckpointError, f"{self._folder / LATEST} cannot be written"):
