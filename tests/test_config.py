@@ -375,9 +375,9 @@ def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None
 
 
 def test_a_run_folder_as_model_is_answered_with_its_newest_checkpoint(tmp_path: Path) -> None:
-    for step in ("step_000010", "step_000020"):
+    for step in ("sft/step_000030", "rl/step_000010", "rl/step_000020"):
         (tmp_path / "run" / "checkpoints" / step).mkdir(parents=True)
-    newest = tmp_path / "run" / "checkpoints" / "step_000020"
+    newest = tmp_path / "run" / "checkpoints" / "rl" / "step_000020"
     sentence = f'\'model.path\' is the run folder "run": give a checkpoint in it, such as "{newest}"'
     assert problem(RL, tmp_path, "model.path=run") == sentence
 

@@ -131,7 +131,7 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
         return
     if (folder / "config.json").is_file():
         return
-    checkpoints = sorted(folder.glob("checkpoints/*/step_*"))
+    checkpoints = [step for stage in ("sft", "rl") for step in sorted(folder.glob(f"checkpoints/{stage}/step_*"))]
     if checkpoints:
         yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
     yield f"'model.path' is \"{path}\", which has no config.json: give a folder written by save_pretrained"
