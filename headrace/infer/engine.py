@@ -13,6 +13,8 @@ Shape letters: B decode rows, T rows of the step, V vocabulary, D width.
 """
 
 import asyncio
+import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,24 +24,32 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace.algo.random import uniforms
 from headrace.errors import HeadraceError, SamplerError, boundary
-from headrace.infer.sampling import sample_rows
+from headrace.infer.sampling import check_request, sample_rows
 from headrace.infer.slots import Sequence as Sampling
 from headrace.infer.slots import Slots
+from headrace.infer.weights import copy_weights, read_folder
 from headrace.model import head
 from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle, float_array
 
 R = TypeVar("R")
+CLOSED = "the engine is closed"
 ALIGN = 8  # rows of a matrix product, see the module docstring
 FIRST_SLOT_TOKENS = 128
 SCORE_TOKENS = 4096  # packed tokens of one scoring call
-STOP_WINDOW = 64  # tokens looked back for a stop string
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something for the engine thread to do; if the thread ends first, `future` is told why."""
+
+    run: Callable[[], None]
+    future: "Future[Any] | None"
 
 
 @dataclass(slots=True)
@@ -84,7 +94,8 @@ class EmbeddedEngine:
         self._slots = Slots(self._rows_for(tokens), tokens)
         self._cache = self._make_cache()
         self._head: Tensor | None = None
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._arrivals = itertools.count()
+        self._inbox: deque[Message] = deque()
         self._held: deque[Sampling] = deque()  # arrived while paused
         self._paused = False
         self._drained: list[Future[None]] = []
@@ -102,11 +113,12 @@ class EmbeddedEngine:
 
     async def sample(self, request: SampleRequest) -> Completion:
         sequence = self._admit(request)
-        self._post(lambda: self._enqueue(sequence))
+        self._post(Message(lambda: self._enqueue(sequence), sequence.future))
         try:
             return await asyncio.wrap_future(sequence.future)
         except asyncio.CancelledError:
-            self._post(lambda: self._abandon(sequence))
+            if not sequence.future.done():
+                self._post(Message(lambda: self._abandon(sequence), None))
             raise
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
@@ -118,7 +130,7 @@ class EmbeddedEngine:
     async def pause(self, *, interrupt: bool) -> None:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()
-        self._post(lambda: self._pause(interrupt, done))
+        self._post(Message(lambda: self._pause(interrupt, done), done))
         await asyncio.wrap_future(done)
 
     async def resume(self) -> None:
@@ -137,20 +149,12 @@ class EmbeddedEngine:
         """Raise SamplerError on a request that can never be served."""
         params, prompt = request.params, len(request.prompt)
         room = min(self.lm.context, self._longest_slot() - 1)
-        if not prompt:
-            raise SamplerError("a prompt needs at least one token")
-        if prompt >= room:
-            raise SamplerError(f"a prompt of {prompt} tokens leaves no room in a context of {room}")
-        if params.max_tokens < 1:
-            raise SamplerError(f"max_tokens must be at least 1, not {params.max_tokens}")
-        if params.temperature < 0 or not 0 < params.top_p <= 1:
-            raise SamplerError("temperature must not be negative, and top_p must be above 0 and at most 1")
-        if not (int(request.prompt.min()) >= 0 and int(request.prompt.max()) < self.lm.vocabulary):
-            raise SamplerError(f"the prompt has a token outside of the vocabulary of {self.lm.vocabulary}")
+        check_request(request, context=room, vocabulary=self.lm.vocabulary, decodes=self.lm.tokenizer is not None)
         stops = self.lm.eos_tokens if params.stop_tokens is None else params.stop_tokens
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # only the engine thread ends it
-        return Sampling(request, future, frozenset(stops), min(prompt + params.max_tokens, room))
+        limit = min(prompt + params.max_tokens, room)
+        return Sampling(request, future, frozenset(stops), limit, next(self._arrivals))
 
     def _longest_slot(self) -> int:
         """Positions of the longest slot that the KV budget allows."""
@@ -161,10 +165,10 @@ class EmbeddedEngine:
 
     # --- the engine thread ---
 
-    def _post(self, message: Callable[[], None]) -> None:
+    def _post(self, message: Message) -> None:
         with self._wake:
-            if self._closed or self._failure:
-                raise SamplerError(self._failure or "the engine is closed")
+            if message.future is not None and (self._closed or self._failure):
+                raise SamplerError(self._failure or CLOSED)
             self._inbox.append(message)
             self._wake.notify()
 
@@ -174,27 +178,30 @@ class EmbeddedEngine:
 
         def answer() -> None:
             try:
-                with boundary(SamplerError, "the engine could not do this"), torch.inference_mode():
+                with boundary(SamplerError, "the engine could not do this"):
                     future.set_result(run())
             except HeadraceError as exc:
                 future.set_exception(exc)
 
-        self._post(answer)
+        self._post(Message(answer, future))
         return await asyncio.wrap_future(future)
 
     def _main(self) -> None:
+        why = CLOSED
         try:
             with boundary(SamplerError, "the engine stopped"), torch.inference_mode():
                 while self._serve():
                     self._step()
         except HeadraceError as exc:
-            self._failure = str(exc)
+            why = str(exc)
         with self._wake:
-            self._failure = self._failure or "the engine is closed"
+            self._failure = why
             messages, self._inbox = self._inbox, deque()
-        for message in messages:  # so that whoever waits for one is told
-            message()
-        self._fail_all(self._failure)
+        sequences = [*(sequence for _, sequence in self._slots.active()), *self._slots.waiting, *self._held]
+        told: list[Future[Any] | None] = [*(sequence.future for sequence in sequences), *self._drained]
+        for future in [*told, *(message.future for message in messages)]:
+            if future is not None and not future.done():
+                future.set_exception(SamplerError(why))
 
     def _serve(self) -> bool:
         """Handle messages; block while there is nothing to do. False: closed."""
@@ -204,19 +211,17 @@ class EmbeddedEngine:
                     self._wake.wait()
                 if self._closed:
                     return False
-                messages, self._inbox = self._inbox, deque()
-            for message in messages:
-                message()
+            while self._inbox:
+                self._inbox[0].run()  # it stays in the inbox until it is done, so that a failure reaches its future
+                self._inbox.popleft()
             if self._busy():
                 return True
 
     def _busy(self) -> bool:
-        return bool(self._slots.waiting) or any(True for _ in self._slots.active())
+        return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.seated)
 
     def _enqueue(self, sequence: Sampling) -> None:
-        if self._failure:
-            sequence.future.set_exception(SamplerError(self._failure))
-        elif self._paused:
+        if self._paused:
             self._held.append(sequence)
         elif len(sequence.tokens) >= sequence.limit:
             self._finish(sequence, Stop.LENGTH)
@@ -244,7 +249,7 @@ class EmbeddedEngine:
         self._notify_drained()
 
     def _notify_drained(self) -> None:
-        if not self._busy():
+        if self._drained and not self._busy():
             while self._drained:
                 self._drained.pop().set_result(None)
 
@@ -259,24 +264,13 @@ class EmbeddedEngine:
         if version <= self._version:
             raise SamplerError(f"version {version} is not newer than {self._version}")
         if isinstance(handle, Folder):
-            self._load_folder(handle)
+            copy_weights(read_folder(handle.path), self.lm.model)
         elif self._source is not None:
-            theirs = dict(self._source.model.named_parameters())
-            for name, parameter in self.lm.model.named_parameters():
-                parameter.copy_(theirs[name])
+            copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None
         self._slots.forget()
         self._version = version
         return fingerprint(self.lm.model.named_parameters())
-
-    def _load_folder(self, handle: Folder) -> None:
-        weights: dict[str, Tensor] = {}
-        for file in sorted(handle.path.glob("model*.safetensors")):
-            weights.update(load_file(file))
-        for name, parameter in self.lm.model.named_parameters():
-            if name not in weights:
-                raise SamplerError(f"{handle.path} lacks the weights {name}")
-            parameter.copy_(weights[name])
 
     def _score(self, sequences: Sequence[IntArray], temperature: float) -> tuple[FloatArray, ...]:
         results: list[FloatArray] = []
@@ -313,7 +307,7 @@ class EmbeddedEngine:
             return
         hidden_TD = self._forward(pieces, decoding)
         for piece in pieces:
-            sequence = self._slots.slots[piece.row].sequence
+            sequence = self._slots.seated[piece.row]
             assert sequence is not None
             self._slots.fill(piece.row, sequence.tokens[piece.offset : piece.offset + piece.length])
             self.counters.prefilled += piece.length
@@ -325,7 +319,7 @@ class EmbeddedEngine:
         """Sequences whose beginning is cached decode; the others get pieces, within the step's budget, oldest first."""
         decoding, pieces, budget = [], [], self._prefill_tokens
         for row, sequence in self._slots.active():
-            filled = self._slots.slots[row].filled
+            filled = self._slots.filled[row]
             missing = len(sequence.tokens) - 1 - filled
             if missing == 0:
                 decoding.append((row, sequence))
@@ -336,7 +330,7 @@ class EmbeddedEngine:
         return pieces, decoding
 
     def _seat_waiting(self) -> None:
-        while (placed := self._slots.place_next()) is not None:
+        for placed in self._slots.place_waiting():
             if placed.shared and placed.donor != placed.row:
                 self._cache.copy_prefix(placed.donor, placed.row, placed.shared)
             self.counters.shared += placed.shared
@@ -351,7 +345,7 @@ class EmbeddedEngine:
             positions[row] = len(sequence.tokens) - 1
         slots = list(range(decode_rows))
         for piece in pieces:
-            sequence = self._slots.slots[piece.row].sequence  # type: ignore[assignment]
+            sequence = self._slots.seated[piece.row]  # type: ignore[assignment]
             tokens += sequence.tokens[piece.offset : piece.offset + piece.length]
             positions += range(piece.offset, piece.offset + piece.length)
             slots += [piece.row] * piece.length
@@ -386,6 +380,8 @@ class EmbeddedEngine:
             decoding, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), drawn.raw_logprobs_B.tolist(), strict=True
         )
         for (row, sequence), token, logprob, raw in chosen:
+            if not math.isfinite(logprob):
+                raise SamplerError("the model's log-probs are not finite: its weights are damaged")
             self._slots.fill(row, sequence.tokens[-1:])
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -402,7 +398,8 @@ class EmbeddedEngine:
         stops = sequence.request.params.stop_strings
         if not stops:
             return False
-        sampled = sequence.tokens[len(sequence.request.prompt) :][-STOP_WINDOW:]
+        window = max(len(stop.encode()) for stop in stops) + 1  # a token is a byte at least
+        sampled = sequence.tokens[max(len(sequence.request.prompt), len(sequence.tokens) - window) :]
         text: str = self.lm.tokenizer.decode(sampled)
         before: str = self.lm.tokenizer.decode(sampled[:-1])
         return any(text.count(stop) > before.count(stop) for stop in stops)
@@ -421,14 +418,6 @@ class EmbeddedEngine:
     def _resolve(self, sequence: Sampling, stop: Stop) -> None:
         sequence.future.set_result(sequence.completion(stop))
 
-    def _fail_all(self, why: str) -> None:
-        everyone = [sequence for _, sequence in self._slots.active()] + [*self._slots.waiting, *self._held]
-        for sequence in everyone:
-            if not sequence.future.done():
-                sequence.future.set_exception(SamplerError(why))
-        for future in self._drained:
-            future.set_exception(SamplerError(why))
-
     # --- the cache's layout ---
 
     def _make_cache(self) -> KVCache:
@@ -436,7 +425,7 @@ class EmbeddedEngine:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return KVCache(
             layers=config.num_hidden_layers,
-            rows=len(self._slots.slots),
+            rows=self._slots.rows,
             heads=config.num_key_value_heads,
             tokens=self._slots.tokens,
             width=width,
@@ -456,7 +445,7 @@ class EmbeddedEngine:
         tokens = self._slots.tokens
         while tokens < needed:
             tokens = min(tokens * 2, self._longest_slot())
-        if tokens == self._slots.tokens and len(self._slots.slots) < self._max_rows and len(self._slots.waiting):
+        if tokens == self._slots.tokens and self._slots.rows < self._max_rows and self._slots.waiting:
             everyone = max(len(sequence.tokens) + 1 for sequence in [*active, *first])
             while tokens // 2 >= max(everyone + ROUND, FIRST_SLOT_TOKENS):
                 tokens //= 2
@@ -466,16 +455,15 @@ class EmbeddedEngine:
 
     def _relayout(self, tokens: int) -> None:
         rows = self._rows_for(tokens)
-        for row, sequence in reversed(list(self._slots.active())):
-            if row < rows:
-                continue
-            target = next((free for free in range(rows) if self._slots.slots[free].sequence is None), None)
-            if target is not None:
-                self._cache.copy_prefix(row, target, self._slots.move(row, target))
-            else:
-                self._slots.preempt(sequence)
-                self.counters.preempted += 1
-        kept = min(rows, len(self._slots.slots))
+        youngest = sorted((sequence for _, sequence in self._slots.active()), key=lambda sequence: -sequence.arrival)
+        for sequence in youngest[: max(0, len(youngest) - rows)]:
+            self._slots.preempt(sequence)
+            self.counters.preempted += 1
+        free = [row for row in range(min(rows, self._slots.rows)) if self._slots.seated[row] is None]
+        for row in [row for row, _ in self._slots.active() if row >= rows]:
+            target = free.pop(0)
+            self._cache.copy_prefix(row, target, self._slots.move(row, target))
+        kept = min(rows, self._slots.rows)
         self._slots.resize(rows, tokens)
         before, self._cache = self._cache, self._make_cache()
         self._cache.adopt(before, kept)
@@ -485,7 +473,7 @@ class EmbeddedEngine:
         rows = [row for row, _ in self._slots.active()]
         if not rows or 2 * max(len(rows), ALIGN) > rows[-1] + 1:
             return
-        free = [row for row in range(rows[-1]) if self._slots.slots[row].sequence is None]
+        free = [row for row in range(rows[-1]) if self._slots.seated[row] is None]
         for source, target in zip(reversed(rows), free, strict=False):
             if target >= source:
                 break

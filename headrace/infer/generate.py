@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError, boundary
-from headrace.infer.sampling import sample_rows
+from headrace.infer.sampling import check_request, sample_rows
+from headrace.infer.weights import copy_weights, read_folder
 from headrace.model.load import fingerprint
 from headrace.types import (
     Completion,
@@ -44,7 +44,7 @@ class GenerateSampler:
         self._version = 0
         self._lock = threading.Lock()  # one sequence uses the model at a time
         self._open = 0
-        self._interrupt = False
+        self._interrupt = self._closed = False
         self._running = asyncio.Event()
         self._running.set()
         self._idle = asyncio.Event()
@@ -55,14 +55,19 @@ class GenerateSampler:
         return self._version
 
     async def sample(self, request: SampleRequest) -> Completion:
-        if not 0 < len(request.prompt) < self._context:
-            raise SamplerError(f"a prompt of {len(request.prompt)} tokens does not fit a context of {self._context}")
+        vocabulary = int(self._model.config.vocab_size)
+        decodes = self._tokenizer is not None
+        check_request(request, context=self._context, vocabulary=vocabulary, decodes=decodes)
         await self._running.wait()
+        if self._closed:
+            raise SamplerError("the sampler is closed")
         self._open += 1
         self._idle.clear()
+        abandoned = threading.Event()
         try:
-            return await asyncio.to_thread(self._guarded, lambda: self._sample(request))
+            return await asyncio.to_thread(self._guarded, lambda: self._sample(request, abandoned))
         finally:
+            abandoned.set()  # if the caller was cancelled, the thread is still at it
             self._open -= 1
             if not self._open:
                 self._idle.set()
@@ -77,9 +82,7 @@ class GenerateSampler:
             raise SamplerError("weights cannot be loaded while sequences are being sampled: call pause first")
         if version <= self._version:
             raise SamplerError(f"version {version} is not newer than {self._version}")
-        printed = await asyncio.to_thread(self._guarded, lambda: self._load(handle))
-        self._version = version
-        return printed
+        return await asyncio.to_thread(self._guarded, lambda: self._load(handle, version))
 
     async def pause(self, *, interrupt: bool) -> None:
         self._running.clear()
@@ -91,13 +94,15 @@ class GenerateSampler:
         self._running.set()
 
     def close(self) -> None:
-        self._interrupt = True
+        """Open calls fail."""
+        self._closed = True
+        self._running.set()
 
     def _guarded(self, run: Callable[[], R]) -> R:
         with self._lock, boundary(SamplerError, "generation failed"), torch.inference_mode():
             return run()
 
-    def _sample(self, request: SampleRequest) -> Completion:
+    def _sample(self, request: SampleRequest, abandoned: threading.Event) -> Completion:
         params, done = request.params, request.continue_from
         prompt = request.prompt.tolist()
         tokens = [] if done is None else done.tokens.tolist()
@@ -110,7 +115,9 @@ class GenerateSampler:
         new = prompt + tokens
         stop = Stop.LENGTH
         while len(tokens) < limit:
-            if self._interrupt:
+            if self._closed:
+                raise SamplerError("the sampler is closed")
+            if self._interrupt or abandoned.is_set():
                 stop = Stop.INTERRUPTED
                 break
             inputs = torch.tensor([new], device=self._model.device)
@@ -140,17 +147,12 @@ class GenerateSampler:
         scores = torch.log_softmax(logits[:-1], dim=-1).gather(1, inputs[1:, None])[:, 0]
         return float_array(np.concatenate([[np.nan], scores.cpu().numpy()]))
 
-    def _load(self, handle: WeightsHandle) -> str:
-        weights: dict[str, torch.Tensor] = {}
+    def _load(self, handle: WeightsHandle, version: int) -> str:
         if isinstance(handle, Folder):
-            for file in sorted(handle.path.glob("model*.safetensors")):
-                weights.update(load_file(file))
+            copy_weights(read_folder(handle.path), self._model)
+        elif self._source is not None:
+            copy_weights(dict(self._source.named_parameters()), self._model)
         else:
-            if self._source is None:
-                raise SamplerError("this sampler shares no weights with the trainer: publish a folder instead")
-            weights = dict(self._source.named_parameters())
-        for name, parameter in self._model.named_parameters():
-            if name not in weights:
-                raise SamplerError(f"the new weights lack {name}")
-            parameter.copy_(weights[name])
+            raise SamplerError("this sampler shares no weights with the trainer: publish a folder instead")
+        self._version = version
         return fingerprint(self._model.named_parameters())

@@ -1,17 +1,49 @@
-"""From logits to a token: temperature, cuts, inverse CDF at a given uniform number. Rows are independent of each other.
+"""From a request to its tokens: what is refused, and temperature, cuts and inverse CDF at a given uniform number.
+
+Rows are independent of each other.
 
 Shape letters: B rows, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headrace.types import SamplingParams
+from headrace.errors import SamplerError
+from headrace.types import SampleRequest, SamplingParams
 
 BLOCK = 128
+COLDEST = 1e-4  # logits divided by less would overflow
+
+
+def check_request(request: SampleRequest, *, context: int, vocabulary: int, decodes: bool) -> None:
+    """Raise SamplerError on a request that can never be served; `decodes`: there is a tokenizer for stop strings."""
+    params, prompt = request.params, request.prompt
+    if not len(prompt):
+        raise SamplerError("a prompt needs at least one token")
+    if len(prompt) >= context:
+        raise SamplerError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
+    if not (int(prompt.min()) >= 0 and int(prompt.max()) < vocabulary):
+        raise SamplerError(f"the prompt has a token outside of the vocabulary of {vocabulary}")
+    if params.max_tokens < 1:
+        raise SamplerError(f"max_tokens must be at least 1, not {params.max_tokens}")
+    if not (params.temperature == 0 or COLDEST <= params.temperature < math.inf):
+        raise SamplerError(f"temperature must be 0 (greedy) or at least {COLDEST}, not {params.temperature}")
+    if not 0 < params.top_p <= 1:
+        raise SamplerError(f"top_p must be above 0 and at most 1, not {params.top_p}")
+    if params.top_k is not None and params.top_k < 1:
+        raise SamplerError(f"top_k must be at least 1, not {params.top_k}; leave it out to keep all tokens")
+    if not 0 <= params.min_p <= 1:
+        raise SamplerError(f"min_p must be from 0 to 1, not {params.min_p}")
+    if not 0 <= params.seed < 2**64:
+        raise SamplerError(f"a seed must be from 0 to 2**64 - 1, not {params.seed}")
+    if "" in params.stop_strings:
+        raise SamplerError("an empty stop string would stop everything: leave it out")
+    if params.stop_strings and not decodes:
+        raise SamplerError("stop strings need a tokenizer, and this model has none: use stop_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +101,11 @@ def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     rows, size = weights_BV.shape
     padded = torch.nn.functional.pad(weights_BV, (0, -size % BLOCK)).view(rows, -1, BLOCK)
     blocks = padded.sum(dim=-1).double().cumsum(dim=-1)
-    target = uniforms_B.to(blocks.dtype)[:, None] * blocks[:, -1:]
-    block = (blocks <= target).sum(dim=-1).clamp_max(blocks.shape[1] - 1)
+    total = blocks[:, -1:]
+    target = torch.minimum(
+        uniforms_B.to(blocks.dtype)[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
+    )
+    block = (blocks <= target).sum(dim=-1)
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp_min(0)[:, None])[:, 0], 0.0)
     inside = padded[torch.arange(rows, device=block.device), block]
     cumulative = inside.double().cumsum(dim=-1)

@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from headrace.types import Completion, SampleRequest, Stop, float_array, int_array
+from headrace.types import Completion, IntArray, SampleRequest, Stop, float_array, int_array
 
 WORTH_WAITING = 8  # tokens of prefill saved that are worth one engine step of delay
 
@@ -26,6 +25,7 @@ class Sequence:
     future: "Future[Completion]"
     stop_tokens: frozenset[int]
     limit: int  # longest `tokens` may become
+    arrival: int  # orders sequences by age
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -54,16 +54,6 @@ class Sequence:
         )
 
 
-@dataclass(slots=True)
-class Slot:
-    """`held[:filled]` are the tokens in the cache; `used_at` orders slots by when they were last of use."""
-
-    sequence: Sequence | None = None
-    held: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    filled: int = 0
-    used_at: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A sequence was given slot `row`; copy `shared` positions from `donor` first if that is another slot."""
@@ -74,74 +64,89 @@ class Placed:
 
 
 class Slots:
-    """Rows of the cache. Prefers low rows, so that a decode step over the first B rows wastes few."""
+    """Rows of the cache. Empty ones are taken from the lowest, so that a decode step over the first B wastes few.
+
+    `filled[row]` positions of a slot are in the cache. Its row of `_held` has the tokens of those and, behind them, of
+    those that its sequence is still filling in, so one comparison finds what is there and what is coming.
+    """
 
     def __init__(self, rows: int, tokens: int) -> None:
-        self.slots = [Slot() for _ in range(rows)]
         self.tokens = tokens
         self.waiting: deque[Sequence] = deque()
+        self.seated: list[Sequence | None] = [None] * rows
+        self.filled = [0] * rows
+        self._held = np.zeros((rows, tokens), dtype=np.int32)
+        self._used_at = [0] * rows  # orders slots by when they were last of use
         self._clock = 0
 
+    @property
+    def rows(self) -> int:
+        return len(self.seated)
+
     def active(self) -> Iterator[tuple[int, Sequence]]:
-        for row, slot in enumerate(self.slots):
-            if slot.sequence is not None:
-                yield row, slot.sequence
+        for row, sequence in enumerate(self.seated):
+            if sequence is not None:
+                yield row, sequence
 
-    def place_next(self) -> Placed | None:
-        """Give the first waiting sequence a slot, or None when it must wait (no slot free, or too long for one).
+    def holds(self, row: int) -> IntArray:
+        """The tokens whose keys and values are in the cache."""
+        return self._held[row, : self.filled[row]]
 
-        It also waits while another slot is still filling in a beginning that it could share.
+    def place_waiting(self) -> list[Placed]:
+        """Seat whom there is a slot for, first come, first served; the caller makes the copies in this order.
+
+        A sequence waits while another slot is still filling in a beginning that it could share; those behind it go
+        ahead. One that is too long for a slot holds up all behind it, or it would never get its turn.
         """
-        if not self.waiting:
+        placed: list[Placed] = []
+        delayed: list[Sequence] = []
+        while self.waiting and None in self.seated and len(self.waiting[0].tokens) < self.tokens:
+            sequence = self.waiting.popleft()
+            alike = any(sequence.tokens == other.tokens for other in delayed)
+            seat = None if alike else self._place(sequence)
+            if seat is None:
+                delayed.append(sequence)
+            else:
+                placed.append(seat)
+        self.waiting.extendleft(reversed(delayed))
+        return placed
+
+    def _place(self, sequence: Sequence) -> Placed | None:
+        wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
+        differs = self._held[:, : len(wanted)] != wanted
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
+        filled = np.array(self.filled)
+        coming = np.array([0 if other is None else len(other.tokens) - 1 for other in self.seated])
+        shares = np.minimum(common, filled)
+        donor = int(shares.argmax())
+        shared = int(shares[donor])
+        if np.minimum(common, coming).max(where=coming > filled, initial=0) >= shared + WORTH_WAITING:
             return None
-        sequence = self.waiting[0]
-        if len(sequence.tokens) > self.tokens - 1:
-            return None
-        free = [row for row, slot in enumerate(self.slots) if slot.sequence is None]
-        if not free:
-            return None
-        wanted = np.array(sequence.tokens[:-1], dtype=np.int64)
-        shares = [_common(wanted, slot.held[: slot.filled]) for slot in self.slots]
-        coming = max(
-            (
-                _common(wanted, np.array(slot.sequence.tokens[:-1], dtype=np.int64))
-                for slot in self.slots
-                if slot.sequence is not None and slot.filled < len(slot.sequence.tokens) - 1
-            ),
-            default=0,
-        )
-        donor = max(range(len(self.slots)), key=lambda row: (shares[row], -row))
-        if coming >= shares[donor] + WORTH_WAITING:
-            return None
-        given = self.slots[donor]
-        if shares[donor] and given.sequence is None and 2 * shares[donor] >= given.filled:
+        if shared and self.seated[donor] is None and 2 * shared >= self.filled[donor]:
             row = donor  # take it over as it is; a slot that holds much more is kept for whom it belongs to
         else:
-            row = min(free, key=lambda row: (self.slots[row].filled > 0, self.slots[row].used_at, row))
-        self.waiting.popleft()
-        self._seat(sequence, row, wanted[: shares[donor]])
-        return Placed(row, donor, shares[donor])
+            free = [row for row, other in enumerate(self.seated) if other is None]
+            row = min(free, key=lambda row: (self.filled[row] > 0, self._used_at[row], row))
+        self._seat(sequence, row, shared)
+        return Placed(row, donor, shared)
 
-    def _seat(self, sequence: Sequence, row: int, held: npt.NDArray[np.int64]) -> None:
+    def _seat(self, sequence: Sequence, row: int, filled: int) -> None:
         self._clock += 1
-        slot = self.slots[row]
-        slot.sequence, slot.filled, slot.used_at = sequence, len(held), self._clock
-        slot.held = np.zeros(self.tokens, dtype=np.int64)
-        slot.held[: len(held)] = held
+        self.seated[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
+        self._held[row, : len(sequence.tokens) - 1] = sequence.tokens[:-1]
         sequence.row = row
 
     def fill(self, row: int, tokens: list[int]) -> None:
         """Record that `tokens` were written behind what the slot holds."""
-        slot = self.slots[row]
-        slot.held[slot.filled : slot.filled + len(tokens)] = tokens
-        slot.filled += len(tokens)
+        start = self.filled[row]
+        self._held[row, start : start + len(tokens)] = tokens
+        self.filled[row] = start + len(tokens)
 
     def leave(self, sequence: Sequence) -> None:
         """The sequence ends; what its slot holds stays until somebody takes the slot."""
         assert sequence.row is not None
         self._clock += 1
-        slot = self.slots[sequence.row]
-        slot.sequence, slot.used_at = None, self._clock
+        self.seated[sequence.row], self._used_at[sequence.row] = None, self._clock
         sequence.row = None
 
     def preempt(self, sequence: Sequence) -> None:
@@ -151,36 +156,30 @@ class Slots:
 
     def forget(self) -> None:
         """New weights: nothing in the cache is valid any more."""
-        for slot in self.slots:
-            assert slot.sequence is None
-            slot.filled = 0
+        assert not any(True for _ in self.active())
+        self.filled = [0] * self.rows
 
     def move(self, source: int, target: int) -> int:
         """Seat the sequence of `source` in the free slot `target`; returns the positions to copy."""
-        origin = self.slots[source]
-        sequence, filled = origin.sequence, origin.filled
+        sequence, filled = self.seated[source], self.filled[source]
         assert sequence is not None
-        assert self.slots[target].sequence is None
-        self._seat(sequence, target, origin.held[:filled])
-        origin.sequence = None
+        assert self.seated[target] is None
+        self.seated[source] = None
+        self._seat(sequence, target, filled)
         return filled
 
     def resize(self, rows: int, tokens: int) -> None:
-        """Another layout of the cache; sequences in rows that disappear were preempted by the caller."""
-        assert all(slot.sequence is None for slot in self.slots[rows:])
-        self.slots = [*self.slots[:rows], *(Slot() for _ in range(rows - len(self.slots)))]
-        self.tokens = tokens
-        for slot in self.slots:
-            slot.filled = min(slot.filled, tokens)
-            held = np.zeros(tokens, dtype=np.int64)
-            held[: slot.filled] = slot.held[: slot.filled]
-            slot.held = held
+        """Another layout of the cache; sequences in rows that disappear were moved or preempted by the caller.
 
-
-def _common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
-    """Length of the common beginning."""
-    size = min(len(left), len(right))
-    if not size or left[0] != right[0]:
-        return 0
-    differ = np.nonzero(left[:size] != right[:size])[0]
-    return int(differ[0]) if len(differ) else size
+        The last position of a shorter slot takes stray writes from now on, so what was there is given up.
+        """
+        assert all(sequence is None for sequence in self.seated[rows:])
+        assert all(len(sequence.tokens) < tokens for _, sequence in self.active())
+        kept, new = min(rows, self.rows), max(0, rows - self.rows)
+        held = np.zeros((rows, tokens), dtype=np.int32)
+        width = min(tokens, self.tokens)
+        held[:kept, :width] = self._held[:kept, :width]
+        self._held, self.tokens = held, tokens
+        self.seated = self.seated[:rows] + [None] * new
+        self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new
+        self._used_at = self._used_at[:rows] + [0] * new
