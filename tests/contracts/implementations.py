@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.generate import GenerateSampler
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.lora import add_lora
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, read_metrics
@@ -80,6 +81,19 @@ async def _embedded_engine() -> AsyncIterator[Sampler]:
     engine.close()
 
 
+@asynccontextmanager
+async def _generate_sampler() -> AsyncIterator[Sampler]:
+    plain, source = tiny_model(), tiny_model()
+    plain.model.config._attn_implementation = "sdpa"
+    sampler = GenerateSampler(plain.model, plain.tokenizer, eos_tokens=plain.eos_tokens, source=source.model)
+    yield sampler
+    sampler.close()
+
+
+def _tiny_weights(sampler: Sampler) -> WeightsHandle:
+    return Shared(fingerprint=fingerprint(tiny_model().model.named_parameters()))
+
+
 def _own_weights(sampler: Sampler) -> WeightsHandle:
     assert isinstance(sampler, EmbeddedEngine)
     return Shared(fingerprint=fingerprint(sampler.lm.model.named_parameters()))
@@ -90,6 +104,7 @@ TOO_LONG = int_array([3] * (CONTEXT + 1))
 SAMPLERS: Sequence[SamplerCase] = (
     SamplerCase(name="fake", open=_fake_sampler, oversized=TOO_LONG, random=False),
     SamplerCase(name="embedded", open=_embedded_engine, oversized=TOO_LONG, handle=_own_weights),
+    SamplerCase(name="generate", open=_generate_sampler, oversized=TOO_LONG, handle=_tiny_weights, batched=False),
 )
 
 
