@@ -64,7 +64,7 @@ class LanguageModel:
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def head_weight(self) -> Tensor:
-        """[V, D]; with LoRA on the head, the weight merged with the adapter in use (and differentiable in it).
+        """[V, D]; with LoRA on the head, the weight merged with the adapter in use (and differentiable in it), if any.
 
         Raises ModelError when every token has its own adapter: one weight cannot be merged with several.
         """
@@ -72,6 +72,8 @@ class LanguageModel:
         if not isinstance(head, LoraLinear):
             return head.weight  # type: ignore[no-any-return]
         slot = ADAPTER.get()
+        if slot is None:
+            return head.base.weight
         if not isinstance(slot, int):
             raise ModelError("adapters on the output head cannot be mixed in one batch; leave lm_head out of them")
         return head.merged_weight(slot)
@@ -80,7 +82,7 @@ class LanguageModel:
 def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
     """Check that a Hugging Face model is supported and switch it to eval mode and the shared attention function."""
     check_supported(model.config)
-    if getattr(model.lm_head, "bias", None) is not None:
+    if getattr(getattr(model, "lm_head", None), "bias", None) is not None:
         raise ModelError("a bias on the output head is not supported")
     model.eval()
     model.config._attn_implementation = ATTENTION
@@ -142,17 +144,18 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     """A short hash of the bits of all tensors: equal weights give equal fingerprints.
 
-    Each tensor enters by name, shape and two 64-bit sums over its bits (plain, and weighted by row), which is as fast
-    as reading it once.
+    Each tensor enters by name, type, shape and the 64-bit sums over the bits of each row and each column, so that no
+    changed bit and no exchange of two places goes unseen; that is as fast as reading it twice.
     """
     digest = hashlib.blake2b(digest_size=16)
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     for name, tensor in named:
-        bits = tensor.detach().contiguous().view(integer[tensor.element_size()])
-        rows = bits.reshape(bits.shape[0] if bits.ndim else 1, -1).sum(dim=1, dtype=torch.int64)
-        order = torch.arange(1, rows.shape[0] + 1, device=rows.device)
-        sums = (int(rows.sum()), int((rows * order).sum()))
-        digest.update(f"{name}{tuple(tensor.shape)}{sums};".encode())
+        table = tensor.detach().contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
+        whole_words = table.shape[1] * table.element_size() % 8 == 0
+        bits = table.view(torch.int64 if whole_words else integer[table.element_size()])
+        sums = torch.cat([bits.sum(dim=dim, dtype=torch.int64) for dim in (0, 1)])
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
