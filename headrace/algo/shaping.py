@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.algo.lookup import lookup
 from headrace.algo.statistics import Floats, k1, k2, k3
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
@@ -38,6 +39,9 @@ def kl_rewards(
     coef: float,
     estimator: str = "k1",
 ) -> Floats:
-    """r_t - coef * kl_t, on the policy's own samples; k1 is the form whose policy gradient is that of the KL."""
-    kl_T = KL_ESTIMATORS[estimator](policy_logprobs_T, reference_logprobs_T)
+    """r_t - coef * kl_t, on the policy's own samples; k1 is the form whose policy gradient is that of the KL.
+
+    Raises ConfigError on an estimator other than k1, k2 and k3.
+    """
+    kl_T = lookup(KL_ESTIMATORS, estimator, "KL estimator")(policy_logprobs_T, reference_logprobs_T)
     return np.asarray(rewards_T, dtype=np.float64) - coef * kl_T

@@ -141,6 +141,11 @@ def test_an_inert_anchor_is_reported(states: list[list[int | None]]) -> None:
     assert health["credit/anchor_inert_share"] == 1.0
 
 
+def test_a_group_with_nothing_to_compare_is_not_called_inert() -> None:
+    episodes: list[Plain] = [(0, [S], [1], True), (1, [S, A], [0, 1], True), (1, [S, B], [0, 0], False)]
+    assert metric_values(gigpo(table(episodes)).health)["credit/anchor_inert_share"] == 0.0
+
+
 # --- the others by hand ----------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.algo.losses import LOSSES
 from headrace.algo.losses.decoupled import decoupled_ppo, loglinear_ppo, m2po
 from headrace.algo.losses.sequence import gspo, gspo_token, sequence_ppo
 from headrace.algo.losses.soft import dro, sapo
@@ -142,6 +143,24 @@ def test_decoupled_ppo_by_hand() -> None:
     assert out.loss.item() == pytest.approx(-2 * math.exp(0.1) - 0.5 * 1.2)
     assert grad(out.loss, policy_T) == pytest.approx([-2 * math.exp(0.1), 0.0, 0.0])
     assert metric_values(out.metrics)["loss/weight_mean"] == pytest.approx(2.5 / 3)
+
+
+@pytest.mark.parametrize("name", ["ppo", "decoupled_ppo", "loglinear_ppo"])
+def test_clip_fractions_count_tokens_whose_gradient_was_cut(name: str) -> None:
+    # r = 1.25, 1.25, 1.25, 0.75, 0.75, 0.75 with A = 1, -1, 0 each, bounds 0.8 and 1.2: one of six at each bound
+    log_ratio_T = row(1.25, 1.25, 1.25, 0.75, 0.75, 0.75).log()
+    before_T, advantages_T, ones_T = torch.full_like(log_ratio_T, -1.0), row(1, -1, 0, 1, -1, 0), row(*[1.0] * 6)
+    extra = {
+        "ppo": {},
+        "decoupled_ppo": {"proximal_logprobs_T": before_T, "behaviour_weights_T": ones_T},
+        "loglinear_ppo": {"lags_T": ones_T},
+    }[name]
+    rows = {"sampler_logprobs_T": before_T, "advantages_T": advantages_T, "weights_T": ones_T}
+    policy_T = (before_T + log_ratio_T).requires_grad_()
+    out = LOSSES[name](policy_T, **rows, **extra)
+    values = metric_values(out.metrics)
+    assert values["loss/clip_frac_high"] == values["loss/clip_frac_low"] == pytest.approx(1 / 6)
+    assert [gradient == 0 for gradient in grad(out.loss, policy_T)] == [True, False, True, False, True, True]
 
 
 def test_loglinear_splits_the_ratio_by_lag() -> None:

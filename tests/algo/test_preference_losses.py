@@ -95,6 +95,13 @@ def test_discriminative_by_hand() -> None:
     assert metric_values(out.metrics)["loss/contrast_share"] == 0.5
 
 
+def test_discriminative_with_one_bad_answer_is_the_difference_of_scores() -> None:
+    arguments = (row(1, 1, -1), row(4, 4, 4), row(1, 1, 1), torch.tensor([0, 1, 2]))
+    out = discriminative(row(-1.0, -3.0, -2.5), *arguments, tau=0.7)
+    assert out.loss.item() == pytest.approx(2.0 - 2.5)
+    assert metric_values(out.metrics)["loss/score_gap"] == pytest.approx(0.5)
+
+
 def test_segments_against_a_loop() -> None:
     generator = torch.Generator().manual_seed(0)
     labels_T = torch.randint(-3, 3, (40,), generator=generator)

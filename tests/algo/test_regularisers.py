@@ -86,6 +86,7 @@ def test_entropy_bonus_lowers_the_loss_where_entropy_is_high() -> None:
 
 def test_adaptive_coefficient_has_a_dead_zone() -> None:
     assert [adaptive_coef(1.0, kl=kl, target=0.1) for kl in (0.16, 0.14, 0.07, 0.06)] == [2.0, 1.0, 1.0, 0.5]
+    assert [adaptive_coef(3.0, kl=kl, target=0.1) for kl in (0.16, 0.1, 0.06)] == [6.0, 3.0, 1.5]
 
 
 def test_an_update_beyond_the_limit_is_scaled_back() -> None:

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from headrace.algo.shaping import kl_rewards, overlong_penalty, teaches
+from headrace.errors import ConfigError
 
 
 def test_overlong_penalty_is_linear_in_the_margin_and_bounded() -> None:
@@ -23,3 +24,5 @@ def test_kl_rewards_by_hand() -> None:
     arguments = (np.array([0.0, 1.0]), np.array([-1.0, -3.0]), np.array([-1.5, -2.0]))
     assert kl_rewards(*arguments, coef=0.1).tolist() == pytest.approx([-0.05, 1.1])
     assert kl_rewards(*arguments, coef=0.1, estimator="k2").tolist() == pytest.approx([-0.0125, 0.95])
+    with pytest.raises(ConfigError, match="unknown KL estimator 'k4'"):
+        kl_rewards(*arguments, coef=0.1, estimator="k4")

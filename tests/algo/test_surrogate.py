@@ -89,6 +89,8 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
     assert out.loss.item() == pytest.approx(3.0 - 1.0)
     assert policy_T.grad is not None
     assert policy_T.grad.tolist() == [0.0, -1.0]
+    # the bound is c A, so it scales with the advantage: A = -2 loses 6
+    assert ppo(leaf(0.0), tensor(-2.0), tensor(-2.0), tensor(1.0), dual_clip=3.0).loss.item() == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("fn", [importance_sampling, ppo])
