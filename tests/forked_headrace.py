@@ -42,13 +42,12 @@ def run(request: dict[str, Any]) -> None:
         cli.main()
     except SystemExit as exc:
         code = exc.code or 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:
+        if sys.exc_info()[0] is not None:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def arm(points: list[tuple[str, int]], signal_number: int) -> None:

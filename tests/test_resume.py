@@ -419,14 +419,15 @@ def test_a_lora_run_of_two_stages_resumes_on_the_weights_its_second_stage_starte
     assert "sft/step_000004 is altered: optimizer.safetensors" in refused.said.splitlines()[-1]
 
 
+@pytest.mark.parametrize("where", [[(TAKE, 1), (UPDATE, 1)], [(TAKE, 2), (SAMPLE, 2)]], ids=["training", "rollout"])
 def test_a_stop_between_two_publications_waits_for_the_next_one(
-    headrace: Headrace, whole: Path, tmp_path: Path
+    where: Points, headrace: Headrace, tmp_path: Path
 ) -> None:
     sets = ("--set", "rl.sync_every=2", "--set", "checkpoint.every=0")
     reference = headrace(prepare(tmp_path / "whole"), "train", "run.toml", *sets)
     assert reference.code == 0, reference.said
     folder = prepare(tmp_path / "stopped")
-    stopped = headrace(folder, "train", "run.toml", *sets, points=[(TAKE, 2), (SAMPLE, 2)], number=signal.SIGTERM)
+    stopped = headrace(folder, "train", "run.toml", *sets, points=where, number=signal.SIGTERM)
     assert stopped.code == 75, stopped.said
     assert "after step 2 of 4" in stopped.said
     resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
