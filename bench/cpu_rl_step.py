@@ -168,7 +168,7 @@ class Alternate(TrainerCallback):
         self.trl.append((self.generation_s, spent - self.generation_s, self.tokens))
         self.mine.append(self.ours.step())
         for name, (generation_s, rest_s, tokens) in (("trl", self.trl[-1]), ("ours", self.mine[-1])):
-            print(f"{name:5} step {len(self.mine)}: generation {generation_s:6.2f} s, rest {rest_s:6.2f} s, {tokens} tokens")
+            print(f"{name:5} {len(self.mine)}: generation {generation_s:6.2f} s, rest {rest_s:6.2f} s, {tokens} tokens")
         self.generation_s, self.tokens, self.began = 0.0, 0, time.perf_counter()
 
 
