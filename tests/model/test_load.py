@@ -1,0 +1,210 @@
+"""Loading, recomputation and fingerprints."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.strategies import integers, sampled_from
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GenerationConfig
+
+from headrace.errors import ModelError
+from headrace.model.attention import Packed
+from headrace.model.load import (
+    LanguageModel,
+    choose_device,
+    choose_dtype,
+    fingerprint,
+    load_model,
+    prepare,
+    recompute_layers,
+)
+from headrace.model.tiny import make_model, make_tokenizer, save_tiny
+
+SHAPE = {"width": 16, "layers": 2, "heads": 4, "kv_heads": 2, "context": 32, "seed": 5}
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+
+
+def tiny() -> LanguageModel:
+    return prepare(make_model(vocab_size=23, **SHAPE), make_tokenizer(()), source="tiny")
+
+
+def output(lm: LanguageModel) -> Tensor:
+    return lm.hidden(TOKENS, torch.cat([torch.arange(5), torch.arange(3)]), Packed((5, 3)))
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "tiny", words=("red", "green"), **SHAPE)
+    return tmp_path / "tiny"
+
+
+def test_a_folder_loads_in_eval_mode_with_the_weights_and_tokens_it_has(folder: Path) -> None:
+    lm = load_model(str(folder))
+    assert not lm.model.training
+    assert (lm.dtype, lm.device.type, lm.context, lm.vocabulary) == (torch.float32, "cpu", 32, 10)
+    assert lm.eos_tokens == (2,)
+    assert lm.source == str(folder)
+    assert lm.tokenizer("red green")["input_ids"] == [8, 9]
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(lm.head_weight(), stored["model.embed_tokens.weight"])
+    assert load_model(str(folder), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_end_tokens_are_the_generation_configs_and_then_the_tokenizers() -> None:
+    model = make_model(vocab_size=23, **SHAPE)
+    model.generation_config = GenerationConfig(eos_token_id=[7, 5])
+    assert prepare(model, make_tokenizer(()), source="tiny").eos_tokens == (7, 5, 2)
+
+
+@pytest.mark.parametrize("broken", ["no folder", "no weights", "not safetensors", "another type"])
+def test_a_folder_that_cannot_be_loaded_is_named(folder: Path, broken: str) -> None:
+    path = folder
+    expected = str(folder)
+    if broken == "no folder":
+        path = folder / "nothing"
+        expected = "nothing is not a Hugging Face model folder"
+    elif broken == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif broken == "not safetensors":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+        (folder / "model.safetensors").write_bytes(b"not read: the type is refused first")
+        expected = "'gpt2' are not supported"
+    with pytest.raises(ModelError, match=expected):
+        load_model(str(path))
+
+
+def test_device_and_dtype_are_chosen_by_one_rule() -> None:
+    assert choose_dtype("auto", "cuda") == torch.bfloat16
+    assert choose_dtype("auto", "cpu") == torch.float32
+    assert choose_dtype("float64", "cuda") == torch.float64
+    assert choose_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert choose_device("cpu") == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="no CUDA device"):
+            choose_device("cuda")
+
+
+# --- recomputation ---------------------------------------------------------------------------------------------------
+
+
+def gradients(lm: LanguageModel) -> dict[str, Tensor]:
+    lm.model.zero_grad()
+    (output(lm) ** 3).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in lm.model.named_parameters()}
+
+
+def test_recomputation_gives_equal_gradients_and_keeps_less() -> None:
+    kept: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    plain, recomputed = tiny(), tiny()
+    recompute_layers(recomputed.model)
+    expected, found = gradients(plain), gradients(recomputed)
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(gradient, found[name]), name
+    sizes = []
+    for lm in (plain, recomputed):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            output(lm)
+        sizes.append(sum(kept))
+    assert sizes[1] < sizes[0] / 3
+
+
+def test_a_copy_of_a_recomputing_model_uses_its_own_weights() -> None:
+    lm = tiny()
+    recompute_layers(lm.model)
+    other = prepare(copy.deepcopy(lm.model), lm.tokenizer, source="copy")
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            before = output(other).detach()
+            with torch.no_grad():
+                lm.model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+            assert torch.equal(output(other), before)
+            assert not torch.allclose(output(lm), before, atol=1e-3)
+
+
+# --- fingerprint -----------------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def weights(dtype: torch.dtype, columns: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn(5, columns, generator=generator).to(dtype),
+        "b": torch.randn(columns, generator=generator).to(dtype),
+    }
+
+
+def flip(tensor: Tensor, index: int, bit: int) -> Tensor:
+    size = tensor.element_size()
+    raw = bytearray(tensor.contiguous().view(torch.uint8).flatten().tolist())
+    raw[index * size + bit // 8] ^= 1 << bit % 8
+    return torch.frombuffer(raw, dtype=tensor.dtype).reshape(tensor.shape).clone()
+
+
+@settings(max_examples=150, deadline=None)
+@given(sampled_from(DTYPES), sampled_from([3, 4, 8]), sampled_from(["a", "b"]), integers(0, 10**6), integers(0, 63))
+def test_any_single_bit_changes_the_fingerprint(dtype: Any, columns: int, name: str, index: int, bit: int) -> None:
+    plain = weights(dtype, columns)
+    tensor = plain[name]
+    changed = {**plain, name: flip(tensor, index % tensor.numel(), bit % (8 * tensor.element_size()))}
+    assert fingerprint(changed.items()) != fingerprint(plain.items())
+    back = {**plain, name: flip(changed[name], index % tensor.numel(), bit % (8 * tensor.element_size()))}
+    assert fingerprint(back.items()) == fingerprint(plain.items())
+
+
+@settings(max_examples=100, deadline=None)
+@given(sampled_from(DTYPES), sampled_from([3, 4, 8]), integers(0, 10**6), integers(0, 10**6))
+def test_any_exchange_of_two_places_changes_the_fingerprint(dtype: Any, columns: int, one: int, two: int) -> None:
+    plain = weights(dtype, columns)
+    swapped = plain["a"].clone().flatten()
+    one, two = one % len(swapped), two % len(swapped)
+    swapped[[one, two]] = swapped[[two, one]]
+    same = bool((swapped.view_as(plain["a"]) == plain["a"]).all())
+    assert (fingerprint({**plain, "a": swapped.view_as(plain["a"])}.items()) == fingerprint(plain.items())) == same
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_permutations_names_shapes_and_types_change_the_fingerprint(dtype: torch.dtype) -> None:
+    plain = weights(dtype, 4)
+    found = {
+        "plain": plain,
+        "rows": {**plain, "a": plain["a"].flip(0)},
+        "columns": {**plain, "a": plain["a"].flip(1)},
+        "sign": {**plain, "a": torch.cat([-plain["a"][:1], plain["a"][1:]])},
+        "name": {"c": plain["a"], "b": plain["b"]},
+        "shape": {**plain, "a": plain["a"].reshape(4, 5)},
+        "type": {**plain, "a": plain["a"].view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])},
+    }
+    assert len({fingerprint(named.items()) for named in found.values()}) == len(found)
+
+
+def test_a_round_trip_through_a_file_or_another_layout_keeps_the_fingerprint(tmp_path: Path) -> None:
+    lm = tiny()
+    state = {name: parameter.detach() for name, parameter in lm.model.named_parameters()}
+    save_file(state, tmp_path / "weights.safetensors")
+    read = load_file(tmp_path / "weights.safetensors")
+    expected = fingerprint(state.items())
+    assert fingerprint((name, read[name]) for name in state) == expected
+    strided = {name: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor for name, tensor in state.items()}
+    assert not strided["model.embed_tokens.weight"].is_contiguous()
+    assert fingerprint(strided.items()) == expected
