@@ -9,7 +9,6 @@ from torch import Tensor
 
 from headrace.algo.loss import LossOut
 from headrace.algo.losses.ratios import (
-    clip_metrics,
     divergence_metrics,
     log_ratio,
     max_over,
@@ -18,7 +17,7 @@ from headrace.algo.losses.ratios import (
     share_of,
     weighted_sum,
 )
-from headrace.algo.losses.surrogate import clipped_objective
+from headrace.algo.losses.surrogate import clipped_metrics, clipped_objective
 from headrace.types import Sum
 
 
@@ -48,19 +47,13 @@ def decoupled_ppo(
     )
     live_T = trained_T & (advantages_T != 0) & (behaviour_weights_T != 0)
     loss = -weighted_sum(weights_T * behaviour_weights_T, objective_T, live_T)
-    ratio_T = log_ratio_T.detach().exp()
     return LossOut(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
-            **clip_metrics(
-                (advantages_T < 0) & (ratio_T < 1.0 - clip_low),
-                (advantages_T > 0) & (ratio_T > 1.0 + clip_high),
-                trained_T,
-            ),
+            **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             "loss/weight_mean": mean_over(behaviour_weights_T, trained_T),
             "loss/weight_max": max_over(behaviour_weights_T, trained_T),
-            **ratio_metrics(log_ratio_T, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="proximal"),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
         },
@@ -91,19 +84,13 @@ def loglinear_ppo(
     log_ratio_T = sampler_T - share_T * sampler_T.detach()
     objective_T = clipped_objective(log_ratio_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
     loss = -weighted_sum(weights_T * behaviour_T, objective_T, trained_T & (advantages_T != 0))
-    ratio_T = log_ratio_T.detach().exp()
     return LossOut(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
-            **clip_metrics(
-                (advantages_T < 0) & (ratio_T < 1.0 - clip_low),
-                (advantages_T > 0) & (ratio_T > 1.0 + clip_high),
-                trained_T,
-            ),
+            **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             "loss/weight_mean": mean_over(behaviour_T, trained_T),
             "loss/weight_max": max_over(behaviour_T, trained_T),
-            **ratio_metrics(log_ratio_T, trained_T),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
         },
     )

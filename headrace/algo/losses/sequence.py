@@ -5,13 +5,11 @@ from torch import Tensor
 from headrace.algo.loss import LossOut, Unit, per
 from headrace.algo.losses.ratios import (
     MAX_LOG_RATIO,
-    clip_metrics,
     divergence_metrics,
     log_ratio,
-    ratio_metrics,
     weighted_sum,
 )
-from headrace.algo.losses.surrogate import clipped_objective
+from headrace.algo.losses.surrogate import clipped_metrics, clipped_objective
 from headrace.algo.segments import dense_index, segment_mean, segment_sum
 from headrace.types import Sum
 
@@ -89,17 +87,11 @@ def _clipped(
     trained_T = weights_T != 0
     objective_T = clipped_objective(sequence_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=0.0)
     loss = -weighted_sum(weights_T, objective_T, trained_T & (advantages_T != 0))
-    ratio_T = sequence_T.detach().exp()
     return LossOut(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
-            **clip_metrics(
-                (advantages_T < 0) & (ratio_T < 1.0 - clip_low),
-                (advantages_T > 0) & (ratio_T > 1.0 + clip_high),
-                trained_T,
-            ),
-            **ratio_metrics(sequence_T, trained_T),
+            **clipped_metrics(sequence_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             **divergence_metrics(token_T, trained_T, name="sampler"),
         },
     )

@@ -1,11 +1,13 @@
 """Policy-gradient surrogates whose gradient flows through the importance ratio. T tokens."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut
 from headrace.algo.losses.ratios import clip_metrics, divergence_metrics, log_ratio, ratio_metrics, weighted_sum
-from headrace.types import Sum
+from headrace.types import Metric, Sum
 
 
 def importance_sampling(
@@ -50,17 +52,11 @@ def ppo(
     )
     live_T = trained_T & (advantages_T != 0)
     loss = -weighted_sum(weights_T, objective_T, live_T)
-    ratio_T = log_ratio_T.detach().exp()
     return LossOut(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
-            **clip_metrics(
-                (advantages_T < 0) & (ratio_T < 1.0 - clip_low),
-                (advantages_T > 0) & (ratio_T > 1.0 + clip_high),
-                trained_T,
-            ),
-            **ratio_metrics(log_ratio_T, trained_T),
+            **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
         },
     )
@@ -76,3 +72,13 @@ def clipped_objective(
     if dual_clip:
         objective_T = torch.where(advantages_T < 0, torch.maximum(objective_T, dual_clip * advantages_T), objective_T)
     return objective_T
+
+
+def clipped_metrics(
+    log_ratio_T: Tensor, advantages_T: Tensor, trained_T: Tensor, *, clip_low: float, clip_high: float
+) -> Mapping[str, Metric]:
+    """Ratios, and the share of tokens whose gradient the clip has cut at either bound."""
+    ratio_T = log_ratio_T.detach().exp()
+    below_T = (advantages_T < 0) & (ratio_T < 1.0 - clip_low)
+    above_T = (advantages_T > 0) & (ratio_T > 1.0 + clip_high)
+    return {**clip_metrics(below_T, above_T, trained_T), **ratio_metrics(log_ratio_T, trained_T)}
