@@ -1,8 +1,8 @@
 """LoRA as our own small layer: y = base(x) + (alpha / rank) B A x, with A and B stacked by adapter slot.
 
-Which slot a token uses is a context variable (an int, or a per-token index), so many adapters can train and sample
-over one base in one batch. Initialised as in the paper: A random, B zero, so a new adapter changes nothing. Reading
-and writing adapter files in PEFT's layout is here too.
+Which slot a token uses is a context variable (an int, a per-token index, or None for the base model alone), so many
+adapters can train and sample over one base in one batch. Initialised as in the paper: A random, B zero, so a new
+adapter changes nothing. Reading and writing adapter files in PEFT's layout is here too.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headrace.algo.random import derive_seed
 from headrace.errors import ModelError
 
-ADAPTER: ContextVar["int | Tensor"] = ContextVar("headrace_adapter", default=0)
+ADAPTER: ContextVar["int | Tensor | None"] = ContextVar("headrace_adapter", default=0)
 
 
 class LoraLinear(nn.Module):
@@ -37,6 +37,9 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         slot = ADAPTER.get()
+        if slot is None:
+            plain: Tensor = self.base(x)
+            return plain
         if isinstance(slot, int):
             low = (x @ self.down[slot].T) @ self.up[slot].T
         else:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.algo.loss import LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
+from headrace.algo.loss import MODEL_OUTPUTS, LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
 from headrace.algo.losses import find_loss
 from headrace.algo.packing import pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
@@ -28,6 +28,7 @@ from headrace.model import head
 from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
 from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_dict, save_adapter
+from headrace.model.scalar import has_scalar_head, scalars
 from headrace.train.optimizer import MasterAdamW
 from headrace.types import (
     Adam,
@@ -91,7 +92,10 @@ class _Loss:
 
 
 class TorchBackend:
-    """`score_everything`: also return log-probs where the weight is 0 (else NaN there, and the head skips them)."""
+    """`score_everything`: also return log-probs where the weight is 0 (else NaN there, and the head skips them).
+
+    A model with a scalar head serves the losses of values and scores, and returns those numbers as `logprobs`.
+    """
 
     def __init__(
         self,
@@ -159,6 +163,7 @@ class TorchBackend:
 
     def _run(self, data: Sequence[Datum], spec: LossSpec, *, want_gradient: bool) -> ForwardOut:
         loss = _prepare_loss(spec)
+        _check_head(loss, scalar=has_scalar_head(self.lm))
         _check_data(data, loss, vocabulary=self.lm.vocabulary, context=self.lm.context)
         batches = pack(
             [datum.num_tokens for datum in data], [datum.unit for datum in data], budget=self._micro_batch_tokens
@@ -196,14 +201,17 @@ class TorchBackend:
             name: (array[rows_R] if name == "segments" else array[rows_R].to(real)).to(device)
             for name, array in arrays.items()
         }
-        targets = _targets(batch, rows_R, device=device, dtype=real)
-        rows_R = rows_R.to(device)
-        run = self._fused if loss.unit is Unit.TOKEN else self._whole
-        part = run(hidden_TD, rows_R, targets, inputs, loss, want_gradient=want_gradient)
+        rows = rows_R.to(device)
+        if has_scalar_head(self.lm):
+            part = self._scalar(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
+        else:
+            targets = packed_targets(batch, rows_R, device=device, dtype=real)
+            run = self._fused if loss.unit is Unit.TOKEN else self._whole
+            part = run(hidden_TD, rows, targets, inputs, loss, want_gradient=want_gradient)
         if want_gradient:
             self._optimizer.collect()
         scores = np.full((sum(lengths), *batch[0].targets.shape[1:]), np.nan, dtype=np.float32)
-        scores[rows_R.cpu().numpy()] = part.logprobs[0]
+        scores[rows_R.numpy()] = part.logprobs[0]
         ends = np.cumsum(lengths)[:-1]
         return ForwardOut(
             loss=part.loss, metrics=part.metrics, logprobs=tuple(float_array(piece) for piece in np.split(scores, ends))
@@ -279,6 +287,17 @@ class TorchBackend:
         values = float_array(logprobs.detach().cpu().numpy())
         return ForwardOut(loss=float(out.loss.detach()), logprobs=(values,), metrics=out.metrics)
 
+    def _scalar(
+        self, hidden_RD: Tensor, inputs: Mapping[str, Tensor], loss: _Loss, *, want_gradient: bool
+    ) -> ForwardOut:
+        """Losses of one number per token."""
+        numbers_R = scalars(self.lm, hidden_RD)
+        out = _call(loss, numbers_R, None, inputs)
+        if want_gradient and out.loss.requires_grad:
+            out.loss.backward()  # type: ignore[no-untyped-call]
+        values = float_array(numbers_R.detach().cpu().numpy())
+        return ForwardOut(loss=float(out.loss.detach()), logprobs=(values,), metrics=out.metrics)
+
     def _head_name(self) -> str | None:
         """The parameter name of the head's own weight (the embedding's, when they are tied), if it is trained."""
         weight = self.lm.model.lm_head.weight
@@ -351,12 +370,21 @@ def _prepare_loss(spec: LossSpec) -> _Loss:
     return _Loss(fn=fn, inputs=loss_inputs(fn), parameters=names, params=spec.params, unit=unit_of(fn))
 
 
+def _check_head(loss: _Loss, *, scalar: bool) -> None:
+    """A loss reads what the model computes: log-probs of targets, or one number per token."""
+    reads_scalar = loss.inputs.output != "policy_logprobs"
+    if reads_scalar and not scalar:
+        raise BackendError("this loss needs a scalar head, which this backend's model does not have")
+    if scalar and not reads_scalar:
+        raise BackendError("this backend's model has a scalar head: it serves losses of predicted_values or scores")
+    if scalar and loss.inputs.wants_entropy:
+        raise BackendError("this loss asks for the entropy, which a scalar head does not have")
+
+
 def _check_data(data: Sequence[Datum], loss: _Loss, *, vocabulary: int, context: int) -> None:
     """Everything that can be wrong with a request is found before any gradient is touched."""
     if not data:
         raise BackendError("there is nothing to train on: the batch is empty")
-    if loss.inputs.output != "policy_logprobs":
-        raise BackendError("this loss needs a scalar head, which this backend's model does not have")
     kinds = {datum.targets.shape[1:] for datum in data}
     if len(kinds) > 1:
         raise BackendError("data with one target per token and with several cannot be mixed in one request")
@@ -394,7 +422,8 @@ def _stack(batch: Sequence[Datum], loss: _Loss) -> dict[str, Tensor]:
     return arrays
 
 
-def _targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.device, dtype: torch.dtype) -> head.Targets:
+def packed_targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.device, dtype: torch.dtype) -> head.Targets:
+    """Targets of the chosen rows of some data laid end to end, with their temperatures."""
     tokens = torch.from_numpy(np.concatenate([datum.targets for datum in batch])).long()[rows_R].to(device)
     if all(datum.temperature == 1.0 for datum in batch):
         return head.Targets(tokens)
@@ -402,13 +431,13 @@ def _targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.device, dt
     return head.Targets(tokens, torch.from_numpy(spread).to(dtype)[rows_R].to(device))
 
 
-def _call(loss: _Loss, logprobs: Tensor, entropy: Tensor | None, inputs: Mapping[str, Tensor]) -> LossOut:
-    """Hand the loss what its signature names."""
+def _call(loss: _Loss, computed: Tensor, entropy: Tensor | None, inputs: Mapping[str, Tensor]) -> LossOut:
+    """Hand the loss what its signature names; `computed` is what the model has made of the tokens."""
     arguments: dict[str, Tensor | float] = dict(loss.params)
     for parameter in loss.parameters:
         bare = parameter.removesuffix("_TK").removesuffix("_T")
-        if bare == "policy_logprobs":
-            arguments[parameter] = logprobs
+        if bare in MODEL_OUTPUTS:
+            arguments[parameter] = computed
         elif bare == "entropy" and entropy is not None:
             arguments[parameter] = entropy
         elif bare in inputs:
@@ -421,10 +450,11 @@ def _save_merged(lm: LanguageModel, folder: Path) -> None:
     it has an adapter of its own: then the folder's model is no longer tied."""
     config, state = lm.model.config, merged_state_dict(lm.model)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    if tied and not isinstance(lm.model.lm_head, LoraLinear):
-        del state["lm_head.weight"]
+    own_head = isinstance(getattr(lm.model, "lm_head", None), LoraLinear)
+    if tied and not own_head:
+        state.pop("lm_head.weight", None)
     lm.model.save_pretrained(folder, state_dict=state)
-    if tied and isinstance(lm.model.lm_head, LoraLinear):
+    if tied and own_head:
         untied = copy.deepcopy(config)
         untied.tie_word_embeddings = False
         untied.save_pretrained(folder)
