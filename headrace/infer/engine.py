@@ -85,7 +85,7 @@ class EmbeddedEngine:
         self._source = source
         self.counters = Counters()
         self._max_rows = -(-max_rows // ALIGN) * ALIGN
-        self._kv_tokens = kv_tokens or self._max_rows * lm.context
+        self._kv_tokens = kv_tokens or self._max_rows * _round_up(lm.context + 1)
         if self._kv_tokens < ALIGN * ROUND:
             raise SamplerError(f"engine.kv_tokens must be at least {ALIGN * ROUND}, not {self._kv_tokens}")
         self._piece_tokens, self._prefill_tokens = piece_tokens, max(prefill_tokens, piece_tokens)
@@ -158,7 +158,7 @@ class EmbeddedEngine:
 
     def _longest_slot(self) -> int:
         """Positions of the longest slot that the KV budget allows."""
-        return min(self._kv_tokens // ALIGN, -(-(self.lm.context + 1) // ROUND) * ROUND) // ROUND * ROUND
+        return min(self._kv_tokens // ALIGN, _round_up(self.lm.context + 1)) // ROUND * ROUND
 
     def _rows_for(self, tokens: int) -> int:
         return min(self._max_rows, self._kv_tokens // tokens // ALIGN * ALIGN)
@@ -273,6 +273,8 @@ class EmbeddedEngine:
         return fingerprint(self.lm.model.named_parameters())
 
     def _score(self, sequences: Sequence[IntArray], temperature: float) -> tuple[FloatArray, ...]:
+        if not temperature > 0:
+            raise SamplerError(f"scores need a temperature above 0, not {temperature}")
         results: list[FloatArray] = []
         batch: list[IntArray] = []
         for sequence in sequences:
@@ -357,7 +359,7 @@ class EmbeddedEngine:
         mask = None
         if decode_rows:
             longest = max(len(sequence.tokens) for _, sequence in decoding)
-            filled = min(-(-longest // ROUND) * ROUND, self._slots.tokens)
+            filled = min(_round_up(longest), self._slots.tokens)
             visible = positions_T[:decode_rows].clamp_max(filled - 1)
             mask = visible_mask(visible, filled, self._cache.keys[0].dtype)
         context = Cached(
@@ -440,7 +442,7 @@ class EmbeddedEngine:
         first = [self._slots.waiting[0]] if self._slots.waiting else []
         needed = max((len(sequence.tokens) + 1 for sequence in active), default=0)
         for sequence in first:
-            if self._rows_for(-(-(len(sequence.tokens) + 1) // ROUND) * ROUND * 2) > len(active) or not active:
+            if self._rows_for(_round_up(len(sequence.tokens) + 1) * 2) > len(active) or not active:
                 needed = max(needed, len(sequence.tokens) + 1)
         tokens = self._slots.tokens
         while tokens < needed:
@@ -449,7 +451,7 @@ class EmbeddedEngine:
             everyone = max(len(sequence.tokens) + 1 for sequence in [*active, *first])
             while tokens // 2 >= max(everyone + ROUND, FIRST_SLOT_TOKENS):
                 tokens //= 2
-            tokens = -(-tokens // ROUND) * ROUND
+            tokens = _round_up(tokens)
         if tokens != self._slots.tokens:
             self._relayout(tokens)
 
@@ -478,3 +480,8 @@ class EmbeddedEngine:
             if target >= source:
                 break
             self._cache.copy_prefix(source, target, self._slots.move(source, target))
+
+
+def _round_up(tokens: int) -> int:
+    """Cached lengths are multiples of ROUND."""
+    return -(-tokens // ROUND) * ROUND

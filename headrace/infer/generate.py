@@ -73,6 +73,8 @@ class GenerateSampler:
                 self._idle.set()
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
+        if not temperature > 0:
+            raise SamplerError(f"scores need a temperature above 0, not {temperature}")
         return await asyncio.to_thread(
             self._guarded, lambda: tuple(self._score(sequence, temperature) for sequence in sequences)
         )

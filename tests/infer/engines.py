@@ -1,0 +1,67 @@
+"""Models, requests and comparisons that the engine's tests share."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from headrace.infer.engine import EmbeddedEngine
+from headrace.model.load import LanguageModel, prepare
+from headrace.model.tiny import END_ID, make_model, make_tokenizer
+from headrace.types import Completion, SampleRequest, SamplingParams, int_array
+
+WORDS = tuple(f"w{index}" for index in range(112))
+VOCABULARY = len(WORDS) + 8  # with the tokenizer's special tokens
+CONTEXT = 512
+
+
+def small_model(seed: int = 0, *, context: int = CONTEXT, layers: int = 2) -> LanguageModel:
+    model = make_model(vocab_size=VOCABULARY, width=32, layers=layers, heads=4, kv_heads=2, context=context, seed=seed)
+    lm = prepare(model, make_tokenizer(WORDS), source="tests")
+    assert lm.eos_tokens == (END_ID,)
+    return lm
+
+
+@contextmanager
+def opened(lm: LanguageModel, **options: Any) -> Iterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(lm, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def request_of(
+    prompt: Sequence[int], max_tokens: int, *, after: Completion | None = None, **params: Any
+) -> SampleRequest:
+    """Without stop tokens unless they are given."""
+    options = {"stop_tokens": (), **params}
+    return SampleRequest(
+        prompt=int_array(prompt), params=SamplingParams(max_tokens=max_tokens, **options), continue_from=after
+    )
+
+
+def sample_all(engine: EmbeddedEngine, requests: Sequence[SampleRequest], *, limit_s: float = 60) -> list[Completion]:
+    async def run() -> list[Completion]:
+        async with asyncio.timeout(limit_s):
+            return await asyncio.gather(*(engine.sample(request) for request in requests))
+
+    return asyncio.run(run())
+
+
+def alone(lm: LanguageModel, request: SampleRequest) -> Completion:
+    """The request in an engine of its own with room to spare."""
+    with opened(lm, max_rows=8) as engine:
+        return sample_all(engine, [request])[0]
+
+
+def bits(completion: Completion) -> tuple[Any, ...]:
+    """Equal for two completions exactly when tokens, log-probs (bit for bit) and the stop are."""
+    return (
+        completion.tokens.tolist(),
+        completion.sampler_logprobs.view(np.int32).tolist(),
+        completion.raw_logprobs.view(np.int32).tolist(),
+        completion.stop,
+    )
