@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.errors import RolloutError
 from headrace.loops.measure import eval_metrics
 from headrace.types import Group, Metric, Task
 
@@ -22,7 +23,10 @@ class Evaluation:
 
 
 async def evaluate(tasks: Sequence[Task], play: Callable[[Task, int], Awaitable[Group]]) -> Evaluation:
-    """Play every task once (as a group of samples) with the sampler's present weights; groups are in task order."""
+    """Play every task once (as a group of samples) with the sampler's present weights; groups are in task order.
+
+    Raises RolloutError when not one episode could be played and scored: no score would mean anything.
+    """
     assert tasks, "there is nothing to evaluate on"
     room = asyncio.Semaphore(MAX_TASKS_AT_ONCE)
 
@@ -31,4 +35,7 @@ async def evaluate(tasks: Sequence[Task], play: Callable[[Task, int], Awaitable[
             return await play(task, index)
 
     groups = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
+    if not any(group.episodes for group in groups):
+        reason = next((failed.reason for group in groups for failed in group.failed), "no episode came back")
+        raise RolloutError(f"none of the {len(groups)} held-out tasks could be played and scored; the first: {reason}")
     return Evaluation(groups=tuple(groups), metrics=eval_metrics(groups))

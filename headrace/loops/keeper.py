@@ -47,12 +47,14 @@ class Keeper:
     async def unless_stopped(self, work: Awaitable[R]) -> R:
         """The result of `work`; when a stop is asked for first, cancel it, save the last barrier and end the run."""
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if working.done():
-            return working.result()
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
         raise await self._saved_and_stopped()
 
     async def barrier(self, done: int, score: float | None = None) -> None:

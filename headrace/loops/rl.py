@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.advantages.credit import credit
-from headrace.algo.datum import to_data
-from headrace.algo.weights import reweight
+from headrace.algo.losses import find_loss
+from headrace.loops.arrays import Correction, Score, minibatches, provide, step_batch
 from headrace.loops.clock import Laps
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.keeper import Keeper
@@ -21,18 +21,22 @@ from headrace.protocols import MetricSink, TrainBackend
 from headrace.rollout.executor import RolloutExecutor
 from headrace.types import CreditedEpisode, LossSpec, Metric, merge_metrics, metric_values
 
+NO_SCORERS: Mapping[str, Score] = {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSettings:
-    """`weighting_constant` is the length by which weighting "constant" divides."""
+    """`weighting_constant` is the length by which weighting "constant" divides. `correction` None: only if the loss
+    asks for one."""
 
     steps: int
     minibatches: int
     loss: LossSpec
     credit: str = "grpo"
-    credit_params: Mapping[str, float] = field(default_factory=dict)
+    credit_params: Mapping[str, float | str] = field(default_factory=dict)
     weighting: str = "token_mean"
     weighting_constant: float = 1.0
+    correction: Correction | None = None
     sync_every: int = 1
     eval_every: int = 0
 
@@ -46,24 +50,29 @@ async def train_rl(
     sink: MetricSink,
     keeper: Keeper,
     record: Callable[[int, Sequence[CreditedEpisode]], None],
+    scorers: Mapping[str, Score] = NO_SCORERS,
     evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
-    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
+    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
+
+    `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name.
+    """
     values: dict[str, float] = {}
+    loss_fn = find_loss(c.loss.fn)
     async with executor:
         for step in range(start, c.steps):
             laps = Laps()
-            batch = executor.take_batch()  # task -> rollout -> reward
-            groups = await (keeper.unless_stopped(batch) if step % c.sync_every == 0 else batch)
+            taking = executor.take_batch()  # task -> rollout -> reward
+            groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
             credited = credit(groups, method=c.credit, params=c.credit_params)  # reward -> advantage
             record(step, credited.episodes)
-            metrics = merge_metrics(credited.health, episode_metrics([e.scored for e in credited.episodes]))
-            for part, episodes in enumerate(_minibatches(credited.episodes, c.minibatches)):
-                data = reweight(  # advantage -> datum
-                    to_data(episodes), weighting=c.weighting, constant=c.weighting_constant
-                )
+            batch = step_batch(credited)  # advantage -> datum
+            batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
+            metrics = merge_metrics(batch.metrics, episode_metrics([e.scored for e in batch.episodes]))
+            parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
+            for part, data in enumerate(parts):
                 updated = await updater.update(step, data, c.loss)  # datum -> loss -> optimiser
                 metrics = merge_metrics(metrics, updated.metrics)
                 if part == 0 and step % c.sync_every == 0:
@@ -84,13 +93,6 @@ async def train_rl(
                 score = (await evaluate(step + 1)).score
             await keeper.barrier(step + 1, score)
     return values
-
-
-def _minibatches(episodes: Sequence[CreditedEpisode], parts: int) -> list[list[CreditedEpisode]]:
-    """Whole groups, in order, split as evenly as they divide."""
-    ids = sorted({episode.group_id for episode in episodes})
-    cuts = [ids[part * len(ids) // parts : (part + 1) * len(ids) // parts] for part in range(parts)]
-    return [[episode for episode in episodes if episode.group_id in set(cut)] for cut in cuts if cut]
 
 
 def _rates(metrics: Mapping[str, Metric], laps: Laps) -> dict[str, float]:

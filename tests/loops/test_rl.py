@@ -1,0 +1,252 @@
+"""`train_rl`: equal to a loop written by hand over the same public functions, and what it does when things go wrong."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_values import MemoryStore, SkippingBackend, group, scored, step
+
+from headrace.algo.advantages.credit import credit
+from headrace.algo.datum import to_data
+from headrace.algo.weights import reweight
+from headrace.errors import Interrupted, NonFiniteError
+from headrace.infer.engine import EmbeddedEngine
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.keeper import Keeper
+from headrace.loops.measure import eval_metrics
+from headrace.loops.rl import RlSettings, train_rl
+from headrace.loops.update import Updater
+from headrace.model.load import LanguageModel, load_model
+from headrace.model.tiny import save_tiny
+from headrace.render import Renderer
+from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.terms import Term
+from headrace.rollout.executor import AsyncSettings, RolloutExecutor
+from headrace.rollout.group import play_group
+from headrace.rollout.publish import Publisher
+from headrace.rollout.tasks import TaskSource
+from headrace.rollout.worlds import WORLDS, world_tasks
+from headrace.testing import FakeBackend, FakeSampler, MemorySink
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import Adam, CreditedEpisode, Episode, Group, LossSpec, SamplingParams, Task
+
+WORLD, SEED, STEPS, GROUPS = "key_door", 3, 3, 2
+PPO = LossSpec(fn="ppo")
+
+
+# --- the tier test: the loop is nothing but these calls ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    words = WORLDS[WORLD].vocabulary()
+    save_tiny(folder, words=words, width=32, layers=1, heads=2, kv_heads=1, context=256, seed=SEED)
+    return folder
+
+
+def token_reward(episode: Episode) -> float:
+    return sum(int(token) for step in episode.steps for token in step.completion.tokens) % 7 / 7
+
+
+def player(lm: LanguageModel, engine: EmbeddedEngine) -> Callable[[Task, int], Awaitable[Group]]:
+    return partial(
+        play_group,
+        group_size=3,
+        make_env=WORLDS[WORLD].make_env,
+        sampler=engine,
+        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
+        reward_runner=InProcessRewardRunner([Term(name="tokens", fn=token_reward)]),
+        sampling=SamplingParams(max_tokens=4),
+        max_turns=3,
+        max_episode_tokens=200,
+        timeout_s=60.0,
+        run_seed=SEED,
+    )
+
+
+async def by_hand(model_folder: Path, state: Path) -> None:
+    """Three steps of synchronous GRPO with PPO, without a loop of ours, an executor or a publisher."""
+    lm = load_model(str(model_folder))
+    backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_rows=8, kv_tokens=2048)
+    play, source = player(lm, engine), TaskSource(world_tasks(WORLD, 10, 2, {}), SEED)
+    for number in range(STEPS):
+        tasks = source.get_prompts(GROUPS)
+        ids = range(number * GROUPS, (number + 1) * GROUPS)
+        groups = [await play(task, id) for task, id in zip(tasks, ids, strict=True)]
+        data = reweight(to_data(credit(groups, method="grpo").episodes), weighting="token_mean")
+        backend.forward_backward(data, PPO)
+        backend.optim_step(Adam(learning_rate=1e-2 / (number + 1)))
+        handle = await asyncio.wrap_future(backend.export_weights())
+        await engine.pause(interrupt=True)
+        await engine.load(handle, number + 1)
+        await engine.resume()
+    backend.save_state(state).result()
+    engine.close()
+    backend.close()
+
+
+async def by_loop(model_folder: Path, state: Path) -> MemorySink:
+    lm = load_model(str(model_folder))
+    backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_rows=8, kv_tokens=2048)
+    executor = RolloutExecutor(
+        play=player(lm, engine),
+        next_task=TaskSource(world_tasks(WORLD, 10, 2, {}), SEED).next,
+        batch_groups=GROUPS,
+        settings=AsyncSettings(),
+        publisher=Publisher([engine]),
+    )
+    sink = MemorySink()
+    await train_rl(
+        RlSettings(steps=STEPS, minibatches=1, loss=PPO),
+        executor=executor,
+        backend=backend,
+        updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2 / (step + 1)), max_skips=1),
+        sink=sink,
+        keeper=Keeper(MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()),
+        record=lambda step, episodes: None,
+    )
+    engine.close()
+    backend.close()
+    return sink
+
+
+class MemoryStateStore:
+    """Lets the backend write into a given folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save(self, step: int, write: Callable[[Path], None], state: Any, score: float | None = None) -> Path:
+        write(self._folder)
+        return self._folder
+
+
+async def test_the_loop_equals_one_written_by_hand_byte_for_byte(model_folder: Path, tmp_path: Path) -> None:
+    await by_hand(model_folder, tmp_path / "hand")
+    sink = await by_loop(model_folder, tmp_path / "loop")
+    assert min(values["train/grad_norm"] for _, values in sink.records) > 0
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
+        hand, loop = (tmp_path / "hand" / name).read_bytes(), (tmp_path / "loop" / name).read_bytes()
+        assert hand == loop, f"{name} differs"
+    assert (tmp_path / "loop" / "model.safetensors").read_bytes() != (model_folder / "model.safetensors").read_bytes()
+
+
+# --- with fakes -------------------------------------------------------------------------------------------------------
+
+
+class Rig:
+    """train_rl over groups that a function of (group id, sampler version) makes up."""
+
+    def __init__(self, folder: Path, *, backend: FakeBackend | None = None, max_skips: int = 3) -> None:
+        self.backend = backend or FakeBackend(logprob=-0.5)
+        self.sampler = FakeSampler()
+        self.sink, self.store, self.stop = MemorySink(), MemoryStore(folder), asyncio.Event()
+        self.recorded: list[tuple[int, list[int]]] = []
+        self.updater = Updater(backend=self.backend, adam=lambda step: Adam(learning_rate=0.1), max_skips=max_skips)
+
+    async def play(self, task: Task, id: int) -> Group:
+        version = self.sampler.version
+        episodes = (scored(reward, step([-0.5, -0.5], version=version)) for reward in (0.0, 1.0))
+        return group(id, *episodes)
+
+    def record(self, step: int, episodes: Sequence[CreditedEpisode]) -> None:
+        self.recorded.append((step, [episode.group_id for episode in episodes]))
+
+    async def train(self, *, steps: int, groups: int = 2, every: int = 0, **settings: Any) -> dict[str, float]:
+        evaluate = settings.pop("evaluate", None)
+        numbers = count()
+        executor = RolloutExecutor(
+            play=self.play,
+            next_task=lambda: Task(id=f"t{next(numbers)}"),
+            batch_groups=groups,
+            settings=AsyncSettings(),
+            publisher=Publisher([self.sampler]),
+        )
+        return await train_rl(
+            RlSettings(steps=steps, **{"minibatches": 1, "loss": PPO, **settings}),
+            executor=executor,
+            backend=self.backend,
+            updater=self.updater,
+            sink=self.sink,
+            keeper=Keeper(
+                self.store,
+                self.backend,
+                lambda: {"version": executor.version},
+                every=every,
+                total=steps,
+                done=0,
+                stop=self.stop,
+            ),
+            record=self.record,
+            evaluate=evaluate,
+        )
+
+    def series(self, name: str) -> list[float | None]:
+        return [values.get(name) for _, values in self.sink.records]
+
+
+async def test_every_step_is_recorded_logged_and_published(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    last = await rig.train(steps=3, every=2)
+    assert rig.recorded == [(0, [0, 0, 1, 1]), (1, [2, 2, 3, 3]), (2, [4, 4, 5, 5])]
+    assert rig.series("rollout/version") == [1.0, 2.0, 3.0]
+    assert rig.series("reward/mean") == [0.5, 0.5, 0.5]
+    assert rig.series("rollout/lag_max") == [0.0, 0.0, 0.0]
+    assert last["rollout/version"] == 3.0
+    assert [(step, state) for step, state, _ in rig.store.saved] == [(2, {"version": 2}), (3, {"version": 3})]
+
+
+async def test_minibatches_are_whole_groups_and_each_makes_an_update(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.train(steps=2, groups=4, minibatches=2)
+    assert rig.backend.optim_step(Adam(learning_rate=0.0)).exception() is not None  # nothing is left over
+    assert '"updates": 4' in rig.store.written[-1]
+    # 2 groups x 2 episodes x 2 tokens an update
+    assert rig.series("train/trained_tokens") == [16.0, 16.0]
+    assert rig.series("rollout/mismatch_abs")[0] == 0.0, "the first update is scored before the weights move"
+
+
+async def test_weights_are_published_every_n_steps_and_mismatch_is_measured_where_they_agree(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    asked: list[tuple[int, int]] = []
+
+    async def evaluate(step: int) -> Evaluation:
+        asked.append((step, rig.sampler.version))
+        groups = (group(0, scored(1.0)),)
+        return Evaluation(groups=groups, metrics=eval_metrics(groups))
+
+    await rig.train(steps=5, every=2, sync_every=2, eval_every=2, evaluate=evaluate)
+    assert rig.series("rollout/version") == [0.0, 1.0, 1.0, 2.0, 3.0]  # the last step publishes in any case
+    assert [value is not None for value in rig.series("rollout/mismatch_k3")] == [True, False, True, False, True]
+    assert asked == [(2, 1), (4, 2), (5, 3)], "only weights that the sampler has are evaluated"
+    assert [step for step, _, _ in rig.store.saved] == [2, 4, 5]
+
+
+async def test_a_stop_between_two_publications_is_heard_at_the_next_one(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.record = lambda step, episodes: rig.stop.set()  # type: ignore[method-assign]
+    with pytest.raises(Interrupted, match="after step 3 of 9"):
+        await rig.train(steps=9, sync_every=3)
+    assert [(step, state) for step, state, _ in rig.store.saved] == [(3, {"version": 1})]
+
+
+@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
+async def test_every_weighting_of_the_configuration_trains(weighting: str, tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.train(steps=1, weighting=weighting, weighting_constant=4.0)
+    # the fake's gradient is the sum of all weights: 1 for a mean; 8 tokens / (4 x 4 sequences) for the constant
+    assert rig.series("train/grad_norm") == [pytest.approx(0.5 if weighting == "constant" else 1.0)]
+
+
+async def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, backend=SkippingBackend(0, 2, 3, 4), max_skips=3)
+    with pytest.raises(NonFiniteError, match="3 updates in a row were skipped"):
+        await rig.train(steps=9, every=1)
+    assert rig.series("train/skipped_updates") == [1.0, 0.0, 1.0, 1.0]
+    assert [step for step, _, _ in rig.store.saved] == [1, 2, 3, 4]
+    assert len(asyncio.all_tasks()) == 1, "the executor was closed"
