@@ -252,11 +252,12 @@ class TorchBackend:
         if fused.grad_hidden_TD is not None:
             gradient_TD = torch.zeros_like(hidden_TD)
             gradient_TD[rows_R] = fused.grad_hidden_TD
-            tensors, gradients = [hidden_TD], [gradient_TD]
+            found = [(hidden_TD, gradient_TD)] if hidden_TD.requires_grad else []  # not when only the head is trained
             if train_head and name is None:
                 assert buffer is not None
-                tensors, gradients = [hidden_TD, weight_VD], [gradient_TD, buffer.to(weight_VD.dtype)]
-            torch.autograd.backward(tensors, gradients)
+                found.append((weight_VD, buffer.to(weight_VD.dtype)))
+            if found:
+                torch.autograd.backward([tensor for tensor, _ in found], [gradient for _, gradient in found])
         metrics: dict[str, Metric] = {}
         for _, part in parts:
             metrics = merge_metrics(metrics, part)
