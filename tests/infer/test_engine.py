@@ -134,12 +134,14 @@ def test_slots_become_short_again_and_what_they_hold_stays_right() -> None:
     # A long sequence forces 256-token slots; the short ones that follow get 128-token slots back; then a prompt that
     # begins like the long sequence finds at most 127 of its tokens, the last position being everybody's scratch.
     long = request_of(prompt_of(100), 90, seed=1)
-    short = [request_of(prompt_of(6, 50 + seed), 40, seed=seed) for seed in range(16)]
+    short = [request_of(prompt_of(6, 50 + seed), 40, seed=seed) for seed in range(3)]
     with opened(LM, max_rows=16, kv_tokens=2048) as engine:
         [first] = sample_all(engine, [long])
         sample_all(engine, short)
         again = request_of([*long.prompt.tolist(), *first.tokens.tolist()], 8, seed=3)
+        before = engine.counters.shared
         [last] = sample_all(engine, [again])
+        assert engine.counters.shared - before == 127
     assert bits(last) == bits(alone(LM, again))
 
 

@@ -1,0 +1,204 @@
+"""Slots against a model of the cache: whatever happens, a slot holds what it says, and nobody is lost."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.infer.slots import WORTH_WAITING, Placed, Sequence, Slots
+from headrace.types import Completion, SampleRequest, SamplingParams, Stop, int_array
+
+JUNK = (-1,)
+
+
+def sequence_of(prompt: list[int], *, arrival: int = 0, after: Completion | None = None) -> Sequence:
+    params = SamplingParams(max_tokens=100)
+    request = SampleRequest(prompt=int_array(prompt), params=params, continue_from=after)
+    return Sequence(request, Future(), frozenset(), 1000, arrival)
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """`cache[row][position]` is the beginning whose last token has its keys and values there."""
+
+    @initialize(rows=st.integers(1, 4), tokens=st.integers(16, 40))
+    def start(self, rows: int, tokens: int) -> None:
+        self.slots = Slots(rows, tokens)
+        self.cache: list[list[Any]] = [[JUNK] * tokens for _ in range(rows)]
+        self.open: list[Sequence] = []
+
+    def sequences(self) -> list[Sequence]:
+        return [sequence for _, sequence in self.slots.active()]
+
+    @rule(stem=st.integers(0, 1), size=st.integers(1, 20), tail=st.lists(st.integers(0, 1), max_size=3))
+    def arrive(self, stem: int, size: int, tail: list[int]) -> None:
+        sequence = sequence_of([stem] * size + tail, arrival=len(self.open))
+        self.open.append(sequence)
+        self.slots.waiting.append(sequence)
+
+    @rule(piece=st.integers(1, 12), token=st.integers(0, 1))
+    def step(self, piece: int, token: int) -> None:
+        """What the engine does in one step: seats, copies, fills in pieces, decodes, and scribbles on scratch."""
+        slots = self.slots
+        before, idle = list(slots.waiting), not self.sequences()
+        for placed in slots.place_waiting():
+            if placed.donor != placed.row:
+                self.cache[placed.row][: placed.shared] = self.cache[placed.donor][: placed.shared]
+        if idle and before and len(before[0].tokens) < slots.tokens:
+            assert before[0].row is not None, "nothing is running, and the first still waits"
+        for row in range(slots.rows):
+            self.cache[row][slots.tokens - 1] = JUNK
+        for row, sequence in slots.active():
+            filled = slots.filled[row]
+            missing = len(sequence.tokens) - 1 - filled
+            new = min(missing, piece) or 1
+            for position in range(filled, filled + new):
+                self.cache[row][position] = tuple(sequence.tokens[: position + 1])
+            slots.fill(row, sequence.tokens[filled : filled + new])
+            if not missing:
+                sequence.tokens.append(token)
+                if len(sequence.tokens) >= slots.tokens:
+                    self.end(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        self.slots.leave(sequence)
+        self.open.remove(sequence)
+
+    @precondition(lambda self: self.sequences())
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.sequences())))
+
+    @precondition(lambda self: self.sequences())
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.sequences()))
+        self.slots.preempt(sequence)
+        assert self.slots.waiting[0] is sequence
+
+    @precondition(lambda self: self.sequences() and None in self.slots.seated)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        source = data.draw(st.sampled_from([row for row, _ in self.slots.active()]))
+        target = data.draw(st.sampled_from([row for row, who in enumerate(self.slots.seated) if who is None]))
+        copied = self.slots.move(source, target)
+        self.cache[target][:copied] = self.cache[source][:copied]
+
+    @rule(rows=st.integers(1, 4), tokens=st.integers(16, 40))
+    def resize(self, rows: int, tokens: int) -> None:
+        for row, sequence in list(self.slots.active()):
+            if row >= rows or len(sequence.tokens) >= tokens:
+                self.slots.preempt(sequence)
+        old, kept = self.slots.tokens, min(rows, self.slots.rows)
+        self.slots.resize(rows, tokens)
+        width = min(old, tokens)
+        self.cache = [
+            [*(self.cache[row][:width] if row < kept else []), *[JUNK] * tokens][:tokens] for row in range(rows)
+        ]
+
+    @precondition(lambda self: not self.sequences())
+    @rule()
+    def forget(self) -> None:
+        self.slots.forget()
+        self.cache = [[JUNK] * self.slots.tokens for _ in self.cache]
+
+    @invariant()
+    def a_slot_holds_what_it_says(self) -> None:
+        for row in range(self.slots.rows):
+            held = self.slots.holds(row).tolist()
+            assert self.slots.filled[row] == len(held) < self.slots.tokens
+            assert self.cache[row][: len(held)] == [tuple(held[: size + 1]) for size in range(len(held))]
+
+    @invariant()
+    def a_sequence_sits_on_its_own_beginning(self) -> None:
+        for row, sequence in self.slots.active():
+            held = self.slots.holds(row).tolist()
+            assert sequence.row == row
+            assert held == sequence.tokens[:-1][: len(held)]
+
+    @invariant()
+    def nobody_is_lost_or_there_twice(self) -> None:
+        found = [*self.sequences(), *self.slots.waiting]
+        assert sorted(map(id, found)) == sorted(map(id, self.open))
+        assert all(sequence.row is None for sequence in self.slots.waiting)
+
+
+TestBookkeeping = Bookkeeping.TestCase
+TestBookkeeping.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def seated(rows: int, tokens: int, *prompts: list[int]) -> Slots:
+    slots = Slots(rows, tokens)
+    slots.waiting.extend(sequence_of(prompt) for prompt in prompts)
+    return slots
+
+
+def fill_all(slots: Slots) -> None:
+    for row, sequence in slots.active():
+        slots.fill(row, sequence.tokens[slots.filled[row] : -1])
+
+
+def test_a_twin_waits_for_the_beginning_and_lets_others_pass() -> None:
+    twin = list(range(20))
+    slots = seated(4, 64, twin, twin, [7, 8, 9], [*twin, 5])
+    assert slots.place_waiting() == [Placed(0, 0, 0), Placed(1, 0, 0)]
+    assert [sequence.tokens[-1] for sequence in slots.waiting] == [19, 5]
+    fill_all(slots)
+    assert slots.place_waiting() == [Placed(2, 0, 19), Placed(3, 0, 19)]
+
+
+def test_a_short_common_beginning_is_not_waited_for() -> None:
+    common = list(range(WORTH_WAITING))
+    slots = seated(2, 64, [*common, 50, 51], [*common[:-1], 60, 61])
+    assert slots.place_waiting() == [Placed(0, 0, 0), Placed(1, 0, 0)]
+    slots = seated(2, 64, [*common, 50, 51], [*common, 60, 61])
+    assert slots.place_waiting() == [Placed(0, 0, 0)]
+
+
+def test_a_sequence_too_long_for_a_slot_holds_up_those_behind_it() -> None:
+    slots = seated(2, 16, [1] * 16, [2])
+    assert slots.place_waiting() == []
+    slots.resize(2, 17)
+    assert len(slots.place_waiting()) == 2
+
+
+def test_a_later_turn_takes_its_own_slot_over_and_a_stranger_takes_the_least_recently_used() -> None:
+    slots = seated(3, 64, list(range(10)), list(range(20, 30)), list(range(40, 50)))
+    slots.place_waiting()
+    fill_all(slots)
+    for _, sequence in list(slots.active()):
+        slots.leave(sequence)
+    slots.waiting.append(sequence_of([*range(20, 30), 1, 2]))
+    assert slots.place_waiting() == [Placed(1, 1, 9)]
+    slots.waiting.append(sequence_of([60, 61]))
+    assert slots.place_waiting() == [Placed(0, 0, 0)]
+
+
+def test_a_slot_that_holds_much_more_is_copied_from_and_kept() -> None:
+    slots = seated(2, 64, list(range(40)))
+    slots.place_waiting()
+    fill_all(slots)
+    slots.leave(slots.seated[0])  # type: ignore[arg-type]
+    slots.waiting.append(sequence_of([*range(12), 63]))
+    assert slots.place_waiting() == [Placed(1, 0, 12)]
+    assert slots.holds(0).tolist() == list(range(39))
+
+
+def test_a_partial_goes_on_behind_what_it_has() -> None:
+    partial = Completion(
+        tokens=int_array([4, 5]),
+        sampler_logprobs=np.float32([-1.0, -2.0]),
+        raw_logprobs=np.float32([-3.0, -4.0]),
+        versions=int_array([2, 3]),
+        stop=Stop.INTERRUPTED,
+    )
+    sequence = sequence_of([1, 2], after=partial)
+    assert (sequence.tokens, sequence.num_sampled) == ([1, 2, 4, 5], 2)
+    back = sequence.completion(Stop.LENGTH)
+    assert (back.tokens.tolist(), back.versions.tolist(), back.stop) == ([4, 5], [2, 3], Stop.LENGTH)
+    assert (back.sampler_logprobs.tolist(), back.raw_logprobs.tolist()) == ([-1.0, -2.0], [-3.0, -4.0])
