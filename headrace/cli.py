@@ -19,7 +19,7 @@ from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError, Interrupted, boundary
 
 if TYPE_CHECKING:
-    from headrace.config import Config
+    from headrace.config import Config, Rl
     from headrace.model.estimate import Shape
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
@@ -215,9 +215,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     config = load_config(text, file=str(file), overrides=overrides)
     base = file.absolute().parent
 
-    from headrace.algo.advantages.credit import EPISODE_METHODS
-    from headrace.algo.lookup import check_numbers
-    from headrace.algo.loss import loss_inputs
+    from headrace.algo.advantages.credit import METHODS
     from headrace.algo.losses import LOSSES
     from headrace.algo.weights import WEIGHTINGS
     from headrace.reward.terms import BUILTIN
@@ -230,18 +228,42 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         base=base,
         command=command,
         losses=LOSSES,
-        credits=EPISODE_METHODS,
+        credits=METHODS,
         weightings=WEIGHTINGS,
         worlds=WORLDS,
         rewards=BUILTIN,
         filters=FILTERS,
     )
-    if config.rl is not None and config.rl.loss in LOSSES:
-        known = loss_inputs(LOSSES[config.rl.loss]).params
-        check_numbers(config.rl.loss_params, known, f"{file}: 'rl.loss_params': loss '{config.rl.loss}'")
+    if config.rl is not None:
+        _check_objective(config.rl, file=str(file))
     config = absolute_paths(config, base=base)
     _check_model_type(config.model.path)
     return config
+
+
+def _check_objective(rl: "Rl", *, file: str) -> None:
+    """Raises ConfigError when a number of credit or loss is not known, or a loss needs what cannot be provided.
+
+    A user's own loss is looked at when it is loaded, before the first stage.
+    """
+    from headrace.algo.advantages.credit import check_method
+    from headrace.algo.lookup import check_numbers
+    from headrace.algo.loss import loss_inputs
+    from headrace.algo.losses import LOSSES, find_loss
+    from headrace.config.paths import split_sum
+    from headrace.loops.arrays import available_arrays, check_objective
+
+    key = "rl.credit_params"
+    try:
+        check_method(rl.credit, rl.credit_params)
+        key = "rl.loss"
+        if all(term in LOSSES for term in split_sum(rl.loss)):
+            fn = find_loss(rl.loss)
+            check_numbers(rl.loss_params, loss_inputs(fn).params, f"'rl.loss_params': loss '{rl.loss}'")
+            check_objective(fn, rl.loss_params, available=available_arrays(fn, teacher=rl.teacher is not None))
+    except ConfigError as exc:
+        place = "" if str(exc).startswith("'rl.") else f"'{key}': "
+        raise ConfigError(f"{file}: {place}{exc}") from exc
 
 
 def _check_model_type(path: str) -> None:

@@ -21,11 +21,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.losses import LOSSES
+from headrace.algo.correction import Behaviour, Bound, Level
+from headrace.algo.losses import LOSSES, find_loss
+from headrace.algo.losses.compose import added
 from headrace.config import Config, Model, Optimizer, RewardTerm, Rl, Sampling, Source, load_config, to_mapping
-from headrace.errors import CheckpointError, ConfigError, DataError, Interrupted, RunFolderError, boundary
+from headrace.config.paths import split_sum
+from headrace.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError, RunFolderError, boundary
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
+from headrace.loops.arrays import (
+    Correction,
+    Score,
+    available_arrays,
+    check_objective,
+    scored_by_backend,
+    scored_on_thread,
+    wanted_arrays,
+)
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
@@ -65,6 +77,7 @@ from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
 from headrace.train.schedule import make_schedule
+from headrace.train.scorer import FrozenScorer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, CreditedEpisode, Group, LossSpec, Message, SamplingParams, Task, metric_values
 
@@ -165,6 +178,8 @@ class _Run:
 
 
 async def _train(config: Config, folder: RunFolder) -> RunResult:
+    if config.rl is not None:
+        make_loss(config.rl)  # a loss that cannot be computed is found before anything is trained
     run = _Run(config, folder, asyncio.Event(), _starting_model(config, folder))
     with _stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
         rl_found = _Found.of(run, "rl", may_start_again=config.sft is not None) if config.rl is not None else None
@@ -353,6 +368,8 @@ async def _run_rl(run: _Run, desk: _Desk) -> None:
     if evaluate_now is not None and config.sft is None and desk.start == 0:
         await evaluate_now(0)
 
+    loss = make_loss(c)
+
     def record(step: int, episodes: Sequence[CreditedEpisode]) -> None:
         save_trajectories(run.folder.step_rollouts(step + 1), episodes)
 
@@ -360,10 +377,12 @@ async def _run_rl(run: _Run, desk: _Desk) -> None:
         RlSettings(
             steps=c.steps,
             minibatches=c.minibatches,
-            loss=LossSpec(fn=c.loss if c.loss in LOSSES else load_function(c.loss), params=c.loss_params),
+            loss=loss,
             credit=c.credit,
+            credit_params=c.credit_params,
             weighting=c.weighting,
-            weighting_constant=float(c.max_episode_tokens),
+            weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
+            correction=_correction(c),
             sync_every=c.sync_every,
             eval_every=config.eval.every,
         ),
@@ -373,6 +392,7 @@ async def _run_rl(run: _Run, desk: _Desk) -> None:
         sink=desk.sink,
         keeper=desk.keeper(lambda: {"cursor": source.state_dict(), "executor": executor.state_dict()}),
         record=record,
+        scorers=_scorers(c, desk, loss),
         evaluate=evaluate_now,
         start=desk.start,
     )
@@ -442,6 +462,56 @@ def make_executor(c: Rl, seed: int, desk: _Desk, source: TaskSource) -> RolloutE
         publisher=desk.publisher,
         filters=[_filter(filter.fn, filter.options) for filter in c.filters],
     )
+
+
+def make_loss(c: Rl) -> LossSpec:
+    """The loss of [rl], its own functions loaded. Raises ConfigError when it needs what cannot be provided."""
+    terms = split_sum(c.loss)
+    known = all(term in LOSSES for term in terms)
+    fn = added([LOSSES[term] if term in LOSSES else load_function(term) for term in terms])
+    check_objective(fn, c.loss_params, available=available_arrays(fn, teacher=c.teacher is not None))
+    return LossSpec(fn=c.loss if known else fn, params=c.loss_params)
+
+
+def _correction(c: Rl) -> Correction | None:
+    if c.correction is None:
+        return None
+    return Correction(
+        behaviour=Behaviour(c.correction.behaviour),
+        bound=Bound(c.correction.bound),
+        level=Level(c.correction.level),
+        floor=c.correction.floor,
+        cap=c.correction.cap,
+        normalise=c.correction.normalise,
+        m2_threshold=c.correction.m2_threshold,
+    )
+
+
+def _scorers(c: Rl, desk: _Desk, loss: LossSpec) -> dict[str, Score]:
+    """Who computes the log-probs that the loss asks for beyond the sampler's."""
+    wanted = wanted_arrays(find_loss(loss.fn), correction=_correction(c))
+    scorers: dict[str, Score] = {}
+    if "proximal_logprobs" in wanted:
+        scorers["proximal_logprobs"] = scored_by_backend(desk.backend)
+    for name, path in (("reference_logprobs", c.reference), ("teacher_logprobs", c.teacher)):
+        if name in wanted:
+            scorers[name] = scored_on_thread(_frozen(c, desk, path).score)
+    return scorers
+
+
+def _frozen(c: Rl, desk: _Desk, path: str | None) -> FrozenScorer:
+    """A model that is not trained; None: the one the stage started from, which under adapters is the base itself."""
+    model = desk.run.config.model
+    if path is None and model.lora is not None:
+        return FrozenScorer(desk.lm, micro_batch_tokens=c.micro_batch_tokens, base_only=True)
+    lm = _load(replace(model, lora=None, recompute=False), path or desk.run.model_path, seed=0)
+    lm.model.requires_grad_(False)
+    if lm.vocabulary != desk.lm.vocabulary:
+        raise ModelError(
+            f"{path} has a vocabulary of {lm.vocabulary} tokens and the trained model one of {desk.lm.vocabulary}: "
+            "their log-probs cannot be compared"
+        )
+    return FrozenScorer(lm, micro_batch_tokens=c.micro_batch_tokens)
 
 
 def _play_eval(config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer) -> Play:

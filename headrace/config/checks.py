@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.keys import default_of
-from headrace.config.paths import NAMED_MODELS, find_path, split_function
+from headrace.config.paths import NAMED_MODELS, find_path, split_function, split_sum
 from headrace.config.tree import Config, Engine, Optimizer, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
 
@@ -48,7 +48,12 @@ def check(
         problems.append(_source_problems("rl.tasks", rl.tasks, base, worlds))
         problems.append(_name_problems("rl.credit", rl.credit, credits))
         problems.append(_name_problems("rl.weighting", rl.weighting, weightings))
-        problems.append(_function_problems("rl.loss", rl.loss, base, losses))
+        problems += [_function_problems("rl.loss", term, base, losses) for term in split_sum(rl.loss)]
+        problems += [
+            _frozen_problems(f"rl.{key}", getattr(rl, key), base)
+            for key in ("reference", "teacher")
+            if getattr(rl, key) is not None
+        ]
         problems += [
             _function_problems(f"rl.rewards[{i}].fn", term.fn, base, rewards) for i, term in enumerate(rl.rewards)
         ]
@@ -135,6 +140,16 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
     if checkpoints:
         yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
     yield f"'model.path' is \"{path}\", which has no config.json: give a folder written by save_pretrained"
+
+
+def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
+    """A model that is only read: a folder with a config.json, or a built-in one."""
+    if path == "tiny":
+        yield f"'{key}' is \"tiny\", which is made anew for every run: give a model folder"
+    elif path not in NAMED_MODELS and (
+        (folder := find_path(path, base)) is None or not (folder / "config.json").is_file()
+    ):
+        yield f"'{key}' is \"{path}\", and no folder of that name in {base} or the current folder has a config.json"
 
 
 def _length_problems(config: Config, context: int | None) -> Iterator[str]:

@@ -57,6 +57,8 @@ def describe(annotation: Any) -> str:
             return "a list of tables" if is_dataclass(item) else f"a list, each {describe(item)}"
         case origin, (_, item) if origin is dict:
             return "a table" if item is Any else f"a table, each value {describe(item)}"
+        case origin, parts if origin in (types.UnionType, typing.Union):
+            return " or ".join(map(describe, parts))
     if is_dataclass(annotation):
         return "a table"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}[annotation]

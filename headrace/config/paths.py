@@ -16,6 +16,11 @@ def find_path(path: str, base: Path) -> Path | None:
     return None
 
 
+def split_sum(text: str) -> tuple[str, ...]:
+    """The terms of a loss: "ppo + mine.py:my_loss" -> "ppo" and "mine.py:my_loss"."""
+    return tuple(term.strip() for term in text.split(" + "))
+
+
 def split_function(text: str) -> tuple[str, str]:
     """ "file.py:function" -> file and function; the first is empty when there is no colon."""
     place, _, function = text.rpartition(":")
@@ -63,7 +68,9 @@ def _rl(rl: Rl, base: Path) -> Rl:
     return replace(
         rl,
         tasks=_source(rl.tasks, base),
-        loss=_function(rl.loss, base),
+        loss=" + ".join(_function(term, base) for term in split_sum(rl.loss)),
+        reference=None if rl.reference is None else _absolute(rl.reference, base),
+        teacher=None if rl.teacher is None else _absolute(rl.teacher, base),
         generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
         rewards=tuple(replace(term, fn=_function(term.fn, base)) for term in rl.rewards),
         filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),

@@ -167,6 +167,20 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Correction:
+    """Weights of stale tokens, for the whole step: exp(target - sampler), bounded to [floor, cap]."""
+
+    # "full": to the policy at the start of the step; "loglinear": to the next version, guessed; "none": 1
+    behaviour: Literal["full", "loglinear", "none"] = "full"
+    bound: Literal["mask", "clamp"] = "mask"  # outside of the bounds a token is left out, or its weight cut
+    level: Literal["token", "sequence", "geometric"] = "token"  # over what weights are taken and bounded
+    floor: NonNegativeFloat = 0.0  # smallest weight
+    cap: PositiveFloat = 5.0  # largest weight
+    normalise: Flag = False  # scale the weights of a step to mean 1
+    m2_threshold: PositiveFloat = 0.04  # loss m2po: largest mean of squared log-ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Rl:
     """A training step takes `groups` groups of `group_size` episodes and makes `minibatches` optimiser updates."""
 
@@ -182,10 +196,15 @@ class Rl:
     max_episode_tokens: Positive = 1024  # prompt and all turns together
     sampling: Sampling = field(default_factory=Sampling)  # how turns are sampled
     allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, whose samples the loss misjudges
-    credit: str = "grpo"  # grpo, dr_grpo, rloo
-    loss: str = "ppo"  # ppo, importance_sampling, or "file.py:function"
+    credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo, graphgpo and more: docs/objectives.md
+    credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
+    loss: str = "ppo"  # a name of docs/objectives.md, "file.py:function", or a sum: "ppo + entropy_bonus"
     loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
     weighting: str = "token_mean"  # token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
+    weighting_constant: PositiveFloat | None = None  # weighting "constant" divides by it; unset: max_episode_tokens
+    correction: Correction | None = None  # for stale tokens; unset: only if the loss asks for one
+    reference: str | None = None  # folder of the model of reference_logprobs; unset: the one the stage starts from
+    teacher: str | None = None  # folder of the model of teacher_logprobs
     filters: tuple[Filter, ...] = ()  # reject groups, which are then replaced by new ones
     sync_every: Positive = 1  # training steps between two publications of weights
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient

@@ -1,0 +1,196 @@
+"""The data of a training step, and the arrays its loss asks for beyond those that rollouts bring.
+
+Rollouts bring `weights`, `advantages`, `sampler_logprobs` and `versions`. What else a loss names is computed for the
+whole step before its first update, and only if it is named: log-probs under other weights by scorers, corrections for
+stale tokens from those. Knows no model and no configuration.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.algo.advantages.credit import Credited
+from headrace.algo.correction import Behaviour, Bound, Level, behaviour_weights, folded, m2_mask, normalised, with_lags
+from headrace.algo.datum import to_data
+from headrace.algo.loss import LossFn, Unit, check_inputs, loss_inputs, unit_of
+from headrace.algo.units import with_units
+from headrace.algo.weights import reweight
+from headrace.errors import ConfigError
+from headrace.protocols import TrainBackend
+from headrace.types import (
+    CROSS_ENTROPY,
+    CreditedEpisode,
+    Datum,
+    FloatArray,
+    Metric,
+    float_array,
+    merge_metrics,
+)
+
+BROUGHT = ("weights", "advantages", "sampler_logprobs", "versions")
+SCORED = ("proximal_logprobs", "reference_logprobs", "teacher_logprobs")  # by weights other than the sampler's
+DERIVED = ("behaviour_weights", "m2_mask", "lags")  # from the arrays above
+
+Score = Callable[[Sequence[Datum]], Awaitable[Sequence[FloatArray]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How weights of stale tokens are bounded (`algo.correction`), and which of them `m2po` leaves out."""
+
+    behaviour: Behaviour = Behaviour.FULL
+    bound: Bound = Bound.MASK
+    level: Level = Level.TOKEN
+    floor: float = 0.0
+    cap: float = 5.0
+    normalise: bool = False
+    m2_threshold: float = 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """A training step on its way to the trainer; every datum has the id of its group in `group_ids`."""
+
+    episodes: tuple[CreditedEpisode, ...]
+    data: tuple[Datum, ...]
+    group_ids: tuple[int, ...]
+    metrics: Mapping[str, Metric]
+
+    def __post_init__(self) -> None:
+        assert len(self.data) == len(self.group_ids)
+
+
+def step_batch(credited: Credited) -> StepBatch:
+    """The data of credited episodes, in their order."""
+    made = [(episode.group_id, datum) for episode in credited.episodes for datum in to_data([episode])]
+    return StepBatch(
+        episodes=credited.episodes,
+        data=tuple(datum for _, datum in made),
+        group_ids=tuple(group_id for group_id, _ in made),
+        metrics=credited.health,
+    )
+
+
+# --- what a loss asks for --------------------------------------------------------------------------------------------
+
+
+def available_arrays(fn: LossFn, *, teacher: bool) -> tuple[str, ...]:
+    """Names that training by reinforcement can put into the data of this loss."""
+    scored = SCORED if teacher else tuple(name for name in SCORED if name != "teacher_logprobs")
+    units = ("units",) if unit_of(fn) is Unit.GROUP else ()
+    return (*BROUGHT, *scored, *DERIVED, *units)
+
+
+def check_objective(fn: LossFn, params: Mapping[str, float], *, available: Collection[str]) -> None:
+    """Raises ConfigError for a loss that is not a policy's, one that needs arrays which nothing can provide (all are
+    named), or a number that it does not take."""
+    if loss_inputs(fn).output != "policy_logprobs":
+        name = getattr(fn, "__name__", "custom")
+        raise ConfigError(f"loss {name!r} reads a scalar head: a critic has its own table, [rl.critic]")
+    check_inputs(fn, available, params)
+
+
+def wanted_arrays(fn: LossFn, *, correction: Correction | None = None) -> frozenset[str]:
+    """What has to be computed for a loss, with what that in turn is computed from.
+
+    A correction that was asked for is computed for every loss; one that does not take it gets it in its weights.
+    """
+    inputs = loss_inputs(fn)
+    wanted = {name for name in (*inputs.required, *inputs.optional) if name in (*SCORED, *DERIVED)}
+    if correction is not None:
+        wanted.add("behaviour_weights")
+    behaviour = (correction or Correction()).behaviour
+    if "m2_mask" in wanted or ("behaviour_weights" in wanted and behaviour is not Behaviour.NONE):
+        wanted.add("proximal_logprobs")
+    return frozenset(wanted)
+
+
+# --- computing it ----------------------------------------------------------------------------------------------------
+
+
+async def provide(
+    batch: StepBatch, fn: LossFn, scorers: Mapping[str, Score], *, correction: Correction | None, version: int
+) -> StepBatch:
+    """The batch with every array that `fn` asks for; each scorer runs once, on the whole step."""
+    wanted = wanted_arrays(fn, correction=correction)
+    settings = correction or Correction()
+    data, metrics = batch.data, dict(batch.metrics)
+    for name, score in scorers.items():
+        data = with_array(data, name, await score(data))
+    lacking = [name for name in SCORED if name in wanted and name not in scorers]
+    assert not lacking, f"nothing computes {lacking}"
+    if "lags" in wanted:
+        data = with_lags(data, version=version)
+    if "m2_mask" in wanted:
+        masked = m2_mask(data, threshold=settings.m2_threshold)
+        data, metrics = masked.data, merge_metrics(metrics, masked.health)
+    if "behaviour_weights" in wanted:
+        corrected = behaviour_weights(
+            data,
+            version=version,
+            behaviour=settings.behaviour,
+            bound=settings.bound,
+            level=settings.level,
+            floor=settings.floor,
+            cap=settings.cap,
+        )
+        data, metrics = corrected.data, merge_metrics(metrics, corrected.health)
+        if settings.normalise:
+            data = normalised(data)
+    if unit_of(fn) is Unit.GROUP:
+        units = zip(data, batch.group_ids, strict=True)
+        data = with_units([replace(datum, unit=group_id) for datum, group_id in units])
+    return replace(batch, data=data, metrics=metrics)
+
+
+def minibatches(
+    batch: StepBatch, parts: int, fn: LossFn, *, weighting: str, constant: float
+) -> list[tuple[Datum, ...]]:
+    """Whole groups, in order, split as evenly as they divide; each part normalised over itself, for one update each.
+
+    Behaviour weights that the loss does not take go into its weights, after normalisation: rejected tokens count.
+    """
+    ids = sorted(set(batch.group_ids))
+    cuts = [set(ids[part * len(ids) // parts : (part + 1) * len(ids) // parts]) for part in range(parts)]
+    made = []
+    for cut in filter(None, cuts):
+        chosen = [index for index, group_id in enumerate(batch.group_ids) if group_id in cut]
+        data = reweight(
+            [batch.data[index] for index in chosen],
+            weighting=weighting,
+            constant=constant,
+            groups=[batch.group_ids[index] for index in chosen],
+        )
+        inputs = loss_inputs(fn)
+        takes = "behaviour_weights" in (*inputs.required, *inputs.optional)
+        fold = not takes and any("behaviour_weights" in datum.arrays for datum in data)
+        made.append(folded(data) if fold else data)
+    return made
+
+
+def with_array(data: Sequence[Datum], name: str, arrays: Sequence[FloatArray]) -> tuple[Datum, ...]:
+    """`name` written into every datum; NaN, which says that nothing was computed there, becomes 0."""
+    return tuple(
+        replace(datum, arrays={**datum.arrays, name: float_array(np.where(np.isnan(array), 0.0, array))})
+        for datum, array in zip(data, arrays, strict=True)
+    )
+
+
+def scored_by_backend(backend: TrainBackend) -> Score:
+    """Log-probs under a backend's present weights."""
+
+    async def score(data: Sequence[Datum]) -> Sequence[FloatArray]:
+        return (await asyncio.wrap_future(backend.forward(data, CROSS_ENTROPY))).logprobs
+
+    return score
+
+
+def scored_on_thread(score: Callable[[Sequence[Datum]], Sequence[FloatArray]]) -> Score:
+    """A blocking scorer, off the event loop."""
+
+    async def on_thread(data: Sequence[Datum]) -> Sequence[FloatArray]:
+        return await asyncio.to_thread(score, data)
+
+    return on_thread
