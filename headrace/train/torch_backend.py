@@ -333,7 +333,8 @@ class TorchBackend:
             lm.model.save_pretrained(folder)
         lm.tokenizer.save_pretrained(folder)
         save_file(self._optimizer.state_dict() or {"empty": torch.zeros(1)}, folder / OPTIMIZER_FILE)
-        (folder / STATE_FILE).write_text(json.dumps({"num_updates": self._num_updates, "lora": bool(adapters)}) + "\n")
+        state = {"num_updates": self._num_updates, "lora": bool(adapters), "frozen": self._frozen_fingerprint()}
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
 
     def _load(self, folder: Path) -> None:
         if not (folder / STATE_FILE).is_file():
@@ -352,6 +353,10 @@ class TorchBackend:
         for name, parameter in named.items():
             if weights[name].shape != parameter.shape:
                 raise BackendError(f"{name} in {folder} has another shape: it is another model's")
+        if state["frozen"] != self._frozen_fingerprint():
+            raise BackendError(
+                f"{folder} was trained over other frozen weights: set model.path to those it started from"
+            )
         flat = load_file(folder / OPTIMIZER_FILE)  # everything is read before anything is changed
         flat.pop("empty", None)
         with torch.no_grad():
@@ -360,6 +365,11 @@ class TorchBackend:
                 self._optimizer.masters[name].copy_(weights[name])
         self._optimizer.load_state_dict(flat)
         self._num_updates, self._has_gradient = int(state["num_updates"]), False
+
+    def _frozen_fingerprint(self) -> str:
+        """Of the weights that are not trained, which a state does not hold."""
+        named = self.lm.model.named_parameters()
+        return fingerprint((name, value) for name, value in named if name not in self._optimizer.parameters)
 
     def _export(self) -> WeightsHandle:
         return Shared(fingerprint=fingerprint(self.lm.model.named_parameters()))

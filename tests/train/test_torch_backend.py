@@ -632,6 +632,19 @@ def test_states_of_other_models_are_refused_and_nothing_is_touched(tmp_path: Pat
             assert state_bytes(backend, tmp_path / "after") == before, name
 
 
+def test_an_adapters_state_is_refused_over_another_base(tmp_path: Path) -> None:
+    other = lora_model()
+    with torch.no_grad():
+        other.model.model.layers[0].mlp.up_proj.weight[0, 0] += 0.5
+    with backend_of(lora_model()) as first, backend_of(other) as second:
+        train(first, [0])
+        get(first.save_state(tmp_path / "state"))
+        before = state_bytes(second, tmp_path / "before")
+        with pytest.raises(BackendError, match=r"other frozen weights: set model\.path"):
+            get(second.load_state(tmp_path / "state"))
+        assert state_bytes(second, tmp_path / "after") == before
+
+
 def test_the_fingerprint_is_that_of_the_weights(tmp_path: Path) -> None:
     with backend_of(language_model()) as first, backend_of(language_model()) as second:
         start = get(first.export_weights())
