@@ -1,0 +1,372 @@
+"""Runs from configuration to report, in process, with a model small enough to train in a second."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import wiring
+from headrace.cli import load_checked
+from headrace.errors import ConfigError, HeadraceError, RolloutError
+from headrace.model.tiny import save_tiny
+from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
+from headrace.observe.trajectories import load_trajectories
+from headrace.rollout.worlds import WORLDS
+from headrace.types import CreditedEpisode
+
+WORDS = (*"0123456789", "+", "=", "add", "sum")
+CONFIG = """
+[run]
+name = "t"
+folder = "runs"
+tensorboard = false
+[model]
+path = "model"
+[engine]
+max_rows = 8
+[rl]
+steps = 2
+groups = 2
+group_size = 3
+max_turns = 1
+max_prompt_tokens = 24
+max_episode_tokens = 32
+tasks = { type = "jsonl", path = "tasks.jsonl", columns = { prompt = "question" } }
+rewards = [{ fn = "mine.py:score" }]
+[rl.sampling]
+max_tokens = 4
+[rl.optimizer]
+learning_rate = 1e-2
+"""
+MINE = '''
+import asyncio
+from headrace.algo.random import derive_seed
+from headrace.rollout.filters import Reject
+from headrace.types import Episode, Message, SampleRequest, SamplingParams, Step, Stop
+
+def score(episode):
+    """How close the sum of the sampled tokens is to what the task wants, in sevenths."""
+    found = sum(int(token) for token in episode.steps[0].completion.tokens)
+    return {"score": (found + episode.task.data["salt"]) % 7 / 7, "success": found % 2 == 0, "found": found}
+
+async def score_async(episode):
+    await asyncio.sleep(0)
+    return score(episode)
+
+def broken(episode):
+    raise ValueError("no answer key for " + episode.task.id)
+
+def reject(group):
+    return Reject(reason="dull")
+
+def answer_wrongly(group):
+    return "i do not like it"
+
+def request(task, renderer, seed):
+    return SampleRequest(prompt=renderer.prompt(task.messages), params=SamplingParams(max_tokens=4, seed=derive_seed(seed, 0)))
+
+def to_episode(task, renderer, seed, asked, completion):
+    action = renderer.decode(completion.tokens)
+    return Episode(id="mine", task=task, seed=seed, temperature=1.0, truncated=completion.stop is not Stop.STOP,
+                   steps=(Step(prompt=asked.prompt, completion=completion, action=action, state="prompt"),),
+                   messages=(*task.messages, Message(role="assistant", content=action)))
+
+def generate(task, sampler, renderer, seed):
+    asked = request(task, renderer, seed)
+    return to_episode(task, renderer, seed, asked, sampler.sample(asked))
+
+async def generate_async(task, sampler, renderer, seed):
+    asked = request(task, renderer, seed)
+    return to_episode(task, renderer, seed, asked, await sampler.sample(asked))
+
+def generate_badly(task, sampler, renderer, seed):
+    return "an answer"
+'''  # noqa: E501
+ROWS = [{"question": f"{a} + {b} =", "answer": str(a + b), "salt": a} for a in range(3) for b in range(4)]
+KEY_DOOR = 'type="world", name="key_door"'
+
+
+class Bench:
+    """A folder with a model, data and functions; `train` runs it and returns the result."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "mine.py").write_text(MINE)
+        (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        (folder / "run.toml").write_text(CONFIG)
+        words = (*WORDS, *(word for word in WORLDS["key_door"].vocabulary() if word not in WORDS))
+        save_tiny(folder / "model", words=words, width=32, layers=1, heads=2, kv_heads=1, context=256, seed=0)
+
+    def config(self, *overrides: str, text: str | None = None, command: Any = "train") -> Any:
+        file = self.folder / "run.toml"
+        if text is not None:
+            file = self.folder / "other.toml"
+            file.write_text(text)
+        return load_checked(file, [f'run.folder="{self.folder / "runs"}"', *overrides], command=command)
+
+    def train(self, *overrides: str, text: str | None = None) -> wiring.RunResult:
+        config = self.config(*overrides, text=text)
+        return wiring.train(config, config_text_path=self.folder / "run.toml", resume=None)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def rl_records(result: wiring.RunResult, name: str = "reward/mean") -> list[MetricRecord]:
+    return [record for record in read_metrics(result.folder / "metrics.jsonl") if name in record.values]
+
+
+def weights(result: wiring.RunResult, checkpoint: str = "rl/step_000002") -> bytes:
+    return (result.folder / "checkpoints" / checkpoint / "model.safetensors").read_bytes()
+
+
+# --- sources and functions of the user's own --------------------------------------------------------------------------
+
+
+def test_a_jsonl_file_and_a_reward_function_by_path_train_a_model_folder(bench: Bench) -> None:
+    result = bench.train()
+    records = rl_records(result)
+    assert [record.step for record in records] == [1, 2]
+    assert min(record.values["train/grad_norm"] for record in records) > 0
+    assert weights(result) != (bench.folder / "model" / "model.safetensors").read_bytes()
+    for step, record in zip((1, 2), records, strict=True):
+        episodes = load_trajectories(result.folder / "rollouts" / f"step_{step:06d}.jsonl")
+        assert len(episodes) == 6
+        rewards = []
+        for credited in episodes:
+            assert isinstance(credited, CreditedEpisode)
+            episode = credited.scored.episode
+            found = sum(int(token) for token in episode.steps[0].completion.tokens)
+            rewards.append((found + episode.task.data["salt"]) % 7 / 7)
+            assert credited.scored.reward.total == pytest.approx(rewards[-1])
+            assert {"question": episode.messages[0].content, **episode.task.data} in ROWS
+        assert record.values["reward/mean"] == pytest.approx(sum(rewards) / 6)
+        assert record.values["reward/score"] == pytest.approx(sum(rewards) / 6)
+        assert "reward/score/found" in record.values
+
+
+def test_an_async_reward_gives_the_same_run(bench: Bench) -> None:
+    first, second = bench.train(), bench.train('rl.rewards=[{fn="mine.py:score_async", name="score"}]')
+    assert reproducible_bytes(first.folder / "metrics.jsonl") == reproducible_bytes(second.folder / "metrics.jsonl")
+    assert weights(first) == weights(second)
+
+
+@pytest.mark.parametrize("function", ["generate", "generate_async"])
+def test_a_users_own_rollout_that_does_what_ours_does_gives_the_same_run(function: str, bench: Bench) -> None:
+    ours, theirs = bench.train(), bench.train(f"rl.generate_fn=mine.py:{function}")
+    assert reproducible_bytes(ours.folder / "metrics.jsonl") == reproducible_bytes(theirs.folder / "metrics.jsonl")
+    assert weights(ours) == weights(theirs)
+
+
+def parquet(folder: Path) -> str:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra headrace[parquet] is not installed")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "tasks.parquet")
+    return 'type="parquet", path="tasks.parquet"'
+
+
+def dataset(folder: Path) -> str:
+    datasets = pytest.importorskip("datasets", reason="the extra headrace[datasets] is not installed")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder / "tasks_folder")
+    return 'type="dataset", path="tasks_folder"'
+
+
+def python(folder: Path) -> str:
+    (folder / "rows.py").write_text(f"def rows():\n    return {ROWS!r}\n")
+    return 'type="python", path="rows.py:rows"'
+
+
+@pytest.mark.parametrize("source", [parquet, dataset, python])
+def test_the_same_rows_from_another_kind_of_source_give_the_same_run(
+    source: Callable[[Path], str], bench: Bench
+) -> None:
+    theirs = bench.train(f'rl.tasks={{{source(bench.folder)}, columns={{prompt="question"}}}}')
+    ours = bench.train()
+    assert reproducible_bytes(ours.folder / "metrics.jsonl") == reproducible_bytes(theirs.folder / "metrics.jsonl")
+    assert weights(ours) == weights(theirs)
+
+
+def test_a_reasoning_gym_dataset_is_a_source_with_its_own_reward(bench: Bench) -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra headrace[envs] is not installed")
+    tasks = 'rl.tasks={type="reasoning_gym", name="chain_sum", size=8, seed=1}'
+    lengths = ("rl.max_prompt_tokens=200", "rl.max_episode_tokens=256")
+    result = bench.train(tasks, *lengths, 'rl.rewards=[{fn="reasoning_gym"}]', "rl.steps=1")
+    (record,) = rl_records(result)
+    assert 0.0 <= record.values["reward/reasoning_gym"] <= 1.0
+    saved = load_trajectories(result.folder / "rollouts" / "step_000001.jsonl")
+    first = saved[0].scored.episode if isinstance(saved[0], CreditedEpisode) else saved[0].episode
+    assert "State the final answer" in first.messages[0].content
+
+
+def test_conversations_of_a_jsonl_file_are_learned(bench: Bench) -> None:
+    text = CONFIG[: CONFIG.index("[rl]")] + (
+        '[sft]\nsteps = 12\nbatch_size = 4\nmax_tokens = 32\n[[sft.sources]]\ntype = "jsonl"\npath = "tasks.jsonl"\n'
+        'columns = { prompt = "question" }\n[sft.held_out]\ntype = "jsonl"\npath = "tasks.jsonl"\n'
+        'columns = { prompt = "question" }\n[sft.optimizer]\nlearning_rate = 1e-2\n'
+    )
+    result = bench.train(text=text)
+    losses = [record.values["loss/total"] for record in rl_records(result, "loss/total")]
+    assert losses[-1] < 0.5 * losses[0]
+    assert [record.step for record in rl_records(result, "eval/loss")] == [12]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def failure(bench: Bench, *overrides: str) -> str:
+    with pytest.raises(HeadraceError) as caught:
+        bench.train(*overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_reward_function_that_always_raises_is_named(bench: Bench) -> None:
+    said = failure(bench, 'rl.rewards=[{fn="mine.py:broken"}]', "rl.asynchronous.max_consecutive_drops=4")
+    assert said.startswith("4 groups in a row were of no use (failed 4 times); the last error was: reward broken: ")
+    assert "ValueError: no answer key for" in said
+
+
+def test_a_reward_function_that_always_raises_is_named_by_the_first_evaluation_too(bench: Bench) -> None:
+    source = 'eval.source={type="jsonl", path="tasks.jsonl", columns={prompt="question"}}'
+    said = failure(bench, 'rl.rewards=[{fn="mine.py:broken"}]', source, "eval.tasks=3")
+    assert said.startswith("none of the 3 held-out tasks could be played and scored; the first: reward broken: ")
+
+
+def test_a_rollout_that_returns_no_episode_is_named(bench: Bench) -> None:
+    said = failure(bench, "rl.generate_fn=mine.py:generate_badly", "rl.asynchronous.max_consecutive_drops=3")
+    assert "generate_fn returned a str with nothing sampled: return an Episode" in said
+
+
+def test_a_filter_that_rejects_everything_is_named(bench: Bench) -> None:
+    drops = "rl.asynchronous.max_consecutive_drops=5"
+    said = failure(bench, 'rl.filters=[{fn="mine.py:reject"}]', drops)
+    assert said.startswith("5 groups in a row were of no use (filtered_dull 5 times). Change the tasks, the reward or")
+    said = failure(bench, 'rl.filters=[{fn="reward_spread", options={min_spread=99.0}}]', drops)
+    assert said.startswith("5 groups in a row were of no use (filtered_reward_spread 5 times)")
+    said = failure(bench, 'rl.filters=[{fn="mine.py:answer_wrongly"}]')
+    assert said == "filter answer_wrongly returned str: let it return a bool, Keep() or Reject(reason)"
+
+
+def test_tasks_that_are_all_too_long_are_answered_with_the_length_they_need(bench: Bench) -> None:
+    assert re.fullmatch(
+        r"no task is left: raise rl\.max_prompt_tokens above \d+", failure(bench, "rl.max_prompt_tokens=2")
+    )
+
+
+def test_evaluating_without_tasks_is_refused(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=r"add \[eval.source\]"):
+        wiring.evaluate(bench.config())
+
+
+def test_a_failed_run_leaves_its_reason_in_the_log(bench: Bench) -> None:
+    with pytest.raises(RolloutError):
+        bench.train('rl.rewards=[{fn="mine.py:broken"}]', "rl.asynchronous.max_consecutive_drops=2")
+    (run,) = (bench.folder / "runs").iterdir()
+    assert "no answer key for" in (run / "log.txt").read_text()
+
+
+# --- stages, evaluation, publication ----------------------------------------------------------------------------------
+
+WORLD = f"""
+[run]
+name = "w"
+tensorboard = false
+[model]
+path = "model"
+[engine]
+max_rows = 8
+[sft]
+steps = 3
+batch_size = 4
+max_tokens = 200
+sources = [{{ {KEY_DOOR}, size = 12, seed = 1 }}]
+[sft.optimizer]
+learning_rate = 3e-3
+[rl]
+steps = 2
+groups = 2
+group_size = 3
+max_turns = 3
+max_prompt_tokens = 64
+max_episode_tokens = 200
+tasks = {{ {KEY_DOOR}, size = 12, seed = 2 }}
+rewards = [{{ fn = "env" }}, {{ fn = "more.py:tokens" }}]
+[rl.sampling]
+max_tokens = 4
+[rl.optimizer]
+learning_rate = 1e-2
+[eval]
+tasks = 4
+samples = 2
+source = {{ {KEY_DOOR}, size = 8, seed = 3, options = {{ split = "held_out" }} }}
+"""
+MORE = "def tokens(episode):\n    return sum(int(t) for s in episode.steps for t in s.completion.tokens) % 7 / 7\n"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, wiring.RunResult]:
+    """A finished run of both stages, and the bench it was made on."""
+    bench = Bench(tmp_path_factory.mktemp("world"))
+    (bench.folder / "more.py").write_text(MORE)
+    return bench, bench.train(text=WORLD)
+
+
+def without_sft(text: str) -> str:
+    return text[: text.index("[sft]")] + text[text.index("[rl]\n") :]
+
+
+def test_rl_alone_from_the_checkpoint_of_sft_equals_the_second_stage(world: tuple[Bench, wiring.RunResult]) -> None:
+    bench, both = world
+    folder = both.folder / "checkpoints" / "sft" / "step_000003"
+    alone = bench.train(f"model.path={json.dumps(str(folder))}", text=without_sft(WORLD))
+    assert weights(alone) == weights(both)
+    stages = [
+        [record.values["reward/mean"] for record in rl_records(result) if record.stage == "rl"]
+        for result in (both, alone)
+    ]
+    assert stages[0] == stages[1]
+    assert alone.figures["success_base"] == both.figures["success_sft"], "the same weights play the same episodes"
+
+
+def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(world: tuple[Bench, wiring.RunResult]) -> None:
+    bench, result = world
+    for stage, step in (("sft", 3), ("rl", 2)):
+        folder = result.folder / "checkpoints" / stage / f"step_{step:06d}"
+        config = bench.config(f"model.path={json.dumps(str(folder))}", text=WORLD, command="eval")
+        (record,) = [record for record in rl_records(result, "eval/reward") if record.stage == stage]
+        during = {name: value for name, value in record.values.items() if name.startswith("eval/")}
+        assert wiring.evaluate(config) == during
+        assert {"eval/pass@1", "eval/pass@2"} <= during.keys()
+
+
+def test_weights_published_every_second_step_mark_tokens_and_mismatch(world: tuple[Bench, wiring.RunResult]) -> None:
+    bench, _ = world
+    result = bench.train("rl.sync_every=2", "rl.steps=4", "rl.minibatches=2", text=without_sft(WORLD))
+    records = rl_records(result)
+    assert [record.values["rollout/version"] for record in records] == [0.0, 1.0, 1.0, 2.0]
+    assert ["rollout/mismatch_k3" in record.values for record in records] == [True, False, True, False]
+    measured = [record.values["rollout/mismatch_max"] for record in records if "rollout/mismatch_max" in record.values]
+    assert max(measured) < 1e-5, "sampler and trainer had the same weights"
+    for step, version in ((1, 0), (2, 0), (3, 1), (4, 1)):
+        for saved in load_trajectories(result.folder / "rollouts" / f"step_{step:06d}.jsonl"):
+            assert isinstance(saved, CreditedEpisode)
+            steps = saved.scored.episode.steps
+            assert {int(token) for turn in steps for token in turn.completion.versions} == {version}
+    trainer = json.loads((result.folder / "checkpoints" / "rl" / "step_000004" / "trainer.json").read_text())
+    assert trainer["num_updates"] == 8
+    assert records[1].values["loss/kl_sampler_k3"] > 100 * max(measured), "the trainer had moved on"
+
+
+def test_what_is_also_held_out_is_said_aloud(
+    world: tuple[Bench, wiring.RunResult], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench, _ = world
+    bench.train(f"eval.source={{{KEY_DOOR}, size=12, seed=2}}", "rl.steps=1", text=without_sft(WORLD))
+    assert "4 held-out tasks are also trained on" in caplog.text
