@@ -1,8 +1,10 @@
 """Twenty steps of a tiny run, ten of SFT and ten of RL, against numbers stored beside this file.
 
-A change of these numbers is a change of what is trained: a refactor leaves them as they are. The run is in float64, so
-that another CPU's rounding stays far below the tolerance of 1e-6, and no sampled token tips over. To store new ones
-after a change that is meant to change them, run  python tests/golden/test_golden_run.py  and say why in the commit.
+A change of these numbers is a change of what is trained: a refactor leaves them as they are. The run is in float64 and
+Adam's eps is large, so that another CPU's rounding (which comes in through what stays float32: rotary positions, random
+weights, recorded log-probs) is not blown up: without any vector instructions the numbers differ by up to 1e-6, and no
+sampled token tips over. To store new numbers after a change that is meant to change them, run
+python tests/golden/test_golden_run.py  and say why in the commit.
 """
 
 import json
@@ -40,7 +42,8 @@ max_tokens = 200
 micro_batch_tokens = 700
 sources = [{ type = "world", name = "key_door", size = 100, seed = 1, options = { mistake_rate = 0.5 } }]
 [sft.optimizer]
-learning_rate = 1e-2
+learning_rate = 3e-2
+eps = 0.03
 schedule = { type = "cosine", warmup_steps = 2, final = 0.1 }
 [rl]
 steps = 10
@@ -56,7 +59,8 @@ rewards = [{ fn = "env" }, { fn = "valid.py:valid_turns", weight = 0.1 }]
 [rl.sampling]
 max_tokens = 4
 [rl.optimizer]
-learning_rate = 3e-3
+learning_rate = 1e-2
+eps = 0.03
 weight_decay = 0.01
 [eval]
 every = 5
@@ -101,7 +105,7 @@ def test_a_tiny_run_gives_the_stored_numbers(tmp_path: Path) -> None:
     for row, stored in zip(found, golden, strict=True):
         where = f"{row.pop('stage')} step {stored['step']}"
         del stored["stage"]
-        assert row == pytest.approx(stored, rel=1e-6, abs=1e-12), where
+        assert row == pytest.approx(stored, rel=1e-6, abs=1e-6), where
 
 
 def test_the_stored_run_learns_something() -> None:
