@@ -122,6 +122,21 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     np.testing.assert_allclose(opo(rewards, groups, np.array([5, 5, 5, 5])).values, dr_grpo(rewards, groups).values)
 
 
+def test_opo_of_episodes_without_tokens_is_the_plain_mean() -> None:
+    assert opo(np.array([1.0, 0.0]), np.zeros(2, dtype=int), np.zeros(2)).values.tolist() == [0.5, -0.5]
+
+
+def test_groups_of_one_are_counted() -> None:
+    # group 0 has three episodes, groups 1 and 2 one each; the first teaches
+    health = metric_values(grpo(np.array([0.0, 1.0, 1.0, 3.0, 3.0]), np.array([0, 0, 0, 1, 2])).health)
+    assert health["credit/single_episode_share"] == pytest.approx(2 / 3)
+    assert health["credit/zero_variance_share"] == pytest.approx(2 / 3)
+    assert health["credit/reward_mean"] == pytest.approx(8 / 5)
+    # deviations -2/3, 1/3, 1/3 over std 1/sqrt 3: -1.1547, 0.5774, 0.5774
+    assert health["credit/advantage_abs"] == pytest.approx(4 / 3 * np.sqrt(3) / 5, rel=1e-5)
+    assert health["credit/advantage_std"] == pytest.approx(np.sqrt(2 / 5), rel=1e-5)
+
+
 def test_no_rows() -> None:
     assert grpo(np.zeros(0), np.zeros(0, dtype=int)).values.tolist() == []
 

@@ -81,6 +81,13 @@ def test_bounds(level: Level, bound: Bound, expected: list[float]) -> None:
     assert weights(corrected.data) == pytest.approx(expected)
 
 
+def test_weights_on_a_bound_are_kept() -> None:
+    step = datum(proximal_logprobs=[0.0, 0.0])
+    corrected = behaviour_weights([step], version=0, floor=1.0, cap=1.0)
+    assert weights(corrected.data) == [1.0, 1.0]
+    assert metric_values(corrected.health)["correction/bounded_low"] == 0.0
+
+
 def test_geometric_mask_rejects_whole_sequences() -> None:
     step = [datum(proximal_logprobs=[0.02, 0.02]), datum(proximal_logprobs=[0.5, -0.5])]
     corrected = behaviour_weights(step, version=0, level=Level.GEOMETRIC, floor=0.99, cap=1.01)

@@ -35,7 +35,9 @@ def test_signature_says_what_a_loss_needs() -> None:
 
 
 def test_check_names_the_missing_arrays() -> None:
-    with pytest.raises(ConfigError, match=r"'ppo' needs arrays .* have: sampler_logprobs, advantages"):
+    with pytest.raises(
+        ConfigError, match=r"'ppo' needs arrays .* have: sampler_logprobs, advantages .*did you mean 'sampler_logprob'"
+    ):
         check_inputs(LOSSES["ppo"], ["weights", "sampler_logprob"], {})
     check_inputs(LOSSES["ppo"], ["weights", "sampler_logprobs", "advantages", "versions"], {"clip_low": 0.1})
 
