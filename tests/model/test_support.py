@@ -162,9 +162,13 @@ def test_a_float64_model_is_float64_throughout(variant: str) -> None:
     layer = lm.model.base_model.layers[0].mlp.up_proj.weight
     direction = torch.randn(layer.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
-    def value() -> torch.Tensor:
-        return torch.log_softmax(lm.hidden(tokens, positions, Packed((23,))) @ lm.head_weight().T, dim=-1)[:, 3].sum()
+    def logits() -> torch.Tensor:
+        return lm.hidden(tokens, positions, Packed((23,))) @ lm.head_weight().T
 
+    def value() -> torch.Tensor:
+        return torch.log_softmax(logits(), dim=-1)[:, 3].sum()
+
+    assert torch.allclose(logits().float(), theirs(variant, "sdpa", SEQUENCES[0]), rtol=1e-4, atol=1e-4)
     (gradient,) = torch.autograd.grad(value(), layer)
     with torch.no_grad():
         layer += 1e-6 * direction
