@@ -19,6 +19,8 @@ from headrace.algo.losses import find_loss
 from headrace.algo.weights import reweight
 from headrace.types import Datum, float_array, int_array
 
+pytestmark = pytest.mark.slow  # importing TRL takes up to ten seconds
+
 B, L = 6, 9
 MAX_COMPLETION = 16
 
