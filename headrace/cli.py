@@ -103,7 +103,7 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
 ) -> None:
-    """Run the stages the file has, [sft] then [rl]."""
+    """Run the stages the file has: [sft], [reward_model], [rl]."""
     if run is not None and not resume:
         raise ConfigError(f"a run folder ({run}) is only given with --resume: add it, or leave the folder out")
     config = load_checked(file, overrides or [], command="train")
@@ -218,6 +218,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     from headrace.algo.advantages.credit import METHODS
     from headrace.algo.losses import LOSSES
     from headrace.algo.weights import WEIGHTINGS
+    from headrace.reward.by_model import NAME as REWARD_MODEL
     from headrace.reward.terms import BUILTIN
     from headrace.rollout.filters import FILTERS
     from headrace.rollout.worlds import WORLDS
@@ -231,7 +232,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         credits=METHODS,
         weightings=WEIGHTINGS,
         worlds=WORLDS,
-        rewards=BUILTIN,
+        rewards=(*BUILTIN, REWARD_MODEL),
         filters=FILTERS,
     )
     if config.rl is not None:

@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from headrace.algo.correction import Behaviour, Bound, Level
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
+from headrace.algo.scalar_data import scored_datum
 from headrace.config import Config, Model, Optimizer, RewardTerm, Rl, Sampling, Source, load_config, to_mapping
 from headrace.config.paths import split_sum
 from headrace.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError, RunFolderError, boundary
@@ -41,6 +42,7 @@ from headrace.loops.arrays import (
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
+from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
 from headrace.loops.update import Updater
@@ -54,6 +56,7 @@ from headrace.model.load import (
 )
 from headrace.model.lora import add_lora
 from headrace.model.quiet import no_progress_bars
+from headrace.model.scalar import is_scalar_folder, load_scalar_model
 from headrace.model.tiny import save_tiny
 from headrace.observe.progress import Progress
 from headrace.observe.report import write_report
@@ -63,23 +66,36 @@ from headrace.observe.toml import to_toml
 from headrace.observe.trajectories import save_trajectories
 from headrace.protocols import Env, MetricSink
 from headrace.render import Renderer
+from headrace.reward.by_model import NAME as REWARD_MODEL
+from headrace.reward.by_model import reward_by_model
 from headrace.reward.runner import InProcessRewardRunner
-from headrace.reward.terms import BUILTIN, Term
+from headrace.reward.terms import BUILTIN, RewardFn, Term
 from headrace.rollout.conversations import Mixture, load_conversations
 from headrace.rollout.executor import AsyncSettings, RolloutExecutor
 from headrace.rollout.filters import FILTERS, Filter, named_filter
 from headrace.rollout.group import play_group
 from headrace.rollout.load_function import load_function
+from headrace.rollout.preferences import Pair, load_pairs
 from headrace.rollout.publish import Publisher
 from headrace.rollout.sources import load_tasks
 from headrace.rollout.tasks import TaskSource, filter_prompts, overlap
-from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
+from headrace.rollout.worlds import WORLDS, world_demonstrations, world_pairs, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
 from headrace.train.schedule import make_schedule
 from headrace.train.scorer import FrozenScorer
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import Adam, CreditedEpisode, Group, LossSpec, Message, SamplingParams, Task, metric_values
+from headrace.types import (
+    Adam,
+    CreditedEpisode,
+    Group,
+    IntArray,
+    LossSpec,
+    Message,
+    SamplingParams,
+    Task,
+    metric_values,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +189,7 @@ class _Run:
     folder: RunFolder
     stop: asyncio.Event
     model_path: str
+    reward_model_path: str | None = None
     metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -187,7 +204,14 @@ async def _train(config: Config, folder: RunFolder) -> RunResult:
             if rl_found is not None and rl_found.newest is not None:  # what [sft] left behind has been used already
                 run.model_path = str(run.folder.checkpoints / "sft" / checkpoint_name(config.sft.steps))
             else:
-                await _stage(run, _Found.of(run, "sft"), config.sft.steps, _run_sft)
+                left = await _stage(run, _Found.of(run, "sft"), config.sft.steps, _run_sft)
+                run.model_path = str(left.folder)
+        if config.reward_model is not None:
+            found = _Found.of(run, "reward_model")
+            left = await _stage(run, found, config.reward_model.steps, _run_reward_model)
+            run.reward_model_path = str(left.folder)
+            if left.score is not None:
+                run.figures["accuracy_reward_model"] = left.score
         if config.rl is not None:
             assert rl_found is not None
             await _stage(run, rl_found, config.rl.steps, _run_rl)
@@ -222,8 +246,8 @@ class _Found:
         return cls(name=name, store=store, newest=newest)
 
 
-async def _stage(run: _Run, at: _Found, steps: int, body: "Callable[[_Run, _Desk], Awaitable[None]]") -> None:
-    """Run one stage unless its last checkpoint is there already; the next one starts from where it ended."""
+async def _stage(run: _Run, at: _Found, steps: int, body: "Callable[[_Run, _Desk], Awaitable[None]]") -> Loaded:
+    """Run one stage unless its last checkpoint is there already; returns that checkpoint."""
     found = at.newest
     if found is None or found.step < steps:
         desk = _Desk(run, at.name, steps, at.store, found)
@@ -234,9 +258,9 @@ async def _stage(run: _Run, at: _Found, steps: int, body: "Callable[[_Run, _Desk
         found = at.store.load_latest()
     else:
         logger.info("stage %s is complete", at.name)
-    run.model_path = str(found.folder)
     run.metrics_records = int(found.state["metrics_records"])
     run.figures |= found.state["figures"]
+    return found
 
 
 class _Desk:
@@ -246,15 +270,14 @@ class _Desk:
         config = run.config
         self.run, self.name, self.steps, self.store, self.found = run, name, steps, store, found
         self.start = 0 if found is None else found.step
-        self.lm = _load(config.model, self._base(), seed=config.run.seed)
-        stage = config.sft if name == "sft" else config.rl
+        load = _load_scalar if name == "reward_model" else _load
+        self.lm = load(config.model, self._base(), seed=config.run.seed)
+        stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
         assert stage is not None
         self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens)
         if found is not None:
             self.backend.load_state(found.folder).result()
         self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
-        self.sampler = make_sampler(config, self.lm)
-        self.publisher = Publisher([self.sampler])
         self.updater = Updater(
             backend=self.backend,
             adam=_adam(stage.optimizer, steps),
@@ -269,6 +292,20 @@ class _Desk:
             sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
         sinks.append(Progress(name, steps, start=self.start))  # last: a failure above must not leave a bar behind
         self.sink = TeeSink(*sinks)
+
+    @cached_property
+    def sampler(self) -> EmbeddedEngine | GenerateSampler:
+        """Made when something is sampled for the first time: a reward model never is."""
+        return make_sampler(self.run.config, self.lm)
+
+    @cached_property
+    def terms(self) -> list[Term]:
+        """What judges episodes, in training and evaluation."""
+        return _terms(self.run.config, self.run.reward_model_path)
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        return Publisher([self.sampler])
 
     def _base(self) -> str:
         """The folder whose weights are loaded first. Only adapters need those that the stage started from."""
@@ -303,8 +340,11 @@ class _Desk:
         config = self.run.config
         if config.eval.source is None:
             return None
+        if not self.terms:
+            logger.info("stage %s is not evaluated: nothing but the reward model could judge it", self.name)
+            return None
         tasks = _tasks(config.eval.source)[: config.eval.tasks]
-        play = _play_eval(config, self.sampler, self.renderer)
+        play = _play_eval(config, self.sampler, self.renderer, self.terms)
 
         async def run_evaluation(step: int) -> Evaluation:
             began_s = time.perf_counter()
@@ -322,7 +362,8 @@ class _Desk:
 
     def close(self) -> None:
         self.sink.close()
-        self.sampler.close()
+        if "sampler" in self.__dict__:
+            self.sampler.close()
         self.backend.close()
 
 
@@ -351,6 +392,31 @@ async def _run_sft(run: _Run, desk: _Desk) -> None:
         keeper=desk.keeper(lambda: {"cursor": mixture.state_dict()}),
         held_out=_conversations(c.held_out) if c.held_out else (),
         evaluate=None if evaluate_now is None else evaluate_after_sync,
+        start=desk.start,
+    )
+
+
+async def _run_reward_model(run: _Run, desk: _Desk) -> None:
+    c = run.config.reward_model
+    assert c is not None
+    mixture = Mixture([(_pairs(source), source.weight) for source in c.sources], run.config.run.seed)
+    if desk.found is not None:
+        mixture.load_state_dict(desk.found.state["cursor"])
+    await train_reward_model(
+        RewardModelSettings(
+            steps=c.steps,
+            batch_size=c.batch_size,
+            max_tokens=c.max_tokens,
+            center_coef=c.center_coef,
+            eval_every=run.config.eval.every,
+        ),
+        next_batch=mixture.next_batch,
+        renderer=desk.renderer,
+        backend=desk.backend,
+        updater=desk.updater,
+        sink=desk.sink,
+        keeper=desk.keeper(lambda: {"cursor": mixture.state_dict()}),
+        held_out=_pairs(c.held_out) if c.held_out else (),
         start=desk.start,
     )
 
@@ -406,7 +472,10 @@ async def _evaluate(config: Config) -> dict[str, float]:
     try:
         renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
         tasks = _tasks(config.eval.source)[: config.eval.tasks]
-        out = await evaluate_tasks(tasks, _play_eval(config, sampler, renderer))
+        terms = _terms(config, None)
+        if not terms:
+            raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
+        out = await evaluate_tasks(tasks, _play_eval(config, sampler, renderer, terms))
     finally:
         sampler.close()
     return metric_values(out.metrics)
@@ -441,7 +510,7 @@ def make_executor(c: Rl, seed: int, desk: _Desk, source: TaskSource) -> RolloutE
         make_env=_make_env(c.tasks),
         sampler=desk.sampler,
         renderer=desk.renderer,
-        reward_runner=InProcessRewardRunner([_term(term) for term in c.rewards]),
+        reward_runner=InProcessRewardRunner(desk.terms),
         sampling=_sampling(c.sampling, c.sampling.temperature),
         max_turns=c.max_turns,
         max_episode_tokens=c.max_episode_tokens,
@@ -514,7 +583,9 @@ def _frozen(c: Rl, desk: _Desk, path: str | None) -> FrozenScorer:
     return FrozenScorer(lm, micro_batch_tokens=c.micro_batch_tokens)
 
 
-def _play_eval(config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer) -> Play:
+def _play_eval(
+    config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer, terms: Sequence[Term]
+) -> Play:
     """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature."""
     source = config.eval.source
     assert source is not None
@@ -525,7 +596,7 @@ def _play_eval(config: Config, sampler: EmbeddedEngine | GenerateSampler, render
         make_env=_make_env(source),
         sampler=sampler,
         renderer=renderer,
-        reward_runner=InProcessRewardRunner([_term(term) for term in rl.rewards]),
+        reward_runner=InProcessRewardRunner(terms),
         sampling=_sampling(rl.sampling, config.eval.temperature),
         max_turns=rl.max_turns,
         max_episode_tokens=rl.max_episode_tokens,
@@ -540,6 +611,20 @@ def _load(c: Model, path: str, *, seed: int) -> LanguageModel:
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code)
     if c.lora is not None:
         add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+    if c.recompute:
+        recompute_layers(lm.model)
+    return lm
+
+
+def _load_scalar(c: Model, path: str, *, seed: int) -> LanguageModel:
+    """The same under a scalar head, which is trained beside adapters too."""
+    device = choose_device(c.device)
+    lm = load_scalar_model(
+        path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code
+    )
+    if c.lora is not None:
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+        lm.model.score.requires_grad_(True)
     if c.recompute:
         recompute_layers(lm.model)
     return lm
@@ -566,7 +651,8 @@ def _starting_model(config: Config, folder: RunFolder) -> str:
 
 
 def _tiny_words(config: Config) -> tuple[str, ...]:
-    sources = [*(config.sft.sources if config.sft else ()), *([config.rl.tasks] if config.rl else [])]
+    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    sources = [*(source for stage in staged for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
     names = [source.name for source in sources if source.type == "world" and source.name]
     if not names:
         raise ConfigError('model.path = "tiny" knows only the words of a built-in world: use a source of type "world"')
@@ -588,6 +674,14 @@ def _conversations(source: Source) -> list[tuple[Message, ...]]:
         assert source.name is not None
         return world_demonstrations(source.name, source.size, source.seed, source.options)
     return load_conversations(source)
+
+
+def _pairs(source: Source) -> list[Pair]:
+    if source.type == "world":
+        assert source.name is not None
+        made = world_pairs(source.name, source.size, source.seed, source.options)
+        return [Pair(chosen=chosen, rejected=rejected) for chosen, rejected in made]
+    return load_pairs(source)
 
 
 def _training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...]:
@@ -616,9 +710,40 @@ def _make_env(source: Source) -> Callable[[], Env]:
     return SingleTurnEnv
 
 
-def _term(term: RewardTerm) -> Term:
+def _terms(config: Config, reward_model_path: str | None) -> list[Term]:
+    """The terms that can judge now: those of [rl] (what the world gives, if there is none), without a reward model
+    that is not there yet."""
+    rewards = (RewardTerm(fn="env"),) if config.rl is None else config.rl.rewards
+    tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
+    there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
+    return [_term(term, config.model, reward_model_path, tokens) for term in there]
+
+
+def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_batch_tokens: int) -> Term:
+    name = term.name or term.fn.rpartition(":")[2]
+    if term.fn == REWARD_MODEL:
+        path = term.path or reward_model_path
+        assert path is not None
+        return Term(name=name, fn=_model_reward(path, model, micro_batch_tokens), weight=term.weight)
     fn = BUILTIN[term.fn] if term.fn in BUILTIN else load_function(term.fn)
-    return Term(name=term.name or term.fn.rpartition(":")[2], fn=fn, weight=term.weight)
+    return Term(name=name, fn=fn, weight=term.weight)
+
+
+def _model_reward(path: str, model: Model, micro_batch_tokens: int) -> RewardFn:
+    """A saved reward model as a reward function. One episode at a time, so a reward depends on nothing beside it."""
+    if not is_scalar_folder(Path(path)):
+        raise ModelError(f"{path} is not a reward model: give the folder of a sequence classifier with one label")
+    lm = _load_scalar(replace(model, lora=None, recompute=False), path, seed=0)
+    lm.model.requires_grad_(False)
+    scorer = FrozenScorer(lm, micro_batch_tokens=micro_batch_tokens)
+    alone = asyncio.Lock()
+
+    async def score(tokens: IntArray) -> float:
+        async with alone:
+            (scores,) = await asyncio.to_thread(scorer.score, [scored_datum(tokens)])
+        return float(scores[-1])
+
+    return reward_by_model(score, max_tokens=lm.context)
 
 
 def _filter(name: str, options: Mapping[str, Any]) -> Filter:

@@ -54,7 +54,7 @@ def test_help_needs_neither_torch_nor_the_configuration() -> None:
     assert done.stdout.splitlines()[-1] == "end"
     for command in ("demo", "train", "eval", "explain", "doctor", "report"):
         assert f"  {command} " in done.stdout
-    assert "[sft] then [rl]" in done.stdout
+    assert "[sft], [reward_model], [rl]" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Literal
 
 from headrace.config.keys import default_of
 from headrace.config.paths import NAMED_MODELS, find_path, split_function, split_sum
-from headrace.config.tree import Config, Engine, Optimizer, Rl, Sampling, Sft, Source, Tiny
+from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
 
 SMOLLM2_CONTEXT = 8192
@@ -40,11 +40,14 @@ def check(
     """
     problems = [_command_problems(config, command), _model_problems(config, base)]
     if config.sft is not None:
-        problems.append(_sft_problems(config.sft, base, worlds))
+        problems.append(_stage_problems("sft", config.sft, base, worlds))
+    if config.reward_model is not None:
+        problems.append(_stage_problems("reward_model", config.reward_model, base, worlds))
     if config.rl is not None:
         rl = config.rl
         problems.append(_sync_problems(config, rl.sync_every))
         problems.append(_rl_problems(rl, config.engine))
+        problems.append(_reward_model_problems(config, rl, base))
         problems.append(_source_problems("rl.tasks", rl.tasks, base, worlds))
         problems.append(_name_problems("rl.credit", rl.credit, credits))
         problems.append(_name_problems("rl.weighting", rl.weighting, weightings))
@@ -73,7 +76,7 @@ def check(
 def _command_problems(config: Config, command: Literal["train", "eval"]) -> Iterator[str]:
     if not _RUN_NAME.fullmatch(config.run.name):
         yield f"'run.name' is \"{config.run.name}\", which cannot name a folder: use letters, digits, '.', '_' and '-'"
-    if command == "train" and config.sft is None and config.rl is None:
+    if command == "train" and config.sft is None and config.reward_model is None and config.rl is None:
         yield "there is nothing to train: add a table [sft], a table [rl], or both"
     if command == "eval" and config.eval.source is None:
         yield "there is nothing to evaluate on: add a table [eval.source] with the held-out tasks"
@@ -111,7 +114,8 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
 
 
 def _vocabulary_problems(config: Config) -> Iterator[str]:
-    sources = (*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ()))
+    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    sources = (*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ()))
     if config.model.path == "tiny" and not any(source.type == "world" for source in sources):
         yield "'model.path' is \"tiny\", which knows only the words of a world: give a model folder for other data"
 
@@ -158,6 +162,7 @@ def _length_problems(config: Config, context: int | None) -> Iterator[str]:
         return
     for key, wanted in (
         ("sft.max_tokens", config.sft.max_tokens if config.sft else 0),
+        ("reward_model.max_tokens", config.reward_model.max_tokens if config.reward_model else 0),
         ("rl.max_episode_tokens", config.rl.max_episode_tokens if config.rl else 0),
     ):
         if wanted > context:
@@ -165,14 +170,27 @@ def _length_problems(config: Config, context: int | None) -> Iterator[str]:
             yield f"'{key}' is {wanted}, but the model's context is {context} tokens: write at most {context}{longer}"
 
 
-def _sft_problems(sft: Sft, base: Path, worlds: Collection[str]) -> Iterator[str]:
-    if not sft.sources:
-        yield "'sft.sources' is empty: add a table [[sft.sources]]"
-    for position, source in enumerate(sft.sources):
-        yield from _source_problems(f"sft.sources[{position}]", source, base, worlds)
-    if sft.held_out is not None:
-        yield from _source_problems("sft.held_out", sft.held_out, base, worlds)
-    yield from _optimizer_problems("sft", sft.optimizer, sft.steps)
+def _stage_problems(name: str, stage: Sft | RewardModel, base: Path, worlds: Collection[str]) -> Iterator[str]:
+    if not stage.sources:
+        yield f"'{name}.sources' is empty: add a table [[{name}.sources]]"
+    for position, source in enumerate(stage.sources):
+        yield from _source_problems(f"{name}.sources[{position}]", source, base, worlds)
+    if stage.held_out is not None:
+        yield from _source_problems(f"{name}.held_out", stage.held_out, base, worlds)
+    yield from _optimizer_problems(name, stage.optimizer, stage.steps)
+
+
+def _reward_model_problems(config: Config, rl: Rl, base: Path) -> Iterator[str]:
+    """A reward model must exist by the time it judges."""
+    for position, term in enumerate(rl.rewards):
+        key = f"rl.rewards[{position}]"
+        if term.fn != "reward_model":
+            if term.path is not None:
+                yield f'\'{key}.path\' is for fn = "reward_model", but its fn is "{term.fn}": leave it out'
+        elif term.path is not None:
+            yield from _frozen_problems(f"{key}.path", term.path, base)
+        elif config.reward_model is None:
+            yield f"'{key}' needs a reward model: add a table [reward_model], or '{key}.path', a saved one"
 
 
 def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-from headrace.config.tree import Config, Rl, Sft, Source
+from headrace.config.tree import Config, RewardModel, RewardTerm, Rl, Sft, Source
 
+Stage = TypeVar("Stage", Sft, RewardModel)
 NAMED_MODELS = ("tiny", "smollm2-135m")
 
 
@@ -36,7 +38,8 @@ def absolute_paths(config: Config, *, base: Path) -> Config:
     return replace(
         config,
         model=model,
-        sft=None if config.sft is None else _sft(config.sft, base),
+        sft=None if config.sft is None else _sources(config.sft, base),
+        reward_model=None if config.reward_model is None else _sources(config.reward_model, base),
         rl=None if config.rl is None else _rl(config.rl, base),
         eval=replace(config.eval, source=None if source is None else _source(source, base)),
     )
@@ -59,9 +62,13 @@ def _source(source: Source, base: Path) -> Source:
     return replace(source, path=located)
 
 
-def _sft(sft: Sft, base: Path) -> Sft:
-    held_out = None if sft.held_out is None else _source(sft.held_out, base)
-    return replace(sft, sources=tuple(_source(source, base) for source in sft.sources), held_out=held_out)
+def _sources(stage: Stage, base: Path) -> Stage:
+    held_out = None if stage.held_out is None else _source(stage.held_out, base)
+    return replace(stage, sources=tuple(_source(source, base) for source in stage.sources), held_out=held_out)
+
+
+def _term(term: RewardTerm, base: Path) -> RewardTerm:
+    return replace(term, fn=_function(term.fn, base), path=None if term.path is None else _absolute(term.path, base))
 
 
 def _rl(rl: Rl, base: Path) -> Rl:
@@ -72,6 +79,6 @@ def _rl(rl: Rl, base: Path) -> Rl:
         reference=None if rl.reference is None else _absolute(rl.reference, base),
         teacher=None if rl.teacher is None else _absolute(rl.teacher, base),
         generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
-        rewards=tuple(replace(term, fn=_function(term.fn, base)) for term in rl.rewards),
+        rewards=tuple(_term(term, base) for term in rl.rewards),
         filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),
     )

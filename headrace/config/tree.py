@@ -91,7 +91,8 @@ class Source:
     size: Positive = 1000  # world, reasoning_gym: how many tasks are made
     seed: NonNegative = 0  # world, reasoning_gym: of the tasks
     weight: PositiveFloat = 1.0  # share in a mixture, relative to the other sources
-    columns: dict[str, str] = field(default_factory=dict)  # our names (prompt, messages, answer, id) to theirs
+    # our names (prompt, messages, answer, id; of pairs: prompt, chosen, rejected, margin) to theirs
+    columns: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # passed to the world or the reasoning-gym dataset
     system: str | None = None  # put before every conversation that has no system message
 
@@ -130,10 +131,25 @@ class Sft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
-class RewardTerm:
-    """`fn`: "env" (what the world gave), "exact_match", "reasoning_gym", or "file.py:function"."""
+class RewardModel:
+    """A scalar head on the model that [sft] left behind, trained on pairs of a better and a worse conversation."""
 
-    fn: str  # "env" (what the world gave), "exact_match", "reasoning_gym", or "file.py:function"
+    steps: Positive  # optimiser updates
+    batch_size: Positive = 32  # pairs of one update
+    sources: tuple[Source, ...]  # pairs (columns prompt, chosen, rejected, margin), mixed by their weights
+    held_out: Source | None = None  # pairs whose order it has to guess at every evaluation
+    max_tokens: Positive = 1024  # pairs with a longer side are left out, and counted
+    center_coef: NonNegativeFloat = 0.0  # pulls the two scores of a pair towards a sum of 0
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RewardTerm:
+    """`fn`: "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", or "file.py:function"."""
+
+    fn: str  # "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", or "file.py:function"
+    path: str | None = None  # reward_model: the folder of a saved one; unset: the one that [reward_model] trains
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its curve; unset: the function's
 
@@ -238,6 +254,7 @@ class Config:
     model: Model = field(default_factory=Model)  # what is trained
     engine: Engine = field(default_factory=Engine)  # what samples
     sft: Sft | None = None  # supervised fine-tuning; the first stage, if there
+    reward_model: RewardModel | None = None  # learned from preference pairs; starts from the checkpoint of [sft]
     rl: Rl | None = None  # reinforcement learning; starts from the checkpoint of [sft], if there
-    eval: Eval = field(default_factory=Eval)  # held-out evaluation of both stages
+    eval: Eval = field(default_factory=Eval)  # held-out evaluation of the stages
     checkpoint: Checkpoint = field(default_factory=Checkpoint)  # when they are written and which are kept

@@ -6,7 +6,7 @@ Formatting only. Sizes come from `model/estimate.py`, facts about the machine fr
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from headrace.config import Config, Rl, Sft, to_mapping
+from headrace.config import Config, RewardModel, Rl, Sft, to_mapping
 from headrace.model.estimate import (
     Memory,
     Placement,
@@ -45,7 +45,7 @@ def plan(config: Config, shape: Shape, placement: Placement) -> Plan:
     lora = config.model.lora
     adapters = 0 if lora is None else num_lora_parameters(shape, rank=lora.rank, targets=lora.targets)
     trainable, frozen = (parameters, 0) if lora is None else (adapters, parameters)
-    stages = [stage for stage in (config.sft, config.rl) if stage is not None]
+    stages = [stage for stage in (config.sft, config.reward_model, config.rl) if stage is not None]
     kv_tokens = num_kv_tokens(config)
     keep_every = config.checkpoint.keep_every
     milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
@@ -116,6 +116,8 @@ def _stages(config: Config) -> Iterator[str]:
     described = []
     if config.sft is not None:
         described.append(_sft(config.sft))
+    if config.reward_model is not None:
+        described.append(_reward_model(config.reward_model))
     if config.rl is not None:
         described.append(_rl(config.rl))
     for number, lines in enumerate(described, start=1):
@@ -137,6 +139,12 @@ def _sft(sft: Sft) -> Iterator[str]:
     names = ", ".join(source.path or source.name or source.type for source in sft.sources)
     yield f"supervised fine-tuning on {names}: {sft.steps:,} steps, one optimiser update each"
     yield f"each step: {sft.batch_size} conversations, at most {sft.batch_size * sft.max_tokens:,} tokens"
+
+
+def _reward_model(c: RewardModel) -> Iterator[str]:
+    names = ", ".join(source.path or source.name or source.type for source in c.sources)
+    yield f"a reward model from the pairs of {names}: {c.steps:,} steps, one optimiser update each"
+    yield f"each step: {c.batch_size} pairs, at most {2 * c.batch_size * c.max_tokens:,} tokens"
 
 
 def _rl(rl: Rl) -> Iterator[str]:

@@ -63,3 +63,21 @@ def world_demonstrations(name: str, size: int, seed: int, options: Mapping[str, 
     task_options = {option: value for option, value in options.items() if option != "mistake_rate"}
     tasks = world_tasks(name, size, seed, task_options)
     return WORLDS[name].demonstrations(tasks, seed, float(mistake_rate))
+
+
+def world_pairs(
+    name: str, size: int, seed: int, options: Mapping[str, Any]
+) -> list[tuple[tuple[Message, ...], tuple[Message, ...]]]:
+    """A careful and a careless conversation for each of `size` tasks; where both did the same, the task is left out.
+
+    `options` are those of the tasks, `mistake_rate` of the careful player (default 0) and `rejected_mistake_rate` of
+    the other (default 1).
+    """
+    shared = {option: value for option, value in options.items() if option != "rejected_mistake_rate"}
+    careful = world_demonstrations(name, size, seed, shared)
+    careless = {**shared, "mistake_rate": options.get("rejected_mistake_rate", 1.0)}
+    pairs = zip(careful, world_demonstrations(name, size, seed, careless), strict=True)
+    different = [pair for pair in pairs if pair[0] != pair[1]]
+    if not different:
+        raise ConfigError(f"no pair of the world {name} differs: set rejected_mistake_rate above mistake_rate")
+    return different

@@ -1,0 +1,80 @@
+"""Rows with prompt, chosen and rejected become pairs of whole conversations, or one sentence says what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Source
+from headrace.errors import ConfigError, DataError
+from headrace.rollout.preferences import Pair, load_pairs, pairs_from_rows
+from headrace.rollout.worlds import world_pairs
+from headrace.types import Message
+
+USER = Message(role="user", content="2 + 2 =")
+
+
+def said(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def test_texts_are_answers_to_the_prompt() -> None:
+    (pair,) = pairs_from_rows([{"prompt": "2 + 2 =", "chosen": "4", "rejected": "5", "margin": 0.5}])
+    assert pair == Pair(chosen=(USER, said("4")), rejected=(USER, said("5")), margin=0.5)
+
+
+def test_whole_conversations_need_no_prompt_and_get_the_system_message() -> None:
+    turns = [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": "4"}]
+    row = {"chosen": turns, "rejected": [turns[0], {"role": "assistant", "content": "22"}]}
+    (pair,) = pairs_from_rows([row], system="be right")
+    assert pair.chosen == (Message(role="system", content="be right"), USER, said("4"))
+    assert pair.rejected[-1] == said("22")
+    assert pair.margin == 0.0
+
+
+def test_a_file_with_other_column_names(tmp_path: Path) -> None:
+    rows = [{"q": "2 + 2 =", "good": str(n), "bad": "x"} for n in range(3)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    pairs = load_pairs(Source(type="jsonl", path="pairs.jsonl", columns=columns), base=tmp_path)
+    assert [pair.chosen[-1].content for pair in pairs] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "row 0: there is no column rejected; the columns are prompt, chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        ({"chosen": "b", "rejected": "c"}, "there is no prompt"),
+        ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, "must end with the assistant"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}, "the margin must be a finite number"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "a prompt must be a text or a list of messages"),
+    ],
+)
+def test_what_is_not_a_pair_is_said(row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        pairs_from_rows([row])
+
+
+def test_unknown_columns_and_no_rows() -> None:
+    with pytest.raises(ConfigError, match="columns maps answer"):
+        pairs_from_rows([{}], columns={"answer": "x"})
+    with pytest.raises(DataError, match="no rows"):
+        pairs_from_rows([])
+
+
+def test_a_world_makes_pairs_of_a_careful_and_a_careless_player() -> None:
+    pairs = world_pairs("add", 60, 1, {"max_number": 49})
+    assert 40 < len(pairs) < 60, "a random digit is right one time in ten, and such pairs are left out"
+    for chosen, rejected in pairs:
+        left, right = chosen[0].content.removesuffix("=").split("+")
+        total = int(left.replace(" ", "")) + int(right.replace(" ", ""))
+        assert chosen[0] == rejected[0]
+        assert chosen[-1].content.replace(" ", "") == str(total)
+        assert rejected[-1].content.replace(" ", "") != str(total)
+
+
+def test_a_world_whose_players_do_the_same_has_no_pairs() -> None:
+    with pytest.raises(ConfigError, match="set rejected_mistake_rate above mistake_rate"):
+        world_pairs("add", 5, 1, {"rejected_mistake_rate": 0.0})
