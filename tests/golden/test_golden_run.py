@@ -2,8 +2,9 @@
 
 A change of these numbers is a change of what is trained: a refactor leaves them as they are. The run is in float64 and
 Adam's eps is large, so that another CPU's rounding (which comes in through what stays float32: rotary positions, random
-weights, recorded log-probs) is not blown up: without any vector instructions the numbers differ by up to 1e-6, and no
-sampled token tips over. To store new numbers after a change that is meant to change them, run
+weights, recorded log-probs) is not blown up. Without vector instructions (ATEN_CPU_CAPABILITY=default) norms differ by
+5e-7 of themselves; the RL loss and the KL are small sums of terms of order 1 that cancel, so they are compared to 1e-6
+as they stand. To store new numbers after a change that is meant to change them, run
 python tests/golden/test_golden_run.py  and say why in the commit.
 """
 
@@ -59,7 +60,7 @@ rewards = [{ fn = "env" }, { fn = "valid.py:valid_turns", weight = 0.1 }]
 [rl.sampling]
 max_tokens = 4
 [rl.optimizer]
-learning_rate = 1e-2
+learning_rate = 3e-3
 eps = 0.03
 weight_decay = 0.01
 [eval]
