@@ -354,20 +354,24 @@ class EmbeddedEngine:
         written = len(tokens)
         padding = max(-written % ALIGN, ALIGN - written)
         device = self.lm.device
-        tokens_T = torch.tensor(tokens + [0] * padding, device=device)
-        positions_T = torch.tensor(positions + [0] * padding, device=device)
-        mask = None
+        laid_out = np.array([tokens + [0] * padding, positions + [0] * padding, slots + [0] * padding])
+        tokens_T, positions_T, slots_T = torch.from_numpy(laid_out).to(device)
+        mask = piece_mask = None
         if decode_rows:
             longest = max(len(sequence.tokens) for _, sequence in decoding)
             filled = min(_round_up(longest), self._slots.tokens)
             visible = positions_T[:decode_rows].clamp_max(filled - 1)
             mask = visible_mask(visible, filled, self._cache.keys[0].dtype)
+        if pieces:
+            filled = min(_round_up(max(piece.offset + piece.length for piece in pieces)), self._slots.tokens)
+            piece_mask = visible_mask(positions_T[decode_rows:written], filled, self._cache.keys[0].dtype)
         context = Cached(
             cache=self._cache,
-            slots=torch.tensor(slots, device=device),
+            slots=slots_T[:written],
             positions=positions_T[:written],
             mask=mask,
             pieces=tuple(pieces),
+            piece_mask=piece_mask,
         )
         return self.lm.hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
 

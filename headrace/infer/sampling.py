@@ -16,6 +16,7 @@ from headrace.errors import SamplerError
 from headrace.types import SampleRequest, SamplingParams
 
 BLOCK = 128
+CACHED = 2**19  # logits that stay in a CPU's cache from one pass over them to the next
 COLDEST = 1e-4  # logits divided by less would overflow
 
 
@@ -57,7 +58,21 @@ class Sampled:
 
 def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Sampled:
     """One token per row. Temperature 0 takes the most likely token and records its raw log-prob."""
-    assert logits_BV.shape[0] == len(params) == uniforms_B.shape[0]
+    rows, size = logits_BV.shape
+    assert rows == len(params) == uniforms_B.shape[0]
+    few = max(1, CACHED // size) if logits_BV.device.type == "cpu" else rows
+    spans = [slice(start, start + few) for start in range(0, rows, few)]
+    parts = [_sample_rows(logits_BV[span], params[span], uniforms_B[span]) for span in spans]
+    if len(parts) == 1:
+        return parts[0]
+    return Sampled(
+        torch.cat([part.tokens_B for part in parts]),
+        torch.cat([part.logprobs_B for part in parts]),
+        torch.cat([part.raw_logprobs_B for part in parts]),
+    )
+
+
+def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Sampled:
     logits_BV = logits_BV.float()
     raw_BV = torch.log_softmax(logits_BV, dim=-1)
     tempered_BV = raw_BV
@@ -99,7 +114,8 @@ def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     sum, and most of the vocabulary is read once.
     """
     rows, size = weights_BV.shape
-    padded = torch.nn.functional.pad(weights_BV, (0, -size % BLOCK)).view(rows, -1, BLOCK)
+    even_BV = torch.nn.functional.pad(weights_BV, (0, -size % BLOCK)) if size % BLOCK else weights_BV
+    padded = even_BV.reshape(rows, -1, BLOCK)
     blocks = padded.sum(dim=-1).double().cumsum(dim=-1)
     total = blocks[:, -1:]
     target = torch.minimum(

@@ -67,7 +67,8 @@ class Cached:
     """Tokens laid out as: one for each of the first B slots (decode), then the pieces, then padding rows.
 
     `slots` and `positions` say where the keys and values of all but the padding go. `mask` is [B, 1, 1, S]: 0 where a
-    decode row may look, else -inf, with S the filled part of the longest slot rounded up.
+    decode row may look, else -inf, with S the filled part of the longest slot rounded up. `piece_mask` is the same for
+    the tokens of the pieces; a caller with several layers makes it once, without it each layer makes its own.
     """
 
     cache: KVCache
@@ -75,6 +76,7 @@ class Cached:
     positions: Tensor
     mask: Tensor | None  # None: no decode rows
     pieces: tuple[Piece, ...]
+    piece_mask: Tensor | None = None
 
 
 Context = Packed | Cached
@@ -191,17 +193,22 @@ def _cached(
         rows, filled = context.mask.shape[0], context.mask.shape[-1]
         mask = context.mask
         if window is not None and filled > window:
-            mask = mask + _beyond(context.positions[:rows], filled, window, mask.dtype)
+            seen = context.positions[:rows].clamp_max(filled - 1)  # rows with nothing to say see something, not NaN
+            mask = mask + _beyond(seen, filled, window, mask.dtype)
         outputs.append(
             F.scaled_dot_product_attention(
                 grouped[:rows], keys[:rows, :, :filled], values[:rows, :, :filled], attn_mask=mask, scale=scaling
             )
         )
         start = rows
+    first = start
     for piece in context.pieces:
         filled = min(-(-(piece.offset + piece.length) // ROUND) * ROUND, context.cache.tokens)
         span = slice(start, start + piece.length)
-        mask = visible_mask(context.positions[span], filled, grouped.dtype)
+        if context.piece_mask is None:
+            mask = visible_mask(context.positions[span], filled, grouped.dtype)
+        else:
+            mask = context.piece_mask[start - first : start - first + piece.length, ..., :filled]
         if window is not None and filled > window:
             mask = mask + _beyond(context.positions[span], filled, window, mask.dtype)
         outputs.append(

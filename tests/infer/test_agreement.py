@@ -2,23 +2,24 @@
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.model import head
 from headrace.model.attention import Packed
 from headrace.model.load import SMOLLM2, LanguageModel, load_model, prepare, smollm2_package
-from headrace.model.tiny import make_model
+from headrace.model.tiny import make_model, make_tokenizer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Completion, Datum, ForwardOut, SampleRequest, float_array, int_array
-from infer.engines import opened, request_of, sample_all, small_model
+from infer.engines import WORDS, opened, request_of, sample_all, small_model
 
 VOCABULARY = 200
 
@@ -136,8 +137,27 @@ def test_sampler_and_trainer_agree_on_a_real_model() -> None:
     assert errors(ours[:8], exact).mean() <= 2 * errors(theirs[:8], exact).mean()
 
 
-def test_engine_and_plain_generation_draw_the_same_tokens() -> None:
-    lm, plain = small_model(), small_model()
+def sliding() -> LanguageModel:
+    """Every layer sees 24 tokens back."""
+    config = MistralConfig(
+        vocab_size=120,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        sliding_window=24,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return prepare(MistralForCausalLM(config), make_tokenizer(WORDS), source="tests")
+
+
+@pytest.mark.parametrize("make", [small_model, sliding])
+def test_engine_and_plain_generation_draw_the_same_tokens(make: Callable[[], LanguageModel]) -> None:
+    lm, plain = make(), make()
     plain.model.config._attn_implementation = "sdpa"
     rng = np.random.default_rng(0)
     requests = [

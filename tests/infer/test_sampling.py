@@ -63,8 +63,9 @@ def test_a_token_of_weight_zero_is_never_drawn(weights: list[float], number: flo
     assert row[0, token] > 0
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
-    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(24, 777)).astype(np.float32)) * 3
+@pytest.mark.parametrize("size", [777, 50_000])  # one pass over all rows, and a few rows at a time
+def test_rows_do_not_depend_on_each_other(size: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(24, size)).astype(np.float32)) * 3
     params = [
         SamplingParams(max_tokens=1, temperature=[1.0, 0.5, 0.0][row % 3], top_k=[None, 5][row % 2])
         for row in range(24)
