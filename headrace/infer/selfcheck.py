@@ -1,16 +1,20 @@
 """Does this machine keep the determinism contract? A tiny model is sampled alone and in crowds."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.engine import FIRST_SLOT_TOKENS, EmbeddedEngine
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model
 from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 
-VOCABULARY, PROMPTS, CROWD = 384, 6, 48
+VOCABULARY, CROWD, ROWS = 384, 48, 16
+PROMPTS = (3, 17, 40, 64, 86, 110)  # tokens; the longest outgrow the first slots
+TIGHT = ROWS * FIRST_SLOT_TOKENS  # as soon as slots must grow, half of the sequences are preempted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +28,26 @@ def check_bit_equality(lm: LanguageModel | None = None) -> CheckResult:
     lm = lm or _tiny()
     vocabulary = lm.vocabulary
     rng = np.random.default_rng(7)
-    prompts = [int_array(rng.integers(0, vocabulary, size)) for size in rng.integers(3, 90, PROMPTS)]
+    prompts = [int_array(rng.integers(0, vocabulary, size)) for size in PROMPTS]
     requests = [
-        SampleRequest(prompt=prompts[index % PROMPTS], params=SamplingParams(max_tokens=40, seed=index, stop_tokens=()))
+        SampleRequest(
+            prompt=prompts[index % len(prompts)], params=SamplingParams(max_tokens=40, seed=index, stop_tokens=())
+        )
         for index in range(CROWD)
     ]
-    alone = asyncio.run(_sample(lm, requests[:PROMPTS], crowd=False, kv_tokens=None))
-    crowd = asyncio.run(_sample(lm, requests, crowd=True, kv_tokens=None))
-    tight = asyncio.run(_sample(lm, requests, crowd=True, kv_tokens=8 * 192))
+    with _engine(lm) as engine:
+        alone = [completion for request in requests[: len(prompts)] for completion in _sample(engine, [request])]
+    with _engine(lm) as engine:
+        crowd = _sample(engine, requests)
+    with _engine(lm, kv_tokens=TIGHT) as engine:
+        tight = _sample(engine, requests)
+        assert engine.counters.preempted > 0
     wrong = [
         index for index, first in enumerate(alone) if not (_same(first, crowd[index]) and _same(first, tight[index]))
     ]
     tokens = sum(len(completion.tokens) for completion in alone)
     if wrong:
-        return CheckResult(ok=False, detail=f"{len(wrong)} of {PROMPTS} requests changed bits with the batch")
+        return CheckResult(ok=False, detail=f"{len(wrong)} of {len(prompts)} requests changed bits with the batch")
     return CheckResult(
         ok=True, detail=f"{tokens} tokens have the same bits alone, among {CROWD} requests and preempted"
     )
@@ -48,16 +58,20 @@ def _tiny() -> LanguageModel:
     return prepare(model, None, source="self-check")
 
 
-async def _sample(
-    lm: LanguageModel, requests: list[SampleRequest], *, crowd: bool, kv_tokens: int | None
-) -> list[Completion]:
-    engine = EmbeddedEngine(lm, max_rows=16, kv_tokens=kv_tokens, piece_tokens=32)
+@contextmanager
+def _engine(lm: LanguageModel, *, kv_tokens: int | None = None) -> Iterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(lm, max_rows=ROWS, kv_tokens=kv_tokens, piece_tokens=32)
     try:
-        if crowd:
-            return list(await asyncio.gather(*(engine.sample(request) for request in requests)))
-        return [await engine.sample(request) for request in requests]
+        yield engine
     finally:
         engine.close()
+
+
+def _sample(engine: EmbeddedEngine, requests: list[SampleRequest]) -> list[Completion]:
+    async def run() -> list[Completion]:
+        return await asyncio.gather(*(engine.sample(request) for request in requests))
+
+    return asyncio.run(run())
 
 
 def _same(left: Completion, right: Completion) -> bool:
