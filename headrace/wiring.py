@@ -193,6 +193,12 @@ class _Run:
     metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
     figures: dict[str, Any] = field(default_factory=dict)
 
+    def after_sft(self) -> str:
+        """What the stages after [sft] start from, checked: a resume may come long after it was written."""
+        if self.config.sft is not None:
+            read_checkpoint(Path(self.model_path))
+        return self.model_path
+
 
 async def _train(config: Config, folder: RunFolder) -> RunResult:
     if config.rl is not None:
@@ -207,8 +213,13 @@ async def _train(config: Config, folder: RunFolder) -> RunResult:
                 left = await _stage(run, _Found.of(run, "sft"), config.sft.steps, _run_sft)
                 run.model_path = str(left.folder)
         if config.reward_model is not None:
-            found = _Found.of(run, "reward_model")
-            left = await _stage(run, found, config.reward_model.steps, _run_reward_model)
+            if rl_found is not None and rl_found.newest is not None:  # [rl] goes on with the very one it began with
+                left = read_checkpoint(
+                    run.folder.checkpoints / "reward_model" / checkpoint_name(config.reward_model.steps)
+                )
+            else:
+                found = _Found.of(run, "reward_model")
+                left = await _stage(run, found, config.reward_model.steps, _run_reward_model)
             run.reward_model_path = str(left.folder)
             if left.score is not None:
                 run.figures["accuracy_reward_model"] = left.score
@@ -313,9 +324,7 @@ class _Desk:
             return self.run.model_path
         if self.run.config.model.lora is None:
             return str(self.found.folder)
-        if self.name != "sft" and self.run.config.sft is not None:
-            read_checkpoint(Path(self.run.model_path))  # an adapter on altered weights is another model
-        return self.run.model_path
+        return self.run.model_path if self.name == "sft" else self.run.after_sft()
 
     def keeper(self, parts: Callable[[], Mapping[str, Any]]) -> Keeper:
         """`parts` is the stage's own state: data cursor, executor."""
@@ -573,7 +582,7 @@ def _frozen(c: Rl, desk: _Desk, path: str | None) -> FrozenScorer:
     model = desk.run.config.model
     if path is None and model.lora is not None:
         return FrozenScorer(desk.lm, micro_batch_tokens=c.micro_batch_tokens, base_only=True)
-    lm = _load(replace(model, lora=None, recompute=False), path or desk.run.model_path, seed=0)
+    lm = _load(replace(model, lora=None, recompute=False), path or desk.run.after_sft(), seed=0)
     lm.model.requires_grad_(False)
     if lm.vocabulary != desk.lm.vocabulary:
         raise ModelError(

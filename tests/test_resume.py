@@ -419,6 +419,41 @@ def test_a_lora_run_of_two_stages_resumes_on_the_weights_its_second_stage_starte
     assert "sft/step_000004 is altered: optimizer.safetensors" in refused.said.splitlines()[-1]
 
 
+THREE_STAGES = """
+[reward_model]
+steps = 4
+batch_size = 4
+max_tokens = 480
+sources = [{ type = "world", name = "key_door", size = 9, seed = 5 }]
+[reward_model.optimizer]
+learning_rate = 3e-3
+"""
+
+
+def test_three_stages_with_a_reference_model_resume_to_the_same_bytes(headrace: Headrace, tmp_path: Path) -> None:
+    rewards = 'rl.rewards=[{fn="reward_model"}, {fn="reward.py:score"}]'
+    values = ("rl.loss=ppo + reference_kl_k3", rewards, "model.tiny.context=512")
+    sets = [part for value in values for part in ("--set", value)]
+    reference = headrace(prepare(tmp_path / "whole", CONFIG + THREE_STAGES), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "killed", CONFIG + THREE_STAGES)
+    for again, where in (((), [(UPDATE, 7)]), (("--resume",), [(TAKE, 4), (UPDATE, 1)])):
+        killed = headrace(folder, "train", "run.toml", *again, *sets, points=where)
+        assert killed.code == -signal.SIGKILL, killed.said
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run)
+    alter(resumed.run / "checkpoints" / "rl" / "step_000004")
+    for stage in ("sft", "reward_model"):  # what [rl] was judged by, and compared with, must be what it was
+        checkpoint = resumed.run / "checkpoints" / stage / "step_000004"
+        whole = (checkpoint / "optimizer.safetensors").read_bytes()
+        alter(checkpoint)
+        refused = headrace(folder, "train", "run.toml", "--resume", *sets)
+        assert refused.code == 1
+        assert f"{stage}/step_000004 is altered: optimizer.safetensors" in refused.said.splitlines()[-1]
+        (checkpoint / "optimizer.safetensors").write_bytes(whole)
+
+
 @pytest.mark.parametrize("where", [[(TAKE, 1), (UPDATE, 1)], [(TAKE, 2), (SAMPLE, 2)]], ids=["training", "rollout"])
 def test_a_stop_between_two_publications_waits_for_the_next_one(
     where: Points, headrace: Headrace, tmp_path: Path
