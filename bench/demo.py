@@ -4,7 +4,7 @@ Each seed runs `headrace demo`, then the same SFT with as many further steps as 
 as an RL step has episodes. Held-out success is measured alike. The last line is JSON; `ratio` is success after RL over
 success of the control.
 
-    python bench/demo.py [--seeds 3]
+    python bench/demo.py [--seeds 3] [--first 0]
 """
 
 import argparse
@@ -40,10 +40,12 @@ def control_of(config: Config, sft_checkpoint: str) -> Config:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    given = parser.parse_args()
     logging.getLogger("headrace").setLevel(logging.ERROR)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(parser.parse_args().seeds):
+        for seed in range(given.first, given.first + given.seeds):
             config = wiring.demo_config(seed=seed, folder=Path(folder))
             began = time.monotonic()
             demo = wiring.demo(seed=seed, folder=Path(folder)).figures
