@@ -135,6 +135,12 @@ class TorchBackend:
     def export_weights(self) -> "Future[WeightsHandle]":
         return self._submit("export_weights", self._export)
 
+    def gradients(self) -> "Future[dict[str, Tensor]]":
+        """A copy of what has been accumulated, by parameter; no loop needs it, whoever checks one does."""
+        return self._submit(
+            "gradients", lambda: {name: gradient.clone() for name, gradient in self._optimizer.gradients.items()}
+        )
+
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
