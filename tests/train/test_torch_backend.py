@@ -4,6 +4,7 @@ What every backend must do (order, failures, Discard) is in `tests/contracts/tes
 """
 
 import inspect
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -603,6 +604,9 @@ def test_a_saved_folder_is_a_hugging_face_model_and_its_adapter_pefts(kind: str,
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state")
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=TOKENS[None]).logits[0], ours, rtol=1e-5, atol=1e-5)
+    tied = kind in ("full", "lora")  # a head with an adapter of its own is no longer the embedding
+    assert json.loads((tmp_path / "state" / "config.json").read_text())["tie_word_embeddings"] == tied
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert AutoTokenizer.from_pretrained(tmp_path / "state")("a b l")["input_ids"] == [8, 9, 19]
     base = plain_model(tied="untied" not in kind)
     with torch.no_grad():
