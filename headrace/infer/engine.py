@@ -96,6 +96,7 @@ class EmbeddedEngine:
         self._head: Tensor | None = None
         self._arrivals = itertools.count()
         self._inbox: deque[Message] = deque()
+        self._open: set[Sampling] = set()  # everyone who waits for an answer, wherever they are
         self._held: deque[Sampling] = deque()  # arrived while paused
         self._paused = False
         self._drained: list[Future[None]] = []
@@ -150,6 +151,11 @@ class EmbeddedEngine:
         params, prompt = request.params, len(request.prompt)
         room = min(self.lm.context, self._longest_slot() - 1)
         check_request(request, context=room, vocabulary=self.lm.vocabulary, decodes=self.lm.tokenizer is not None)
+        if (done := request.continue_from) is not None and len(done.versions) and done.versions[-1] > self._version:
+            raise SamplerError(
+                f"the completion to continue was sampled at version {done.versions[-1]}, version {self._version} is "
+                "loaded: load the newer weights first"
+            )
         stops = self.lm.eos_tokens if params.stop_tokens is None else params.stop_tokens
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # only the engine thread ends it
@@ -197,8 +203,7 @@ class EmbeddedEngine:
         with self._wake:
             self._failure = why
             messages, self._inbox = self._inbox, deque()
-        sequences = [*(sequence for _, sequence in self._slots.active()), *self._slots.waiting, *self._held]
-        told: list[Future[Any] | None] = [*(sequence.future for sequence in sequences), *self._drained]
+        told: list[Future[Any] | None] = [*(sequence.future for sequence in self._open), *self._drained]
         for future in [*told, *(message.future for message in messages)]:
             if future is not None and not future.done():
                 future.set_exception(SamplerError(why))
@@ -221,6 +226,7 @@ class EmbeddedEngine:
         return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.seated)
 
     def _enqueue(self, sequence: Sampling) -> None:
+        self._open.add(sequence)
         if self._paused:
             self._held.append(sequence)
         elif len(sequence.tokens) >= sequence.limit:
@@ -230,6 +236,7 @@ class EmbeddedEngine:
 
     def _abandon(self, sequence: Sampling) -> None:
         """The caller went away."""
+        self._open.discard(sequence)
         if sequence.row is not None:
             self._slots.leave(sequence)
         for queue in (self._slots.waiting, self._held):
@@ -423,6 +430,7 @@ class EmbeddedEngine:
 
     def _resolve(self, sequence: Sampling, stop: Stop) -> None:
         sequence.future.set_result(sequence.completion(stop))
+        self._open.discard(sequence)
 
     # --- the cache's layout ---
 

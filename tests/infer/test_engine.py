@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,15 @@ async def test_a_request_that_cannot_be_served_is_refused(
     assert len((await engine.sample(request_of([1], 3))).tokens) == 3
 
 
+async def test_what_newer_weights_began_is_not_continued_by_older_ones(engine: EmbeddedEngine) -> None:
+    partial = replace(await engine.sample(request_of([1], 3)), versions=int_array([0, 0, 7]), stop=Stop.INTERRUPTED)
+    with pytest.raises(SamplerError, match="version 7"):
+        await engine.sample(request_of([1], 6, after=partial))
+    await engine.load(OWN, 7)
+    whole = await engine.sample(request_of([1], 6, after=partial))
+    assert whole.versions.tolist() == [0, 0, 7, 7, 7, 7]
+
+
 async def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     model = make_model(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, context=64, seed=0)
     with opened(prepare(model, None, source="tests"), max_rows=8) as engine:
@@ -440,6 +450,19 @@ async def test_a_failed_score_leaves_the_engine_usable() -> None:
             await engine.score([int_array([1, 2])])
         hook.remove()
         assert len((await engine.sample(request_of([1], 3))).tokens) == 3
+
+
+async def test_a_broken_tokenizer_fails_the_call_it_was_for_as_well() -> None:
+    lm = small_model(seed=5)
+
+    def fail(*_: Any) -> str:
+        raise ValueError("no such token")
+
+    lm.tokenizer.decode = fail
+    with opened(lm, max_rows=8) as engine:
+        async with asyncio.timeout(10):
+            with pytest.raises(SamplerError, match="no such token"):
+                await engine.sample(request_of([1], 3, stop_strings=("x",)))
 
 
 async def test_damaged_weights_are_named() -> None:
