@@ -71,7 +71,7 @@ CURVES = (
     ),
     Curve(
         title="Entropy",
-        names=(("loss/entropy", "entropy"),),
+        names=(("loss/entropy", "entropy"), ("rollout/entropy", "estimated from the sampled tokens")),
         explanation="How undecided the model is between next tokens, in nats; it falls as the model grows sure, and a "
         "collapse to zero ends all exploration.",
     ),

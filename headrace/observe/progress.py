@@ -36,6 +36,8 @@ def step_line(stage: str, step: int, total: int, values: Mapping[str, float], et
     parts = [f"{stage} {step:>{len(str(total))}}/{total}"]
     if stage == "sft" and "sft/loss" not in values and "loss/total" in values:
         values = {**values, "sft/loss": values["loss/total"]}
+    if "loss/entropy" not in values and "rollout/entropy" in values:  # few losses compute it; the samples estimate it
+        values = {**values, "loss/entropy": values["rollout/entropy"]}
     parts += [f"{label} {_shown(values[name], form)}" for name, label, form in _COLUMNS if name in values]
     rate = values.get("perf/trained_tokens_per_s" if stage == "sft" else "perf/sampled_tokens_per_s")
     if rate is not None:

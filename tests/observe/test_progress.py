@@ -70,3 +70,9 @@ def test_on_a_terminal_the_lines_stand_above_a_bar() -> None:
 
 def test_the_examples_in_the_docstrings_run() -> None:
     assert doctest.testmod(progress).failed == 0
+
+
+def test_entropy_is_shown_as_the_loss_has_it_else_as_the_samples_estimate_it() -> None:
+    both = {"loss/entropy": 1.5, "rollout/entropy": 1.25}
+    assert step_line("rl", 1, 2, both, None) == "rl 1/2  entropy 1.500"
+    assert step_line("rl", 1, 2, {"rollout/entropy": 1.25}, None) == "rl 1/2  entropy 1.250"
