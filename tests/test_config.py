@@ -374,6 +374,14 @@ def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None
     assert "which is a file" in problem(RL, tmp_path, "model.path=file")
 
 
+@pytest.mark.parametrize("key", ["checkpoint.every", "eval.every"])
+def test_weights_that_the_sampler_does_not_have_are_neither_saved_nor_evaluated(key: str, tmp_path: Path) -> None:
+    held_out = 'eval.source={type="world", name="keys"}'
+    said = problem(RL, tmp_path, "rl.sync_every=3", held_out, f"{key}=4")
+    assert said.startswith(f"'{key}' is 4, but new weights reach the sampler every 'rl.sync_every' = 3 steps")
+    run_check(RL, tmp_path, "rl.sync_every=3", held_out, f"{key}=6")
+
+
 def test_a_run_folder_as_model_is_answered_with_its_newest_checkpoint(tmp_path: Path) -> None:
     for step in ("sft/step_000030", "rl/step_000010", "rl/step_000020"):
         (tmp_path / "run" / "checkpoints" / step).mkdir(parents=True)

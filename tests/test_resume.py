@@ -6,6 +6,7 @@ signal at the n-th call of a function, so every kill hits the same instruction e
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -80,6 +81,8 @@ def score(episode):
     return sum(int(token) for step in episode.steps for token in step.completion.tokens) % 7 / 7
 """
 
+SAID = re.compile(r"(sft|rl) [1-4]/4  |\d\d:\d\d:\d\d INFO headrace\.wiring: run\.toml: run folder runs/t_")
+
 Points = Sequence[tuple[str, int]]
 Headrace = Callable[..., "Outcome"]
 
@@ -138,7 +141,7 @@ def prepare(folder: Path, config: str = CONFIG) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nothing happened to, made by the command as a user types it."""
     folder = prepare(tmp_path_factory.mktemp("whole"))
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "headrace.cli", "train", "run.toml"],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)},
@@ -146,6 +149,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         timeout=100,
     )
+    noise = [line for line in done.stderr.decode().splitlines() if not SAID.match(line)]
+    assert noise == [], "a run says where its folder is and one line per step, and nothing else"
     (run,) = (folder / "runs").iterdir()
     rl = [record.values for record in read_metrics(run / "metrics.jsonl") if record.stage == "rl"]
     norms = [values["train/grad_norm"] for values in rl if "train/grad_norm" in values]
