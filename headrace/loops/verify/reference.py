@@ -1,0 +1,70 @@
+"""The slow truth: transformers' own forward in float64, one sequence at a time, full logits, torch's autograd, and the
+two losses written out. It shares no attention, no head, no packing and no loss function with the trainer.
+
+Shape letters: T tokens of a sequence, N trained tokens of the batch, V vocabulary.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.model.load import LanguageModel, prepare
+from headrace.types import Datum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """Of a loss, by parameter."""
+
+    loss: float
+    of: Mapping[str, Tensor]
+
+
+def reference_model(lm: LanguageModel) -> Any:
+    """A float64 copy of the weights under transformers' own attention."""
+    model = prepare(copy.deepcopy(lm.model).double(), lm.tokenizer, source=lm.source).model
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def reference_logprobs(model: Any, datum: Datum) -> Tensor:
+    """log softmax(z / temperature) at every target [T]."""
+    device = next(model.parameters()).device
+    logits_TV = model(input_ids=torch.tensor(datum.inputs, device=device).long()[None], use_cache=False).logits[0]
+    assert logits_TV.dtype == torch.float64
+    logp_TV = torch.log_softmax(logits_TV / datum.temperature, dim=-1)
+    targets_T = torch.tensor(datum.targets, device=device).long()
+    return logp_TV.gather(1, targets_T[:, None])[:, 0]
+
+
+def reference_gradients(model: Any, data: Sequence[Datum], *, clip: float) -> tuple[Gradient, Gradient]:
+    """Of the mean over trained tokens of cross-entropy, and of PPO's clipped objective."""
+    logprobs_N = torch.cat([reference_logprobs(model, datum)[_trained(datum)] for datum in data])
+    ratio_N = (logprobs_N - _column(data, "sampler_logprobs", logprobs_N)).exp()
+    advantages_N = _column(data, "advantages", logprobs_N)
+    clipped_N = ratio_N.clamp(1 - clip, 1 + clip)
+    losses = (-logprobs_N.mean(), -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).mean())
+    named = dict(model.named_parameters())
+    made = []
+    for loss in losses:
+        found = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+        of = {
+            name: torch.zeros_like(value) if gradient is None else gradient
+            for (name, value), gradient in zip(named.items(), found, strict=True)
+        }
+        made.append(Gradient(loss=float(loss.detach()), of=of))
+    return made[0], made[1]
+
+
+def _trained(datum: Datum) -> Tensor:
+    return torch.tensor(datum.arrays["weights"] != 0)
+
+
+def _column(data: Sequence[Datum], name: str, like: Tensor) -> Tensor:
+    kept = [datum.arrays[name][datum.arrays["weights"] != 0] for datum in data]
+    return torch.from_numpy(np.concatenate(kept)).to(like)
