@@ -34,6 +34,7 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Argument(help="The run's TOML file; its keys are in docs/configuration.md.")]
+Device = Literal["auto", "cpu", "cuda"]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as rl.steps=20; may be repeated."),
@@ -190,6 +191,35 @@ def doctor() -> None:
     print(f"reproducible sampling: {'yes' if result.ok else 'NO'}, {result.detail}")
     if not result.ok:
         raise HeadraceError("sampled tokens depend on what else is in the batch on this machine; see the line above")
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str | None, typer.Option(help="A Hugging Face folder or smollm2-135m; else a small model made on the spot.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto takes CUDA when it is there.")] = "auto",
+) -> None:
+    """Prove on this machine and your model that training is right.
+
+    Losses, gradients, log-probs, masks, groups and restarts are measured; a failed one is named and the exit code is 1.
+    """
+    from headrace.config.paths import NAMED_MODELS
+
+    if model is not None and model not in NAMED_MODELS and not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"{model} is no model: give a Hugging Face folder (with config.json) or smollm2-135m")
+    from headrace import wiring
+    from headrace.loops.verify.proof import failures, heading, rows
+
+    print(heading())
+    proofs = []
+    for proof in wiring.verify(model=None if model == "tiny" else model, device=device):
+        proofs.append(proof)
+        print(rows(proof), flush=True)
+    failed = failures(proofs)
+    if failed:
+        raise HeadraceError(f"{len(failed)} of {len(proofs)} properties do not hold: {'; '.join(failed)}")
+    print(f"all {len(proofs)} properties hold")
 
 
 @app.command()

@@ -21,11 +21,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from headrace.algo.advantages.credit import credit
 from headrace.algo.correction import Behaviour, Bound, Level
+from headrace.algo.datum import to_data
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
 from headrace.algo.scalar_data import scored_datum
-from headrace.config import Config, Model, Optimizer, RewardTerm, Rl, Sampling, Source, load_config, to_mapping
+from headrace.config import Config, Model, Optimizer, RewardTerm, Rl, Sampling, Source, Tiny, load_config, to_mapping
 from headrace.config.paths import split_sum
 from headrace.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError, RunFolderError, boundary
 from headrace.infer.engine import EmbeddedEngine
@@ -46,6 +50,10 @@ from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
 from headrace.loops.update import Updater
+from headrace.loops.verify import verify as prove
+from headrace.loops.verify.parts import WORLD as VERIFY_WORLD
+from headrace.loops.verify.parts import Parts
+from headrace.loops.verify.proof import Proof
 from headrace.model.load import (
     LanguageModel,
     choose_device,
@@ -57,7 +65,7 @@ from headrace.model.load import (
 from headrace.model.lora import add_lora
 from headrace.model.quiet import no_progress_bars
 from headrace.model.scalar import is_scalar_folder, load_scalar_model
-from headrace.model.tiny import save_tiny
+from headrace.model.tiny import make_model, make_tokenizer, save_tiny
 from headrace.observe.progress import Progress
 from headrace.observe.report import write_report
 from headrace.observe.run_folder import RunFolder
@@ -86,6 +94,7 @@ from headrace.train.schedule import make_schedule
 from headrace.train.scorer import FrozenScorer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
+    CROSS_ENTROPY,
     Adam,
     CreditedEpisode,
     Group,
@@ -176,6 +185,45 @@ def demo_config(*, seed: int, folder: Path) -> Config:
     text = resources.files("headrace").joinpath("demo.toml").read_text(encoding="utf-8")
     overrides = [f"run.seed={seed}", f"run.folder={json.dumps(str(folder))}"]
     return load_config(text, file="demo.toml", overrides=overrides)
+
+
+def verify(*, model: str | None, device: str) -> Iterator[Proof]:
+    """The proofs of `loops.verify`, one by one, on a model folder; None: a small model made on the spot."""
+    with no_progress_bars():
+        place = choose_device(device)
+        dtype = choose_dtype("auto", place)
+        lm = _small_model(place, dtype) if model is None else load_model(model, device=place, dtype=dtype)
+        yield from prove(verify_parts(lm))
+
+
+def verify_parts(lm: LanguageModel) -> Parts:
+    """What runs are made of, for `loops.verify` to look at."""
+    return Parts(
+        lm=lm,
+        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
+        make_trainer=TorchBackend,
+        make_engine=partial(EmbeddedEngine, max_rows=16),
+        cross_entropy=CROSS_ENTROPY,
+        ppo=LossSpec(fn="ppo"),
+        credit=partial(credit, method="dr_grpo"),
+        to_data=to_data,
+    )
+
+
+def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
+    """The demo's, untrained."""
+    tiny = Tiny()
+    tokenizer = make_tokenizer(WORLDS[VERIFY_WORLD].vocabulary())
+    made = make_model(
+        vocab_size=len(tokenizer),
+        width=tiny.width,
+        layers=tiny.layers,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        context=tiny.context,
+        seed=0,
+    )
+    return prepare(made.to(device, dtype), tokenizer, source="made on the spot")
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
