@@ -15,14 +15,14 @@ from headrace.loops.verify.resume import prove_resume
 from headrace.loops.verify.sampling import prove_bits, prove_first_step, prove_sampler
 
 PROOFS: Mapping[str, Callable[[Parts, Played], Proof | tuple[Proof, ...]]] = {
-    "reference": prove_reference,
-    "invariances": prove_invariances,
-    "first step": prove_first_step,
-    "sampler": prove_sampler,
-    "bits": prove_bits,
-    "masks": prove_masks,
-    "groups": prove_groups,
-    "resume": prove_resume,
+    "loss and gradient are right": prove_reference,
+    "the layout of a step changes nothing": prove_invariances,
+    "the first step is on policy": prove_first_step,
+    "sampler and trainer agree": prove_sampler,
+    "a crowd changes no bit": prove_bits,
+    "masks cover what was sampled": prove_masks,
+    "groups keep their identity": prove_groups,
+    "a restart changes nothing": prove_resume,
 }
 
 

@@ -14,7 +14,7 @@ from headrace.types import Datum, Discard, LossSpec, float_array, int_array
 
 SEQUENCES = 3  # enough to pack, split and reorder
 ALONE, TOGETHER = 1, 1 << 20  # tokens of a micro-batch: every sequence by itself, all in one row
-PADDING = (5, 13, 2)  # tokens put after each sequence
+PADDING = (13, 5, 2)  # tokens put after each sequence; the longest stays the longest
 CLIP = 0.2
 OFF_POLICY = (0.05, -0.05, 0.5, -0.5)  # added to log-ratios: inside the clip and outside of it, never near its edge
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.algo.advantages.credit import Credited
 from headrace.algo.random import derive_seed
+from headrace.infer.selfcheck import CheckResult, check_bit_equality
 from headrace.model.load import LanguageModel
 from headrace.protocols import Sampler, TrainBackend
 from headrace.render import Renderer
@@ -70,7 +71,7 @@ class Bounds:
 
 BOUNDS: Mapping[torch.dtype, Bounds] = {
     torch.float64: Bounds(loss=1e-9, gradient=1e-9, logprob_mean=1e-6, logprob_max=1e-6, ratio=2e-6, kl=1e-10),
-    torch.float32: Bounds(loss=1e-5, gradient=1e-4, logprob_mean=1e-5, logprob_max=1e-4, ratio=2e-4, kl=1e-8),
+    torch.float32: Bounds(loss=5e-5, gradient=5e-4, logprob_mean=1e-5, logprob_max=1e-4, ratio=2e-4, kl=1e-8),
     torch.bfloat16: Bounds(loss=5e-2, gradient=1e-1, logprob_mean=5e-2, logprob_max=1.0, ratio=1.0, kl=1e-2),
 }
 
@@ -87,6 +88,7 @@ class Parts:
     ppo: LossSpec
     credit: Callable[[Sequence[Group]], Credited]
     to_data: Callable[[Sequence[CreditedEpisode]], tuple[Datum, ...]]
+    check_bits: Callable[[LanguageModel], CheckResult] = check_bit_equality
 
     @property
     def bounds(self) -> Bounds:

@@ -70,6 +70,6 @@ def _number(value: float) -> str:
 
 
 def _verdict(figure: Figure) -> str:
-    if math.isinf(figure.bound):
-        return "not promised"
-    return "ok" if figure.ok else "FAILED"
+    if not figure.ok:
+        return "FAILED"
+    return "not promised" if math.isinf(figure.bound) else "ok"

@@ -11,7 +11,6 @@ import torch
 
 from headrace.algo.datum import shifted
 from headrace.algo.statistics import k3
-from headrace.infer.selfcheck import check_bit_equality
 from headrace.loops.verify.parts import WORLD, Parts, Played, tasks
 from headrace.loops.verify.proof import Figure, Proof
 from headrace.loops.verify.reference import reference_logprobs, reference_model
@@ -79,7 +78,7 @@ def prove_sampler(parts: Parts, played: Played) -> Proof:
 
 def prove_bits(parts: Parts, played: Played) -> Proof:
     """A request alone, in a crowd, and preempted."""
-    result = check_bit_equality(parts.lm)
+    result = parts.check_bits(parts.lm)
     bound = 0.0 if parts.exact else math.inf
     figure = Figure(label="requests whose bits depend on the batch", value=float(result.changed), bound=bound)
     return Proof(name="a crowd changes no bit", figures=(figure,), detail=result.detail)
