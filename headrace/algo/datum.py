@@ -19,7 +19,7 @@ def shifted(
     temperature: float = 1.0,
     unit: int | None = None,
 ) -> Datum:
-    """Position t predicts token t + 1. The arrays describe tokens; what they say of token 0, never predicted, is cut."""
+    """Position t predicts token t + 1. The arrays describe tokens; what they say of token 0 is cut."""
     assert len(tokens_N) >= 2, "a sequence of one token predicts nothing"
     assert all(len(array) == len(tokens_N) for array in arrays_N.values())
     return Datum(

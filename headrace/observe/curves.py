@@ -22,10 +22,15 @@ class Curve:
     marked: bool = False
 
 
+MAX_TRIES = 128  # samples of a held-out task that the success chart knows of
+
 CURVES = (
     Curve(
         title="Held-out success",
-        names=((EVAL, "solved at the first try"), ("eval/pass@k", "solved in at least one of k tries")),
+        names=(
+            (EVAL, "solved at the first try"),
+            *((f"eval/pass@{k}", "solved in at least one of several tries") for k in range(2, MAX_TRIES + 1)),
+        ),
         explanation="Share of tasks never trained on that the model solves, asked with the same seeds every time. "
         "This is the number that counts.",
         share=True,

@@ -80,7 +80,7 @@ def make_run(root: Path, note: str = "") -> Path:
     folder.write_config(to_toml(tree))
     folder.write_environment()
     sink = JsonlSink(folder.metrics, stage="sft")
-    sink.log(0, {"eval/pass@1": 0.0, "eval/pass@k": 0.02})
+    sink.log(0, {"eval/pass@1": 0.0, "eval/pass@4": 0.02})
     for step in range(1, 301):
         values = {
             "loss/total": 0.6 + 3.0 * math.exp(-step / 40) + dice.gauss(0, 0.06),
@@ -90,7 +90,7 @@ def make_run(root: Path, note: str = "") -> Path:
             "perf/trained_tokens_per_s": 9000 + dice.gauss(0, 300),
         }
         if step % 100 == 0:
-            values |= {"eval/pass@1": 0.38 * step / 300, "eval/pass@k": 0.5 * step / 300}
+            values |= {"eval/pass@1": 0.38 * step / 300, "eval/pass@4": 0.5 * step / 300}
         sink.log(step, values)
     sink.close()
     sink = JsonlSink(folder.metrics, stage="rl")
@@ -114,7 +114,7 @@ def make_run(root: Path, note: str = "") -> Path:
             "perf/trained_tokens_per_s": 8000 + dice.gauss(0, 250),
         }
         if step % 10 == 0:
-            values |= {"eval/pass@1": min(0.94, level), "eval/pass@k": min(0.98, level + 0.06), "time/eval_s": 1.1}
+            values |= {"eval/pass@1": min(0.94, level), "eval/pass@4": min(0.98, level + 0.06), "time/eval_s": 1.1}
         sink.log(step, values)
     sink.close()
     wander, walk = ["go north", "fly", "go east", "go north", "go south"], ["take lamp", "go north", "drop lamp"]
