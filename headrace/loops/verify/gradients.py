@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from headrace.algo.weights import reweight
-from headrace.loops.verify.parts import GROUP_SIZE, Parts, Played
+from headrace.loops.verify.parts import GROUP_SIZE, Bounds, Parts, Played
 from headrace.loops.verify.proof import Figure, Proof
 from headrace.loops.verify.reference import Gradient, reference_gradients, reference_model
 from headrace.types import Datum, Discard, LossSpec, float_array, int_array
@@ -16,6 +16,7 @@ SEQUENCES = 3  # enough to pack, split and reorder
 ALONE, TOGETHER = 1, 1 << 20  # tokens of a micro-batch: every sequence by itself, all in one row
 PADDING = (13, 5, 2)  # tokens put after each sequence; the longest stays the longest
 CLIP = 0.2
+SMALL_LOSS = 1e-2  # a PPO loss may be 0, so below this its error is not relative to it
 OFF_POLICY = (0.05, -0.05, 0.5, -0.5)  # added to log-ratios: inside the clip and outside of it, never near its edge
 
 
@@ -26,45 +27,42 @@ def training_data(played: Played) -> tuple[Datum, ...]:
     return reweight([_off_policy(datum) for datum in longest], weighting="token_mean")
 
 
-def prove_reference(parts: Parts, played: Played) -> Proof:
-    """Loss and gradient of both kinds of training against float64."""
+def prove_gradients(parts: Parts, played: Played) -> tuple[Proof, ...]:
+    """Every sequence by itself in one call, against the reference and against other ways to lay out the same data."""
     data = training_data(played)
-    cross_entropy, ppo = reference_gradients(reference_model(parts.lm), data, clip=CLIP)
-    figures = []
-    for label, spec, expected in (("cross-entropy", parts.cross_entropy, cross_entropy), ("PPO", parts.ppo, ppo)):
-        found = measured(parts, [data], spec, micro_batch_tokens=ALONE)
-        loss = abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-3)
-        figures += [
-            Figure(label=f"{label} loss, relative error", value=loss, bound=parts.bounds.loss),
-            Figure(
-                label=f"{label} gradient, relative error",
-                value=relative_error(found.of, expected.of),
-                bound=parts.bounds.gradient,
-            ),
-        ]
-    return Proof(
+    references = reference_gradients(reference_model(parts.lm), data, clip=CLIP)
+    specs = (parts.cross_entropy, parts.ppo)
+    supervised, ppo = (measured(parts, [data], spec, micro_batch_tokens=ALONE) for spec in specs)
+    pairs = zip(("cross-entropy", "PPO"), (supervised, ppo), references, strict=True)
+    right = Proof(
         name="loss and gradient are right",
-        figures=tuple(figures),
+        figures=tuple(
+            figure for label, found, expected in pairs for figure in compared(label, found, expected, parts.bounds)
+        ),
         detail=f"{sum(datum.num_tokens for datum in data)} tokens against transformers in float64 with full logits",
     )
 
-
-def prove_invariances(parts: Parts, played: Played) -> tuple[Proof, ...]:
-    """The same data, laid out in other ways, against every sequence by itself in one call."""
-    data = training_data(played)
-    alone = measured(parts, [data], parts.ppo, micro_batch_tokens=ALONE)
-
-    def proof(name: str, calls: Sequence[Sequence[Datum]], tokens: int, detail: str) -> Proof:
+    def same(name: str, calls: Sequence[Sequence[Datum]], tokens: int, detail: str) -> Proof:
         found = measured(parts, calls, parts.ppo, micro_batch_tokens=tokens)
-        error = relative_error(found.of, alone.of)
+        error = relative_error(found.of, ppo.of)
         figure = Figure(label="gradient, relative change", value=error, bound=parts.bounds.gradient)
         return Proof(name=name, figures=(figure,), detail=detail)
 
     return (
-        proof("packing changes nothing", [data], TOGETHER, "all sequences in one row, and each by itself"),
-        proof("micro-batches change nothing", [[datum] for datum in data], ALONE, "one call, and one call each"),
-        proof("order changes nothing", [data[::-1]], ALONE, "the data in reverse"),
-        proof("padding changes nothing", [padded(data)], ALONE, "tokens without weight after every sequence"),
+        right,
+        same("packing changes nothing", [data], TOGETHER, "all sequences in one row, and each by itself"),
+        same("micro-batches change nothing", [[datum] for datum in data], ALONE, "one call, and one call each"),
+        same("order changes nothing", [data[::-1]], ALONE, "the data in reverse"),
+        same("padding changes nothing", [padded(data)], ALONE, "tokens without weight after every sequence"),
+    )
+
+
+def compared(label: str, found: Gradient, expected: Gradient, bounds: Bounds) -> tuple[Figure, Figure]:
+    loss = abs(found.loss - expected.loss) / max(abs(expected.loss), SMALL_LOSS)
+    gradient = relative_error(found.of, expected.of)
+    return (
+        Figure(label=f"{label} loss, relative error", value=loss, bound=bounds.loss),
+        Figure(label=f"{label} gradient, relative error", value=gradient, bound=bounds.gradient),
     )
 
 

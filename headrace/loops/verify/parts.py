@@ -30,7 +30,7 @@ from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.types import CreditedEpisode, Datum, Episode, Group, LossSpec, SamplingParams, Task
 
 WORLD = "key_door"
-GROUPS, GROUP_SIZE, TURNS, TURN_TOKENS = 4, 3, 3, 8
+GROUPS, GROUP_SIZE, TURNS, TURN_TOKENS = 4, 3, 2, 8
 TEMPERATURE = 0.8  # of the rollouts; not 1, so that forgetting it somewhere shows
 NEEDED_CONTEXT = 256
 MAX_EPISODE_TOKENS = 1024

@@ -15,13 +15,14 @@ from headrace.model.load import LanguageModel
 from headrace.types import Adam, Datum
 
 BEFORE, AFTER = 2, 1  # updates
+SEQUENCES = 2
 ADAM = Adam(learning_rate=1e-3, weight_decay=0.01)
 CUDA_BOUND = 1e-2
 
 
 def prove_resume(parts: Parts, played: Played) -> Proof:
     """The updates after a restart against those of a trainer that went on."""
-    data = training_data(played)
+    data = training_data(played)[-SEQUENCES:]
     with tempfile.TemporaryDirectory(prefix="headrace-verify-") as place:
         folder = Path(place)
         saved, straight = _train_on(parts, data, save=folder)
