@@ -104,7 +104,16 @@ def load_model(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, attn_implementation="eager"
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return prepare(model.to(device), tokenizer, source=path)
+    return prepare(own_storage(model.to(device)), tokenizer, source=path)
+
+
+def own_storage(model: Any) -> Any:
+    """Give every parameter an aligned allocation of its own. Read from a file it lies where the file's header put it,
+    and on a CPU the last bits of a product depend on alignment: a resumed run reads another file than the first."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def choose_device(wanted: str) -> str:
