@@ -248,6 +248,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     from headrace.algo.advantages.credit import METHODS
     from headrace.algo.losses import LOSSES
     from headrace.algo.weights import WEIGHTINGS
+    from headrace.loops.critic import GAE_METHODS
     from headrace.reward.by_model import NAME as REWARD_MODEL
     from headrace.reward.terms import BUILTIN
     from headrace.rollout.filters import FILTERS
@@ -259,7 +260,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         base=base,
         command=command,
         losses=LOSSES,
-        credits=METHODS,
+        credits=(*METHODS, *GAE_METHODS),
         weightings=WEIGHTINGS,
         worlds=WORLDS,
         rewards=(*BUILTIN, REWARD_MODEL),
@@ -286,7 +287,8 @@ def _check_objective(rl: "Rl", *, file: str) -> None:
 
     key = "rl.credit_params"
     try:
-        check_method(rl.credit, rl.credit_params)
+        if rl.critic is None:
+            check_method(rl.credit, rl.credit_params)
         key = "rl.loss"
         if all(term in LOSSES for term in split_sum(rl.loss)):
             fn = find_loss(rl.loss)

@@ -30,6 +30,7 @@ from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
 from headrace.algo.scalar_data import scored_datum
 from headrace.config import Config, Model, Optimizer, RewardTerm, Rl, Sampling, Source, Tiny, load_config, to_mapping
+from headrace.config import Critic as CriticConfig
 from headrace.config.paths import split_sum
 from headrace.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError, RunFolderError, boundary
 from headrace.infer.engine import EmbeddedEngine
@@ -43,6 +44,7 @@ from headrace.loops.arrays import (
     scored_on_thread,
     wanted_arrays,
 )
+from headrace.loops.critic import Critic, CriticSettings
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
@@ -72,7 +74,7 @@ from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
 from headrace.observe.toml import to_toml
 from headrace.observe.trajectories import save_trajectories
-from headrace.protocols import Env, MetricSink
+from headrace.protocols import Env, MetricSink, TrainBackend
 from headrace.render import Renderer
 from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.by_model import reward_by_model
@@ -334,6 +336,7 @@ class _Desk:
         stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
         assert stage is not None
         self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens)
+        self.others: list[TorchBackend] = []  # to close besides
         if found is not None:
             self.backend.load_state(found.folder).result()
         self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
@@ -374,8 +377,10 @@ class _Desk:
             return str(self.found.folder)
         return self.run.model_path if self.name == "sft" else self.run.after_sft()
 
-    def keeper(self, parts: Callable[[], Mapping[str, Any]]) -> Keeper:
-        """`parts` is the stage's own state: data cursor, executor."""
+    def keeper(
+        self, parts: Callable[[], Mapping[str, Any]], beside: Mapping[str, TrainBackend] | None = None
+    ) -> Keeper:
+        """`parts` is the stage's own state: data cursor, executor. `beside`: backends besides the policy's."""
 
         def snapshot() -> dict[str, Any]:
             self.jsonl.sync()
@@ -389,7 +394,14 @@ class _Desk:
 
         every = self.run.config.checkpoint.every
         return Keeper(
-            self.store, self.backend, snapshot, every=every, total=self.steps, done=self.start, stop=self.run.stop
+            self.store,
+            self.backend,
+            snapshot,
+            every=every,
+            total=self.steps,
+            done=self.start,
+            stop=self.run.stop,
+            beside=beside or {},
         )
 
     def evaluator(self) -> Callable[[int], Awaitable[Evaluation]] | None:
@@ -421,7 +433,8 @@ class _Desk:
         self.sink.close()
         if "sampler" in self.__dict__:
             self.sampler.close()
-        self.backend.close()
+        for backend in (self.backend, *self.others):
+            backend.close()
 
 
 async def _run_sft(run: _Run, desk: _Desk) -> None:
@@ -492,6 +505,11 @@ async def _run_rl(run: _Run, desk: _Desk) -> None:
         await evaluate_now(0)
 
     loss = make_loss(c)
+    critic = None if c.critic is None else _critic(c, c.critic, desk)
+
+    def parts() -> dict[str, Any]:
+        state = {"cursor": source.state_dict(), "executor": executor.state_dict()}
+        return state if critic is None else {**state, "critic_skips_in_a_row": critic.updater.skips_in_a_row}
 
     def record(step: int, episodes: Sequence[CreditedEpisode]) -> None:
         save_trajectories(run.folder.step_rollouts(step + 1), episodes)
@@ -513,8 +531,9 @@ async def _run_rl(run: _Run, desk: _Desk) -> None:
         backend=desk.backend,
         updater=desk.updater,
         sink=desk.sink,
-        keeper=desk.keeper(lambda: {"cursor": source.state_dict(), "executor": executor.state_dict()}),
+        keeper=desk.keeper(parts, beside={} if critic is None else {"critic": critic.backend}),
         record=record,
+        critic=critic,
         scorers=_scorers(c, desk, loss),
         evaluate=evaluate_now,
         start=desk.start,
@@ -610,6 +629,39 @@ def _correction(c: Rl) -> Correction | None:
         cap=c.correction.cap,
         normalise=c.correction.normalise,
         m2_threshold=c.correction.m2_threshold,
+    )
+
+
+def _critic(c: Rl, own: CriticConfig, desk: _Desk) -> Critic:
+    """The value model with its own trunk, optimiser and worker; it goes on from where the checkpoint left it."""
+    config, found = desk.run.config, desk.found
+    begin = own.path or desk.run.model_path
+    resumed = found is not None and config.model.lora is None
+    path = str(found.folder / "critic") if found is not None and resumed else begin
+    backend = TorchBackend(
+        _load_scalar(config.model, path, seed=config.run.seed), micro_batch_tokens=c.micro_batch_tokens
+    )
+    desk.others.append(backend)
+    if found is not None:
+        backend.load_state(found.folder / "critic").result()
+    return Critic(
+        settings=CriticSettings(
+            credit=c.credit,
+            gamma=own.gamma,
+            lam=own.lam,
+            value_clip=own.value_clip,
+            whiten=own.whiten,
+            kl_coef=own.kl_coef,
+            minibatches=c.minibatches,
+        ),
+        backend=backend,
+        updater=Updater(
+            backend=backend,
+            adam=_adam(own.optimizer, c.steps),
+            max_skips=own.optimizer.max_skips,
+            skips_in_a_row=0 if found is None else int(found.state["critic_skips_in_a_row"]),
+        ),
+        reference=scored_on_thread(_frozen(c, desk, c.reference).score) if own.kl_coef else None,
     )
 
 

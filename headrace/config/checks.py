@@ -18,6 +18,7 @@ from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sam
 from headrace.errors import ConfigError
 
 SMOLLM2_CONTEXT = 8192
+_CRITIC_CREDITS = ("token_gae", "turn_gae")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -57,6 +58,8 @@ def check(
             for key in ("reference", "teacher")
             if getattr(rl, key) is not None
         ]
+        if rl.critic is not None and rl.critic.path is not None:
+            problems.append(_frozen_problems("rl.critic.path", rl.critic.path, base))
         problems += [
             _function_problems(f"rl.rewards[{i}].fn", term.fn, base, rewards) for i, term in enumerate(rl.rewards)
         ]
@@ -199,7 +202,7 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
             f"'rl.groups' is {rl.groups}, which does not divide into {rl.minibatches} minibatches: "
             f"make 'rl.groups' a multiple of 'rl.minibatches'"
         )
-    if rl.group_size < 2:
+    if rl.group_size < 2 and rl.critic is None:
         yield "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"
     cut = [name for name in ("top_p", "top_k", "min_p") if getattr(rl.sampling, name) != default_of(Sampling, name)]
     if cut and not rl.allow_truncated_sampling:
@@ -218,8 +221,25 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
             f"'engine.kv_tokens' is {engine.kv_tokens}, too small for one episode of 'rl.max_episode_tokens': "
             f"write at least {rl.max_episode_tokens}, or leave it out"
         )
+    yield from _critic_problems(rl)
     yield from _reward_problems(rl)
     yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
+
+
+def _critic_problems(rl: Rl) -> Iterator[str]:
+    by_critic = rl.credit in _CRITIC_CREDITS
+    if by_critic and rl.critic is None:
+        yield f"'rl.credit' is \"{rl.credit}\", which asks a critic: add a table [rl.critic]"
+    if rl.critic is None:
+        return
+    if not by_critic:
+        yield (
+            f"there is a table [rl.critic], but 'rl.credit' is \"{rl.credit}\", which asks none: "
+            f'write "token_gae" or "turn_gae"'
+        )
+    if rl.credit_params:
+        yield f"'rl.credit_params' are not for \"{rl.credit}\": 'rl.critic.gamma' and 'rl.critic.lam' are its numbers"
+    yield from _optimizer_problems("rl.critic", rl.critic.optimizer, rl.steps)
 
 
 def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.config.tree import Config, RewardModel, RewardTerm, Rl, Sft, Source
+from headrace.config.tree import Config, Critic, RewardModel, RewardTerm, Rl, Sft, Source
 
 Stage = TypeVar("Stage", Sft, RewardModel)
 NAMED_MODELS = ("tiny", "smollm2-135m")
@@ -67,6 +67,10 @@ def _sources(stage: Stage, base: Path) -> Stage:
     return replace(stage, sources=tuple(_source(source, base) for source in stage.sources), held_out=held_out)
 
 
+def _critic(critic: Critic, base: Path) -> Critic:
+    return critic if critic.path is None else replace(critic, path=_absolute(critic.path, base))
+
+
 def _term(term: RewardTerm, base: Path) -> RewardTerm:
     return replace(term, fn=_function(term.fn, base), path=None if term.path is None else _absolute(term.path, base))
 
@@ -78,6 +82,7 @@ def _rl(rl: Rl, base: Path) -> Rl:
         loss=" + ".join(_function(term, base) for term in split_sum(rl.loss)),
         reference=None if rl.reference is None else _absolute(rl.reference, base),
         teacher=None if rl.teacher is None else _absolute(rl.teacher, base),
+        critic=None if rl.critic is None else _critic(rl.critic, base),
         generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
         rewards=tuple(_term(term, base) for term in rl.rewards),
         filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),

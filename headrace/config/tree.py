@@ -197,6 +197,19 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Critic:
+    """A second model, with a trunk of its own and a scalar head, that learns to foretell returns: PPO with GAE."""
+
+    path: str | None = None  # folder it starts from, such as a reward model's; unset: the model the stage starts from
+    gamma: Share = 1.0  # discount of a step
+    lam: Share = 0.95  # GAE: 0 trusts the critic alone, 1 the rewards alone
+    value_clip: NonNegativeFloat = 0.2  # how far a value may move in one training step; 0: no limit
+    whiten: Flag = True  # bring the advantages of a training step to mean 0 and standard deviation 1
+    kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model, taken off the reward of every token
+    optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Rl:
     """A training step takes `groups` groups of `group_size` episodes and makes `minibatches` optimiser updates."""
 
@@ -212,7 +225,7 @@ class Rl:
     max_episode_tokens: Positive = 1024  # prompt and all turns together
     sampling: Sampling = field(default_factory=Sampling)  # how turns are sampled
     allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, whose samples the loss misjudges
-    credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo, graphgpo and more: docs/objectives.md
+    credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic
     credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
     loss: str = "ppo"  # a name of docs/objectives.md, "file.py:function", or a sum: "ppo + entropy_bonus"
     loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
@@ -221,6 +234,7 @@ class Rl:
     correction: Correction | None = None  # for stale tokens; unset: only if the loss asks for one
     reference: str | None = None  # folder of the model of reference_logprobs; unset: the one the stage starts from
     teacher: str | None = None  # folder of the model of teacher_logprobs
+    critic: Critic | None = None  # PPO with GAE: a value model that credit "token_gae" or "turn_gae" asks
     filters: tuple[Filter, ...] = ()  # reject groups, which are then replaced by new ones
     sync_every: Positive = 1  # training steps between two publications of weights
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient

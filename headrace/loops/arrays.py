@@ -152,11 +152,8 @@ def minibatches(
 
     Behaviour weights that the loss does not take go into its weights, after normalisation: rejected tokens count.
     """
-    ids = sorted(set(batch.group_ids))
-    cuts = [set(ids[part * len(ids) // parts : (part + 1) * len(ids) // parts]) for part in range(parts)]
     made = []
-    for cut in filter(None, cuts):
-        chosen = [index for index, group_id in enumerate(batch.group_ids) if group_id in cut]
+    for chosen in by_groups(batch.group_ids, parts):
         data = reweight(
             [batch.data[index] for index in chosen],
             weighting=weighting,
@@ -168,6 +165,13 @@ def minibatches(
         fold = not takes and any("behaviour_weights" in datum.arrays for datum in data)
         made.append(folded(data) if fold else data)
     return made
+
+
+def by_groups(group_ids: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of each part: whole groups, in the order of their ids, as evenly as they divide; no part is empty."""
+    ids = sorted(set(group_ids))
+    cuts = [set(ids[part * len(ids) // parts : (part + 1) * len(ids) // parts]) for part in range(parts)]
+    return [[index for index, group_id in enumerate(group_ids) if group_id in cut] for cut in cuts if cut]
 
 
 def with_array(data: Sequence[Datum], name: str, arrays: Sequence[FloatArray]) -> tuple[Datum, ...]:

@@ -15,6 +15,7 @@ from headrace.protocols import TrainBackend
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
+NO_BACKENDS: Mapping[str, TrainBackend] = {}
 
 
 class Store(Protocol):
@@ -26,7 +27,8 @@ class Store(Protocol):
 
 
 class Keeper:
-    """`every` training steps (0: only at the end). `snapshot` returns the JSON state of everything but the backend."""
+    """`every` training steps (0: only at the end). `snapshot` returns the JSON state of everything but the backends;
+    those of `beside` are saved into sub-folders of their name."""
 
     def __init__(
         self,
@@ -38,8 +40,9 @@ class Keeper:
         total: int,
         done: int,
         stop: asyncio.Event,
+        beside: Mapping[str, TrainBackend] = NO_BACKENDS,
     ) -> None:
-        self._store, self._backend, self._snapshot = store, backend, snapshot
+        self._store, self._backend, self._snapshot, self._beside = store, backend, snapshot, beside
         self._every, self._total, self._stop = every, total, stop
         self._done = self._saved = done  # steps behind the state, and behind the newest checkpoint
         self._state = snapshot()
@@ -68,6 +71,8 @@ class Keeper:
     async def _save(self, score: float | None) -> None:
         def write(folder: Path) -> None:
             self._backend.save_state(folder).result()
+            for name, backend in self._beside.items():
+                backend.save_state(folder / name).result()
 
         await asyncio.to_thread(self._store.save, self._done, write, self._state, score)
         self._saved = self._done

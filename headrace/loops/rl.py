@@ -13,6 +13,7 @@ from headrace.algo.advantages.credit import credit
 from headrace.algo.losses import find_loss
 from headrace.loops.arrays import Correction, Score, minibatches, provide, step_batch
 from headrace.loops.clock import Laps
+from headrace.loops.critic import Critic
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.keeper import Keeper
 from headrace.loops.measure import episode_metrics, mismatch_metrics
@@ -51,12 +52,14 @@ async def train_rl(
     keeper: Keeper,
     record: Callable[[int, Sequence[CreditedEpisode]], None],
     scorers: Mapping[str, Score] = NO_SCORERS,
+    critic: Critic | None = None,
     evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
 
-    `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name.
+    `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name. With a critic, advantages
+    are its own, and `credit` plays no part.
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
@@ -66,9 +69,11 @@ async def train_rl(
             taking = executor.take_batch()  # task -> rollout -> reward
             groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
-            credited = credit(groups, method=c.credit, params=c.credit_params)  # reward -> advantage
-            record(step, credited.episodes)
-            batch = step_batch(credited)  # advantage -> datum
+            if critic is None:  # reward -> advantage -> datum
+                batch = step_batch(credit(groups, method=c.credit, params=c.credit_params))
+            else:
+                batch = await critic.credit(groups)
+            record(step, batch.episodes)
             batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             metrics = merge_metrics(batch.metrics, episode_metrics([e.scored for e in batch.episodes]))
             parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
@@ -78,6 +83,8 @@ async def train_rl(
                 if part == 0 and step % c.sync_every == 0:
                     fresh = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
                     metrics = merge_metrics(metrics, fresh)
+            if critic is not None:
+                metrics = merge_metrics(metrics, await critic.update(step, batch))
             executor.done(groups)
             laps.lap("train")
             published = (step + 1) % c.sync_every == 0 or step + 1 == c.steps

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from headrace.errors import ModelError, boundary
-from headrace.model.load import LanguageModel, load_model, prepare
+from headrace.model.load import LanguageModel, load_model, own_storage, prepare
 from headrace.model.support import check_supported
 
 
@@ -37,7 +37,7 @@ def load_scalar_model(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, attn_implementation="eager"
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return prepare(model.to(device), tokenizer, source=path)
+    return prepare(own_storage(model.to(device)), tokenizer, source=path)
 
 
 def is_scalar_folder(folder: Path) -> bool:
@@ -65,6 +65,7 @@ def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> L
         trunk = lm.model.base_model
         setattr(model, model.base_model_prefix, trunk)
         trunk.config = model.config
+        trunk.get_input_embeddings().padding_idx = config.pad_token_id  # as it will be when the saved model is loaded
         model.score = nn.Linear(config.hidden_size, 1, bias=False, device=lm.device, dtype=lm.dtype)
         nn.init.zeros_(model.score.weight)
     return replace(prepare(model, lm.tokenizer, source=lm.source), eos_tokens=lm.eos_tokens)

@@ -160,6 +160,8 @@ def _rl(rl: Rl) -> Iterator[str]:
         f"rewards {', '.join(term.name or term.fn for term in rl.rewards)}; credit {rl.credit}; loss {rl.loss}; "
         f"weighting {rl.weighting}; {rl.minibatches} update{'s' if rl.minibatches > 1 else ''} a step"
     )
+    if rl.critic is not None:
+        yield "a critic with a trunk of its own is trained beside the policy: as much memory again as the policy takes"
     eta = rl.asynchronous.max_staleness
     if eta:
         yield f"asynchronous: sampling runs ahead, and a trained token is at most {eta} versions old (eta = {eta})"

@@ -1,0 +1,236 @@
+"""The critic of PPO: values of every token before an update, advantages by GAE, and the value update after it.
+
+Its model has a scalar head and a trunk of its own, behind a TrainBackend. T positions of all data laid end to end.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.algo.advantages.episode import advantage_health
+from headrace.algo.advantages.gae import NOT_SAMPLED, Gae, token_gae, turn_gae
+from headrace.algo.advantages.groups import whitened
+from headrace.algo.advantages.table import step_table
+from headrace.algo.datum import samples, to_data
+from headrace.algo.scalar_data import all_tokens, scalar_datum
+from headrace.algo.shaping import kl_rewards
+from headrace.algo.statistics import explained_variance
+from headrace.algo.weights import reweight
+from headrace.loops.arrays import Score, StepBatch, by_groups
+from headrace.loops.update import Updater
+from headrace.protocols import TrainBackend
+from headrace.types import (
+    CreditedEpisode,
+    Datum,
+    FloatArray,
+    Group,
+    LossSpec,
+    Mean,
+    Metric,
+    float_array,
+    merge_metrics,
+)
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+GAE_METHODS = {"token_gae": token_gae, "turn_gae": turn_gae}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """`value_clip` 0: values may move freely. `kl_coef`: of the KL to the reference, taken off every token's reward."""
+
+    credit: str = "token_gae"
+    gamma: float = 1.0
+    lam: float = 0.95
+    value_clip: float = 0.2
+    whiten: bool = True
+    kl_coef: float = 0.0
+    minibatches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """`reference` scores the reference policy's log-probs, if the KL to it is part of the reward."""
+
+    settings: CriticSettings
+    backend: TrainBackend
+    updater: Updater
+    reference: Score | None = None
+
+    async def credit(self, groups: Sequence[Group]) -> StepBatch:
+        """Every token's advantage from the values of the present critic; what it is to learn comes along as `returns`,
+        `values` and `critic` (1 where a return is to be learned)."""
+        c = self.settings
+        layout = lay_out(groups)
+        values = await self._values(layout.data)
+        values_T = _end_to_end([value[:-1] for value in values])
+        rewards_T = layout.rewards_T
+        if c.kl_coef:
+            assert self.reference is not None
+            reference_T = _end_to_end(await self.reference(layout.data))
+            sampler_T = _end_to_end([datum.arrays["sampler_logprobs"] for datum in layout.data])
+            shaped_T = kl_rewards(rewards_T, sampler_T, reference_T, coef=c.kl_coef)
+            rewards_T = np.where(layout.turns_T == NOT_SAMPLED, 0.0, shaped_T)
+        gae = _gae(layout, rewards_T, values_T, _bootstrap(layout, values), c)
+        return _batch(layout, gae, values_T, whiten=c.whiten)
+
+    async def update(self, step: int, batch: StepBatch) -> dict[str, Metric]:
+        """One value update per minibatch of the policy's, on the same data; its metrics are `critic/...`."""
+        c = self.settings
+        numbers = {"value_clip": c.value_clip} if c.value_clip else {}
+        loss = LossSpec(fn="value_clipped" if c.value_clip else "value", params=numbers)
+        metrics: dict[str, Metric] = {}
+        for indices in by_groups(batch.group_ids, c.minibatches):
+            data = reweight([_critic_datum(batch.data[index]) for index in indices], weighting="token_mean")
+            updated = await self.updater.update(step, data, loss)
+            metrics = merge_metrics(metrics, updated.metrics)
+        return {f"critic/{name.partition('/')[2]}": metric for name, metric in metrics.items() if name != "loss/total"}
+
+    async def _values(self, data: Sequence[Datum]) -> Sequence[FloatArray]:
+        """One value after every token; the last one is of what comes after the episode's last token."""
+        asked = [scalar_datum(all_tokens(datum), _padded(datum, "weights", last=1.0)) for datum in data]
+        zeros = [replace(d, arrays={**d.arrays, "returns": float_array(np.zeros(d.num_tokens))}) for d in asked]
+        out = await asyncio.wrap_future(self.backend.forward(zeros, LossSpec(fn="value")))
+        return [float_array(np.where(np.isnan(values), 0.0, values)) for values in out.logprobs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The data of all episodes end to end. `turns_T` numbers the steps of the whole batch, -1 where nothing was
+    sampled; a step's reward is on its last token."""
+
+    episodes: tuple[CreditedEpisode, ...]  # with advantages of 0
+    data: tuple[Datum, ...]
+    group_ids: tuple[int, ...]
+    turns_T: Ints
+    rewards_T: Floats
+    data_E: Ints  # data of each episode
+    lengths_E: Ints  # their positions
+
+
+def lay_out(groups: Sequence[Group]) -> Layout:
+    """Rewards and steps of every position, for any of the GAE forms. A step without a token leaves its reward to the
+    token before it."""
+    table = step_table(groups)
+    episodes = tuple(
+        CreditedEpisode(scored=scored, group_id=group.id, advantages=(0.0,) * len(scored.episode.steps))
+        for group in groups
+        for scored in group.episodes
+    )
+    data: list[Datum] = []
+    group_ids: list[int] = []
+    turns, rewards = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    data_E, lengths_E = [], []
+    first = 0
+    for episode in episodes:
+        made = to_data([episode])
+        steps = [sample.step[1:].astype(np.int64) for sample in samples(episode.scored.episode)]
+        own_T = np.concatenate([*steps, np.zeros(0, dtype=np.int64)])
+        reward_T = np.zeros(len(own_T))
+        sampled = np.flatnonzero(own_T >= 0)
+        for index in range(len(episode.advantages)):
+            last = int(np.searchsorted(own_T[sampled], index, side="right")) - 1
+            if last >= 0:
+                reward_T[sampled[last]] += table.reward_S[first + index]
+        turns.append(np.where(own_T >= 0, own_T + first, NOT_SAMPLED))
+        rewards.append(reward_T)
+        data += made
+        group_ids += [episode.group_id] * len(made)
+        data_E.append(len(made))
+        lengths_E.append(len(own_T))
+        first += len(episode.advantages)
+    return Layout(
+        episodes=episodes,
+        data=tuple(data),
+        group_ids=tuple(group_ids),
+        turns_T=np.concatenate(turns),
+        rewards_T=np.concatenate(rewards),
+        data_E=np.array(data_E, dtype=np.int64),
+        lengths_E=np.array(lengths_E, dtype=np.int64),
+    )
+
+
+def _bootstrap(layout: Layout, values: Sequence[FloatArray]) -> Floats:
+    """The value after an episode's last token where a limit cut it off, 0 where it ended by itself."""
+    ends = np.cumsum(layout.data_E) - 1
+    return np.array(
+        [
+            float(values[end][-1]) if episode.scored.episode.truncated and count else 0.0
+            for episode, end, count in zip(layout.episodes, ends, layout.data_E, strict=True)
+        ]
+    )
+
+
+def _gae(layout: Layout, rewards_T: Floats, values_T: Floats, bootstrap_E: Floats, c: CriticSettings) -> Gae:
+    if c.credit == "turn_gae":
+        return turn_gae(rewards_T, values_T, layout.turns_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
+    sampled_T = layout.turns_T != NOT_SAMPLED
+    return token_gae(rewards_T, values_T, sampled_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
+
+
+def _batch(layout: Layout, gae: Gae, values_T: Floats, *, whiten: bool) -> StepBatch:
+    sampled_T, learned_T = layout.turns_T != NOT_SAMPLED, gae.critic != 0
+    advantages_T = gae.advantages.copy()
+    if whiten:
+        advantages_T[sampled_T] = whitened(gae.advantages[sampled_T], eps=1e-6)
+    arrays = {"advantages": advantages_T, "returns": gae.returns, "values": values_T, "critic": gae.critic}
+    ends = np.cumsum([datum.num_tokens for datum in layout.data])
+    data = tuple(
+        replace(
+            datum,
+            arrays={
+                **datum.arrays,
+                **{name: float_array(array_T[end - datum.num_tokens : end]) for name, array_T in arrays.items()},
+            },
+        )
+        for datum, end in zip(layout.data, ends, strict=True)
+    )
+    metrics = {
+        **advantage_health(advantages_T[sampled_T]),
+        **_value_health(values_T[learned_T], gae.returns[learned_T]),
+    }
+    return StepBatch(
+        episodes=_with_step_means(layout, advantages_T), data=data, group_ids=layout.group_ids, metrics=metrics
+    )
+
+
+def _value_health(values: Floats, returns: Floats) -> dict[str, Metric]:
+    """How much of the returns the critic had foreseen; left out where all returns are equal."""
+    explained = explained_variance(values, returns)
+    health: dict[str, Metric] = {"critic/return_mean": Mean(float(returns.sum()), len(returns))}
+    return health if np.isnan(explained) else {**health, "critic/explained_variance": Mean(explained, 1)}
+
+
+def _with_step_means(layout: Layout, advantages_T: Floats) -> tuple[CreditedEpisode, ...]:
+    """The mean advantage of each step's tokens, for people who look at episodes."""
+    sampled_T = layout.turns_T != NOT_SAMPLED
+    num_steps = sum(len(episode.advantages) for episode in layout.episodes)
+    totals_S = np.bincount(layout.turns_T[sampled_T], weights=advantages_T[sampled_T], minlength=num_steps)
+    means_S = (totals_S / np.maximum(np.bincount(layout.turns_T[sampled_T], minlength=num_steps), 1)).tolist()
+    out, first = [], 0
+    for episode in layout.episodes:
+        out.append(replace(episode, advantages=tuple(means_S[first : first + len(episode.advantages)])))
+        first += len(episode.advantages)
+    return tuple(out)
+
+
+def _end_to_end(arrays: Sequence[FloatArray]) -> Floats:
+    return np.concatenate([np.zeros(0), *(array.astype(np.float64) for array in arrays)])
+
+
+def _critic_datum(datum: Datum) -> Datum:
+    arrays: Mapping[str, FloatArray] = {
+        "weights": _padded(datum, "critic")["weights"],
+        "returns": float_array(np.append(datum.arrays["returns"], 0.0)),
+        "values": float_array(np.append(datum.arrays["values"], 0.0)),
+    }
+    return scalar_datum(all_tokens(datum), arrays)
+
+
+def _padded(datum: Datum, name: str, *, last: float = 0.0) -> dict[str, FloatArray]:
+    """Weights over all tokens of the datum: those of its positions, and one for after the last token."""
+    return {"weights": float_array(np.append(datum.arrays[name], last))}

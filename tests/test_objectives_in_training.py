@@ -1,0 +1,241 @@
+"""Objectives from configuration to metrics: reference, teacher and proximal policies, reward model, critic, resume."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from headrace import wiring
+from headrace.cli import load_checked
+from headrace.errors import ConfigError, ModelError
+from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
+from headrace.observe.trajectories import load_trajectories
+
+ADD = 'type = "world", name = "add", size = 40'
+RL = f"""
+[run]
+name = "t"
+tensorboard = false
+[model]
+path = "tiny"
+tiny = {{ width = 16, layers = 1, heads = 2, kv_heads = 1, context = 32 }}
+[engine]
+max_rows = 16
+[checkpoint]
+every = 1
+keep_last = 9
+[rl]
+steps = 2
+groups = 2
+group_size = 4
+minibatches = 2
+max_turns = 1
+max_prompt_tokens = 16
+max_episode_tokens = 24
+tasks = {{ {ADD}, options = {{ max_number = 9 }} }}
+rewards = [{{ fn = "mine.py:score" }}]
+sampling = {{ max_tokens = 4 }}
+optimizer = {{ learning_rate = 1e-2 }}
+"""
+STAGES = f"""
+[sft]
+steps = 2
+batch_size = 4
+max_tokens = 24
+sources = [{{ {ADD}, seed = 1, options = {{ max_number = 9 }} }}]
+[reward_model]
+steps = 3
+batch_size = 4
+max_tokens = 24
+sources = [{{ {ADD}, seed = 2, options = {{ max_number = 9 }} }}]
+held_out = {{ {ADD}, seed = 3, options = {{ max_number = 9 }} }}
+optimizer = {{ learning_rate = 1e-2 }}
+"""
+CRITIC = ("rl.credit=token_gae", "rl.critic.optimizer.learning_rate=1e-2")
+JUDGED = ('rl.rewards=[{fn = "reward_model"}, {fn = "exact_match", weight = 0.0}]',)
+MINE = '''
+from headrace.algo.loss import LossOut
+from headrace.types import Sum
+
+def score(episode):
+    """Another number for every answer, so that there is something to learn at once."""
+    return sum(int(token) for token in episode.steps[0].completion.tokens) % 5 / 5
+
+def pull(policy_logprobs_T, weights_T, reference_logprobs_T, *, pull_coef: float = 0.5):
+    loss = pull_coef * (weights_T * (policy_logprobs_T - reference_logprobs_T)).sum()
+    return LossOut(loss=loss, metrics={"loss/pull": Sum(loss.detach())})
+
+def impossible(policy_logprobs_T, weights_T, moon_phase_T):
+    raise AssertionError("it is refused before it is called")
+'''
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "mine.py").write_text(MINE)
+
+    def config(self, *overrides: str, text: str = RL) -> Any:
+        (self.folder / "run.toml").write_text(text)
+        return load_checked(
+            self.folder / "run.toml", [f'run.folder="{self.folder / "runs"}"', *overrides], command="train"
+        )
+
+    def train(self, *overrides: str, text: str = RL, resume: Path | None = None) -> wiring.RunResult:
+        config = self.config(*overrides, text=text)
+        return wiring.train(config, config_text_path=self.folder / "run.toml", resume=resume)
+
+    def rl(self, *overrides: str, text: str = RL) -> list[MetricRecord]:
+        return records(self.train(*overrides, text=text).folder, "rl")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def records(run: Path, stage: str) -> list[MetricRecord]:
+    return [record for record in read_metrics(run / "metrics.jsonl") if record.stage == stage]
+
+
+# --- losses and credit -----------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_model_the_stage_started_from(bench: Bench) -> None:
+    first, second = bench.rl("rl.loss=ppo + reference_kl_k3 + entropy_bonus", "rl.minibatches=1")
+    assert first.values["loss/kl_reference_k3"] == pytest.approx(0.0, abs=1e-6)  # nothing has moved yet
+    assert second.values["loss/kl_reference_k3"] > 1e-6
+    assert second.values["loss/entropy"] > 0
+
+
+def test_under_adapters_the_base_is_the_reference_and_no_copy_is_made(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    load = wiring.load_model
+    monkeypatch.setattr(wiring, "load_model", lambda path, **more: loaded.append(path) or load(path, **more))
+    first, second = bench.rl("rl.loss=ppo + reference_kl_k2", "rl.minibatches=1", "model.lora.rank=4")
+    assert len(loaded) == 1
+    assert first.values["loss/kl_reference_k3"] == pytest.approx(0.0, abs=1e-6)
+    assert second.values["loss/kl_reference_k3"] > 1e-7
+
+
+def test_step_level_credit_takes_its_numbers_from_the_file(bench: Bench) -> None:
+    params = 'rl.credit_params={omega = 0.5, norm = "none", mix = "convex"}'
+    values = bench.rl("rl.credit=gigpo", params, "rl.weighting=constant", "rl.weighting_constant=4")[0].values
+    assert values["credit/anchor_size_mean"] == 4.0  # all episodes of a task start in the same state
+
+
+def test_stale_tokens_are_corrected_towards_the_policy_at_the_start_of_the_step(bench: Bench) -> None:
+    stale = "rl.asynchronous.max_staleness=1"
+    values = bench.rl("rl.loss=decoupled_ppo", stale, "rl.correction.bound=clamp", "rl.steps=3")[-1].values
+    assert 0.5 < values["correction/weight_mean"] < 2.0
+    assert values["loss/kl_proximal_k3"] >= 0.0
+    folded = bench.rl("rl.loss=cispo", "rl.correction.cap=2.0")[-1].values
+    assert folded["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3)  # fresh tokens weigh 1
+
+
+def test_a_teacher_is_a_model_of_its_own(bench: Bench) -> None:
+    teacher = bench.train("rl.steps=1").folder / "checkpoints" / "rl" / "step_000001"
+    values = bench.rl("rl.loss=distillation", f'rl.teacher="{teacher}"')[0].values
+    assert all(math.isfinite(value) for value in values.values())
+    assert values["train/grad_norm"] > 0
+
+
+def test_a_loss_of_ones_own_is_added_to_a_known_one(bench: Bench) -> None:
+    _, second = bench.rl("rl.loss=ppo + mine.py:pull", "rl.loss_params={clip_low = 0.1, pull_coef = 2.0}")
+    assert second.values["loss/pull"] != 0.0
+    assert "loss/clip_frac_low" in second.values
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["rl.credit=gigpo", "rl.credit_params.omga=1.0"], "'gigpo' takes no parameter 'omga': did you mean 'omega'?"),
+        (["rl.credit=gigpo", 'rl.credit_params.norm="stdd"'], "'norm' of 'gigpo' must be one of std, none"),
+        (["rl.loss=ppo + entropy_bonuss"], 'did you mean "entropy_bonus"?'),
+        (["rl.loss=dpo"], "needs arrays that the data do not have: preferences, units"),
+        (["rl.loss=value"], "loss 'value' reads a scalar head"),
+        (["rl.loss=distillation"], "needs arrays that the data do not have: teacher_logprobs"),
+        (["rl.loss=cispo + aipo", "rl.loss_params.kap=1.0"], "takes no parameter 'kap': did you mean 'cap'?"),
+        (["rl.reference=nowhere"], "'rl.reference' is \"nowhere\", and no folder of that name"),
+        (["rl.credit=token_gae"], "asks a critic: add a table [rl.critic]"),
+        (["rl.critic.lam=0.9"], 'write "token_gae" or "turn_gae"'),
+        ([*CRITIC, "rl.credit_params.gamma=0.9"], "'rl.critic.gamma' and 'rl.critic.lam' are its numbers"),
+        (['rl.rewards=[{fn = "reward_model"}]'], "needs a reward model: add a table [reward_model]"),
+        (['rl.rewards=[{fn = "mine.py:score", path = "x"}]'], 'is for fn = "reward_model"'),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_loaded(bench: Bench, overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bench.config(*overrides)
+    assert sentence in str(caught.value)
+
+
+def test_a_loss_of_ones_own_that_needs_the_impossible_is_refused_before_a_step(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match="loss 'impossible' needs arrays that the data do not have: moon_phase"):
+        bench.train("rl.loss=mine.py:impossible")
+    (run,) = (bench.folder / "runs").iterdir()
+    assert not (run / "metrics.jsonl").exists()
+
+
+# --- reward model and critic -----------------------------------------------------------------------------------------
+
+
+def test_three_stages_leave_a_policy_a_judge_and_a_critic(bench: Bench) -> None:
+    result = bench.train(*CRITIC, *JUDGED, text=RL + STAGES)
+    assert 0.0 <= result.figures["accuracy_reward_model"] <= 1.0
+    judged = records(result.folder, "reward_model")
+    assert judged[0].values["loss/total"] == pytest.approx(math.log(2.0), abs=1e-4)
+    assert "eval/accuracy" in judged[-1].values
+    trained = records(result.folder, "rl")
+    for name in ("critic/value", "critic/grad_norm", "critic/return_mean", "reward/reward_model", "reward/exact_match"):
+        assert name in trained[0].values, name
+    last = result.folder / "checkpoints" / "rl" / "step_000002"
+    AutoModelForCausalLM.from_pretrained(last)
+    AutoModelForSequenceClassification.from_pretrained(last / "critic")
+    AutoModelForSequenceClassification.from_pretrained(result.folder / "checkpoints" / "reward_model" / "step_000003")
+    (episode, *_) = load_trajectories(result.folder / "rollouts" / "step_000001.jsonl")
+    assert episode.advantages != (0.0,)
+
+
+def test_a_saved_reward_model_judges_another_run_and_its_critic_may_start_from_it(bench: Bench) -> None:
+    saved = bench.train(text=RL + STAGES).folder / "checkpoints" / "reward_model" / "step_000003"
+    values = bench.rl(f'rl.rewards=[{{fn = "reward_model", path = "{saved}"}}]', *CRITIC, f'rl.critic.path="{saved}"')
+    assert values[0].values["critic/value_mean"] != 0.0  # a critic of its own would start from zeros
+    start = bench.train("rl.steps=1").folder / "start"
+    with pytest.raises(ModelError, match="is not a reward model"):
+        bench.train(f'rl.rewards=[{{fn = "reward_model", path = "{start}"}}]')
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    files = [path for place in ("checkpoints", "rollouts") for path in sorted((run / place).rglob("*"))]
+    found = {str(path.relative_to(run)): path.read_bytes() for path in files if path.is_file()}
+    return found | {"metrics.jsonl": reproducible_bytes(run / "metrics.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("more", "lost"),
+    [
+        ((), ("rl/step_000003", "rl/step_000002")),
+        ((), ("rl", "reward_model/step_000003", "reward_model/step_000002")),
+        (("model.lora.rank=2", "rl.credit=turn_gae", "rl.critic.kl_coef=0.1"), ("rl/step_000003", "rl/step_000002")),
+    ],
+    ids=["rl", "reward_model", "lora"],
+)
+def test_critic_and_reward_model_resume_to_the_same_bytes(
+    bench: Bench, more: tuple[str, ...], lost: tuple[str, ...]
+) -> None:
+    settings = (*CRITIC, *JUDGED, *more, "rl.steps=3")
+    run = bench.train(*settings, text=RL + STAGES).folder
+    whole = contents(run)
+    for name in lost:
+        shutil.rmtree(run / "checkpoints" / name)
+    bench.train(*settings, text=RL + STAGES, resume=run)
+    again = contents(run)
+    assert sorted(again) == sorted(whole)
+    assert [name for name in whole if again[name] != whole[name]] == []
+    assert records(run, "rl")[0].values["critic/grad_norm"] > 0
