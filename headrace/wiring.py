@@ -26,6 +26,7 @@ import torch
 from headrace.algo.advantages.credit import credit
 from headrace.algo.correction import Behaviour, Bound, Level
 from headrace.algo.datum import to_data
+from headrace.algo.loss import loss_inputs
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
 from headrace.algo.scalar_data import scored_datum
@@ -51,6 +52,7 @@ from headrace.loops.keeper import Keeper
 from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
+from headrace.loops.trust import COEF, TrustRegion
 from headrace.loops.update import Updater
 from headrace.loops.verify import verify as prove
 from headrace.loops.verify.parts import WORLD as VERIFY_WORLD
@@ -507,9 +509,15 @@ async def _run_rl(run: _Run, desk: _Desk) -> None:
     loss = make_loss(c)
     critic = None if c.critic is None else _critic(c, c.critic, desk)
 
+    trust = None if c.kl_limit is None else _trust(c.kl_limit, desk, loss)
+
     def parts() -> dict[str, Any]:
-        state = {"cursor": source.state_dict(), "executor": executor.state_dict()}
-        return state if critic is None else {**state, "critic_skips_in_a_row": critic.updater.skips_in_a_row}
+        state: dict[str, Any] = {"cursor": source.state_dict(), "executor": executor.state_dict()}
+        if critic is not None:
+            state["critic_skips_in_a_row"] = critic.updater.skips_in_a_row
+        if trust is not None:
+            state["kl_coef_doublings"] = trust.doublings
+        return state
 
     def record(step: int, episodes: Sequence[CreditedEpisode]) -> None:
         save_trajectories(run.folder.step_rollouts(step + 1), episodes)
@@ -534,6 +542,7 @@ async def _run_rl(run: _Run, desk: _Desk) -> None:
         keeper=desk.keeper(parts, beside={} if critic is None else {"critic": critic.backend}),
         record=record,
         critic=critic,
+        trust=trust,
         scorers=_scorers(c, desk, loss),
         evaluate=evaluate_now,
         start=desk.start,
@@ -665,11 +674,21 @@ def _critic(c: Rl, own: CriticConfig, desk: _Desk) -> Critic:
     )
 
 
+def _trust(limit: float, desk: _Desk, loss: LossSpec) -> TrustRegion:
+    numbers = {**loss_inputs(find_loss(loss.fn)).params, **loss.params}
+    return TrustRegion(
+        limit=limit,
+        policy=scored_by_backend(desk.backend),
+        coef=numbers.get(COEF),
+        doublings=0.0 if desk.found is None else float(desk.found.state["kl_coef_doublings"]),
+    )
+
+
 def _scorers(c: Rl, desk: _Desk, loss: LossSpec) -> dict[str, Score]:
     """Who computes the log-probs that the loss asks for beyond the sampler's."""
     wanted = wanted_arrays(find_loss(loss.fn), correction=_correction(c))
     scorers: dict[str, Score] = {}
-    if "proximal_logprobs" in wanted:
+    if "proximal_logprobs" in wanted or c.kl_limit is not None:
         scorers["proximal_logprobs"] = scored_by_backend(desk.backend)
     for name, path in (("reference_logprobs", c.reference), ("teacher_logprobs", c.teacher)):
         if name in wanted:

@@ -55,6 +55,7 @@ held_out = {{ {ADD}, seed = 3, options = {{ max_number = 9 }} }}
 optimizer = {{ learning_rate = 1e-2 }}
 """
 CRITIC = ("rl.credit=token_gae", "rl.critic.optimizer.learning_rate=1e-2")
+CONSERVATIVE = ("rl.loss=conservative_ppo", "rl.kl_limit=1e-4")
 JUDGED = ('rl.rewards=[{fn = "reward_model"}, {fn = "exact_match", weight = 0.0}]',)
 MINE = '''
 from headrace.algo.loss import LossOut
@@ -151,6 +152,19 @@ def test_a_loss_of_ones_own_is_added_to_a_known_one(bench: Bench) -> None:
     assert "loss/clip_frac_low" in second.values
 
 
+def test_past_the_kl_limit_the_rest_of_a_step_is_discarded_counted_and_said(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = bench.rl("rl.kl_limit=1e-9", "rl.loss=conservative_ppo")
+    assert first.values["train/discarded_minibatches"] == 1.0
+    assert first.values["train/step_kl"] > 1e-9
+    assert (first.values["train/sampler_kl_coef"], second.values["train/sampler_kl_coef"]) == (1.0, 2.0)
+    assert "beyond rl.kl_limit = 1e-09; 1 minibatches are discarded" in caplog.text
+    free = bench.rl("rl.kl_limit=1e9")[0].values
+    assert (free["train/discarded_minibatches"], free["train/kl_limit_exceeded"]) == (0.0, 0.0)
+    assert free["train/trained_tokens"] > first.values["train/trained_tokens"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -222,7 +236,10 @@ def contents(run: Path) -> dict[str, bytes]:
     [
         ((), ("rl/step_000003", "rl/step_000002")),
         ((), ("rl", "reward_model/step_000003", "reward_model/step_000002")),
-        (("model.lora.rank=2", "rl.credit=turn_gae", "rl.critic.kl_coef=0.1"), ("rl/step_000003", "rl/step_000002")),
+        (
+            ("model.lora.rank=2", "rl.credit=turn_gae", "rl.critic.kl_coef=0.1", *CONSERVATIVE),
+            ("rl/step_000003", "rl/step_000002"),
+        ),
     ],
     ids=["rl", "reward_model", "lora"],
 )

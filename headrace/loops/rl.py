@@ -17,6 +17,7 @@ from headrace.loops.critic import Critic
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.keeper import Keeper
 from headrace.loops.measure import episode_metrics, mismatch_metrics
+from headrace.loops.trust import TrustRegion
 from headrace.loops.update import Updater
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.rollout.executor import RolloutExecutor
@@ -53,13 +54,14 @@ async def train_rl(
     record: Callable[[int, Sequence[CreditedEpisode]], None],
     scorers: Mapping[str, Score] = NO_SCORERS,
     critic: Critic | None = None,
+    trust: TrustRegion | None = None,
     evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
 
     `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name. With a critic, advantages
-    are its own, and `credit` plays no part.
+    are its own, and `credit` plays no part; `trust` may cut a step short.
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
@@ -78,11 +80,19 @@ async def train_rl(
             metrics = merge_metrics(batch.metrics, episode_metrics([e.scored for e in batch.episodes]))
             parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
             for part, data in enumerate(parts):
-                updated = await updater.update(step, data, c.loss)  # datum -> loss -> optimiser
+                loss = c.loss if trust is None else trust.loss(c.loss)
+                updated = await updater.update(step, data, loss)  # datum -> loss -> optimiser
                 metrics = merge_metrics(metrics, updated.metrics)
                 if part == 0 and step % c.sync_every == 0:
                     fresh = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
                     metrics = merge_metrics(metrics, fresh)
+                if trust is not None:
+                    moved = await trust.after_update(step, data, left=len(parts) - part - 1)
+                    metrics = merge_metrics(metrics, moved.metrics)
+                    if moved.stop:
+                        break
+            if trust is not None:
+                metrics = merge_metrics(metrics, trust.end_step())
             if critic is not None:
                 metrics = merge_metrics(metrics, await critic.update(step, batch))
             executor.done(groups)
