@@ -644,7 +644,7 @@ def _correction(c: Rl) -> Correction | None:
 def _critic(c: Rl, own: CriticConfig, desk: _Desk) -> Critic:
     """The value model with its own trunk, optimiser and worker; it goes on from where the checkpoint left it."""
     config, found = desk.run.config, desk.found
-    begin = own.path or desk.run.model_path
+    begin = (desk.run.reward_model_path if own.path == REWARD_MODEL else own.path) or desk.run.model_path
     resumed = found is not None and config.model.lora is None
     path = str(found.folder / "critic") if found is not None and resumed else begin
     backend = TorchBackend(

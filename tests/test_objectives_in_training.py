@@ -179,6 +179,7 @@ def test_past_the_kl_limit_the_rest_of_a_step_is_discarded_counted_and_said(
         (["rl.credit=token_gae"], "asks a critic: add a table [rl.critic]"),
         (["rl.critic.lam=0.9"], 'write "token_gae" or "turn_gae"'),
         ([*CRITIC, "rl.credit_params.gamma=0.9"], "'rl.critic.gamma' and 'rl.critic.lam' are its numbers"),
+        ([*CRITIC, "rl.critic.path=reward_model"], "but this file trains none: add a table [reward_model]"),
         (['rl.rewards=[{fn = "reward_model"}]'], "needs a reward model: add a table [reward_model]"),
         (['rl.rewards=[{fn = "mine.py:score", path = "x"}]'], 'is for fn = "reward_model"'),
     ],
@@ -200,12 +201,13 @@ def test_a_loss_of_ones_own_that_needs_the_impossible_is_refused_before_a_step(b
 
 
 def test_three_stages_leave_a_policy_a_judge_and_a_critic(bench: Bench) -> None:
-    result = bench.train(*CRITIC, *JUDGED, text=RL + STAGES)
+    result = bench.train(*CRITIC, *JUDGED, "rl.critic.path=reward_model", text=RL + STAGES)
     assert 0.0 <= result.figures["accuracy_reward_model"] <= 1.0
     judged = records(result.folder, "reward_model")
     assert judged[0].values["loss/total"] == pytest.approx(math.log(2.0), abs=1e-4)
     assert "eval/accuracy" in judged[-1].values
     trained = records(result.folder, "rl")
+    assert trained[0].values["critic/value_mean"] != 0.0  # a head of its own would start from zeros
     for name in ("critic/value", "critic/grad_norm", "critic/return_mean", "reward/reward_model", "reward/exact_match"):
         assert name in trained[0].values, name
     last = result.folder / "checkpoints" / "rl" / "step_000002"

@@ -58,7 +58,7 @@ def check(
             for key in ("reference", "teacher")
             if getattr(rl, key) is not None
         ]
-        if rl.critic is not None and rl.critic.path is not None:
+        if rl.critic is not None and rl.critic.path is not None and rl.critic.path != "reward_model":
             problems.append(_frozen_problems("rl.critic.path", rl.critic.path, base))
         problems += [
             _function_problems(f"rl.rewards[{i}].fn", term.fn, base, rewards) for i, term in enumerate(rl.rewards)
@@ -184,7 +184,9 @@ def _stage_problems(name: str, stage: Sft | RewardModel, base: Path, worlds: Col
 
 
 def _reward_model_problems(config: Config, rl: Rl, base: Path) -> Iterator[str]:
-    """A reward model must exist by the time it judges."""
+    """A reward model must exist by the time it judges, or a critic starts from it."""
+    if rl.critic is not None and rl.critic.path == "reward_model" and config.reward_model is None:
+        yield "'rl.critic.path' is \"reward_model\", but this file trains none: add a table [reward_model]"
     for position, term in enumerate(rl.rewards):
         key = f"rl.rewards[{position}]"
         if term.fn != "reward_model":

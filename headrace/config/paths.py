@@ -68,7 +68,9 @@ def _sources(stage: Stage, base: Path) -> Stage:
 
 
 def _critic(critic: Critic, base: Path) -> Critic:
-    return critic if critic.path is None else replace(critic, path=_absolute(critic.path, base))
+    if critic.path is None or critic.path == "reward_model":
+        return critic
+    return replace(critic, path=_absolute(critic.path, base))
 
 
 def _term(term: RewardTerm, base: Path) -> RewardTerm:

@@ -200,7 +200,8 @@ class Correction:
 class Critic:
     """A second model, with a trunk of its own and a scalar head, that learns to foretell returns: PPO with GAE."""
 
-    path: str | None = None  # folder it starts from, such as a reward model's; unset: the model the stage starts from
+    # folder it starts from, or "reward_model" for the one of this run; unset: the model the stage starts from
+    path: str | None = None
     gamma: Share = 1.0  # discount of a step
     lam: Share = 0.95  # GAE: 0 trusts the critic alone, 1 the rewards alone
     value_clip: NonNegativeFloat = 0.2  # how far a value may move in one training step; 0: no limit

@@ -62,6 +62,20 @@ CURVES = (
         stage="sft",
     ),
     Curve(
+        title="Preference pairs",
+        names=(("loss/accuracy", "in training"), ("eval/accuracy", "held out")),
+        explanation="Share of pairs in which the reward model scores the better answer higher; one half is guessing, "
+        "and a wide gap between the curves means that it learned the pairs by heart.",
+        stage="reward_model",
+        share=True,
+    ),
+    Curve(
+        title="Critic",
+        names=(("critic/explained_variance", "explained variance of returns"),),
+        explanation="How much of what episodes earned the critic had foreseen: 1 is all of it, 0 no better than their "
+        "mean, below 0 worse.",
+    ),
+    Curve(
         title="Loss, reinforcement",
         names=(("loss/total", "loss"),),
         explanation="The quantity minimised in each step; unlike a supervised loss its level means little, only "
