@@ -14,25 +14,57 @@ within a seed. Held-out success at the end, on rooms never trained on, is shown 
     PYTHONPATH=. python3 bench/credit.py --jobs 16 --out credit.json      # about 40 runs of a minute of one core
     PYTHONPATH=. python3 bench/credit.py --read credit.json --markdown    # the same figures as a table
 
+It is the demo's run by hand, over tier 1 functions, so that it runs where only torch and transformers are installed.
 The last line is JSON; `ratio` is the mean area of GiGPO over that of GRPO.
 """
 
 import argparse
-import contextlib
-import io
+import asyncio
 import json
 import logging
 import math
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import resources
+from itertools import count, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
+
+from headrace.algo.advantages.credit import credit
+from headrace.algo.datum import to_data
+from headrace.algo.weights import reweight
+from headrace.infer.engine import EmbeddedEngine
+from headrace.loops.evaluate import evaluate
+from headrace.loops.sft import render_batch
+from headrace.model.load import LanguageModel, prepare
+from headrace.model.tiny import make_model, make_tokenizer
+from headrace.render import Renderer
+from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.terms import BUILTIN, Term
+from headrace.rollout.group import play_group
+from headrace.rollout.publish import Publisher
+from headrace.rollout.shuffle import permutation
+from headrace.rollout.tasks import TaskSource
+from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
+from headrace.train.schedule import make_schedule
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import CROSS_ENTROPY, Adam, LossSpec, SamplingParams
+
+T = TypeVar("T")
+Weights = dict[str, np.ndarray]
+DEMO = tomllib.loads(resources.files("headrace").joinpath("demo.toml").read_text(encoding="utf-8"))
+WORLD = "key_door"
+EVAL_SEED = 12345
 METHODS = ("grpo", "gigpo", "graphgpo", "gagpo", "hgpo")
 CLAIMS = (("gigpo", "grpo"), ("graphgpo", "gigpo"))  # the first is above the second
 OTHERS = (("graphgpo", "grpo"), ("gagpo", "grpo"), ("hgpo", "grpo"))
@@ -91,58 +123,95 @@ def paired_interval(differences: Sequence[float]) -> Interval:
 
 
 def start_process() -> None:
-    import torch
-
     torch.set_num_threads(1)
     logging.getLogger("headrace").setLevel(logging.ERROR)
 
 
-def train_sft(seed: int, budget: Budget, folder: str) -> str:
-    """The checkpoint that all methods of a seed start from."""
-    from headrace import wiring
-
-    config = wiring.demo_config(seed=seed, folder=Path(folder) / f"sft_{seed}")
-    assert config.sft is not None
-    sft = replace(config.sft, steps=budget.sft_steps)
-    quiet = replace(config.run, tensorboard=False)
-    config = replace(config, run=quiet, sft=sft, rl=None, eval=replace(config.eval, source=None))
-    with contextlib.redirect_stderr(io.StringIO()):
-        result = wiring.train(config, config_text_path=Path("credit"), resume=None)
-    return str(result.folder / "checkpoints" / "sft" / f"step_{budget.sft_steps:06d}")
+def demo_model(weights: Weights | None, *, seed: int) -> LanguageModel:
+    """The demo's model, with given weights or fresh ones."""
+    tokenizer = make_tokenizer(WORLDS[WORLD].vocabulary())
+    shape = DEMO["model"]["tiny"]
+    model = make_model(vocab_size=len(tokenizer), seed=seed, **shape)
+    if weights is not None:
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
+    return prepare(model, tokenizer, source="made on the spot")
 
 
-def train_rl(seed: int, method: str, checkpoint: str, budget: Budget, folder: str) -> Trained:
-    from headrace import wiring
-    from headrace.observe.sinks import read_metrics
+def demo_adam(c: Mapping[str, Any], steps: int, *, peak: float) -> Callable[[int], Adam]:
+    schedule = make_schedule(steps, peak=peak, **c["schedule"])
+    return lambda step: Adam(learning_rate=schedule(step))
 
+
+def shuffled(items: Sequence[T], seed: int) -> Iterator[T]:
+    """Without end, every epoch in an order of its own."""
+    return (items[index] for epoch in count() for index in permutation(len(items), key=(seed, 0), epoch=epoch))
+
+
+def train_sft(seed: int, budget: Budget) -> Weights:
+    """The weights that all methods of a seed start from."""
+    c, lm = DEMO["sft"], demo_model(None, seed=seed)
+    renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+    backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
+    (source,) = c["sources"]
+    talks = world_demonstrations(WORLD, source["size"], source["seed"], source["options"])
+    drawn = shuffled(talks, seed)
+    adam = demo_adam(c["optimizer"], budget.sft_steps, peak=c["optimizer"]["learning_rate"])
+    for step in range(budget.sft_steps):
+        batch = render_batch(list(islice(drawn, c["batch_size"])), renderer, max_tokens=c["max_tokens"])
+        backend.forward_backward(batch.data, CROSS_ENTROPY).result()
+        backend.optim_step(adam(step)).result()
+    backend.close()
+    return {name: value.numpy() for name, value in lm.model.state_dict().items()}
+
+
+def train_rl(seed: int, method: str, start: Weights, budget: Budget) -> Trained:
+    return asyncio.run(_train_rl(seed, method, start, budget))
+
+
+async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> Trained:
     began_s = time.monotonic()
-    config = wiring.demo_config(seed=seed, folder=Path(folder) / f"{method}_{seed}")
-    assert config.rl is not None
-    rl = replace(
-        config.rl,
-        steps=budget.steps,
-        groups=budget.groups,
-        group_size=budget.group_size,
-        credit=method,
-        optimizer=replace(config.rl.optimizer, learning_rate=budget.learning_rate),
+    c, lm = DEMO["rl"], demo_model(start, seed=seed)
+    backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
+    engine = EmbeddedEngine(lm, max_rows=DEMO["engine"]["max_rows"])
+    publisher = Publisher([engine])
+    play = partial(
+        play_group,
+        make_env=WORLDS[WORLD].make_env,
+        sampler=engine,
+        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
+        reward_runner=InProcessRewardRunner([Term(name="env", fn=BUILTIN["env"])]),
+        sampling=SamplingParams(max_tokens=c["sampling"]["max_tokens"]),
+        max_turns=c["max_turns"],
+        max_episode_tokens=c["max_episode_tokens"],
+        timeout_s=3600.0,
     )
-    config = replace(
-        config,
-        run=replace(config.run, tensorboard=False),
-        model=replace(config.model, path=checkpoint),
-        sft=None,
-        rl=rl,
-        eval=replace(config.eval, tasks=budget.eval_tasks),
-    )
-    with contextlib.redirect_stderr(io.StringIO()):
-        result = wiring.train(config, config_text_path=Path("credit"), resume=None)
-    records = read_metrics(result.folder / "metrics.jsonl")
+    held_out = DEMO["eval"]["source"]
+    rooms = world_tasks(WORLD, budget.eval_tasks, held_out["seed"], held_out["options"])
+    evaluation = partial(evaluate, rooms, partial(play, group_size=1, run_seed=EVAL_SEED))
+    before = (await evaluation()).score
+    tasks = TaskSource(world_tasks(WORLD, c["tasks"]["size"], c["tasks"]["seed"], {}), seed)
+    adam = demo_adam(c["optimizer"], budget.steps, peak=budget.learning_rate)
+    curve = []
+    for step in range(budget.steps):
+        ids = range(step * budget.groups, (step + 1) * budget.groups)
+        plays = [play(tasks.next(), id, group_size=budget.group_size, run_seed=seed) for id in ids]
+        groups = await asyncio.gather(*plays)
+        credited = credit(groups, method=method)
+        data = reweight(to_data(credited.episodes), weighting=c["weighting"])
+        backend.forward_backward(data, LossSpec(fn=c["loss"])).result()
+        backend.optim_step(adam(step)).result()
+        async with publisher.publish(backend.export_weights().result()):
+            pass
+        curve.append(statistics.fmean(bool(scored.success) for group in groups for scored in group.episodes))
+    after = (await evaluation()).score
+    engine.close()
+    backend.close()
     return Trained(
         seed=seed,
         method=method,
-        curve=tuple(record.values["rollout/success"] for record in records if "rollout/success" in record.values),
-        held_out_before=result.figures["success_base"],
-        held_out=result.figures["success_rl"],
+        curve=tuple(curve),
+        held_out_before=before,
+        held_out=after,
         seconds=time.monotonic() - began_s,
     )
 
@@ -152,15 +221,12 @@ def train_all(budget: Budget, *, seeds: int, methods: Sequence[str], jobs: int) 
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that are started below
     spawn = multiprocessing.get_context("spawn")
     trained: list[Trained] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="headrace-credit-") as folder,
-        ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, initializer=start_process) as pool,
-    ):
-        starts = {pool.submit(train_sft, seed, budget, folder): seed for seed in range(seeds)}
+    with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, initializer=start_process) as pool:
+        starts = {pool.submit(train_sft, seed, budget): seed for seed in range(seeds)}
         runs: list[Future[Trained]] = []
         for start in as_completed(starts):
-            seed, checkpoint = starts[start], start.result()
-            runs += [pool.submit(train_rl, seed, method, checkpoint, budget, folder) for method in methods]
+            seed, weights = starts[start], start.result()
+            runs += [pool.submit(train_rl, seed, method, weights, budget) for method in methods]
         for run in as_completed(runs):
             trained.append(run.result())
             print(line(trained[-1]), flush=True)
