@@ -270,7 +270,7 @@ async def _train(config: Config, folder: RunFolder) -> RunResult:
                     run.folder.checkpoints / "reward_model" / checkpoint_name(config.reward_model.steps)
                 )
             else:
-                found = _Found.of(run, "reward_model")
+                found = _Found.of(run, "reward_model", may_start_again=config.sft is not None)
                 left = await _stage(run, found, config.reward_model.steps, _run_reward_model)
             run.reward_model_path = str(left.folder)
             if left.score is not None:
@@ -661,6 +661,7 @@ def _critic(c: Rl, own: CriticConfig, desk: _Desk) -> Critic:
             value_clip=own.value_clip,
             whiten=own.whiten,
             kl_coef=own.kl_coef,
+            bootstrap=own.bootstrap,
             minibatches=c.minibatches,
         ),
         backend=backend,

@@ -258,3 +258,49 @@ def test_critic_and_reward_model_resume_to_the_same_bytes(
     assert sorted(again) == sorted(whole)
     assert [name for name in whole if again[name] != whole[name]] == []
     assert records(run, "rl")[0].values["critic/grad_norm"] > 0
+
+
+# --- the example -----------------------------------------------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "sft_rm_ppo.toml"
+FEW = (
+    "sft.steps=3",
+    "sft.batch_size=4",
+    "sft.optimizer.schedule.warmup_steps=1",
+    "sft.sources.0.size=16",
+    "reward_model.steps=3",
+    "reward_model.batch_size=4",
+    "reward_model.optimizer.schedule.warmup_steps=1",
+    "reward_model.sources.0.size=16",
+    "reward_model.held_out.size=8",
+    "rl.steps=2",
+    "rl.groups=4",
+    "rl.tasks.size=16",
+    "eval.tasks=4",
+    "eval.source.size=4",
+)
+
+
+def run_example(folder: Path, *overrides: str) -> wiring.RunResult:
+    config = load_checked(EXAMPLE, [f'run.folder="{folder}"', "run.tensorboard=false", *overrides], command="train")
+    return wiring.train(config, config_text_path=EXAMPLE, resume=None)
+
+
+def test_the_example_runs_all_three_stages(tmp_path: Path) -> None:
+    result = run_example(tmp_path, *FEW)
+    stages = [record.stage for record in read_metrics(result.folder / "metrics.jsonl")]
+    assert list(dict.fromkeys(stages)) == ["sft", "reward_model", "rl"]
+    assert {"success_sft", "accuracy_reward_model", "success_rl"} <= result.figures.keys()
+    values = records(result.folder, "rl")[0].values
+    assert values["reward/mean"] == pytest.approx(values["reward/reward_model"])  # the world's reward weighs nothing
+    assert "reward/env" in values
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_in_the_example_the_judges_reward_rises_and_so_does_success(tmp_path: Path) -> None:
+    result = run_example(tmp_path)
+    rewards = [r.values["reward/mean"] for r in records(result.folder, "rl") if "reward/mean" in r.values]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.5
+    assert result.figures["accuracy_reward_model"] > 0.85
+    assert result.figures["success_rl"] > result.figures["success_sft"] + 0.05

@@ -205,6 +205,7 @@ class Critic:
     gamma: Share = 1.0  # discount of a step
     lam: Share = 0.95  # GAE: 0 trusts the critic alone, 1 the rewards alone
     value_clip: NonNegativeFloat = 0.2  # how far a value may move in one training step; 0: no limit
+    bootstrap: Flag = True  # past a limit an episode is worth what is expected after it; false for whole-episode judges
     whiten: Flag = True  # bring the advantages of a training step to mean 0 and standard deviation 1
     kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model, taken off the reward of every token
     optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule

@@ -41,7 +41,9 @@ GAE_METHODS = {"token_gae": token_gae, "turn_gae": turn_gae}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """`value_clip` 0: values may move freely. `kl_coef`: of the KL to the reference, taken off every token's reward."""
+    """`value_clip` 0: values may move freely. `kl_coef`: of the KL to the reference, taken off every token's reward.
+    `bootstrap`: an episode that a limit cut off is worth what the critic expects after it; not for rewards that judge
+    the episode as a whole, cut off or not."""
 
     credit: str = "token_gae"
     gamma: float = 1.0
@@ -49,6 +51,7 @@ class CriticSettings:
     value_clip: float = 0.2
     whiten: bool = True
     kl_coef: float = 0.0
+    bootstrap: bool = True
     minibatches: int = 1
 
 
@@ -75,7 +78,8 @@ class Critic:
             sampler_T = _end_to_end([datum.arrays["sampler_logprobs"] for datum in layout.data])
             shaped_T = kl_rewards(rewards_T, sampler_T, reference_T, coef=c.kl_coef)
             rewards_T = np.where(layout.turns_T == NOT_SAMPLED, 0.0, shaped_T)
-        gae = _gae(layout, rewards_T, values_T, _bootstrap(layout, values), c)
+        bootstrap_E = _bootstrap(layout, values) if c.bootstrap else np.zeros(len(layout.episodes))
+        gae = _gae(layout, rewards_T, values_T, bootstrap_E, c)
         return _batch(layout, gae, values_T, whiten=c.whiten)
 
     async def update(self, step: int, batch: StepBatch) -> dict[str, Metric]:

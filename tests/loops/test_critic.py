@@ -83,6 +83,8 @@ async def test_an_episode_cut_off_by_a_limit_goes_on_in_the_value_after_its_last
     # delta_2 = 1 + 2 - 0.25 = 2.75; A_1 = -0.25 + 0.5 * 2.75
     batch = await critic(Oracle(9.0, 0.5, 0.25, 2.0)).credit([one_turn(1.0, truncated=True)])
     assert sampled(batch.data[0], "advantages") == pytest.approx([1.125, 2.75])
+    judged = await critic(Oracle(9.0, 0.5, 0.25, 2.0), bootstrap=False).credit([one_turn(1.0, truncated=True)])
+    assert sampled(judged.data[0], "advantages") == pytest.approx([0.125, 0.75])  # as if it had ended by itself
 
 
 def two_turns() -> ScoredEpisode:
