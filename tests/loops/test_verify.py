@@ -69,6 +69,8 @@ def test_every_property_holds(parts: Parts) -> None:
     assert failures(proofs) == ()
     names = [proof.name for proof in proofs]
     assert len(set(names)) == len(names) == 11
+    explained = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    assert [name for name in names if f"**{name}**" not in explained] == []
     assert set(PROOFS) - set(names) == {"gradients"}  # which is five proofs
     assert all(torch.equal(value, weights[name]) for name, value in parts.lm.model.named_parameters())
 

@@ -72,7 +72,7 @@ class Bounds:
 BOUNDS: Mapping[torch.dtype, Bounds] = {
     torch.float64: Bounds(loss=1e-9, gradient=1e-9, logprob_mean=1e-6, logprob_max=1e-6, ratio=2e-6, kl=1e-10),
     torch.float32: Bounds(loss=5e-5, gradient=5e-4, logprob_mean=1e-5, logprob_max=1e-4, ratio=2e-4, kl=1e-8),
-    torch.bfloat16: Bounds(loss=5e-2, gradient=1e-1, logprob_mean=5e-2, logprob_max=1.0, ratio=1.0, kl=1e-2),
+    torch.bfloat16: Bounds(loss=1e-1, gradient=1e-1, logprob_mean=5e-2, logprob_max=5e-1, ratio=5e-1, kl=1e-2),
 }
 
 

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.loops.verify.parts import SEED, WORLD, Parts, Played, luck
 from headrace.loops.verify.proof import Figure, Proof
@@ -55,21 +57,20 @@ def trained_tokens(datum: Datum) -> Iterator[Trained]:
         yield _entry(datum.inputs[: index + 1], int(datum.targets[index]), logprob, advantage)
 
 
-def _entry(context: np.ndarray, token: int, logprob: float, advantage: float) -> Trained:
+def _entry(context: npt.NDArray[np.int32], token: int, logprob: float, advantage: float) -> Trained:
     return context.astype(np.int32).tobytes(), token, float(logprob), round(float(advantage), ADVANTAGE_DECIMALS)
 
 
-def wrong_turns(renderer: Renderer, tokenizer: object, talk: Sequence[Message]) -> int:
+def wrong_turns(renderer: Renderer, tokenizer: Any, talk: Sequence[Message]) -> int:
     """Assistant turns of a conversation that are not marked from the end of their prompt to their end-of-turn token."""
     runs = [run for rendered in renderer.conversation(talk) for run in marked_runs(rendered)]
     replies = [index for index, message in enumerate(talk) if message.role == "assistant"]
     wrong = abs(len(runs) - len(replies))
     for (before, run), index in zip(runs, replies, strict=False):
-        prompt = renderer.prompt(talk[:index]).tolist()
-        text = tokenizer.decode(run)  # type: ignore[attr-defined]
-        closed = run[-1] in renderer.eos_tokens
-        says = _squeezed(tokenizer.decode(run[:-1])).endswith(_squeezed(talk[index].content))  # type: ignore[attr-defined]
-        wrong += before != prompt or not closed or not says or not text
+        starts = before == renderer.prompt(talk[:index]).tolist()
+        says = _squeezed(tokenizer.decode(run[:-1])).endswith(_squeezed(talk[index].content))
+        ends = run[-1] in renderer.eos_tokens
+        wrong += not (starts and says and ends)
     return wrong
 
 
