@@ -181,12 +181,19 @@ def _packed_varlen(
 def _cached(
     query: Tensor, key: Tensor, value: Tensor, context: Cached, layer: int, scaling: float | None, window: int | None
 ) -> Tensor:
-    """All G query heads of a key head are rows of one product, so keys are never repeated."""
+    """All G query heads of a key head are rows of one product, so keys are never repeated.
+
+    On CPU an odd G gets one row more: with several threads of arithmetic, odd products have other bits in small batches
+    than in large ones.
+    """
     keys, values = context.cache.keys[layer], context.cache.values[layer]
     written, heads, width = context.positions.shape[0], key.shape[1], key.shape[3]
     keys[context.slots, :, context.positions] = key[0, :, :written].transpose(0, 1)
     values[context.slots, :, context.positions] = value[0, :, :written].transpose(0, 1)
     grouped = query[0].transpose(0, 1).reshape(query.shape[2], heads, -1, width)
+    groups = grouped.shape[2]
+    if groups % 2 and not query.is_cuda:
+        grouped = torch.cat([grouped, grouped[:, :, -1:]], dim=2)
     outputs = []
     start = 0
     if context.mask is not None:
@@ -223,7 +230,7 @@ def _cached(
         start += piece.length
     if start < query.shape[2]:
         outputs.append(torch.zeros_like(grouped[start:]))
-    return torch.cat(outputs).reshape(1, query.shape[2], -1, width)
+    return torch.cat(outputs)[:, :, :groups].reshape(1, query.shape[2], -1, width)
 
 
 def visible_mask(positions: Tensor, filled: int, dtype: torch.dtype) -> Tensor:

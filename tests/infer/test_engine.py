@@ -95,7 +95,7 @@ def test_a_request_has_the_bits_it_has_alone(
         assert bits(completion) == bits(alone(LM, request))
 
 
-@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(48, 3, 3), (64, 4, 1), (128, 2, 2), (192, 6, 3)])
+@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(48, 3, 3), (64, 4, 1), (128, 2, 2), (192, 6, 3), (96, 6, 2)])
 def test_other_shapes_of_heads_keep_their_bits(width: int, heads: int, kv_heads: int) -> None:
     model = make_model(vocab_size=1000, width=width, layers=2, heads=heads, kv_heads=kv_heads, context=CONTEXT, seed=1)
     lm = prepare(model, None, source="tests")
