@@ -9,11 +9,16 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from headrace import wiring
+from headrace.algo.advantages.credit import METHODS
+from headrace.algo.losses import LOSSES
 from headrace.cli import load_checked
 from headrace.errors import ConfigError, ModelError
+from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
+from headrace.rollout.worlds import WORLDS
 
+WORDS = WORLDS["add"].vocabulary()
 ADD = 'type = "world", name = "add", size = 40'
 RL = f"""
 [run]
@@ -103,6 +108,35 @@ def records(run: Path, stage: str) -> list[MetricRecord]:
 
 
 # --- losses and credit -----------------------------------------------------------------------------------------------
+
+
+NOT_OF_A_POLICY = {"dpo", "ipo", "bradley_terry", "value", "value_clipped"}
+
+
+@pytest.mark.parametrize("loss", sorted(set(LOSSES) - NOT_OF_A_POLICY))
+def test_every_loss_of_a_policy_trains_from_the_file(bench: Bench, loss: str) -> None:
+    made = bench.folder / "teacher"
+    save_tiny(made, words=WORDS, width=16, layers=1, heads=2, kv_heads=1, context=32, seed=7)
+    weighting = "unit_mean" if loss == "discriminative" else "token_mean"
+    settings = (
+        f"rl.loss={loss}",
+        f"rl.weighting={weighting}",
+        f'rl.teacher="{made}"',
+        "rl.steps=1",
+        "rl.minibatches=1",
+    )
+    (record,) = bench.rl(*settings)
+    assert math.isfinite(record.values["loss/total"])
+    assert record.values["train/skipped_updates"] == 0.0
+    # the policy is still the sampler's and the reference's: only what holds it there has nothing to do
+    still = loss == "sampler_kl" or loss.startswith("reference_kl")
+    assert (record.values["train/grad_norm"] > 1e-5) != still
+
+
+@pytest.mark.parametrize("credit", sorted(METHODS))
+def test_every_credit_method_trains_from_the_file(bench: Bench, credit: str) -> None:
+    record = bench.rl(f"rl.credit={credit}", "rl.steps=1")[0]
+    assert math.isfinite(record.values["credit/advantage_abs"])
 
 
 def test_the_reference_is_the_model_the_stage_started_from(bench: Bench) -> None:
