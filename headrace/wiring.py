@@ -595,7 +595,7 @@ def make_executor(c: Rl, seed: int, desk: _Desk, source: TaskSource) -> RolloutE
         make_env=_make_env(c.tasks),
         sampler=desk.sampler,
         renderer=desk.renderer,
-        reward_runner=InProcessRewardRunner(desk.terms),
+        reward_runner=_reward_runner(desk.terms, c),
         sampling=_sampling(c.sampling, c.sampling.temperature),
         max_turns=c.max_turns,
         max_episode_tokens=c.max_episode_tokens,
@@ -725,7 +725,7 @@ def _play_eval(
         make_env=_make_env(source),
         sampler=sampler,
         renderer=renderer,
-        reward_runner=InProcessRewardRunner(terms),
+        reward_runner=_reward_runner(terms, rl),
         sampling=_sampling(rl.sampling, config.eval.temperature),
         max_turns=rl.max_turns,
         max_episode_tokens=rl.max_episode_tokens,
@@ -846,6 +846,13 @@ def _terms(config: Config, reward_model_path: str | None) -> list[Term]:
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
     return [_term(term, config.model, reward_model_path, tokens) for term in there]
+
+
+def _reward_runner(terms: Sequence[Term], rl: Rl) -> InProcessRewardRunner:
+    """A reward model judges one episode after another: those that wait for it have as long as an episode has."""
+    if any(term.fn == REWARD_MODEL for term in rl.rewards):
+        return InProcessRewardRunner(terms, timeout_s=rl.asynchronous.task_timeout_s)
+    return InProcessRewardRunner(terms)
 
 
 def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_batch_tokens: int) -> Term:
