@@ -5,7 +5,7 @@ A random-weight Llama (256 wide, 6 layers, 4 heads, 2 KV heads, 49,152 vocabular
 Prints seconds split into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over
 ours (medians).
 
-    python bench/cpu_rl_step.py [--steps 5]
+    python bench/cpu_rl_step.py [--steps 5] [--trl-recompute]
 """
 
 import argparse
@@ -63,7 +63,7 @@ def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256,
-        intermediate_size=1024,
+        intermediate_size=688,
         num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -172,7 +172,7 @@ class Alternate(TrainerCallback):
         self.generation_s, self.tokens, self.began = 0.0, 0, time.perf_counter()
 
 
-def run(steps: int) -> dict[str, float]:
+def run(steps: int, *, recompute: bool) -> dict[str, float]:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -203,7 +203,7 @@ def run(steps: int) -> dict[str, float]:
             temperature=1.0,
             top_k=0,
             max_grad_norm=1.0,
-            gradient_checkpointing=False,
+            gradient_checkpointing=recompute,
             save_strategy="no",
             logging_strategy="no",
             report_to=[],
@@ -242,9 +242,11 @@ def run(steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="the first is not counted")
+    parser.add_argument("--trl-recompute", action="store_true", help="TRL with gradient checkpointing, its own default")
+    given = parser.parse_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        figures = run(parser.parse_args().steps)
+        figures = run(given.steps, recompute=given.trl_recompute)
     print(json.dumps(figures))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
