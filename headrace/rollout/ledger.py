@@ -1,4 +1,4 @@
-"""The one place that counts groups: every ticket is in exactly one state, and every drop has a reason.
+r"""The one place that counts groups: every ticket is in exactly one state, and every drop has a reason.
 
     start -> RUNNING -> READY -> TRAINING -> consumed
                   \        \         \-----> dropped(reason)
