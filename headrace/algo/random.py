@@ -29,7 +29,8 @@ def uniforms(
     with np.errstate(over="ignore"):
         mixed = _finalise(seed + np.uint64(0x9E3779B97F4A7C15))
         mixed = _finalise(mixed ^ _finalise(position * np.uint64(0xD1342543DE82EF95) + np.uint64(0x632BE59BD9B4E019)))
-    return ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    drawn = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return np.minimum(drawn, 1.0 - 2.0**-53)  # the half of the largest integer rounds up, to 1.0
 
 
 def _finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

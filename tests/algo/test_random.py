@@ -45,6 +45,13 @@ def test_a_uniform_depends_on_its_own_seed_and_position_only(seeds: list[int], p
     assert ((together > 0) & (together < 1)).all()
 
 
+def test_the_ends_are_never_drawn() -> None:
+    """Seeds found by undoing the mixing: for the first all 64 mixed bits are 1, for the second all are 0."""
+    top, bottom = uniforms([8478263317712624795, 7448028450539979566], [1, 2]).tolist()
+    assert top == 1.0 - 2.0**-53  # (2^53 - 1 + 1/2) / 2^53 would round to 1
+    assert bottom == 2.0**-54
+
+
 @pytest.mark.parametrize("along", ["positions", "seeds", "derived seeds"])
 def test_uniforms_are_uniform_and_uncorrelated(along: str) -> None:
     size = 20_000
