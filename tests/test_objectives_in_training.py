@@ -150,8 +150,8 @@ def test_under_adapters_the_base_is_the_reference_and_no_copy_is_made(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = wiring.load_model
-    monkeypatch.setattr(wiring, "load_model", lambda path, **more: loaded.append(path) or load(path, **more))
+    load = wiring.models.load_model
+    monkeypatch.setattr(wiring.models, "load_model", lambda path, **more: loaded.append(path) or load(path, **more))
     first, second = bench.rl("rl.loss=ppo + reference_kl_k2", "rl.minibatches=1", "model.lora.rank=4")
     assert len(loaded) == 1
     assert first.values["loss/kl_reference_k3"] == pytest.approx(0.0, abs=1e-6)

@@ -25,8 +25,8 @@ UPDATE = "headrace.train.optimizer:MasterAdamW.update"
 SAVE_FILE = "headrace.train.torch_backend:save_file"  # the model is written by then, the optimiser is not
 RENAME = "headrace.train.checkpoint:_replace_folder"  # all is written, under a temporary name
 POINT_AT = "headrace.train.checkpoint:CheckpointStore._point"  # the checkpoint stands, `latest` names the one before
-START_RL = "headrace.wiring:make_executor"
-EVALUATE = "headrace.wiring:evaluate_tasks"
+START_RL = "headrace.wiring.stages:make_executor"
+EVALUATE = "headrace.wiring.desk:evaluate_tasks"
 
 CONFIG = """
 [run]
@@ -81,7 +81,7 @@ def score(episode):
     return sum(int(token) for step in episode.steps for token in step.completion.tokens) % 7 / 7
 """
 
-SAID = re.compile(r"(sft|rl) [1-4]/4  |\d\d:\d\d:\d\d INFO headrace\.wiring: run\.toml: run folder runs/t_")
+SAID = re.compile(r"(sft|rl) [1-4]/4  |\d\d:\d\d:\d\d INFO headrace\.wiring\.run: run\.toml: run folder runs/t_")
 
 Points = Sequence[tuple[str, int]]
 Headrace = Callable[..., "Outcome"]

@@ -1,0 +1,91 @@
+"""What works beside the policy in [rl]: the critic, frozen models that score, the limit of the KL."""
+
+from dataclasses import replace
+
+from headrace.algo.loss import loss_inputs
+from headrace.algo.losses import find_loss
+from headrace.config import Critic as CriticConfig
+from headrace.config import Rl
+from headrace.errors import ModelError
+from headrace.loops.arrays import Score, scored_by_backend, scored_on_thread, wanted_arrays
+from headrace.loops.critic import Critic, CriticSettings
+from headrace.loops.trust import COEF, TrustRegion
+from headrace.loops.update import Updater
+from headrace.reward.by_model import NAME as REWARD_MODEL
+from headrace.train.scorer import FrozenScorer
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import LossSpec
+from headrace.wiring.desk import Desk
+from headrace.wiring.models import load_policy, load_scalar
+from headrace.wiring.objective import make_adam, make_correction
+
+
+def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
+    """The value model with its own trunk, optimiser and worker; it goes on from where the checkpoint left it."""
+    config, found = desk.run.config, desk.found
+    begin = (desk.run.reward_model_path if own.path == REWARD_MODEL else own.path) or desk.run.model_path
+    resumed = found is not None and config.model.lora is None
+    path = str(found.folder / "critic") if found is not None and resumed else begin
+    backend = TorchBackend(
+        load_scalar(config.model, path, seed=config.run.seed), micro_batch_tokens=c.micro_batch_tokens
+    )
+    desk.others.append(backend)
+    if found is not None:
+        backend.load_state(found.folder / "critic").result()
+    return Critic(
+        settings=CriticSettings(
+            credit=c.credit,
+            gamma=own.gamma,
+            lam=own.lam,
+            value_clip=own.value_clip,
+            whiten=own.whiten,
+            kl_coef=own.kl_coef,
+            bootstrap=own.bootstrap,
+            minibatches=c.minibatches,
+        ),
+        backend=backend,
+        updater=Updater(
+            backend=backend,
+            adam=make_adam(own.optimizer, c.steps),
+            max_skips=own.optimizer.max_skips,
+            skips_in_a_row=0 if found is None else int(found.state["critic_skips_in_a_row"]),
+        ),
+        reference=scored_on_thread(_frozen(c, desk, c.reference).score) if own.kl_coef else None,
+    )
+
+
+def make_trust(limit: float, desk: Desk, loss: LossSpec) -> TrustRegion:
+    numbers = {**loss_inputs(find_loss(loss.fn)).params, **loss.params}
+    return TrustRegion(
+        limit=limit,
+        policy=scored_by_backend(desk.backend),
+        coef=numbers.get(COEF),
+        doublings=0.0 if desk.found is None else float(desk.found.state["kl_coef_doublings"]),
+    )
+
+
+def make_scorers(c: Rl, desk: Desk, loss: LossSpec) -> dict[str, Score]:
+    """Who computes the log-probs that the loss asks for beyond the sampler's."""
+    wanted = wanted_arrays(find_loss(loss.fn), correction=make_correction(c))
+    scorers: dict[str, Score] = {}
+    if "proximal_logprobs" in wanted or c.kl_limit is not None:
+        scorers["proximal_logprobs"] = scored_by_backend(desk.backend)
+    for name, path in (("reference_logprobs", c.reference), ("teacher_logprobs", c.teacher)):
+        if name in wanted:
+            scorers[name] = scored_on_thread(_frozen(c, desk, path).score)
+    return scorers
+
+
+def _frozen(c: Rl, desk: Desk, path: str | None) -> FrozenScorer:
+    """A model that is not trained; None: the one the stage started from, which under adapters is the base itself."""
+    model = desk.run.config.model
+    if path is None and model.lora is not None:
+        return FrozenScorer(desk.lm, micro_batch_tokens=c.micro_batch_tokens, base_only=True)
+    lm = load_policy(replace(model, lora=None, recompute=False), path or desk.run.after_sft(), seed=0)
+    lm.model.requires_grad_(False)
+    if lm.vocabulary != desk.lm.vocabulary:
+        raise ModelError(
+            f"{path} has a vocabulary of {lm.vocabulary} tokens and the trained model one of {desk.lm.vocabulary}: "
+            "their log-probs cannot be compared"
+        )
+    return FrozenScorer(lm, micro_batch_tokens=c.micro_batch_tokens)

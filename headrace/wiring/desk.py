@@ -1,0 +1,168 @@
+"""A run on its way through its stages, and the desk: what every stage works with."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.generate import GenerateSampler
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.evaluate import evaluate as evaluate_tasks
+from headrace.loops.keeper import Keeper
+from headrace.loops.update import Updater
+from headrace.observe.progress import Progress
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
+from headrace.observe.trajectories import save_trajectories
+from headrace.protocols import MetricSink, TrainBackend
+from headrace.render import Renderer
+from headrace.reward.terms import Term
+from headrace.rollout.publish import Publisher
+from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import metric_values
+from headrace.wiring.models import load_policy, load_scalar, make_sampler
+from headrace.wiring.objective import make_adam
+from headrace.wiring.play import play_held_out
+from headrace.wiring.rewards import make_terms
+from headrace.wiring.sources import tasks_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Run:
+    """A run on its way through its stages."""
+
+    config: Config
+    folder: RunFolder
+    stop: asyncio.Event
+    model_path: str
+    reward_model_path: str | None = None
+    metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def after_sft(self) -> str:
+        """What the stages after [sft] start from, checked: a resume may come long after it was written."""
+        if self.config.sft is not None:
+            read_checkpoint(Path(self.model_path))
+        return self.model_path
+
+
+class Desk:
+    """What every stage works with: the model, the backend, the sampler, the sinks, and where it left off."""
+
+    def __init__(self, run: Run, name: str, steps: int, store: CheckpointStore, found: Loaded | None) -> None:
+        config = run.config
+        self.run, self.name, self.steps, self.store, self.found = run, name, steps, store, found
+        self.start = 0 if found is None else found.step
+        load = load_scalar if name == "reward_model" else load_policy
+        self.lm = load(config.model, self._base(), seed=config.run.seed)
+        stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
+        assert stage is not None
+        self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens)
+        self.others: list[TorchBackend] = []  # to close besides
+        if found is not None:
+            self.backend.load_state(found.folder).result()
+        self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
+        self.updater = Updater(
+            backend=self.backend,
+            adam=make_adam(stage.optimizer, steps),
+            max_skips=stage.optimizer.max_skips,
+            skips_in_a_row=0 if found is None else int(found.state["skips_in_a_row"]),
+        )
+        self.figures: dict[str, Any] = dict(run.figures if found is None else found.state["figures"])
+        self.jsonl = JsonlSink(run.folder.metrics, stage=name)
+        self.jsonl.truncate_after(run.metrics_records if found is None else int(found.state["metrics_records"]))
+        sinks: list[MetricSink] = [self.jsonl]
+        if config.run.tensorboard and tensorboard_installed():
+            sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
+        sinks.append(Progress(name, steps, start=self.start))  # last: a failure above must not leave a bar behind
+        self.sink = TeeSink(*sinks)
+
+    @cached_property
+    def sampler(self) -> EmbeddedEngine | GenerateSampler:
+        """Made when something is sampled for the first time: a reward model never is."""
+        return make_sampler(self.run.config, self.lm)
+
+    @cached_property
+    def terms(self) -> list[Term]:
+        """What judges episodes, in training and evaluation."""
+        return make_terms(self.run.config, self.run.reward_model_path)
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        return Publisher([self.sampler])
+
+    def _base(self) -> str:
+        """The folder whose weights are loaded first. Only adapters need those that the stage started from."""
+        if self.found is None:
+            return self.run.model_path
+        if self.run.config.model.lora is None:
+            return str(self.found.folder)
+        return self.run.model_path if self.name == "sft" else self.run.after_sft()
+
+    def keeper(
+        self, parts: Callable[[], Mapping[str, Any]], beside: Mapping[str, TrainBackend] | None = None
+    ) -> Keeper:
+        """`parts` is the stage's own state: data cursor, executor. `beside`: backends besides the policy's."""
+
+        def snapshot() -> dict[str, Any]:
+            self.jsonl.sync()
+            return {
+                "stage": self.name,
+                "metrics_records": self.jsonl.records,
+                "skips_in_a_row": self.updater.skips_in_a_row,
+                "figures": dict(self.figures),
+                **parts(),
+            }
+
+        every = self.run.config.checkpoint.every
+        return Keeper(
+            self.store,
+            self.backend,
+            snapshot,
+            every=every,
+            total=self.steps,
+            done=self.start,
+            stop=self.run.stop,
+            beside=beside or {},
+        )
+
+    def evaluator(self) -> Callable[[int], Awaitable[Evaluation]] | None:
+        """Plays the held-out tasks, logs and saves them; None when the file names none."""
+        config = self.run.config
+        if config.eval.source is None:
+            return None
+        if not self.terms:
+            logger.info("stage %s is not evaluated: nothing but the reward model could judge it", self.name)
+            return None
+        tasks = tasks_of(config.eval.source)[: config.eval.tasks]
+        play = play_held_out(config, self.sampler, self.renderer, self.terms)
+
+        async def run_evaluation(step: int) -> Evaluation:
+            began_s = time.perf_counter()
+            out = await evaluate_tasks(tasks, play)
+            values = metric_values(out.metrics)
+            self.sink.log(step, values | {"time/eval_s": time.perf_counter() - began_s})
+            label = "base" if step == 0 else self.name
+            episodes = [scored for group in out.groups for scored in group.episodes]
+            save_trajectories(self.run.folder.eval_rollouts(label), episodes, lean=True)
+            self.figures[f"success_{label}"] = out.score
+            self.figures[f"malformed_{label}"] = values["eval/invalid_actions"]
+            return out
+
+        return run_evaluation
+
+    def close(self) -> None:
+        self.sink.close()
+        if "sampler" in self.__dict__:
+            self.sampler.close()
+        for backend in (self.backend, *self.others):
+            backend.close()

@@ -1,0 +1,89 @@
+"""[model] and [engine] to loaded models and the sampler on them."""
+
+import copy
+
+from headrace.config import Config, Model
+from headrace.errors import ConfigError
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.generate import GenerateSampler
+from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, prepare, recompute_layers
+from headrace.model.lora import add_lora
+from headrace.model.scalar import load_scalar_model
+from headrace.model.tiny import save_tiny
+from headrace.observe.run_folder import RunFolder
+from headrace.rollout.worlds import WORLDS
+
+
+def load_policy(c: Model, path: str, *, seed: int) -> LanguageModel:
+    device = choose_device(c.device)
+    lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code)
+    if c.lora is not None:
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+    if c.recompute:
+        recompute_layers(lm.model)
+    return lm
+
+
+def load_scalar(c: Model, path: str, *, seed: int) -> LanguageModel:
+    """The same under a scalar head, which is trained beside adapters too."""
+    device = choose_device(c.device)
+    lm = load_scalar_model(
+        path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code
+    )
+    if c.lora is not None:
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+        lm.model.score.requires_grad_(True)
+    if c.recompute:
+        recompute_layers(lm.model)
+    return lm
+
+
+def starting_model(config: Config, folder: RunFolder) -> str:
+    """Where the first stage starts; "tiny" is written into the run folder first."""
+    if config.model.path != "tiny":
+        return config.model.path
+    target = folder.path / "start"
+    if not (target / "config.json").is_file():
+        tiny = config.model.tiny
+        save_tiny(
+            target,
+            words=_tiny_words(config),
+            width=tiny.width,
+            layers=tiny.layers,
+            heads=tiny.heads,
+            kv_heads=tiny.kv_heads,
+            context=tiny.context,
+            seed=config.run.seed,
+        )
+    return str(target)
+
+
+def _tiny_words(config: Config) -> tuple[str, ...]:
+    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    sources = [*(source for stage in staged for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
+    names = [source.name for source in sources if source.type == "world" and source.name]
+    if not names:
+        raise ConfigError('model.path = "tiny" knows only the words of a built-in world: use a source of type "world"')
+    words: list[str] = []
+    for name in dict.fromkeys(names):
+        words += [word for word in WORLDS[name].vocabulary() if word not in words]
+    return tuple(words)
+
+
+def make_sampler(config: Config, lm: LanguageModel) -> EmbeddedEngine | GenerateSampler:
+    """The embedded engine on the trainer's own weights; on a copy when sampling may see other weights than training."""
+    rl, engine = config.rl, config.engine
+    if engine.type == "generate":
+        plain = copy.deepcopy(lm.model)
+        plain.config._attn_implementation = "sdpa"
+        return GenerateSampler(plain, lm.tokenizer, eos_tokens=lm.eos_tokens, source=lm.model)
+    separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
+    own = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
+    longest = rl.max_episode_tokens if rl is not None else lm.context
+    return EmbeddedEngine(
+        own,
+        max_rows=engine.max_rows,
+        kv_tokens=engine.kv_tokens or engine.max_rows * 2 * min(longest, lm.context),
+        piece_tokens=engine.piece_tokens,
+        source=lm if separate else None,
+    )

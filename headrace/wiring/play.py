@@ -1,0 +1,51 @@
+"""How episodes are played: sampling parameters, and the rules of a held-out group."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from headrace.config import Config, Rl, Sampling
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.generate import GenerateSampler
+from headrace.render import Renderer
+from headrace.reward.terms import Term
+from headrace.rollout.group import play_group
+from headrace.rollout.load_function import load_function
+from headrace.types import Group, SamplingParams, Task
+from headrace.wiring.rewards import make_reward_runner
+from headrace.wiring.sources import make_env_of
+
+Play = Callable[[Task, int], Awaitable[Group]]
+
+
+def play_held_out(
+    config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer, terms: Sequence[Term]
+) -> Play:
+    """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature."""
+    source = config.eval.source
+    assert source is not None
+    rl = config.rl or Rl(steps=1, tasks=source)
+    return partial(
+        play_group,
+        group_size=config.eval.samples,
+        make_env=make_env_of(source),
+        sampler=sampler,
+        renderer=renderer,
+        reward_runner=make_reward_runner(terms, rl),
+        sampling=make_sampling(rl.sampling, config.eval.temperature),
+        max_turns=rl.max_turns,
+        max_episode_tokens=rl.max_episode_tokens,
+        timeout_s=rl.asynchronous.task_timeout_s,
+        run_seed=config.eval.seed,
+        generate_fn=load_function(rl.generate_fn) if rl.generate_fn else None,
+    )
+
+
+def make_sampling(c: Sampling, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=c.max_tokens,
+        temperature=temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+        min_p=c.min_p,
+        stop_strings=c.stop_strings,
+    )

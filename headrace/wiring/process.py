@@ -1,0 +1,70 @@
+"""The process around a run: signals that ask it to stop, its log file. Knows no stage and no model."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: asyncio.Event, *, deadline_s: float) -> Iterator[None]:
+    """The first SIGTERM or Ctrl-C asks for a checkpoint and a clean end; the second one ends at once.
+
+    A run that has not ended `deadline_s` after the first is ended where it is, as by a kill: the checkpoint before
+    counts. Outside of the main thread signals are the caller's business.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in signals}
+    timer = threading.Timer(deadline_s, _end_at_once, [deadline_s])  # a thread: the event loop may get busy
+    timer.daemon = True
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask() -> None:
+        timer.start()
+        stop.set()
+        logger.warning("asked to stop: saving a checkpoint (ask again to end at once)")
+
+    def on_signal(number: int, frame: object) -> None:  # it may have interrupted anything, so it takes no lock
+        restore()
+        loop.call_soon_threadsafe(ask)
+
+    for number in signals:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        restore()
+
+
+def _end_at_once(deadline_s: float) -> None:
+    logger.error("no checkpoint within %g s (checkpoint.deadline_s): the run ends without it", deadline_s)
+    logging.shutdown()
+    os._exit(EXIT_TRY_AGAIN)
+
+
+@contextlib.contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("headrace")
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

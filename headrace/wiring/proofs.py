@@ -1,0 +1,61 @@
+"""What `loops.verify` proves its claims on: the parts that runs are made of, and a small model."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from headrace.algo.advantages.credit import credit
+from headrace.algo.datum import to_data
+from headrace.config import Tiny
+from headrace.infer.engine import EmbeddedEngine
+from headrace.loops.verify import verify as prove
+from headrace.loops.verify.parts import WORLD as VERIFY_WORLD
+from headrace.loops.verify.parts import Parts
+from headrace.loops.verify.proof import Proof
+from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, prepare
+from headrace.model.quiet import no_progress_bars
+from headrace.model.tiny import make_model, make_tokenizer
+from headrace.render import Renderer
+from headrace.rollout.worlds import WORLDS
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import CROSS_ENTROPY, LossSpec
+
+
+def verify(*, model: str | None, device: str) -> Iterator[Proof]:
+    """The proofs of `loops.verify`, one by one, on a model folder; None: a small model made on the spot."""
+    with no_progress_bars():
+        place = choose_device(device)
+        dtype = choose_dtype("auto", place)
+        lm = _small_model(place, dtype) if model is None else load_model(model, device=place, dtype=dtype)
+        yield from prove(verify_parts(lm))
+
+
+def verify_parts(lm: LanguageModel) -> Parts:
+    """What runs are made of, for `loops.verify` to look at."""
+    return Parts(
+        lm=lm,
+        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
+        make_trainer=TorchBackend,
+        make_engine=partial(EmbeddedEngine, max_rows=16),
+        cross_entropy=CROSS_ENTROPY,
+        ppo=LossSpec(fn="ppo"),
+        credit=partial(credit, method="dr_grpo"),
+        to_data=to_data,
+    )
+
+
+def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
+    """The demo's, untrained."""
+    tiny = Tiny()
+    tokenizer = make_tokenizer(WORLDS[VERIFY_WORLD].vocabulary())
+    made = make_model(
+        vocab_size=len(tokenizer),
+        width=tiny.width,
+        layers=tiny.layers,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        context=tiny.context,
+        seed=0,
+    )
+    return prepare(made.to(device, dtype), tokenizer, source="made on the spot")

@@ -1,0 +1,181 @@
+"""A run: a folder and a list of stages; each stage starts from the model folder that the one before it left behind."""
+
+import asyncio
+import json
+import logging
+import tomllib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config, to_mapping
+from headrace.errors import CheckpointError, ConfigError, Interrupted, RunFolderError, boundary
+from headrace.loops.evaluate import evaluate as evaluate_tasks
+from headrace.model.quiet import no_progress_bars
+from headrace.observe.report import write_report
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.toml import to_toml
+from headrace.render import Renderer
+from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
+from headrace.types import metric_values
+from headrace.wiring.desk import Desk, Run
+from headrace.wiring.models import load_policy, make_sampler, starting_model
+from headrace.wiring.objective import make_loss
+from headrace.wiring.play import play_held_out
+from headrace.wiring.process import log_to, stop_on_signals
+from headrace.wiring.rewards import make_terms
+from headrace.wiring.sources import tasks_of
+from headrace.wiring.stages import run_reward_model, run_rl, run_sft
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run says: `text` for people, `figures` for programs."""
+
+    folder: Path
+    report: Path
+    text: str
+    figures: Mapping[str, Any]
+
+
+def train(config: Config, *, config_text_path: Path, resume: Path | None) -> RunResult:
+    """Run the stages of a configuration, from the beginning or from a run folder's newest checkpoints."""
+    if resume is None:
+        run = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
+        run.write_config(to_toml(to_mapping(config)))
+        run.write_environment()
+    else:
+        run = RunFolder.open(resume)
+        _check_same_run(run, config)
+    with log_to(run.log), no_progress_bars():
+        logger.info("%s: run folder %s", config_text_path, run.path)
+        try:
+            return asyncio.run(_train(config, run))
+        except Interrupted as exc:
+            raise Interrupted(f"{exc}; go on with  headrace train {run.config} {run.path} --resume") from exc
+
+
+async def _train(config: Config, folder: RunFolder) -> RunResult:
+    if config.rl is not None:
+        make_loss(config.rl)  # a loss that cannot be computed is found before anything is trained
+    run = Run(config, folder, asyncio.Event(), starting_model(config, folder))
+    with stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
+        rl_found = _Found.of(run, "rl", may_start_again=config.sft is not None) if config.rl is not None else None
+        if config.sft is not None:
+            if rl_found is not None and rl_found.newest is not None:  # what [sft] left behind has been used already
+                run.model_path = str(run.folder.checkpoints / "sft" / checkpoint_name(config.sft.steps))
+            else:
+                left = await _stage(run, _Found.of(run, "sft"), config.sft.steps, run_sft)
+                run.model_path = str(left.folder)
+        if config.reward_model is not None:
+            if rl_found is not None and rl_found.newest is not None:  # [rl] goes on with the very one it began with
+                left = read_checkpoint(
+                    run.folder.checkpoints / "reward_model" / checkpoint_name(config.reward_model.steps)
+                )
+            else:
+                found = _Found.of(run, "reward_model", may_start_again=config.sft is not None)
+                left = await _stage(run, found, config.reward_model.steps, run_reward_model)
+            run.reward_model_path = str(left.folder)
+            if left.score is not None:
+                run.figures["accuracy_reward_model"] = left.score
+        if config.rl is not None:
+            assert rl_found is not None
+            await _stage(run, rl_found, config.rl.steps, run_rl)
+    summary = {key: value for key, value in run.figures.items() if isinstance(value, int | float)}
+    report = write_report(folder.path, summary)
+    lines = [f"{name} = {value:.4g}" for name, value in summary.items()]
+    text = "\n".join([f"Run folder: {folder.path}", f"Report: {report}", *lines])
+    return RunResult(folder=folder.path, report=report, text=text, figures=run.figures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A stage's checkpoints, and the newest sound one of them; None when there is none to go on from."""
+
+    name: str
+    store: CheckpointStore
+    newest: Loaded | None
+
+    @classmethod
+    def of(cls, run: Run, name: str, *, may_start_again: bool = False) -> "_Found":
+        """Raises CheckpointError when there are checkpoints and none is sound, unless the stage may start again."""
+        folder, keep = run.folder.checkpoints / name, run.config.checkpoint
+        store = CheckpointStore(folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        newest = None
+        if folder.is_dir() and any(folder.glob("step_*")):
+            try:
+                newest = store.load_latest()
+            except CheckpointError:
+                if not may_start_again:
+                    raise
+                logger.warning("stage %s starts again from the end of the one before it", name)
+        return cls(name=name, store=store, newest=newest)
+
+
+async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], Awaitable[None]]) -> Loaded:
+    """Run one stage unless its last checkpoint is there already; returns that checkpoint."""
+    found = at.newest
+    if found is None or found.step < steps:
+        desk = Desk(run, at.name, steps, at.store, found)
+        try:
+            await body(run, desk)
+        finally:
+            desk.close()
+        found = at.store.load_latest()
+    else:
+        logger.info("stage %s is complete", at.name)
+    run.metrics_records = int(found.state["metrics_records"])
+    run.figures |= found.state["figures"]
+    return found
+
+
+def _check_same_run(run: RunFolder, config: Config) -> None:
+    """A run goes on with the configuration it began with; anything else would not be a resume."""
+    with boundary(RunFolderError, f"{run.config} cannot be read"):
+        before = tomllib.loads(run.config.read_text(encoding="utf-8"))
+    differences = list(_differences(before, tomllib.loads(to_toml(to_mapping(config)))))
+    if not differences:
+        return
+    more = f" (and {len(differences) - 1} more keys differ)" if len(differences) > 1 else ""
+    raise ConfigError(
+        f"{run.path} was started with {differences[0]}{more}: resume with the same file and overrides, "
+        "or start a new run without --resume"
+    )
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """ "'rl.steps' = 4 and it is now 5" for every key that differs."""
+    for key in (*before, *(key for key in now if key not in before)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            shown = ["not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
+            yield f"'{prefix}{key}' = {shown[0]} and it is now {shown[1]}"
+
+
+def evaluate(config: Config) -> dict[str, float]:
+    """Held-out metrics of the configured model."""
+    with no_progress_bars():
+        return asyncio.run(_evaluate(config))
+
+
+async def _evaluate(config: Config) -> dict[str, float]:
+    if config.eval.source is None:
+        raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
+    lm = load_policy(config.model, config.model.path, seed=config.run.seed)
+    sampler = make_sampler(config, lm)
+    try:
+        renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+        tasks = tasks_of(config.eval.source)[: config.eval.tasks]
+        terms = make_terms(config, None)
+        if not terms:
+            raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
+        out = await evaluate_tasks(tasks, play_held_out(config, sampler, renderer, terms))
+    finally:
+        sampler.close()
+    return metric_values(out.metrics)

@@ -1,0 +1,66 @@
+"""Sources of the configuration to tasks, conversations, pairs and environments."""
+
+import logging
+from collections.abc import Callable
+
+from headrace.config import Config, Rl, Source
+from headrace.errors import DataError
+from headrace.protocols import Env
+from headrace.render import Renderer
+from headrace.rollout.conversations import load_conversations
+from headrace.rollout.preferences import Pair, load_pairs
+from headrace.rollout.sources import load_tasks
+from headrace.rollout.tasks import filter_prompts, overlap
+from headrace.rollout.worlds import WORLDS, world_demonstrations, world_pairs, world_tasks
+from headrace.rollout.worlds.single_turn import SingleTurnEnv
+from headrace.types import Message, Task
+
+logger = logging.getLogger(__name__)
+
+
+def tasks_of(source: Source) -> list[Task]:
+    if source.type == "world":
+        assert source.name is not None
+        return world_tasks(source.name, source.size, source.seed, source.options)
+    return load_tasks(source)
+
+
+def conversations_of(source: Source) -> list[tuple[Message, ...]]:
+    if source.type == "world":
+        assert source.name is not None
+        return world_demonstrations(source.name, source.size, source.seed, source.options)
+    return load_conversations(source)
+
+
+def pairs_of(source: Source) -> list[Pair]:
+    if source.type == "world":
+        assert source.name is not None
+        made = world_pairs(source.name, source.size, source.seed, source.options)
+        return [Pair(chosen=chosen, rejected=rejected) for chosen, rejected in made]
+    return load_pairs(source)
+
+
+def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...]:
+    """The tasks that fit, with what was left out and what is also held out said aloud."""
+    filtered = filter_prompts(tasks_of(c.tasks), renderer, c.max_prompt_tokens)
+    if filtered.dropped_count:
+        logger.warning(
+            "%d tasks have prompts of more than %d tokens (the longest has %d) and are left out",
+            filtered.dropped_count,
+            c.max_prompt_tokens,
+            filtered.longest,
+        )
+    if not filtered.kept:
+        raise DataError(f"no task is left: raise rl.max_prompt_tokens above {filtered.longest}")
+    if config.eval.source is not None:
+        shared = overlap(filtered.kept, tasks_of(config.eval.source)[: config.eval.tasks])
+        if shared:
+            logger.warning("%d held-out tasks are also trained on: their score says little", shared)
+    return filtered.kept
+
+
+def make_env_of(source: Source) -> Callable[[], Env]:
+    if source.type == "world":
+        assert source.name is not None
+        return WORLDS[source.name].make_env
+    return SingleTurnEnv

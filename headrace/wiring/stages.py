@@ -1,0 +1,173 @@
+"""The stages: [sft], [reward_model] and [rl], each from its section of the configuration to its loop."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from headrace.config import Rl
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.reward_model import RewardModelSettings, train_reward_model
+from headrace.loops.rl import RlSettings, train_rl
+from headrace.loops.sft import SftSettings, train_sft
+from headrace.observe.trajectories import save_trajectories
+from headrace.rollout.conversations import Mixture
+from headrace.rollout.executor import AsyncSettings, RolloutExecutor
+from headrace.rollout.filters import FILTERS, Filter, named_filter
+from headrace.rollout.group import play_group
+from headrace.rollout.load_function import load_function
+from headrace.rollout.tasks import TaskSource
+from headrace.types import CreditedEpisode
+from headrace.wiring.beside import make_critic, make_scorers, make_trust
+from headrace.wiring.desk import Desk, Run
+from headrace.wiring.objective import make_correction, make_loss
+from headrace.wiring.play import make_sampling
+from headrace.wiring.rewards import make_reward_runner
+from headrace.wiring.sources import conversations_of, make_env_of, pairs_of, training_tasks
+
+
+async def run_sft(run: Run, desk: Desk) -> None:
+    c = run.config.sft
+    assert c is not None
+    mixture = Mixture([(conversations_of(source), source.weight) for source in c.sources], run.config.run.seed)
+    if desk.found is not None:
+        mixture.load_state_dict(desk.found.state["cursor"])
+    evaluate_now = desk.evaluator()
+
+    async def evaluate_after_sync(step: int) -> Evaluation:
+        assert evaluate_now is not None
+        handle = await asyncio.wrap_future(desk.backend.export_weights())
+        async with desk.publisher.publish(handle):
+            pass
+        return await evaluate_now(step)
+
+    await train_sft(
+        SftSettings(steps=c.steps, batch_size=c.batch_size, max_tokens=c.max_tokens, eval_every=run.config.eval.every),
+        next_batch=mixture.next_batch,
+        renderer=desk.renderer,
+        backend=desk.backend,
+        updater=desk.updater,
+        sink=desk.sink,
+        keeper=desk.keeper(lambda: {"cursor": mixture.state_dict()}),
+        held_out=conversations_of(c.held_out) if c.held_out else (),
+        evaluate=None if evaluate_now is None else evaluate_after_sync,
+        start=desk.start,
+    )
+
+
+async def run_reward_model(run: Run, desk: Desk) -> None:
+    c = run.config.reward_model
+    assert c is not None
+    mixture = Mixture([(pairs_of(source), source.weight) for source in c.sources], run.config.run.seed)
+    if desk.found is not None:
+        mixture.load_state_dict(desk.found.state["cursor"])
+    await train_reward_model(
+        RewardModelSettings(
+            steps=c.steps,
+            batch_size=c.batch_size,
+            max_tokens=c.max_tokens,
+            center_coef=c.center_coef,
+            eval_every=run.config.eval.every,
+        ),
+        next_batch=mixture.next_batch,
+        renderer=desk.renderer,
+        backend=desk.backend,
+        updater=desk.updater,
+        sink=desk.sink,
+        keeper=desk.keeper(lambda: {"cursor": mixture.state_dict()}),
+        held_out=pairs_of(c.held_out) if c.held_out else (),
+        start=desk.start,
+    )
+
+
+async def run_rl(run: Run, desk: Desk) -> None:
+    config, c = run.config, run.config.rl
+    assert c is not None
+    source = TaskSource(training_tasks(config, c, desk.renderer), config.run.seed)
+    executor = make_executor(c, config.run.seed, desk, source)
+    if desk.found is not None:
+        source.load_state_dict(desk.found.state["cursor"])
+        executor.load_state_dict(desk.found.state["executor"])
+        await executor.catch_up(await asyncio.wrap_future(desk.backend.export_weights()))
+    evaluate_now = desk.evaluator()
+    if evaluate_now is not None and config.sft is None and desk.start == 0:
+        await evaluate_now(0)
+
+    loss = make_loss(c)
+    critic = None if c.critic is None else make_critic(c, c.critic, desk)
+
+    trust = None if c.kl_limit is None else make_trust(c.kl_limit, desk, loss)
+
+    def parts() -> dict[str, Any]:
+        state: dict[str, Any] = {"cursor": source.state_dict(), "executor": executor.state_dict()}
+        if critic is not None:
+            state["critic_skips_in_a_row"] = critic.updater.skips_in_a_row
+        if trust is not None:
+            state["kl_coef_doublings"] = trust.doublings
+        return state
+
+    def record(step: int, episodes: Sequence[CreditedEpisode]) -> None:
+        save_trajectories(run.folder.step_rollouts(step + 1), episodes)
+
+    await train_rl(
+        RlSettings(
+            steps=c.steps,
+            minibatches=c.minibatches,
+            loss=loss,
+            credit=c.credit,
+            credit_params=c.credit_params,
+            weighting=c.weighting,
+            weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
+            correction=make_correction(c),
+            sync_every=c.sync_every,
+            eval_every=config.eval.every,
+        ),
+        executor=executor,
+        backend=desk.backend,
+        updater=desk.updater,
+        sink=desk.sink,
+        keeper=desk.keeper(parts, beside={} if critic is None else {"critic": critic.backend}),
+        record=record,
+        critic=critic,
+        trust=trust,
+        scorers=make_scorers(c, desk, loss),
+        evaluate=evaluate_now,
+        start=desk.start,
+    )
+
+
+def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource) -> RolloutExecutor:
+    play = partial(
+        play_group,
+        group_size=c.group_size,
+        make_env=make_env_of(c.tasks),
+        sampler=desk.sampler,
+        renderer=desk.renderer,
+        reward_runner=make_reward_runner(desk.terms, c),
+        sampling=make_sampling(c.sampling, c.sampling.temperature),
+        max_turns=c.max_turns,
+        max_episode_tokens=c.max_episode_tokens,
+        timeout_s=c.asynchronous.task_timeout_s,
+        run_seed=seed,
+        generate_fn=load_function(c.generate_fn) if c.generate_fn else None,
+    )
+    return RolloutExecutor(
+        play=play,
+        next_task=source.next,
+        batch_groups=c.groups,
+        settings=AsyncSettings(
+            max_staleness=c.asynchronous.max_staleness,
+            max_running=c.asynchronous.max_running,
+            task_timeout_s=c.asynchronous.task_timeout_s,
+            max_consecutive_drops=c.asynchronous.max_consecutive_drops,
+        ),
+        publisher=desk.publisher,
+        filters=[_filter(filter.fn, filter.options) for filter in c.filters],
+    )
+
+
+def _filter(name: str, options: Mapping[str, Any]) -> Filter:
+    if name in FILTERS:
+        return named_filter(name, options)
+    fn = load_function(name)
+    return partial(fn, **options) if options else fn
