@@ -260,6 +260,13 @@ def test_tasks_that_are_all_too_long_are_answered_with_the_length_they_need(benc
     )
 
 
+@pytest.mark.parametrize(("episode", "answer"), [(32, 4), (200, 150)], ids=["short", "long"])
+def test_an_engine_of_one_row_has_room_for_the_longest_episode(bench: Bench, episode: int, answer: int) -> None:
+    lengths = (f"rl.max_episode_tokens={episode}", f"rl.sampling.max_tokens={answer}", "rl.steps=1")
+    one, eight = (bench.train(f"engine.max_rows={rows}", *lengths) for rows in (1, 8))
+    assert weights(one, "rl/step_000001") == weights(eight, "rl/step_000001")
+
+
 def test_evaluating_without_tasks_is_refused(bench: Bench) -> None:
     with pytest.raises(ConfigError, match=r"add \[eval.source\]"):
         wiring.evaluate(bench.config())

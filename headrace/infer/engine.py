@@ -494,6 +494,11 @@ class EmbeddedEngine:
             self._cache.copy_prefix(source, target, self._slots.move(source, target))
 
 
+def min_kv_tokens(longest: int) -> int:
+    """The smallest KV budget with room for a sequence of `longest` tokens: slots come in eights."""
+    return ALIGN * _round_up(longest + 1)
+
+
 def _round_up(tokens: int) -> int:
     """Cached lengths are multiples of ROUND."""
     return -(-tokens // ROUND) * ROUND

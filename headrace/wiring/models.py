@@ -4,7 +4,7 @@ import copy
 
 from headrace.config import Config, Model
 from headrace.errors import ConfigError
-from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.engine import EmbeddedEngine, min_kv_tokens
 from headrace.infer.generate import GenerateSampler
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, prepare, recompute_layers
 from headrace.model.lora import add_lora
@@ -79,11 +79,11 @@ def make_sampler(config: Config, lm: LanguageModel) -> EmbeddedEngine | Generate
         return GenerateSampler(plain, lm.tokenizer, eos_tokens=lm.eos_tokens, source=lm.model)
     separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
     own = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
-    longest = rl.max_episode_tokens if rl is not None else lm.context
+    longest = min(rl.max_episode_tokens if rl is not None else lm.context, lm.context)
     return EmbeddedEngine(
         own,
         max_rows=engine.max_rows,
-        kv_tokens=engine.kv_tokens or engine.max_rows * 2 * min(longest, lm.context),
+        kv_tokens=engine.kv_tokens or max(engine.max_rows * 2 * longest, min_kv_tokens(longest)),
         piece_tokens=engine.piece_tokens,
         source=lm if separate else None,
     )
