@@ -1,4 +1,4 @@
-"""A run: a folder and a list of stages; each stage starts from the model folder that the one before it left behind."""
+"""A run: a folder and a list of stages; the stages after [sft] start from the model folder that it left behind."""
 
 import asyncio
 import json
