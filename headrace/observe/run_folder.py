@@ -19,6 +19,7 @@ from headrace.observe.files import write_whole
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STAMP = "%Y-%m-%dT%H-%M-%SZ"
 _STAMP_PATTERN = r"(\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}Z)(?:_(\d+))?"
+_CHECKPOINT = re.compile(r"step_\d+")  # not what a kill left half-written beside it
 _VERSIONED = ("headrace", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic")
 
 
@@ -110,14 +111,23 @@ class RunFolder:
 
 
 def find_latest(root: Path, name: str) -> RunFolder | None:
-    """The newest run of exactly that name that got as far as having a config.toml, or None."""
+    """The newest run of exactly that name that has something to resume; without any, the newest that got as far as
+    having a config.toml, or None. So a run that failed before its first step does not hide the one before it."""
     pattern = re.compile(re.escape(name) + "_" + _STAMP_PATTERN)
     found = [
-        ((match[1], int(match[2] or 1)), path)
+        ((_has_begun(path), match[1], int(match[2] or 1)), path)
         for path in (root.iterdir() if root.is_dir() else ())
         if (match := pattern.fullmatch(path.name)) and (path / "config.toml").is_file()
     ]
     return RunFolder(path=max(found)[1]) if found else None
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a checkpoint or a metric was written; what the checkpoint is worth is found out when it is read."""
+    folder = RunFolder(path=path)
+    if any(_CHECKPOINT.fullmatch(kept.name) and kept.is_dir() for kept in folder.checkpoints.glob("*/step_*")):
+        return True
+    return folder.metrics.is_file() and folder.metrics.stat().st_size > 0
 
 
 def environment_facts(*, argv: Sequence[str], cwd: Path) -> Mapping[str, object]:

@@ -50,6 +50,22 @@ def test_latest_is_by_time_then_count_and_of_exactly_that_name(tmp_path: Path) -
     assert latest.path.name == "demo_2026-03-01T12-00-05Z_11"
 
 
+def test_a_run_that_failed_before_its_first_step_does_not_hide_one_to_resume(tmp_path: Path) -> None:
+    def made(hours: int) -> RunFolder:
+        folder = RunFolder.create(tmp_path, "demo", NOON + timedelta(hours=hours))
+        folder.write_config("")
+        return folder
+
+    kept, logged, _, last = made(0), made(1), made(2), made(3)
+    last.metrics.touch()  # opened, and nothing written
+    (last.checkpoints / "rl" / "step_000001.tmp").mkdir(parents=True)
+    assert find_latest(tmp_path, "demo") == last, "none has anything to resume"
+    (kept.checkpoints / "sft" / "step_000002").mkdir(parents=True)
+    assert find_latest(tmp_path, "demo") == kept
+    logged.metrics.write_text("{}\n")
+    assert find_latest(tmp_path, "demo") == logged
+
+
 def test_open_wants_a_configuration(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"no config\.toml"):
         RunFolder.open(tmp_path)
