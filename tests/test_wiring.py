@@ -255,8 +255,24 @@ def test_a_filter_that_rejects_everything_is_named(bench: Bench) -> None:
 
 
 def test_tasks_that_are_all_too_long_are_answered_with_the_length_they_need(bench: Bench) -> None:
-    assert re.fullmatch(
-        r"no task is left: raise rl\.max_prompt_tokens above \d+", failure(bench, "rl.max_prompt_tokens=2")
+    long = [{**ROWS[0], "question": "1 + 1 + 1 + 1 ="}, *ROWS]
+    (bench.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    said = failure(bench, "rl.max_prompt_tokens=2")
+    expected = r"no task is left: the shortest prompt has (\d+) tokens, raise rl\.max_prompt_tokens to at least (\d+)"
+    found = re.fullmatch(expected, said)
+    assert found is not None, said
+    assert found[1] == found[2]
+    least = int(found[1])
+    assert failure(bench, f"rl.max_prompt_tokens={least - 1}") == said
+    bench.train(f"rl.max_prompt_tokens={least}", "rl.steps=1")
+
+
+def test_tasks_that_are_too_long_are_said_to_be_left_out(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    longer = [{**row, "question": "1 + " * 7 + "1 ="} for row in ROWS[:2]]
+    (bench.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *longer]))
+    bench.train("rl.max_prompt_tokens=12", "rl.steps=1")
+    assert re.search(
+        r"2 tasks have prompts of more than 12 tokens \(the longest has \d+\) and are left out", caplog.text
     )
 
 

@@ -73,10 +73,11 @@ class TaskSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """`longest` is the longest prompt of all, in tokens, kept or not."""
+    """`shortest` and `longest` are the lengths in tokens of the shortest and longest prompt of all, kept or not."""
 
     kept: tuple[Task, ...]
     dropped_count: int
+    shortest: int
     longest: int
 
 
@@ -85,7 +86,12 @@ def filter_prompts(tasks: Sequence[Task], renderer: Renderer, max_tokens: int) -
     speaks first) is kept, for its length is not known yet."""
     lengths = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
     kept = tuple(task for task, length in zip(tasks, lengths, strict=True) if length <= max_tokens)
-    return Filtered(kept=kept, dropped_count=len(tasks) - len(kept), longest=max(lengths, default=0))
+    return Filtered(
+        kept=kept,
+        dropped_count=len(tasks) - len(kept),
+        shortest=min(lengths, default=0),
+        longest=max(lengths, default=0),
+    )
 
 
 def overlap(train: Sequence[Task], held_out: Sequence[Task]) -> int:

@@ -51,7 +51,10 @@ def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...
             filtered.longest,
         )
     if not filtered.kept:
-        raise DataError(f"no task is left: raise rl.max_prompt_tokens above {filtered.longest}")
+        raise DataError(
+            f"no task is left: the shortest prompt has {filtered.shortest} tokens, raise rl.max_prompt_tokens to at "
+            f"least {filtered.shortest}"
+        )
     if config.eval.source is not None:
         shared = overlap(filtered.kept, tasks_of(config.eval.source)[: config.eval.tasks])
         if shared:
