@@ -13,6 +13,7 @@ import torch
 
 from headrace.cli import exit_code, load_checked, main, run_to_resume, shape_of_model
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
+from headrace.infer.selfcheck import CheckResult
 from headrace.model.tiny import make_tokenizer
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS
@@ -187,7 +188,15 @@ def test_doctor_looks_at_the_machine_and_checks_it(
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", text, flags=re.MULTILINE)
     assert "cpu in float32, because torch sees no GPU" in text
     assert "\n  llama  " in text
-    assert f"reproducible sampling: {'NO' if code else 'yes'}, " in text
+    assert "reproducible sampling: yes, " in text
+    assert code == 0
+
+    def changed() -> CheckResult:
+        return CheckResult(changed=2, detail="2 of 6 requests changed bits with the batch")
+
+    monkeypatch.setattr("headrace.infer.selfcheck.check_bit_equality", changed)
+    assert headrace(monkeypatch, "doctor") == 1
+    assert "reproducible sampling: NO, 2 of 6" in capsys.readouterr().out
 
 
 def test_version_and_keys(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

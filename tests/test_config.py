@@ -29,6 +29,7 @@ from headrace.config import (
 )
 from headrace.config.keys import describe, field_type, keys
 from headrace.errors import ConfigError
+from headrace.infer.engine import min_kv_tokens
 from headrace.observe.key_table import field_comments, key_table
 from headrace.observe.toml import to_toml
 
@@ -115,13 +116,13 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[run]\nseed = 'x'", "'run.seed' must be a whole number of 0 or more, but it is \"x\""),
-        ("[run]\nseed = 1.0", "'run.seed' must be a whole number of 0 or more, but it is 1.0"),
-        ("[run]\nseed = true", "'run.seed' must be a whole number of 0 or more, but it is true"),
+        ("[run]\nseed = 'x'", "'run.seed' must be a whole number from 0 to 2**63 - 1, but it is \"x\""),
+        ("[run]\nseed = 1.0", "'run.seed' must be a whole number from 0 to 2**63 - 1, but it is 1.0"),
+        ("[run]\nseed = true", "'run.seed' must be a whole number from 0 to 2**63 - 1, but it is true"),
         ("[run]\ntensorboard = 'yes'", "'run.tensorboard' must be true or false, but it is \"yes\""),
         ("[run]\nname = 3", "'run.name' must be text in quotes, but it is 3"),
-        ("[eval]\ntemperature = inf", "'eval.temperature' must be a number above 0, but it is inf"),
-        ("[eval]\ntemperature = '1'", "'eval.temperature' must be a number above 0, but it is \"1\""),
+        ("[eval]\ntemperature = inf", "'eval.temperature' must be a number of 0.0001 or more, but it is inf"),
+        ("[eval]\ntemperature = '1'", "'eval.temperature' must be a number of 0.0001 or more, but it is \"1\""),
         (
             "[model]\ndevice = 'gpu'",
             '\'model.device\' must be one of "auto", "cpu", "cuda", "mps", but it is "gpu"',
@@ -138,7 +139,22 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
             "'rl.steps' is missing; write a whole number above 0",
         ),
         (RL + "[rl.loss_params]\nclip = 'x'", "'rl.loss_params.clip' must be a number, but it is \"x\""),
-        (RL + "[rl.sampling]\ntop_p = 1.5", "'rl.sampling.top_p' must be a number from 0 to 1, but it is 1.5"),
+        (
+            f"[run]\nseed = {2**63}",
+            f"'run.seed' must be a whole number from 0 to 2**63 - 1, but it is {2**63}",
+        ),
+        (
+            RL + "[rl.sampling]\ntemperature = 1e-9",
+            "'rl.sampling.temperature' must be a number of 0.0001 or more, but it is 1e-09",
+        ),
+        (
+            RL + "[rl.sampling]\nstop_strings = ['']",
+            "'rl.sampling.stop_strings[0]' must be text in quotes, not empty, but it is \"\"",
+        ),
+        (
+            RL + "[rl.sampling]\ntop_p = 1.5",
+            "'rl.sampling.top_p' must be a number above 0 and at most 1, but it is 1.5",
+        ),
         (
             RL + "[rl.asynchronous]\nmax_staleness = -1",
             "'rl.asynchronous.max_staleness' must be 0 (synchronous training) or the number of versions a token may be"
@@ -273,8 +289,8 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         (
             RL,
             ["engine.kv_tokens=1000"],
-            "'engine.kv_tokens' is 1000, too small for one episode of 'rl.max_episode_tokens': write at least 1024, or "
-            "leave it out",
+            "'engine.kv_tokens' is 1000, too small for an episode of 'rl.max_episode_tokens' in each of 8 slots: "
+            f"write at least {min_kv_tokens(1024)}, or leave it out",
         ),
         (RL, ["rl.credit=grop"], '\'rl.credit\' is "grop", which is not known; did you mean "grpo"?'),
         (RL, ["rl.weighting=x"], "'rl.weighting' is \"x\", which is not known; there are constant, token_mean"),
@@ -362,8 +378,9 @@ def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None
     assert problem(RL, tmp_path, "model.path=models/a").startswith(
         "'model.path' is \"models/a\", which has no config.json"
     )
-    (folder / "config.json").write_text("{")
-    assert "is not JSON" in problem(RL, tmp_path, "model.path=models/a")
+    for text in ("{", "[]"):
+        (folder / "config.json").write_text(text)
+        assert "is not a JSON object" in problem(RL, tmp_path, "model.path=models/a")
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1000, "hidden_size": 8}))
     sentence = "'rl.max_episode_tokens' is 1024, but the model's context is 1000 tokens: write at most 1000"
     assert problem(RL, tmp_path, "model.path=models/a") == sentence

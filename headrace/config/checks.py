@@ -19,6 +19,7 @@ from headrace.errors import ConfigError
 
 SMOLLM2_CONTEXT = 8192
 _CRITIC_CREDITS = ("token_gae", "turn_gae")
+_KV_SLOTS, _KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -105,7 +106,9 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
         try:
             described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except ValueError:
-            yield f"{folder / 'config.json'} is not JSON: give 'model.path' a folder written by save_pretrained"
+            described = None
+        if not isinstance(described, dict):
+            yield f"{folder / 'config.json'} is not a JSON object: give 'model.path' a folder of save_pretrained"
         context = described.get("max_position_embeddings")
         width = described.get("hidden_size")
     yield from _length_problems(config, context)
@@ -218,10 +221,11 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
             f"'rl.max_prompt_tokens' plus 'rl.sampling.max_tokens' is {longest}, more than 'rl.max_episode_tokens', "
             f"which is {rl.max_episode_tokens}: lower the first two or raise the last"
         )
-    if engine.kv_tokens is not None and engine.kv_tokens < rl.max_episode_tokens:
+    needed = _KV_SLOTS * -(-(rl.max_episode_tokens + 1) // _KV_ROUND) * _KV_ROUND
+    if engine.type == "embedded" and engine.kv_tokens is not None and engine.kv_tokens < needed:
         yield (
-            f"'engine.kv_tokens' is {engine.kv_tokens}, too small for one episode of 'rl.max_episode_tokens': "
-            f"write at least {rl.max_episode_tokens}, or leave it out"
+            f"'engine.kv_tokens' is {engine.kv_tokens}, too small for an episode of 'rl.max_episode_tokens' in each of "
+            f"{_KV_SLOTS} slots: write at least {needed}, or leave it out"
         )
     yield from _critic_problems(rl)
     yield from _reward_problems(rl)

@@ -18,6 +18,10 @@ NonNegative = Annotated[int, Field(strict=True, ge=0)]
 PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
 NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")]
+Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-4)]
+Nucleus = Annotated[float, Field(strict=True, gt=0, le=1, description="a number above 0 and at most 1")]
+Text = Annotated[str, Field(min_length=1, description="text in quotes, not empty")]
 Staleness = Annotated[
     int,
     Field(strict=True, ge=0, description="0 (synchronous training) or the number of versions a token may be old"),
@@ -28,7 +32,7 @@ Staleness = Annotated[
 class Run:
     name: str = "run"  # the run folder is `<folder>/<name>_<UTC time>`
     folder: str = "runs"  # where run folders are made, relative to the current folder
-    seed: NonNegative = 0  # of everything random in the run
+    seed: Seed = 0  # of everything random in the run
     tensorboard: Flag = True  # written when the package is installed
 
 
@@ -70,7 +74,7 @@ class Engine:
 
     type: Literal["embedded", "generate"] = "embedded"  # continuous batching of ours, or plain `generate`
     max_rows: Positive = 32  # sequences that are decoded together
-    kv_tokens: Positive | None = None  # room for keys and values; unset: `max_rows` sequences of the longest kind
+    kv_tokens: Positive | None = None  # room for keys and values; unset: twice `max_rows` sequences of the longest kind
     piece_tokens: Positive = 128  # long prompts are read in pieces of this size
 
 
@@ -89,7 +93,7 @@ class Source:
     path: str | None = None  # jsonl, parquet, dataset: the file or folder; python: "file.py:function"
     name: str | None = None  # world, reasoning_gym: which one
     size: Positive = 1000  # world, reasoning_gym: how many tasks are made
-    seed: NonNegative = 0  # world, reasoning_gym: of the tasks
+    seed: Seed = 0  # world, reasoning_gym: of the tasks
     weight: PositiveFloat = 1.0  # share in a mixture, relative to the other sources
     # our names (prompt, messages, answer, id; of pairs: prompt, chosen, rejected, margin) to theirs
     columns: dict[str, str] = field(default_factory=dict)
@@ -174,11 +178,11 @@ class Async:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Sampling:
-    temperature: PositiveFloat = 1.0  # of sampling, and so of the distribution that is trained
-    top_p: Share = 1.0  # needs `rl.allow_truncated_sampling` when below 1
+    temperature: Temperature = 1.0  # of sampling, and so of the distribution that is trained
+    top_p: Nucleus = 1.0  # needs `rl.allow_truncated_sampling` when below 1
     top_k: Positive | None = None  # needs `rl.allow_truncated_sampling`
     min_p: Share = 0.0  # needs `rl.allow_truncated_sampling` when above 0
-    stop_strings: tuple[str, ...] = ()  # a turn ends when one of them appears
+    stop_strings: tuple[Text, ...] = ()  # a turn ends when one of them appears
     max_tokens: Positive = 64  # of one turn
 
 
@@ -254,8 +258,8 @@ class Eval:
     source: Source | None = None  # held-out tasks; unset: no evaluation
     tasks: Positive = 64  # how many of them
     samples: Positive = 1  # episodes of each task
-    temperature: PositiveFloat = 1.0  # of sampling
-    seed: NonNegative = 12345  # the same at every evaluation
+    temperature: Temperature = 1.0  # of sampling
+    seed: Seed = 12345  # the same at every evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

@@ -499,6 +499,11 @@ def min_kv_tokens(longest: int) -> int:
     return ALIGN * _round_up(longest + 1)
 
 
+def default_kv_tokens(max_rows: int, longest: int) -> int:
+    """Twice `max_rows` sequences of `longest` tokens, because slots grow by doubling."""
+    return max(2 * max_rows * longest, min_kv_tokens(longest))
+
+
 def _round_up(tokens: int) -> int:
     """Cached lengths are multiples of ROUND."""
     return -(-tokens // ROUND) * ROUND

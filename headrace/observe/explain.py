@@ -67,13 +67,14 @@ def plan(config: Config, shape: Shape, placement: Placement) -> Plan:
 
 
 def num_kv_tokens(config: Config) -> int:
-    """Tokens the engine has room for: as configured, else `max_rows` of the longest episode; 0 when none is sampled."""
+    """Tokens the engine has room for: as configured, else twice `max_rows` of the longest episode; 0 when none is
+    sampled. Slots grow by doubling, hence twice."""
     if config.rl is None and config.eval.source is None:
         return 0
     if config.engine.kv_tokens is not None:
         return config.engine.kv_tokens
     longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
-    return config.engine.max_rows * longest
+    return 2 * config.engine.max_rows * longest
 
 
 def explain(config: Config, *, file: str, shape: Shape, placement: Placement, machine: Machine) -> str:
@@ -128,10 +129,13 @@ def _stages(config: Config) -> Iterator[str]:
     if evaluation.source is None:
         yield "no held-out evaluation: there is no table [eval.source]"
     else:
+        source = evaluation.source
+        made = source.size if source.type in ("world", "reasoning_gym") else evaluation.tasks
+        tasks = min(evaluation.tasks, made)
         when = f"every {evaluation.every} training steps and " if evaluation.every else ""
         yield (
-            f"evaluation {when}at the end of a stage: {evaluation.tasks} held-out tasks x {evaluation.samples} "
-            f"episodes = {evaluation.tasks * evaluation.samples}"
+            f"evaluation {when}at the end of a stage: {tasks} held-out tasks x {evaluation.samples} "
+            f"episodes = {tasks * evaluation.samples}"
         )
 
 

@@ -331,7 +331,9 @@ class TorchBackend:
         lm = self.lm
         adapters = dict(lora_layers(lm.model))
         if adapters:
-            save_adapter(lm.model, folder / "adapter", base_model=lm.source)
+            save_adapter(
+                lm.model, folder / "adapter", base_model=Path(lm.source).name
+            )  # where it lay may depend on a clock
             trained = {name: value.detach().clone() for name, value in self._optimizer.parameters.items()}
             save_file(trained, folder / ADAPTER_FILE)
             _save_merged(lm, folder)

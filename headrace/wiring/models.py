@@ -4,7 +4,7 @@ import copy
 
 from headrace.config import Config, Model
 from headrace.errors import ConfigError
-from headrace.infer.engine import EmbeddedEngine, min_kv_tokens
+from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
 from headrace.infer.generate import GenerateSampler
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, prepare, recompute_layers
 from headrace.model.lora import add_lora
@@ -83,7 +83,7 @@ def make_sampler(config: Config, lm: LanguageModel) -> EmbeddedEngine | Generate
     return EmbeddedEngine(
         own,
         max_rows=engine.max_rows,
-        kv_tokens=engine.kv_tokens or max(engine.max_rows * 2 * longest, min_kv_tokens(longest)),
+        kv_tokens=engine.kv_tokens or default_kv_tokens(engine.max_rows, longest),
         piece_tokens=engine.piece_tokens,
         source=lm if separate else None,
     )

@@ -65,7 +65,7 @@ def explained(*overrides: str, machine: Machine = ROOMY) -> str:
 def test_the_numbers_of_a_run() -> None:
     planned = plan(load_config(TEXT, file="run.toml"), SHAPE, CPU)
     assert (planned.parameters, planned.trainable) == (388, 388)
-    assert planned.kv_tokens == 8 * 200  # max_rows sequences of the longest episode
+    assert planned.kv_tokens == 2 * 8 * 200  # twice max_rows sequences of the longest episode
     assert planned.memory.activations == 300 * 2 * 80 * 4  # the larger micro-batch; 80 numbers per token and layer
     assert planned.max_checkpoints == 2 + 1 + (30 // 7) + (20 // 7)  # last two, best, and every seventh step's
     assert planned.checkpoint_bytes == 388 * 4 * 3  # weights and two moments
@@ -128,7 +128,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_lower() -> None:
 def test_room_for_keys_and_values_follows_what_is_sampled() -> None:
     sft_only = TEXT[: TEXT.index("[rl]")]
     assert num_kv_tokens(load_config(sft_only, file="x")) == 0
-    assert num_kv_tokens(load_config(sft_only, file="x", overrides=["eval.source={type='world'}"])) == 32 * 100
+    assert num_kv_tokens(load_config(sft_only, file="x", overrides=["eval.source={type='world'}"])) == 2 * 32 * 100
     assert num_kv_tokens(load_config(TEXT, file="x", overrides=["engine.kv_tokens=999"])) == 999
 
 
