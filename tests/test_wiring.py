@@ -10,7 +10,7 @@ import pytest
 
 from headrace import wiring
 from headrace.cli import load_checked
-from headrace.errors import ConfigError, HeadraceError, RolloutError
+from headrace.errors import ConfigError, HeadraceError, RolloutError, RunFolderError
 from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
@@ -295,6 +295,28 @@ def test_a_failed_run_leaves_its_reason_in_the_log(bench: Bench) -> None:
     assert "no answer key for" in (run / "log.txt").read_text()
 
 
+def test_a_finished_run_without_all_its_metrics_is_not_resumed_silently(bench: Bench) -> None:
+    result = bench.train()
+    metrics = result.folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+
+    def resume() -> wiring.RunResult:
+        return wiring.train(bench.config(), config_text_path=bench.folder / "run.toml", resume=result.folder)
+
+    def refused(records: int) -> None:
+        said = f"{metrics} is shorter than its checkpoint says: it has {records} records, not {len(lines)}; "
+        with pytest.raises(RunFolderError, match=re.escape(said + "restore the file, or start a new run")):
+            resume()
+
+    metrics.unlink()
+    refused(0)
+    assert not metrics.exists()
+    metrics.write_text("".join(lines)[:-1])  # the last record lost its end
+    refused(len(lines) - 1)
+    metrics.write_text("".join(lines))
+    assert resume().figures == result.figures
+
+
 # --- stages, evaluation, publication ----------------------------------------------------------------------------------
 
 WORLD = f"""
@@ -385,6 +407,30 @@ def test_weights_published_every_second_step_mark_tokens_and_mismatch(world: tup
     trainer = json.loads((result.folder / "checkpoints" / "rl" / "step_000004" / "trainer.json").read_text())
     assert trainer["num_updates"] == 8
     assert records[1].values["loss/kl_sampler_k3"] > 100 * max(measured), "the trainer had moved on"
+
+
+def test_both_steps_of_a_publication_interval_sample_with_the_weights_it_began_with(
+    world: tuple[Bench, wiring.RunResult],
+) -> None:
+    bench, _ = world
+
+    def run(learning_rate: float) -> wiring.RunResult:
+        rate = f"rl.optimizer.learning_rate={learning_rate}"
+        return bench.train("rl.sync_every=2", "rl.steps=4", "rl.minibatches=1", rate, text=without_sft(WORLD))
+
+    def sampled(result: wiring.RunResult, step: int) -> list[tuple[bytes, bytes]]:
+        saved = load_trajectories(result.folder / "rollouts" / f"step_{step:06d}.jsonl")
+        assert all(isinstance(one, CreditedEpisode) for one in saved)
+        turns = [turn for one in saved if isinstance(one, CreditedEpisode) for turn in one.scored.episode.steps]
+        return [(turn.completion.tokens.tobytes(), turn.completion.sampler_logprobs.tobytes()) for turn in turns]
+
+    slow, fast = run(1e-2), run(2e-2)
+    # how far step 1 moved the trainer cannot be seen in what step 2 samples, and in what step 3 samples it can
+    assert [sampled(slow, step) == sampled(fast, step) for step in (1, 2, 3, 4)] == [True, True, False, False]
+    for result in (slow, fast):  # one update per step: only a lag between sampler and trainer can make them differ
+        kl = [record.values["loss/kl_sampler_k3"] for record in rl_records(result)]
+        assert max(kl[0], kl[2]) < 1e-9
+        assert min(kl[1], kl[3]) > 1e-3
 
 
 def test_what_is_also_held_out_is_said_aloud(

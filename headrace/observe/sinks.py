@@ -72,10 +72,7 @@ class JsonlSink:
     def truncate_after(self, records: int) -> None:
         """Forget all but the first `records` records. Raises RunFolderError if there are fewer."""
         assert records >= 0
-        if records > self._records:
-            raise RunFolderError(
-                f"{self._path} is shorter than its checkpoint says: it has {self._records} records, not {records}"
-            )
+        _check_records(self._path, self._records, records)
         with boundary(RunFolderError, f"cannot cut {self._path}"):
             self._file.seek(0)
             kept = sum(len(self._file.readline()) for _ in range(records))
@@ -88,6 +85,21 @@ class JsonlSink:
         if not self._file.closed:
             self.sync()
             self._file.close()
+
+
+def check_records(path: Path, records: int) -> None:
+    """Raises RunFolderError if the metrics file has fewer than `records` whole records, or is not there."""
+    with boundary(RunFolderError, f"cannot read {path}"):
+        content = path.read_bytes() if path.exists() else b""
+    _check_records(path, content.count(b"\n"), records)
+
+
+def _check_records(path: Path, found: int, records: int) -> None:
+    if found < records:
+        raise RunFolderError(
+            f"{path} is shorter than its checkpoint says: it has {found} records, not {records}; restore the file, or "
+            "start a new run"
+        )
 
 
 def tensorboard_installed() -> bool:

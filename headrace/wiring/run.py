@@ -16,6 +16,7 @@ from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.model.quiet import no_progress_bars
 from headrace.observe.report import write_report
 from headrace.observe.run_folder import RunFolder
+from headrace.observe.sinks import check_records
 from headrace.observe.toml import to_toml
 from headrace.render import Renderer
 from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
@@ -127,6 +128,7 @@ async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], A
             desk.close()
         found = at.store.load_latest()
     else:
+        check_records(run.folder.metrics, int(found.state["metrics_records"]))
         logger.info("stage %s is complete", at.name)
     run.metrics_records = int(found.state["metrics_records"])
     run.figures |= found.state["figures"]
