@@ -14,8 +14,10 @@ from headrace.errors import ConfigError, HeadraceError, RolloutError, RunFolderE
 from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
-from headrace.rollout.worlds import WORLDS
+from headrace.rollout.conversations import prompt_of
+from headrace.rollout.worlds import WORLDS, world_demonstrations
 from headrace.types import CreditedEpisode
+from headrace.wiring.sources import conversations_of, training_conversations
 
 WORDS = (*"0123456789", "+", "=", "add", "sum")
 CONFIG = """
@@ -205,7 +207,7 @@ def test_a_reasoning_gym_dataset_is_a_source_with_its_own_reward(bench: Bench) -
     assert "State the final answer" in first.messages[0].content
 
 
-def test_conversations_of_a_jsonl_file_are_learned(bench: Bench) -> None:
+def test_conversations_of_a_jsonl_file_are_learned(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     text = CONFIG[: CONFIG.index("[rl]")] + (
         '[sft]\nsteps = 12\nbatch_size = 4\nmax_tokens = 32\n[[sft.sources]]\ntype = "jsonl"\npath = "tasks.jsonl"\n'
         'columns = { prompt = "question" }\n[sft.held_out]\ntype = "jsonl"\npath = "tasks.jsonl"\n'
@@ -215,6 +217,7 @@ def test_conversations_of_a_jsonl_file_are_learned(bench: Bench) -> None:
     losses = [record.values["loss/total"] for record in rl_records(result, "loss/total")]
     assert losses[-1] < 0.5 * losses[0]
     assert [record.step for record in rl_records(result, "eval/loss")] == [12]
+    assert "12 prompts of sft.held_out are also in sft.sources: their loss says little" in caplog.text
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -439,3 +442,34 @@ def test_what_is_also_held_out_is_said_aloud(
     bench, _ = world
     bench.train(f"eval.source={{{KEY_DOOR}, size=12, seed=2}}", "rl.steps=1", text=without_sft(WORLD))
     assert "4 held-out tasks are also trained on" in caplog.text
+
+
+def test_what_is_also_held_out_from_imitation_is_said_aloud(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def said(*overrides: str, sources: str, text: str) -> list[str]:
+        caplog.clear()
+        config = bench.config(f"sft.sources=[{{{sources}}}]", *overrides, text=text)
+        assert config.sft is not None
+        parts = training_conversations(config, config.sft)
+        assert [(conversations_of(source), source.weight) for source in config.sft.sources] == parts
+        return [record.getMessage() for record in caplog.records]
+
+    (bench.folder / "more.py").write_text(MORE)
+    answered = "4 held-out tasks are also answered in sft.sources: their score says little"
+    # a map is recognised by itself: held-out maps begin with the words of others all the time
+    same = f"{KEY_DOOR}, size=12, seed=2, options={{mistake_rate=0.5}}"
+    assert said(f"eval.source={{{KEY_DOOR}, size=12, seed=2}}", sources=same, text=WORLD) == [answered]
+    many = f"{KEY_DOOR}, size=500, seed=1"
+    held_out = f'{KEY_DOOR}, size=100, seed=2, options={{split="held_out"}}'
+    both = (f"eval.source={{{held_out}}}", "eval.tasks=100", f"sft.held_out={{{held_out}}}")
+    assert said(*both, sources=many, text=WORLD) == []
+    train, test = (world_demonstrations("key_door", *made) for made in ((500, 1, {}), (100, 2, {"split": "held_out"})))
+    assert {prompt_of(known) for known in train} & {prompt_of(known) for known in test}
+    # rows of a file are recognised by their prompts, whatever was answered
+    rows = [{**row, "answer": "0"} for row in ROWS[:3]] + [{"question": "sum", "answer": "1"}]
+    (bench.folder / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f'type="jsonl", path="{name}.jsonl", columns={{prompt="question"}}' for name in ("tasks", "shown")]
+    overrides = (f"eval.source={{{files[1]}}}", "eval.tasks=2", f"sft.held_out={{{files[1]}}}")
+    assert said(*overrides, sources=files[0], text=WORLD) == [
+        "2 held-out tasks are also answered in sft.sources: their score says little",
+        "3 prompts of sft.held_out are also in sft.sources: their loss says little",
+    ]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +55,11 @@ def _to_conversation(row: Row, columns: Mapping[str, str], system: str | None) -
     if messages[0].role == "assistant":
         raise DataError(f"{row.place}: the conversation starts with the assistant; put a user message before it")
     return messages
+
+
+def prompt_of(conversation: Conversation) -> Conversation:
+    """What the first reply answers: all messages before it."""
+    return tuple(takewhile(lambda message: message.role != "assistant", conversation))
 
 
 class Mixture(Generic[Item]):

@@ -1,19 +1,19 @@
 """Sources of the configuration to tasks, conversations, pairs and environments."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from headrace.config import Config, Rl, Source
+from headrace.config import Config, Rl, Sft, Source
 from headrace.errors import DataError
 from headrace.protocols import Env
 from headrace.render import Renderer
-from headrace.rollout.conversations import load_conversations
+from headrace.rollout.conversations import Conversation, load_conversations, prompt_of
 from headrace.rollout.preferences import Pair, load_pairs
 from headrace.rollout.sources import load_tasks
 from headrace.rollout.tasks import filter_prompts, overlap
-from headrace.rollout.worlds import WORLDS, world_demonstrations, world_pairs, world_tasks
+from headrace.rollout.worlds import WORLDS, demonstrated_tasks, world_demonstrations, world_pairs, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
-from headrace.types import Message, Task
+from headrace.types import Task
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def tasks_of(source: Source) -> list[Task]:
     return load_tasks(source)
 
 
-def conversations_of(source: Source) -> list[tuple[Message, ...]]:
+def conversations_of(source: Source) -> list[Conversation]:
     if source.type == "world":
         assert source.name is not None
         return world_demonstrations(source.name, source.size, source.seed, source.options)
@@ -60,6 +60,33 @@ def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...
         if shared:
             logger.warning("%d held-out tasks are also trained on: their score says little", shared)
     return filtered.kept
+
+
+def training_conversations(config: Config, c: Sft) -> list[tuple[list[Conversation], float]]:
+    """The conversations of each source with its weight; what is also held out is said aloud."""
+    loaded = [conversations_of(source) for source in c.sources]
+    if c.held_out is not None or config.eval.source is not None:
+        answered = [
+            task for source, known in zip(c.sources, loaded, strict=True) for task in answered_by(source, known)
+        ]
+        if config.eval.source is not None:
+            shared = overlap(answered, tasks_of(config.eval.source)[: config.eval.tasks])
+            if shared:
+                logger.warning("%d held-out tasks are also answered in sft.sources: their score says little", shared)
+        if c.held_out is not None:
+            shared = overlap(answered, answered_by(c.held_out, conversations_of(c.held_out)))
+            if shared:
+                logger.warning("%d prompts of sft.held_out are also in sft.sources: their loss says little", shared)
+    return [(known, source.weight) for source, known in zip(c.sources, loaded, strict=True)]
+
+
+def answered_by(source: Source, conversations: Sequence[Conversation]) -> list[Task]:
+    """The task behind each conversation of a source. A world's own tasks, for two of them can begin with the same
+    words; else the prompt."""
+    if source.type == "world":
+        assert source.name is not None
+        return demonstrated_tasks(source.name, source.size, source.seed, source.options)
+    return [Task(id=str(index), messages=prompt_of(known)) for index, known in enumerate(conversations)]
 
 
 def make_env_of(source: Source) -> Callable[[], Env]:

@@ -23,13 +23,13 @@ from headrace.wiring.desk import Desk, Run
 from headrace.wiring.objective import make_correction, make_loss
 from headrace.wiring.play import make_sampling
 from headrace.wiring.rewards import make_reward_runner
-from headrace.wiring.sources import conversations_of, make_env_of, pairs_of, training_tasks
+from headrace.wiring.sources import conversations_of, make_env_of, pairs_of, training_conversations, training_tasks
 
 
 async def run_sft(run: Run, desk: Desk) -> None:
     c = run.config.sft
     assert c is not None
-    mixture = Mixture([(conversations_of(source), source.weight) for source in c.sources], run.config.run.seed)
+    mixture = Mixture(training_conversations(run.config, c), run.config.run.seed)
     if desk.found is not None:
         mixture.load_state_dict(desk.found.state["cursor"])
     evaluate_now = desk.evaluator()

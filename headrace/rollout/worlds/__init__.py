@@ -60,9 +60,14 @@ def world_demonstrations(name: str, size: int, seed: int, options: Mapping[str, 
     mistake_rate = options.get("mistake_rate", 0.0)
     if isinstance(mistake_rate, bool) or not isinstance(mistake_rate, int | float):
         raise ConfigError(f"mistake_rate is {mistake_rate!r}: write a number from 0 to 1")
-    task_options = {option: value for option, value in options.items() if option != "mistake_rate"}
-    tasks = world_tasks(name, size, seed, task_options)
+    tasks = demonstrated_tasks(name, size, seed, options)
     return WORLDS[name].demonstrations(tasks, seed, float(mistake_rate))
+
+
+def demonstrated_tasks(name: str, size: int, seed: int, options: Mapping[str, Any]) -> list[Task]:
+    """The tasks that `world_demonstrations` solves, one for each conversation."""
+    task_options = {option: value for option, value in options.items() if option != "mistake_rate"}
+    return world_tasks(name, size, seed, task_options)
 
 
 def world_pairs(
