@@ -351,7 +351,7 @@ def test_a_stage_that_the_next_one_has_left_behind_is_not_needed_any_more(
     [
         ("rl.steps=6", "'rl.steps' = 4 and it is now 6"),
         ("run.seed=1", "'run.seed' = 0 and it is now 1"),
-        ("engine.kv_tokens=999", "'engine.kv_tokens' = not set and it is now 999"),
+        ("engine.kv_tokens=9999", "'engine.kv_tokens' = not set and it is now 9999"),
     ],
 )
 def test_a_changed_configuration_is_refused(
