@@ -13,7 +13,7 @@ from typing import Any
 from headrace.errors import ModelError
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
-HEAD_CHUNK_TOKENS = 256  # tokens whose [tokens, vocabulary] the log-prob head holds at once
+HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
 HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
 
