@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-NO_ARRAYS: Mapping[str, FloatArray] = {}
 
 
 def int_array(values: Iterable[int] | npt.NDArray[Any]) -> IntArray:
