@@ -43,6 +43,7 @@ from headrace.types import (
     WeightsHandle,
     float_array,
     int_array,
+    known_next_logprobs,
 )
 
 VERSION_STRIDE = 1000
@@ -111,6 +112,7 @@ class FakeSampler:
             raw_logprobs=logprobs,
             versions=int_array(versions),
             stop=stop,
+            next_logprobs=known_next_logprobs(done, len(tokens)),
         )
 
     async def _wait_tick(self) -> None:

@@ -96,7 +96,8 @@ class Completion:
     """What a sampler returns; the arrays describe the same sampled tokens.
 
     `sampler_logprobs` is under the tempered distribution (the one that sampled, before any top-p/top-k/min-p cut);
-    `raw_logprobs` at temperature 1.
+    `raw_logprobs` at temperature 1; `next_logprobs` as `sampler_logprobs`, but under the version after the one that
+    sampled the token: NaN where it is not known, None where nothing is.
     """
 
     tokens: IntArray
@@ -104,11 +105,21 @@ class Completion:
     raw_logprobs: FloatArray
     versions: IntArray  # policy version under which each token was sampled
     stop: Stop
+    next_logprobs: FloatArray | None = None
 
     def __post_init__(self) -> None:  # the engine has already raised; this catches us
         assert len(self.tokens) == len(self.sampler_logprobs) == len(self.raw_logprobs) == len(self.versions)
+        assert self.next_logprobs is None or len(self.next_logprobs) == len(self.tokens)
         assert np.isfinite(self.sampler_logprobs).all()
         assert (np.diff(self.versions) >= 0).all(), "versions only grow inside a sequence"
+
+
+def known_next_logprobs(done: Completion | None, num_tokens: int) -> FloatArray | None:
+    """`next_logprobs` of a completion of `num_tokens` tokens that began with `done`: nothing is known of new tokens."""
+    if done is None or done.next_logprobs is None:
+        return None
+    unknown = np.full(num_tokens - len(done.next_logprobs), np.nan)
+    return float_array(np.concatenate([done.next_logprobs, unknown]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +369,40 @@ class Min:
         return float(self.bottom)
 
 
-Metric = Sum | Mean | Max | Min
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Standard deviation of `count` values, from their sum and the sum of their squares."""
+
+    total: Any
+    squares: Any
+    count: Any
+
+    def merge(self, other: "Deviation") -> "Deviation":
+        return Deviation(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    def value(self) -> float:
+        count = float(self.count)
+        mean = float(self.total) / count if count else 0.0
+        return max(float(self.squares) / count - mean * mean, 0.0) ** 0.5 if count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number: 1 when all are equal."""
+
+    total: Any
+    squares: Any
+    count: Any
+
+    def merge(self, other: "EffectiveShare") -> "EffectiveShare":
+        return EffectiveShare(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    def value(self) -> float:
+        below = float(self.squares) * float(self.count)
+        return float(self.total) ** 2 / below if below else 0.0
+
+
+Metric = Sum | Mean | Max | Min | Deviation | EffectiveShare
 Metrics = Mapping[str, Metric]
 
 

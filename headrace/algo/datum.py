@@ -44,6 +44,7 @@ class Sample:
     step: npt.NDArray[np.int32]
     sampler_logprobs: FloatArray
     versions: IntArray
+    next_logprobs: FloatArray  # NaN where it is not known
 
 
 def samples(episode: Episode) -> tuple[Sample, ...]:
@@ -68,13 +69,20 @@ def _chain(chain: Sequence[tuple[int, Step]]) -> Sample:
     owner = np.full(len(tokens), -1, dtype=np.int32)
     logprobs = np.zeros(len(tokens), dtype=np.float32)
     versions = np.full(len(tokens), -1, dtype=np.int32)
+    next_logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
     for index, step in chain:
         span = slice(len(step.prompt), len(step.prompt) + len(step.completion.tokens))
         owner[span] = index
         logprobs[span] = step.completion.sampler_logprobs
         versions[span] = step.completion.versions
+        if step.completion.next_logprobs is not None:
+            next_logprobs[span] = step.completion.next_logprobs
     return Sample(
-        tokens=int_array(tokens), step=owner, sampler_logprobs=float_array(logprobs), versions=int_array(versions)
+        tokens=int_array(tokens),
+        step=owner,
+        sampler_logprobs=float_array(logprobs),
+        versions=int_array(versions),
+        next_logprobs=float_array(next_logprobs),
     )
 
 
@@ -92,6 +100,7 @@ def to_data(credited: Sequence[CreditedEpisode]) -> tuple[Datum, ...]:
                         "advantages": advantages[sample.step],
                         "sampler_logprobs": sample.sampler_logprobs,
                         "versions": sample.versions.astype(np.float32),
+                        "next_logprobs": sample.next_logprobs,
                     },
                     temperature=episode.scored.episode.temperature,
                     unit=None,

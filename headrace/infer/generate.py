@@ -28,6 +28,7 @@ from headrace.types import (
     WeightsHandle,
     float_array,
     int_array,
+    known_next_logprobs,
 )
 
 R = TypeVar("R")
@@ -141,6 +142,7 @@ class GenerateSampler:
             raw_logprobs=float_array(raws),
             versions=int_array(versions),
             stop=stop,
+            next_logprobs=known_next_logprobs(done, len(tokens)),
         )
 
     def _score(self, sequence: IntArray, temperature: float) -> FloatArray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace.types import Completion, IntArray, SampleRequest, Stop, float_array, int_array
+from headrace.types import Completion, IntArray, SampleRequest, Stop, float_array, int_array, known_next_logprobs
 
 WORTH_WAITING = 8  # tokens of prefill saved that are worth one engine step of delay
 
@@ -51,6 +51,7 @@ class Sequence:
             raw_logprobs=float_array(self.raw_logprobs),
             versions=int_array(self.versions),
             stop=stop,
+            next_logprobs=known_next_logprobs(self.request.continue_from, self.num_sampled),
         )
 
 

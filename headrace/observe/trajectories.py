@@ -64,7 +64,8 @@ class TaskLine:
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class TokensLine:
     """Token arrays of a step. The prompt is `prompt_shared` tokens of the previous step's prompt and completion, then
-    `prompt_rest`; `versions` is runs of (version, count); `raw_logprobs` None: equal to `sampler_logprobs`."""
+    `prompt_rest`; `versions` is runs of (version, count); `raw_logprobs` None: equal to `sampler_logprobs`;
+    `next_logprobs` is written where something is known of them, null where a token's is not."""
 
     prompt_shared: int
     prompt_rest: tuple[int, ...]
@@ -72,6 +73,7 @@ class TokensLine:
     sampler_logprobs: tuple[float, ...]
     raw_logprobs: tuple[float, ...] | None
     versions: tuple[tuple[int, int], ...]
+    next_logprobs: tuple[float | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
@@ -208,6 +210,9 @@ def _step_fields(step: Step, before: IntArray, *, lean: bool) -> dict[str, Any]:
             "raw_logprobs": None if same else _shortest(completion.raw_logprobs),
             "versions": [[version, len(list(run))] for version, run in groupby(completion.versions.tolist())],
         }
+        if completion.next_logprobs is not None:
+            known = _shortest(completion.next_logprobs)
+            fields["tokens"]["next_logprobs"] = [None if np.isnan(value) else value for value in known]
     return fields
 
 
@@ -281,12 +286,17 @@ def _step(saved: StepLine, tokens: TokensLine, before: IntArray) -> Step:
             raw_logprobs=sampler_logprobs if raw is None else float_array(raw),
             versions=int_array(version for version, count in tokens.versions for _ in range(count)),
             stop=saved.stop,
+            next_logprobs=None if tokens.next_logprobs is None else _with_nan(tokens.next_logprobs),
         ),
         action=saved.action,
         state=saved.state,
         reward=saved.reward,
         valid=saved.valid,
     )
+
+
+def _with_nan(values: Sequence[float | None]) -> FloatArray:
+    return float_array(np.nan if value is None else value for value in values)
 
 
 def _messages(lines: Sequence[MessageLine]) -> tuple[Message, ...]:

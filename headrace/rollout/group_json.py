@@ -1,8 +1,9 @@
-"""A group as JSON and back, exactly: tokens, log-probs and versions survive bit for bit.
+"""A group as JSON and back, exactly: tokens, log-probs and versions survive bit for bit; NaN is null.
 
 The shape follows the dataclasses in `headrace.types`, so a field added there is written without a change here.
 """
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -31,7 +32,7 @@ def _encode(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
-        return value.tolist()  # float32 -> float is exact, and so is the way back
+        return [None if math.isnan(item) else item for item in value.tolist()]  # float32 -> float and back is exact
     if isinstance(value, tuple | list):
         return [_encode(item) for item in value]
     if isinstance(value, Mapping):

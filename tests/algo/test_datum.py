@@ -1,5 +1,7 @@
 """Episodes and conversations become data: the only shift by one, with every number worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -72,6 +74,14 @@ def test_a_conversation_that_only_grows_is_one_datum() -> None:
     assert datum.arrays["sampler_logprobs"].tolist() == [0, -0.5, -0.25, 0, 0, -1.5]
     assert datum.arrays["versions"].tolist() == [-1, 0, 0, -1, -1, 1]
     assert (datum.temperature, datum.unit) == (0.5, None)
+
+
+def test_next_version_logprobs_travel_with_their_tokens_and_unknown_is_nan() -> None:
+    first, second = step([1, 2], [3, 4], [-0.5, -0.25], [0, 0]), step([1, 2, 3, 4, 5], [7], [-1.5], [1])
+    known = replace(first, completion=replace(first.completion, next_logprobs=float_array([-0.75, np.nan])))
+    [datum] = to_data([credited([known, second], [2.0, -3.0])])
+    # the sequence is 1 2 | 3 4 | 5 | 7, the targets are 2 3 4 5 7: only token 3 has one
+    np.testing.assert_array_equal(datum.arrays["next_logprobs"], np.float32([np.nan, -0.75, np.nan, np.nan, np.nan]))
 
 
 def test_a_rewritten_history_starts_a_new_datum() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from contracts.implementations import SAMPLERS, SamplerCase
 from headrace.errors import SamplerError
 from headrace.protocols import Sampler
-from headrace.types import Completion, SampleRequest, SamplingParams, Stop, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, Stop, float_array, int_array
 
 LONG = 200
 
@@ -158,6 +159,19 @@ async def test_an_interrupted_call_goes_on_under_new_weights(case: SamplerCase, 
     assert whole.tokens[:done].tolist() == partial.tokens.tolist()
     assert np.array_equal(whole.sampler_logprobs[:done], partial.sampler_logprobs)
     assert whole.versions.tolist() == [0] * done + [1] * (LONG - done)
+    assert whole.next_logprobs is None
+
+
+async def test_known_next_version_logprobs_stay_and_new_tokens_have_none(case: SamplerCase, sampler: Sampler) -> None:
+    task = await begin(case, sampler, request_of(LONG))
+    await sampler.pause(interrupt=True)
+    partial = await task
+    await sampler.resume()
+    known = float_array(np.arange(len(partial.tokens)))
+    whole = await sampler.sample(request_of(LONG, after=replace(partial, next_logprobs=known)))
+    expected = np.concatenate([known, np.full(LONG - len(known), np.nan)])
+    assert whole.next_logprobs is not None
+    np.testing.assert_array_equal(whole.next_logprobs, expected)
 
 
 async def test_a_call_interrupted_without_new_weights_ends_as_if_it_had_not_been(

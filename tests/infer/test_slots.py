@@ -196,9 +196,11 @@ def test_a_partial_goes_on_behind_what_it_has() -> None:
         raw_logprobs=np.float32([-3.0, -4.0]),
         versions=int_array([2, 3]),
         stop=Stop.INTERRUPTED,
+        next_logprobs=np.float32([-5.0, np.nan]),
     )
     sequence = sequence_of([1, 2], after=partial)
     assert (sequence.tokens, sequence.num_sampled) == ([1, 2, 4, 5], 2)
     back = sequence.completion(Stop.LENGTH)
     assert (back.tokens.tolist(), back.versions.tolist(), back.stop) == ([4, 5], [2, 3], Stop.LENGTH)
     assert (back.sampler_logprobs.tolist(), back.raw_logprobs.tolist()) == ([-1.0, -2.0], [-3.0, -4.0])
+    np.testing.assert_array_equal(back.next_logprobs, np.float32([-5.0, np.nan]))

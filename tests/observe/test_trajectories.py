@@ -41,6 +41,7 @@ def completions(draw: st.DrawFn) -> Completion:
         raw_logprobs=draw(st.sampled_from([raw, logprobs])),
         versions=int_array(versions),
         stop=draw(st.sampled_from(Stop)),
+        next_logprobs=draw(st.none() | st.just(float_array(np.where(np.array(versions) == 1, np.nan, raw)))),
     )
 
 
@@ -106,11 +107,13 @@ def assert_same(left: ScoredEpisode, right: ScoredEpisode) -> None:
         assert mine.completion.stop is other.completion.stop
         arrays = [(mine.prompt, other.prompt)] + [
             (getattr(mine.completion, name), getattr(other.completion, name))
-            for name in ("tokens", "sampler_logprobs", "raw_logprobs", "versions")
+            for name in ("tokens", "sampler_logprobs", "raw_logprobs", "versions", "next_logprobs")
         ]
         for a, b in arrays:
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == b.dtype
+                np.testing.assert_array_equal(a, b)
 
 
 @given(st.lists(scored_episodes(), max_size=3), st.booleans())

@@ -57,12 +57,17 @@ def test_state_round_trip() -> None:
 @given(st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=4))
 def test_group_survives_json_bit_for_bit(logprobs: list[float]) -> None:
     made = completion(range(len(logprobs)))
-    sampled = replace(made, sampler_logprobs=float_array(logprobs), raw_logprobs=float_array(logprobs[::-1]))
+    sampled = replace(
+        made,
+        sampler_logprobs=float_array(logprobs),
+        raw_logprobs=float_array(logprobs[::-1]),
+        next_logprobs=float_array([np.nan, *logprobs[1:]]),
+    )
     plain = group(4, num_failed=2)
     step = replace(plain.episodes[0].episode.steps[0], completion=sampled)
     episode = replace(plain.episodes[0], episode=replace(plain.episodes[0].episode, steps=(step, step)))
     before = replace(plain, episodes=(episode, plain.episodes[1]))
-    after = group_from_json(json.loads(json.dumps(group_to_json(before))))
+    after = group_from_json(json.loads(json.dumps(group_to_json(before), allow_nan=False)))
     assert isinstance(after, Group)
     for old, new in zip(before.episodes, after.episodes, strict=True):
         assert old.reward == new.reward
@@ -73,6 +78,9 @@ def test_group_survives_json_bit_for_bit(logprobs: list[float]) -> None:
                 assert left.dtype == right.dtype
                 assert np.array_equal(left, right)
                 assert not right.flags.writeable
+            known, back = a.completion.next_logprobs, b.completion.next_logprobs
+            assert (known is None) == (back is None)
+            assert known is None or np.array_equal(known, back, equal_nan=True)
             assert a.completion.stop is b.completion.stop
     assert (after.id, after.task, after.failed) == (before.id, before.task, before.failed)
 
