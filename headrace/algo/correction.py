@@ -13,12 +13,12 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from headrace.algo.lags import MAX_LOG_WEIGHT, by_lag
 from headrace.errors import ConfigError, DataError
-from headrace.types import Datum, Max, Mean, Metrics, float_array
+from headrace.types import Datum, Max, Mean, Metric, Metrics, float_array, merge_metrics
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-MAX_LOG_WEIGHT = 20.0
 
 
 class Behaviour(StrEnum):
@@ -61,11 +61,21 @@ class Corrected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
+    """Weights of a datum before bounds. Not known: left out because nothing stands in for what is missing."""
+
     trained_T: Bools
+    known_T: Bools
+    missing_T: Bools
+    lags_T: Floats
+    log_T: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounded:
+    before: _Weights
     weights_T: Floats
     low_T: Bools
     high_T: Bools
-    missing_T: Bools
 
 
 def behaviour_weights(
@@ -90,11 +100,17 @@ def behaviour_weights(
     made = []
     for datum in data:
         log_weights_T, missing_T = _log_weights(datum, version, behaviour, missing)
-        made.append(_bounded(datum, log_weights_T, missing_T, bound=bound, level=level, floor=floor, cap=cap))
+        weights = _Weights(
+            trained_T=_trained(datum),
+            known_T=_trained(datum) & ~missing_T if missing is Missing.MASK else _trained(datum),
+            missing_T=_trained(datum) & missing_T,
+            lags_T=_lags(datum, version) if "versions" in datum.arrays else np.zeros(len(datum.targets)),
+            log_T=log_weights_T,
+        )
+        made.append(_bounded(weights, bound=bound, level=level, floor=floor, cap=cap))
     return Corrected(
         data=tuple(
-            _with_array(datum, "behaviour_weights", weights.weights_T)
-            for datum, weights in zip(data, made, strict=True)
+            _with_array(datum, "behaviour_weights", one.weights_T) for datum, one in zip(data, made, strict=True)
         ),
         health=_health(made),
     )
@@ -156,7 +172,7 @@ def with_lags(data: Sequence[Datum], *, version: int) -> tuple[Datum, ...]:
 
 
 def _log_weights(datum: Datum, version: int, behaviour: Behaviour, missing: Missing) -> tuple[Floats, Bools]:
-    """log b, and where it could not be known."""
+    """log b, and where the next version's log-prob was asked for and is not known."""
     nowhere_T = np.zeros(len(datum.targets), dtype=bool)
     if behaviour is Behaviour.NONE:
         _require([datum], ("weights",))
@@ -175,15 +191,12 @@ def _log_weights(datum: Datum, version: int, behaviour: Behaviour, missing: Miss
     unknown_T = np.isnan(next_T) & (lags_T >= 2)
     stand_in_T = full_T / np.maximum(lags_T, 1) if missing is Missing.LOGLINEAR else full_T
     one_step_T = np.where(lags_T <= 1, full_T, np.where(unknown_T, stand_in_T, next_T))
-    return one_step_T, unknown_T if missing is Missing.MASK else nowhere_T
+    return one_step_T, unknown_T
 
 
-def _bounded(
-    datum: Datum, log_weights_T: Floats, missing_T: Bools, *, bound: Bound, level: Level, floor: float, cap: float
-) -> _Weights:
-    trained_T = _trained(datum)
-    known_T = trained_T & ~missing_T
-    log_T = np.where(known_T, log_weights_T, 0.0)
+def _bounded(before: _Weights, *, bound: Bound, level: Level, floor: float, cap: float) -> _Bounded:
+    known_T = before.known_T
+    log_T = np.where(known_T, before.log_T, 0.0)
     if level is Level.SEQUENCE:
         log_T = np.where(known_T, log_T.sum(), 0.0)
     weights_T = np.exp(np.clip(log_T, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
@@ -195,27 +208,25 @@ def _bounded(
         bounded_T = weights_T * (np.clip(judged_T, floor, cap) / judged_T)
     else:
         bounded_T = np.where(low_T | high_T, 0.0, weights_T)
-    return _Weights(
-        trained_T=trained_T,
-        weights_T=np.where(known_T, bounded_T, 0.0),
-        low_T=low_T,
-        high_T=high_T,
-        missing_T=missing_T & trained_T,
-    )
+    return _Bounded(before=before, weights_T=np.where(known_T, bounded_T, 0.0), low_T=low_T, high_T=high_T)
 
 
-def _health(made: Sequence[_Weights]) -> Metrics:
-    """Over trained tokens; the effective sample size is (sum b)^2 / sum b^2 as a share of them."""
-    kept = np.concatenate([one.weights_T[one.trained_T] for one in made] or [np.zeros(0)])
-    count, squares = len(kept), float((kept**2).sum())
-    return {
-        "correction/weight_mean": Mean(float(kept.sum()), count),
+def _health(made: Sequence[_Bounded]) -> Metrics:
+    """Over trained tokens: the weights as used, and the deviation of their logarithms before bounds, also by lag."""
+    kept = np.concatenate([one.weights_T[one.before.trained_T] for one in made] or [np.zeros(0)])
+    metrics: dict[str, Metric] = {
+        "correction/weight_mean": Mean(float(kept.sum()), len(kept)),
         "correction/weight_max": Max(float(kept.max(initial=0.0))),
-        "correction/effective_share": Mean(float(kept.sum()) ** 2 / squares if squares else 0.0, count),
-        "correction/bounded_low": Mean(sum(int(one.low_T.sum()) for one in made), count),
-        "correction/bounded_high": Mean(sum(int(one.high_T.sum()) for one in made), count),
-        "correction/missing_next": Mean(sum(int(one.missing_T.sum()) for one in made), count),
+        "correction/bounded_low": Mean(sum(int(one.low_T.sum()) for one in made), len(kept)),
+        "correction/bounded_high": Mean(sum(int(one.high_T.sum()) for one in made), len(kept)),
+        "correction/missing_next": Mean(sum(int(one.before.missing_T.sum()) for one in made), len(kept)),
     }
+    for one in made:
+        log_T = np.where(one.before.known_T, one.before.log_T, np.nan)
+        trained_T = one.before.trained_T
+        figures = by_lag("correction", log_T[trained_T], one.before.lags_T[trained_T], one.weights_T[trained_T])
+        metrics = merge_metrics(metrics, figures)
+    return metrics
 
 
 def _trained(datum: Datum) -> Bools:

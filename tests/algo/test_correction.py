@@ -62,8 +62,8 @@ def test_goldens(behaviour: Behaviour, missing: Missing, expected: list[float]) 
     corrected = behaviour_weights([STEP], version=5, behaviour=behaviour, missing=missing)
     assert weights(corrected.data) == pytest.approx(expected)
     assert corrected.data[0].arrays["weights"].tolist() == [1, 1, 1, 1, 0]  # denominators are those before rejection
-    unknown = behaviour is Behaviour.ONE_STEP and missing is Missing.MASK
-    assert metric_values(corrected.health)["correction/missing_next"] == (0.25 if unknown else 0.0)
+    share = 0.25 if behaviour is Behaviour.ONE_STEP else 0.0  # whatever stands in for it, what is missing is counted
+    assert metric_values(corrected.health)["correction/missing_next"] == share
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,23 @@ def test_health_by_hand() -> None:
     assert values["correction/weight_max"] == pytest.approx(3)
     assert values["correction/effective_share"] == pytest.approx(1.6 / 3)
     assert values["correction/bounded_high"] == pytest.approx(1 / 3)
+
+
+def test_spread_and_effective_size_by_lag() -> None:
+    # lags 0, 1 and 3: weights 1; 2; 2, 0 (next version unknown: left out) at version 5
+    step = datum(
+        versions=[5, 4, 2, 2],
+        proximal_logprobs=[0, LOG2, LOG3, LOG3],
+        next_logprobs=[math.nan, math.nan, LOG2, math.nan],
+    )
+    health = behaviour_weights([step], version=5, behaviour=Behaviour.ONE_STEP).health
+    values = metric_values(health)
+    assert values["correction/effective_share"] == pytest.approx(5**2 / 9 / 4)
+    assert [values[f"correction/effective_share_lag_{lag}"] for lag in (0, 1, 3)] == pytest.approx([1, 1, 0.5])
+    # log w: 0, log 2, log 2 and nothing known of the last
+    assert values["correction/log_weight_std"] == pytest.approx(LOG2 * math.sqrt(2 / 3 - 4 / 9))
+    assert values["correction/log_weight_std_lag_3"] == 0.0
+    assert "correction/effective_share_lag_2" not in values
 
 
 ROWS = lists(tuples(floats(-1, 1), floats(-1, 1), integers(0, 1)), min_size=1, max_size=8)

@@ -52,7 +52,10 @@ def test_token_coefficients(fn: object, numbers: dict[str, float], coefficients:
     terms = [-c * a for c, a in zip(coefficients, (1.0, -1.0, 2.0), strict=True)]
     assert out.loss.item() == pytest.approx(sum(t * p for t, p in zip(terms, POLICY, strict=True)))
     assert grad(out.loss, policy_T) == pytest.approx(terms)
-    assert metric_values(out.metrics)["loss/weight_mean"] == pytest.approx(sum(coefficients) / 3)
+    values = metric_values(out.metrics)
+    assert values["loss/weight_mean"] == pytest.approx(sum(coefficients) / 3)
+    squares = sum(coefficient**2 for coefficient in coefficients)
+    assert values["loss/weight_effective"] == pytest.approx(sum(coefficients) ** 2 / squares / 3 if squares else 0.0)
 
 
 def test_dropped_tokens_are_counted_by_reason() -> None:

@@ -11,10 +11,9 @@ from headrace.algo.loss import LossOut
 from headrace.algo.losses.ratios import (
     divergence_metrics,
     log_ratio,
-    max_over,
-    mean_over,
     ratio_metrics,
     share_of,
+    weight_metrics,
     weighted_sum,
 )
 from headrace.algo.losses.surrogate import clipped_metrics, clipped_objective
@@ -52,8 +51,7 @@ def decoupled_ppo(
         metrics={
             "loss/policy": Sum(loss.detach()),
             **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
-            "loss/weight_mean": mean_over(behaviour_weights_T, trained_T),
-            "loss/weight_max": max_over(behaviour_weights_T, trained_T),
+            **weight_metrics(behaviour_weights_T, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="proximal"),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
         },
@@ -89,8 +87,7 @@ def loglinear_ppo(
         metrics={
             "loss/policy": Sum(loss.detach()),
             **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
-            "loss/weight_mean": mean_over(behaviour_T, trained_T),
-            "loss/weight_max": max_over(behaviour_T, trained_T),
+            **weight_metrics(behaviour_T, trained_T),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
         },
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.types import Max, Mean, Metric
+from headrace.types import EffectiveShare, Max, Mean, Metric
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: beyond it a ratio says only that something is broken, and overflow would say less
 
@@ -41,6 +41,16 @@ def max_over(values_T: Tensor, counted_T: Tensor) -> Max:
     """Largest value over counted tokens; 0 if there are none (for quantities that are never negative)."""
     kept_T = torch.where(counted_T, values_T.detach(), 0.0)
     return Max(kept_T.amax() if kept_T.numel() else kept_T.new_zeros(()))
+
+
+def weight_metrics(weights_T: Tensor, counted_T: Tensor) -> Mapping[str, Metric]:
+    """Mean, maximum and effective sample size (as a share of the counted tokens) of weights that are never negative."""
+    kept_T = torch.where(counted_T, weights_T.detach(), 0.0)
+    return {
+        "loss/weight_mean": mean_over(weights_T, counted_T),
+        "loss/weight_max": max_over(weights_T, counted_T),
+        "loss/weight_effective": EffectiveShare(kept_T.sum(), (kept_T * kept_T).sum(), counted_T.sum()),
+    }
 
 
 def divergence_metrics(log_ratio_T: Tensor, counted_T: Tensor, *, name: str) -> Mapping[str, Metric]:

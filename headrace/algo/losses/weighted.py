@@ -16,10 +16,9 @@ from headrace.algo.losses.ratios import (
     clip_metrics,
     divergence_metrics,
     log_ratio,
-    max_over,
-    mean_over,
     ratio_metrics,
     share_of,
+    weight_metrics,
     weighted_sum,
 )
 from headrace.algo.segments import dense_index, segment_mean, segment_sum
@@ -209,8 +208,7 @@ def _score_function(
         metrics={
             "loss/policy": Sum(loss.detach()),
             **metrics,
-            "loss/weight_mean": mean_over(coefficient_T, trained_T),
-            "loss/weight_max": max_over(coefficient_T, trained_T),
+            **weight_metrics(coefficient_T, trained_T),
             **ratio_metrics(log_ratio_T, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
         },
