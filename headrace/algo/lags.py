@@ -49,7 +49,7 @@ def lag_metrics(data: Sequence[Datum], *, version: int) -> dict[str, Metric]:
 
 
 def staleness_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
-    """What the lag of tokens has done to their weights: w = exp(proximal - sampler), `logprobs` being the proximal ones.
+    """What the lag of tokens has done to their weights w = exp(proximal - sampler); `logprobs` are the proximal ones.
 
     Standard deviation of log w and effective sample size, over all tokens and for each lag. It is measured whatever
     the loss makes of stale tokens.
@@ -88,4 +88,4 @@ def _weights(area: str, suffix: str, log_weights: Floats, weights: Floats) -> Ma
 
 
 def _bounded(log_weights: npt.NDArray[Any]) -> Floats:
-    return np.clip(log_weights, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    return np.asarray(np.clip(log_weights, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))

@@ -1,6 +1,6 @@
 """Numbers about a batch of episodes, as metrics. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -45,6 +45,23 @@ def mismatch_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, v
         fresh = (datum.arrays["weights"] != 0) & (datum.arrays["versions"] == version)
         merged = merge_metrics(merged, mismatch(datum.arrays["sampler_logprobs"], scored, fresh))
     return merged
+
+
+def drop_shares(counts: Mapping[str, float]) -> dict[str, float]:
+    """Of the groups that ended in a step, the share given up, in all and by reason; `counts` as the executor has them.
+
+    >>> counts = {"rollout/consumed": 6.0, "rollout/dropped_stale": 1.0, "rollout/filtered_length": 1.0}
+    >>> drop_shares(counts)["rollout/drop_share"], drop_shares(counts)["rollout/drop_share_stale"]
+    (0.25, 0.125)
+    """
+    given_up = {
+        name.removeprefix("rollout/").removeprefix("dropped_"): count
+        for name, count in counts.items()
+        if name.startswith(("rollout/dropped_", "rollout/filtered_"))
+    }
+    ended = max(counts["rollout/consumed"] + sum(given_up.values()), 1.0)
+    shares = {f"rollout/drop_share_{reason}": count / ended for reason, count in given_up.items()}
+    return {"rollout/drop_share": sum(given_up.values()) / ended, **shares}
 
 
 def eval_metrics(groups: Sequence[Group]) -> dict[str, Metric]:

@@ -10,17 +10,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.advantages.credit import credit
+from headrace.algo.lags import lag_metrics, staleness_metrics
 from headrace.algo.losses import find_loss
 from headrace.loops.arrays import Correction, Score, minibatches, provide, step_batch
 from headrace.loops.clock import Laps
 from headrace.loops.critic import Critic
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.keeper import Keeper
-from headrace.loops.measure import episode_metrics, mismatch_metrics
+from headrace.loops.measure import drop_shares, episode_metrics, mismatch_metrics
 from headrace.loops.trust import TrustRegion
 from headrace.loops.update import Updater
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.meter import Meter
 from headrace.types import CreditedEpisode, LossSpec, Metric, merge_metrics, metric_values
 
 NO_SCORERS: Mapping[str, Score] = {}
@@ -55,19 +57,22 @@ async def train_rl(
     scorers: Mapping[str, Score] = NO_SCORERS,
     critic: Critic | None = None,
     trust: TrustRegion | None = None,
+    meter: Meter | None = None,
     evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
 
     `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name. With a critic, advantages
-    are its own, and `credit` plays no part; `trust` may cut a step short.
+    are its own, and `credit` plays no part; `trust` may cut a step short. `meter` is the one around what is played.
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
+    meter = meter or Meter()
     async with executor:
         for step in range(start, c.steps):
             laps = Laps()
+            meter.lap()
             taking = executor.take_batch()  # task -> rollout -> reward
             groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
@@ -78,11 +83,15 @@ async def train_rl(
             record(step, batch.episodes)
             batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             metrics = merge_metrics(batch.metrics, episode_metrics([e.scored for e in batch.episodes]))
+            metrics = merge_metrics(metrics, lag_metrics(batch.data, version=executor.version))
             parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
             for part, data in enumerate(parts):
                 loss = c.loss if trust is None else trust.loss(c.loss)
                 updated = await updater.update(step, data, loss)  # datum -> loss -> optimiser
                 metrics = merge_metrics(metrics, updated.metrics)
+                if part == 0:  # the forward pass before any update: these log-probs are the proximal ones
+                    stale = staleness_metrics(data, updated.forward.logprobs, version=executor.version)
+                    metrics = merge_metrics(metrics, stale)
                 if part == 0 and step % c.sync_every == 0:
                     fresh = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
                     metrics = merge_metrics(metrics, fresh)
@@ -101,8 +110,9 @@ async def train_rl(
             if published:
                 await executor.publish(await asyncio.wrap_future(backend.export_weights()))  # -> version + 1
             laps.lap("publish")
-            values = metric_values(metrics) | executor.metrics() | laps.values()
-            sink.log(step + 1, values | _rates(metrics, laps))
+            counts = executor.metrics()
+            values = metric_values(metrics) | counts | drop_shares(counts) | laps.values()
+            sink.log(step + 1, values | _rates(metrics, laps) | meter.lap())
             if not published:
                 continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
             score = None
@@ -113,9 +123,10 @@ async def train_rl(
 
 
 def _rates(metrics: Mapping[str, Metric], laps: Laps) -> dict[str, float]:
-    """Tokens a second, sampled and computed."""
+    """Tokens a second, sampled and computed, and the share of the step in which the trainer waited for a batch."""
     sampled, computed = metrics["rollout/sampled_tokens"].value(), metrics["train/computed_tokens"].value()
     return {
         "perf/sampled_tokens_per_s": sampled / max(laps.parts["time/rollout_s"], 1e-9),
         "perf/trained_tokens_per_s": computed / max(laps.parts["time/train_s"], 1e-9),
+        "perf/trainer_idle": laps.parts["time/rollout_s"] / max(laps.values()["time/step_s"], 1e-9),
     }

@@ -16,6 +16,7 @@ from headrace.rollout.executor import AsyncSettings, RolloutExecutor
 from headrace.rollout.filters import FILTERS, Filter, named_filter
 from headrace.rollout.group import play_group
 from headrace.rollout.load_function import load_function
+from headrace.rollout.meter import Meter
 from headrace.rollout.tasks import TaskSource
 from headrace.types import CreditedEpisode
 from headrace.wiring.beside import make_critic, make_scorers, make_trust
@@ -84,7 +85,8 @@ async def run_rl(run: Run, desk: Desk) -> None:
     config, c = run.config, run.config.rl
     assert c is not None
     source = TaskSource(training_tasks(config, c, desk.renderer), config.run.seed)
-    executor = make_executor(c, config.run.seed, desk, source)
+    meter = Meter()
+    executor = make_executor(c, config.run.seed, desk, source, meter)
     if desk.found is not None:
         source.load_state_dict(desk.found.state["cursor"])
         executor.load_state_dict(desk.found.state["executor"])
@@ -130,13 +132,14 @@ async def run_rl(run: Run, desk: Desk) -> None:
         record=record,
         critic=critic,
         trust=trust,
+        meter=meter,
         scorers=make_scorers(c, desk, loss),
         evaluate=evaluate_now,
         start=desk.start,
     )
 
 
-def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource) -> RolloutExecutor:
+def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter) -> RolloutExecutor:
     play = partial(
         play_group,
         group_size=c.group_size,
@@ -152,7 +155,7 @@ def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource) -> RolloutEx
         generate_fn=load_function(c.generate_fn) if c.generate_fn else None,
     )
     return RolloutExecutor(
-        play=play,
+        play=meter.around(play),
         next_task=source.next,
         batch_groups=c.groups,
         settings=AsyncSettings(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from loop_values import group, scored, step
 
-from headrace.loops.measure import episode_metrics, eval_metrics, mismatch_metrics
+from headrace.loops.measure import drop_shares, episode_metrics, eval_metrics, mismatch_metrics
 from headrace.types import Datum, float_array, int_array, metric_values
 
 
@@ -104,3 +104,21 @@ def test_failed_episodes_and_episodes_without_a_verdict_never_count_as_wrong() -
 
 def test_without_any_verdict_there_is_no_pass_rate() -> None:
     assert not [name for name in eval_metrics([group(0, scored(0.5), scored(1.0))]) if "pass@" in name]
+
+
+def test_drop_shares_are_of_the_groups_that_ended() -> None:
+    counts = {
+        "rollout/started": 9.0,
+        "rollout/consumed": 4.0,
+        "rollout/dropped_stale": 3.0,
+        "rollout/dropped_failed": 0.0,
+        "rollout/filtered_reward_spread": 1.0,
+        "rollout/running": 2.0,
+    }
+    assert drop_shares(counts) == {
+        "rollout/drop_share": 0.5,
+        "rollout/drop_share_stale": 0.375,
+        "rollout/drop_share_failed": 0.0,
+        "rollout/drop_share_filtered_reward_spread": 0.125,
+    }
+    assert drop_shares({"rollout/consumed": 0.0}) == {"rollout/drop_share": 0.0}

@@ -27,6 +27,7 @@ from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import AsyncSettings, RolloutExecutor
 from headrace.rollout.group import play_group
+from headrace.rollout.meter import Meter
 from headrace.rollout.publish import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_tasks
@@ -160,8 +161,9 @@ class Rig:
     async def train(self, *, steps: int, groups: int = 2, every: int = 0, **settings: Any) -> dict[str, float]:
         evaluate = settings.pop("evaluate", None)
         numbers = count()
+        meter = Meter()
         executor = RolloutExecutor(
-            play=self.play,
+            play=meter.around(self.play),
             next_task=lambda: Task(id=f"t{next(numbers)}"),
             batch_groups=groups,
             settings=AsyncSettings(),
@@ -172,6 +174,7 @@ class Rig:
             executor=executor,
             backend=self.backend,
             updater=self.updater,
+            meter=meter,
             sink=self.sink,
             keeper=Keeper(
                 self.store,
@@ -197,6 +200,13 @@ async def test_every_step_is_recorded_logged_and_published(tmp_path: Path) -> No
     assert rig.series("rollout/version") == [1.0, 2.0, 3.0]
     assert rig.series("reward/mean") == [0.5, 0.5, 0.5]
     assert rig.series("rollout/lag_max") == [0.0, 0.0, 0.0]
+    assert rig.series("histogram/lag_0") == [1.0, 1.0, 1.0]
+    assert rig.series("rollout/drop_share") == [0.0, 0.0, 0.0]
+    # the fake's log-prob moves by 0.1 a step and every token is as surprising as every other: all weights are equal
+    assert rig.series("staleness/log_weight_std") == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
+    assert rig.series("staleness/effective_share_lag_0") == pytest.approx([1.0, 1.0, 1.0])
+    for name in ("perf/trainer_idle", "perf/sampler_idle"):
+        assert all(value is not None and 0.0 <= value <= 1.0 for value in rig.series(name)), name
     assert last["rollout/version"] == 3.0
     assert [(step, state) for step, state, _ in rig.store.saved] == [(2, {"version": 2}), (3, {"version": 3})]
 
