@@ -21,6 +21,7 @@ from headrace.types import (
     LossSpec,
     Observation,
     SampleRequest,
+    ScaleBack,
     ScoredEpisode,
     StepOut,
     StepResult,
@@ -65,8 +66,9 @@ class TrainBackend(Protocol):
 
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]": ...
 
-    def optim_step(self, update: Adam | Discard) -> "Future[StepOut]":
-        """Raises NoGradientError (through the future) when nothing was accumulated and the update is not Discard."""
+    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
+        """Raises (through the future) NoGradientError for an Adam when nothing was accumulated, and BackendError for a
+        ScaleBack that follows no reversible Adam."""
 
     def save_state(self, folder: Path) -> "Future[None]":
         """Weights in Hugging Face layout plus everything needed to go on exactly (optimiser, counters)."""

@@ -33,6 +33,7 @@ from headrace.types import (
     Observation,
     Reward,
     SampleRequest,
+    ScaleBack,
     ScoredEpisode,
     Shared,
     StepOut,
@@ -152,6 +153,7 @@ class FakeBackend:
         self.logprob = logprob
         self._gradient: float | None = None
         self._updates = 0
+        self._before: float | None = None  # the last reversible update
 
     def forward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
         return _resolved(lambda: self._forward(data))
@@ -178,13 +180,20 @@ class FakeBackend:
             loss=total, logprobs=logprobs, metrics={"loss/total": Sum(total), "loss/mean": Mean(total, tokens)}
         )
 
-    def optim_step(self, update: Adam | Discard) -> "Future[StepOut]":
+    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
         def run() -> StepOut:
+            if isinstance(update, ScaleBack):
+                if self._before is None:
+                    raise BackendError("there is no update to scale back: make one with Adam(reversible=True)")
+                kept = update.share * (self.logprob - self._before) if update.share else 0.0
+                self.logprob = self._before + kept
+                return StepOut(grad_norm=0.0, updated=True, num_updates=self._updates)
             gradient, self._gradient = self._gradient, None
             if isinstance(update, Discard):
                 return StepOut(grad_norm=0.0, updated=False, num_updates=self._updates)
             if gradient is None:
                 raise NoGradientError("optim_step needs a forward_backward before it")
+            self._before = self.logprob if update.reversible else None
             if not math.isfinite(gradient) or 0 < update.max_norm < abs(gradient):
                 return StepOut(grad_norm=abs(gradient), updated=False, num_updates=self._updates)
             self.logprob = min(self.logprob - update.learning_rate * float(np.sign(gradient)), 0.0)
@@ -206,6 +215,7 @@ class FakeBackend:
                 raise BackendError(f"{folder} holds no state of this backend")
             state = json.loads((folder / "fake.json").read_text())
             self.logprob, self._updates, self._gradient = state["logprob"], state["updates"], None
+            self._before = None
 
         return _resolved(run)
 

@@ -302,7 +302,8 @@ CROSS_ENTROPY = LossSpec(fn="cross_entropy")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adam:
     """One AdamW update with the accumulated gradient. `clip_norm` 0 means no clipping; `max_norm`, if positive, skips
-    the update when the gradient norm exceeds it."""
+    the update when the gradient norm exceeds it. `reversible` keeps a copy of the weights as they were, so that a
+    `ScaleBack` may follow."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -311,11 +312,25 @@ class Adam:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     max_norm: float = 0.0
+    reversible: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
     """Forget the accumulated gradient; no update is made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleBack:
+    """Keep `share` of what the last update, a reversible one, changed in the weights; 0 takes it all back.
+
+    Shares of several in a row multiply. The optimiser's moments stay, being averages of gradients and not of steps.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        assert 0.0 <= self.share <= 1.0
 
 
 # --- metrics: every one carries its reduction, so that chunks, micro-batches and ranks merge -------------------------

@@ -199,9 +199,22 @@ def test_past_the_kl_limit_the_rest_of_a_step_is_discarded_counted_and_said(
     assert free["train/trained_tokens"] > first.values["train/trained_tokens"]
 
 
+def test_past_the_kl_limit_an_update_is_scaled_back_and_the_step_goes_on(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = bench.rl("rl.kl_limit=1e-5", "rl.kl_action=scale_back")
+    assert first.values["train/step_kl"] > 1e-5
+    assert 0.0 < first.values["train/kept_share"] < 1.0
+    assert first.values["train/kept_kl"] <= 1e-5
+    assert "of the update is kept" in caplog.text
+    free = bench.rl("rl.kl_limit=1e9")[0].values
+    assert first.values["train/trained_tokens"] == free["train/trained_tokens"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        (["rl.kl_action=scale_back"], "'rl.kl_action' is \"scale_back\", but there is no limit: add 'rl.kl_limit'"),
         (["rl.credit=gigpo", "rl.credit_params.omga=1.0"], "'gigpo' takes no parameter 'omga': did you mean 'omega'?"),
         (["rl.credit=gigpo", 'rl.credit_params.norm="stdd"'], "'norm' of 'gigpo' must be one of std, none"),
         (["rl.loss=ppo + entropy_bonuss"], 'did you mean "entropy_bonus"?'),

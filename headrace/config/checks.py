@@ -227,6 +227,9 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
             f"'engine.kv_tokens' is {engine.kv_tokens}, too small for an episode of 'rl.max_episode_tokens' in each of "
             f"{_KV_SLOTS} slots: write at least {needed}, or leave it out"
         )
+    if rl.kl_action != "discard" and rl.kl_limit is None:
+        yield f"'rl.kl_action' is \"{rl.kl_action}\", but there is no limit: add 'rl.kl_limit'"
+    yield from _async_problems(rl)
     yield from _critic_problems(rl)
     yield from _reward_problems(rl)
     yield from _optimizer_problems("rl", rl.optimizer, rl.steps)

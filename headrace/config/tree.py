@@ -237,8 +237,9 @@ class Rl:
     loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
     weighting: str = "token_mean"  # token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
     weighting_constant: PositiveFloat | None = None  # weighting "constant" divides by it; unset: max_episode_tokens
-    # of the mean KL per token to the policy at the start of the step; past it the step's other minibatches are dropped
-    kl_limit: PositiveFloat | None = None
+    kl_limit: PositiveFloat | None = None  # of the mean KL per token to the policy at the start of the step
+    # past `kl_limit`: drop the step's other minibatches, or keep only as much of the update as meets it
+    kl_action: Literal["discard", "scale_back"] = "discard"
     correction: Correction | None = None  # for stale tokens; unset: only if the loss asks for one
     reference: str | None = None  # folder of the model of reference_logprobs; unset: the one the stage starts from
     teacher: str | None = None  # folder of the model of teacher_logprobs

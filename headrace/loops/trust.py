@@ -1,18 +1,22 @@
-"""Conservative PPO: after an update that took the policy further than a limit, the rest of the step is discarded."""
+"""Conservative PPO: an update that took the policy further than a limit is scaled back, or the last one of its step."""
 
+import asyncio
 import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.algo.statistics import k3
-from headrace.algo.trust import adaptive_coef
+from headrace.algo.trust import adaptive_coef, kept_share
 from headrace.loops.arrays import Score
-from headrace.types import Datum, FloatArray, LossSpec, Max, Mean, Metric, Sum
+from headrace.protocols import TrainBackend
+from headrace.types import Datum, FloatArray, LossSpec, Max, Mean, Metric, Min, ScaleBack, Sum
 
 logger = logging.getLogger(__name__)
 COEF = "sampler_kl_coef"
 MOST_DOUBLINGS = 10.0
+MOST_TRIES = 4  # of a share that is not 0
+SAFETY = 0.95  # of the limit is aimed at: a KL that grows a little faster than its square still meets it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class TrustRegion:
 
     limit: float
     policy: Score
+    backend: TrainBackend | None = None  # scales updates back, which must be reversible; None: the rest is discarded
     coef: float | None = None  # the first coefficient; None: the loss has no such term
     doublings: float = 0.0
     _kl: float = field(default=0.0, init=False)  # of the step so far
@@ -45,6 +50,10 @@ class TrustRegion:
         """Measure on the data of the update just made; `left` minibatches of the step are still to come."""
         kl = self._kl = mean_kl(data, await self.policy(data))
         exceeded = not kl <= self.limit  # a KL that is not a number is beyond any limit
+        metrics: dict[str, Metric] = {"train/step_kl": Max(kl), "train/kl_limit_exceeded": Sum(int(exceeded))}
+        if self.backend is not None:
+            share, kept = await self._scale_back(self.backend, step, data, kl) if exceeded else (1.0, kl)
+            return Moved(stop=False, metrics={**metrics, "train/kept_share": Min(share), "train/kept_kl": Max(kept)})
         if exceeded:
             logger.warning(
                 "step %d moved the policy by a KL of %.3g, beyond rl.kl_limit = %g; %d minibatches are discarded",
@@ -53,14 +62,37 @@ class TrustRegion:
                 self.limit,
                 left,
             )
-        return Moved(
-            stop=exceeded,
-            metrics={
-                "train/step_kl": Max(kl),
-                "train/kl_limit_exceeded": Sum(int(exceeded)),
-                "train/discarded_minibatches": Sum(left if exceeded else 0),
-            },
+        return Moved(stop=exceeded, metrics={**metrics, "train/discarded_minibatches": Sum(left if exceeded else 0)})
+
+    async def _scale_back(
+        self, backend: TrainBackend, step: int, data: Sequence[Datum], kl: float
+    ) -> tuple[float, float]:
+        """Take back as much of the update as the limit asks for; returns the share that is kept and its KL.
+
+        The KL of a share is a guess, so each is measured; what is still beyond after four is taken back whole.
+        """
+        share, now = 1.0, kl
+        for _ in range(MOST_TRIES):
+            part = kept_share(now, limit=SAFETY * self.limit)
+            share *= part
+            await asyncio.wrap_future(backend.optim_step(ScaleBack(share=part)))
+            now = mean_kl(data, await self.policy(data))
+            if now <= self.limit or not share:
+                break
+        else:
+            share = 0.0
+            await asyncio.wrap_future(backend.optim_step(ScaleBack(share=0.0)))
+            now = mean_kl(data, await self.policy(data))
+        logger.warning(
+            "step %d moved the policy by a KL of %.3g, beyond rl.kl_limit = %g; "
+            "%.3g of the update is kept, a KL of %.3g",
+            step + 1,
+            kl,
+            self.limit,
+            share,
+            now,
         )
+        return share, now
 
     def end_step(self) -> dict[str, Metric]:
         """Adapt the coefficient for the next step; says which one this step had."""

@@ -27,6 +27,7 @@ class MasterAdamW:
         self._leaves = {name: nn.Parameter(master) for name, master in self.masters.items()}
         self._adam = torch.optim.AdamW(self._leaves.values(), lr=0.0, fused=True)
         self.gradients: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] | None = None  # the masters before the last reversible update
 
     def buffer(self, name: str) -> Tensor:
         """The accumulated gradient of one parameter, made (zero) on first use."""
@@ -59,6 +60,21 @@ class MasterAdamW:
         """Global L2 norm of the accumulated gradient."""
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self.gradients.values())))))
 
+    def remember(self, adam: Adam, *, skipped: bool) -> None:
+        """Keep what a reversible update is about to change; a skipped one changes nothing."""
+        kept = {} if skipped else {name: master.clone() for name, master in self.masters.items()}
+        self._before = kept if adam.reversible else None
+
+    def scale_back(self, share: float) -> bool:
+        """Keep `share` of the last update; False when it was not reversible."""
+        if self._before is None:
+            return False
+        with torch.no_grad():
+            for name, before in self._before.items():
+                self.masters[name].copy_(before if share == 0 else torch.lerp(before, self.masters[name], share))
+            self._publish()
+        return True
+
     def update(self, adam: Adam, *, norm: float) -> None:
         """One AdamW step (decoupled decay, bias correction, eps outside the root), clipped to `clip_norm`."""
         factor = adam.clip_norm / (norm + 1e-6) if adam.clip_norm > 0 and norm > adam.clip_norm else 1.0
@@ -74,10 +90,14 @@ class MasterAdamW:
         for leaf in self._leaves.values():
             leaf.grad = None
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if parameter.dtype in HALF:
-                    parameter.copy_(self.masters[name])
+            self._publish()
         self.gradients = {}
+
+    def _publish(self) -> None:
+        """Half-precision parameters follow their masters; the others are their masters."""
+        for name, parameter in self.parameters.items():
+            if parameter.dtype in HALF:
+                parameter.copy_(self.masters[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat tensors: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`, and `/master` for half-precision modules."""
@@ -96,6 +116,7 @@ class MasterAdamW:
             name, _, key = full.rpartition("/")
             states.setdefault(name, {})[key] = value
         self.discard()
+        self._before = None
         for name, leaf in self._leaves.items():
             saved: dict[str, Any] = dict(states.get(name, {}))
             master = saved.pop("master", None)

@@ -38,6 +38,7 @@ from headrace.types import (
     ForwardOut,
     LossSpec,
     Metric,
+    ScaleBack,
     Shared,
     StepOut,
     Sum,
@@ -123,7 +124,7 @@ class TorchBackend:
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
         return self._submit("forward_backward", lambda: self._accumulate(data, loss))
 
-    def optim_step(self, update: Adam | Discard) -> "Future[StepOut]":
+    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
         return self._submit("optim_step", lambda: self._step(update))
 
     def save_state(self, folder: Path) -> "Future[None]":
@@ -310,7 +311,11 @@ class TorchBackend:
         weight = self.lm.model.lm_head.weight
         return next((name for name, known in self._optimizer.parameters.items() if known is weight), None)
 
-    def _step(self, update: Adam | Discard) -> StepOut:
+    def _step(self, update: Adam | Discard | ScaleBack) -> StepOut:
+        if isinstance(update, ScaleBack):
+            if not self._optimizer.scale_back(update.share):
+                raise BackendError("there is no update to scale back: make one with Adam(reversible=True)")
+            return StepOut(grad_norm=0.0, updated=True, num_updates=self._num_updates)
         if isinstance(update, Discard):
             self._optimizer.discard()
             self._has_gradient = False
@@ -319,7 +324,9 @@ class TorchBackend:
             raise NoGradientError("optim_step needs a forward_backward before it: there is no gradient")
         self._has_gradient = False
         norm = self._optimizer.norm()
-        if not np.isfinite(norm) or (update.max_norm > 0 and norm > update.max_norm):
+        skipped = not np.isfinite(norm) or (update.max_norm > 0 and norm > update.max_norm)
+        self._optimizer.remember(update, skipped=skipped)
+        if skipped:
             self._optimizer.discard()
             return StepOut(grad_norm=norm, updated=False, num_updates=self._num_updates)
         self._optimizer.update(update, norm=norm)

@@ -54,11 +54,12 @@ def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
     )
 
 
-def make_trust(limit: float, desk: Desk, loss: LossSpec) -> TrustRegion:
+def make_trust(c: Rl, limit: float, desk: Desk, loss: LossSpec) -> TrustRegion:
     numbers = {**loss_inputs(find_loss(loss.fn)).params, **loss.params}
     return TrustRegion(
         limit=limit,
         policy=scored_by_backend(desk.backend),
+        backend=desk.backend if c.kl_action == "scale_back" else None,
         coef=numbers.get(COEF),
         doublings=0.0 if desk.found is None else float(desk.found.state["kl_coef_doublings"]),
     )

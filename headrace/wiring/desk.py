@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headrace.config import Config
+from headrace.config import Config, Rl
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.loops.evaluate import Evaluation
@@ -73,7 +73,9 @@ class Desk:
         self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
         self.updater = Updater(
             backend=self.backend,
-            adam=make_adam(stage.optimizer, steps),
+            adam=make_adam(
+                stage.optimizer, steps, reversible=isinstance(stage, Rl) and stage.kl_action == "scale_back"
+            ),
             max_skips=stage.optimizer.max_skips,
             skips_in_a_row=0 if found is None else int(found.state["skips_in_a_row"]),
         )

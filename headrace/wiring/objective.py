@@ -36,7 +36,7 @@ def make_correction(c: Rl) -> Correction | None:
     )
 
 
-def make_adam(c: Optimizer, steps: int) -> Callable[[int], Adam]:
+def make_adam(c: Optimizer, steps: int, *, reversible: bool = False) -> Callable[[int], Adam]:
     schedule = make_schedule(
         steps,
         peak=c.learning_rate,
@@ -54,6 +54,7 @@ def make_adam(c: Optimizer, steps: int) -> Callable[[int], Adam]:
             weight_decay=c.weight_decay,
             clip_norm=c.clip_norm,
             max_norm=c.max_norm,
+            reversible=reversible,
         )
 
     return adam

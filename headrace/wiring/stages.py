@@ -98,7 +98,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
     loss = make_loss(c)
     critic = None if c.critic is None else make_critic(c, c.critic, desk)
 
-    trust = None if c.kl_limit is None else make_trust(c.kl_limit, desk, loss)
+    trust = None if c.kl_limit is None else make_trust(c, c.kl_limit, desk, loss)
 
     def parts() -> dict[str, Any]:
         state: dict[str, Any] = {"cursor": source.state_dict(), "executor": executor.state_dict()}

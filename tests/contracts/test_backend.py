@@ -13,7 +13,7 @@ from contracts.implementations import BACKENDS, BackendCase
 from headrace.algo.losses import LOSSES
 from headrace.errors import BackendError, NoGradientError
 from headrace.protocols import TrainBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, Discard, LossSpec, StepOut, float_array, int_array
+from headrace.types import CROSS_ENTROPY, Adam, Datum, Discard, LossSpec, ScaleBack, StepOut, float_array, int_array
 
 LIMIT_S = 60.0
 UPDATE = Adam(learning_rate=1e-2, clip_norm=0.0)
@@ -212,6 +212,49 @@ def test_data_that_are_not_finite_never_reach_the_weights(backend: TrainBackend,
         assert isinstance(update.exception(LIMIT_S), NoGradientError)
     assert fingerprint(backend) == before
     assert train(backend).updated
+
+
+def logprobs_of(backend: TrainBackend) -> Any:
+    return np.concatenate(get(backend.forward(FIRST, CROSS_ENTROPY)).logprobs)
+
+
+def test_a_reversible_update_is_scaled_back_to_any_share_of_it(backend: TrainBackend) -> None:
+    weighted = np.concatenate([datum.arrays["weights"] for datum in FIRST]) != 0
+    before, start = fingerprint(backend), logprobs_of(backend)[weighted]
+    made = train(backend, FIRST, Adam(learning_rate=1e-4, clip_norm=0.0, reversible=True))
+    moved = logprobs_of(backend)[weighted] - start
+    halved = get(backend.optim_step(ScaleBack(share=0.5)))
+    assert (halved.updated, halved.num_updates) == (True, made.num_updates)
+    assert logprobs_of(backend)[weighted] - start == pytest.approx(0.5 * moved, rel=0.02, abs=2e-6)
+    get(backend.optim_step(ScaleBack(share=0.5)))
+    assert logprobs_of(backend)[weighted] - start == pytest.approx(0.25 * moved, rel=0.02, abs=2e-6)
+    get(backend.optim_step(ScaleBack(share=0.0)))
+    assert fingerprint(backend) == before
+
+
+def test_only_a_reversible_update_is_scaled_back(backend: TrainBackend, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="reversible"):
+        get(backend.optim_step(ScaleBack(share=0.5)))
+    reversible = Adam(learning_rate=1e-2, reversible=True)
+    train(backend, FIRST, reversible)
+    train(backend)
+    after = fingerprint(backend)
+    with pytest.raises(BackendError, match="reversible"):
+        get(backend.optim_step(ScaleBack(share=0.5)))
+    train(backend, FIRST, reversible)
+    backend.save_state(tmp_path)
+    get(backend.load_state(tmp_path))
+    with pytest.raises(BackendError, match="reversible"):
+        get(backend.optim_step(ScaleBack(share=0.5)))
+    assert fingerprint(backend) != after
+
+
+def test_scaling_back_a_skipped_update_changes_nothing(backend: TrainBackend) -> None:
+    train(backend, FIRST, Adam(learning_rate=1e-2, reversible=True))
+    before = fingerprint(backend)
+    assert not train(backend, FIRST, Adam(learning_rate=1e-2, max_norm=1e-9, reversible=True)).updated
+    get(backend.optim_step(ScaleBack(share=0.0)))
+    assert fingerprint(backend) == before
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from headrace.types import (
     Group,
     Message,
     Reward,
+    ScaleBack,
     ScoredEpisode,
     Step,
     StepOut,
@@ -94,7 +95,7 @@ class SkippingBackend(FakeBackend):
         super().__init__()
         self._bad, self._seen = set(bad), 0
 
-    def optim_step(self, update: Adam | Discard) -> "Future[StepOut]":
+    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
         self._seen += 1
         if self._seen - 1 not in self._bad:
             return super().optim_step(update)

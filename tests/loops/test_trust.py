@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from headrace.loops.arrays import scored_by_backend
 from headrace.loops.trust import TrustRegion, mean_kl
-from headrace.types import Datum, FloatArray, LossSpec, float_array, int_array, metric_values
+from headrace.testing import FakeBackend
+from headrace.types import CROSS_ENTROPY, Adam, Datum, FloatArray, LossSpec, float_array, int_array, metric_values
 
 PPO = LossSpec(fn="conservative_ppo", params={"clip_low": 0.1})
 
@@ -74,3 +76,57 @@ async def test_the_coefficient_is_bounded_and_absent_where_the_loss_has_no_such_
     without = region(-2.0)
     assert without.loss(PPO) is PPO
     assert without.end_step() == {}
+
+
+def moved_backend(data: Sequence[Datum], step: float, *, start: float = -2.0) -> FakeBackend:
+    """A backend whose log-prob of everything went from `start` up by `step` in one reversible update."""
+    backend = FakeBackend(logprob=start)
+    backend.forward_backward(data, CROSS_ENTROPY)
+    backend.optim_step(Adam(learning_rate=step, reversible=True))
+    assert backend.logprob == start + step
+    return backend
+
+
+async def scaled(data: Sequence[Datum], backend: FakeBackend, *, limit: float) -> dict[str, float]:
+    trust = TrustRegion(limit=limit, policy=scored_by_backend(backend), backend=backend, coef=1.0)
+    moved = await trust.after_update(0, data, left=2)
+    assert not moved.stop  # the other minibatches go on
+    return metric_values(moved.metrics) | metric_values(trust.end_step()) | {"doublings": trust.doublings}
+
+
+async def test_an_update_beyond_the_limit_is_scaled_back_to_meet_it(caplog: pytest.LogCaptureFixture) -> None:
+    data = [datum(-2.0, -2.0)]
+    backend = moved_backend(data, 0.4)
+    found = await scaled(data, backend, limit=0.02)
+    # d = -0.4: KL = e^0.4 - 1 - 0.4 = 0.0918; share = sqrt(0.95 * 0.02 / 0.0918) = 0.4549, of 0.4: 0.18196,
+    # whose KL is e^0.18196 - 1.18196 = 0.01761, within the limit
+    assert found["train/step_kl"] == pytest.approx(0.091825, rel=1e-4)
+    assert found["train/kept_share"] == pytest.approx(0.45488, rel=1e-4)
+    assert backend.logprob == pytest.approx(-2.0 + 0.181952, rel=1e-4)
+    assert found["train/kept_kl"] == pytest.approx(0.017606, rel=1e-3)
+    assert found["doublings"] == 1.0  # the coefficient follows what the update would have moved
+    assert "beyond rl.kl_limit = 0.02; 0.455 of the update is kept, a KL of 0.0176" in caplog.text
+
+
+async def test_an_update_within_the_limit_is_kept_whole(caplog: pytest.LogCaptureFixture) -> None:
+    data = [datum(-2.0)]
+    backend = moved_backend(data, 0.1)
+    found = await scaled(data, backend, limit=0.02)
+    assert (found["train/kept_share"], backend.logprob, caplog.text) == (1.0, -1.9, "")
+    assert found["train/kept_kl"] == found["train/step_kl"]
+
+
+async def test_what_no_share_brings_within_the_limit_is_taken_back_whole() -> None:
+    data = [datum(-1.0)]  # the step's earlier updates alone, from -1 to -2, are beyond the limit on these data
+    backend = moved_backend(data, 0.1, start=-2.0)
+    found = await scaled(data, backend, limit=0.02)
+    assert (found["train/kept_share"], backend.logprob) == (0.0, -2.0)
+    assert found["train/kept_kl"] == pytest.approx(math.exp(-1.0))
+
+
+async def test_an_update_to_nowhere_is_taken_back_whole() -> None:
+    data = [datum(-2.0)]
+    backend = moved_backend(data, 0.1)
+    backend.logprob = math.nan
+    found = await scaled(data, backend, limit=0.02)
+    assert (found["train/kept_share"], found["train/kept_kl"]) == (0.0, 0.0)

@@ -178,3 +178,21 @@ def test_loading_the_state_of_a_fresh_optimiser_forgets_steps_and_gradients() ->
         give(optimizer, random_gradients(2))
         optimizer.update(Adam(learning_rate=0.1), norm=optimizer.norm())
     assert torch.equal(fresh.parameters["w"], used.parameters["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_is_scaled_back_in_the_masters_and_in_the_parameters(dtype: torch.dtype) -> None:
+    optimizer = MasterAdamW({"p": nn.Parameter(torch.tensor([1.0, -2.0]).to(dtype))})
+    storage = optimizer.parameters["p"].data_ptr()
+    give(optimizer, {"p": torch.tensor([3.0, -4.0])})
+    step = Adam(learning_rate=0.1, clip_norm=0.0, eps=1.0, reversible=True)
+    optimizer.remember(step, skipped=False)
+    optimizer.update(step, norm=5.0)
+    moved = [-0.1 * 3 / 4, 0.1 * 4 / 5]  # as in the test by hand
+    assert optimizer.scale_back(0.5)
+    assert optimizer.masters["p"].tolist() == pytest.approx([1.0 + 0.5 * moved[0], -2.0 + 0.5 * moved[1]], rel=1e-6)
+    assert torch.equal(optimizer.parameters["p"], optimizer.masters["p"].to(dtype))
+    optimizer.masters["p"].fill_(float("nan"))
+    assert optimizer.scale_back(0.0)
+    assert optimizer.parameters["p"].tolist() == [1.0, -2.0]
+    assert optimizer.parameters["p"].data_ptr() == storage
