@@ -77,6 +77,13 @@ def test_the_smallest_file_has_the_defaults_of_the_tree() -> None:
     assert load("") == Config()
 
 
+def test_async_is_a_table_of_the_file_and_a_field_of_the_tree() -> None:
+    loaded = load(RL + "[rl.async]\nmax_staleness = 2\n", "rl.async.keep=best")
+    assert loaded.rl is not None
+    assert (loaded.rl.asynchronous.max_staleness, loaded.rl.asynchronous.keep) == (2, "best")
+    assert to_mapping(loaded)["rl"]["async"]["max_staleness"] == 2
+
+
 def test_lists_of_tables_become_tuples_of_sources() -> None:
     loaded = load('[sft]\nsteps = 2\n[[sft.sources]]\ntype = "jsonl"\npath = "a"\n[[sft.sources]]\ntype = "python"\n')
     assert loaded.sft == Sft(steps=2, sources=(Source(type="jsonl", path="a"), Source(type="python")))
@@ -93,11 +100,11 @@ def test_lists_of_tables_become_tuples_of_sources() -> None:
         (SFT + "pth = 'x'", "run.toml: unknown key 'sft.sources[0].pth'; did you mean 'sft.sources[0].path'?"),
         (
             RL.replace("steps", "max_staleness = 1\nsteps"),
-            "run.toml: unknown key 'rl.max_staleness'; did you mean 'rl.asynchronous.max_staleness'?",
+            "run.toml: unknown key 'rl.max_staleness'; did you mean 'rl.async.max_staleness'?",
         ),
         (
             RL.replace("steps", "eta = 1\nsteps"),
-            "run.toml: unknown key 'rl.eta'; did you mean 'rl.asynchronous.max_staleness'?",
+            "run.toml: unknown key 'rl.eta'; did you mean 'rl.async.max_staleness'?",
         ),
         (
             SFT + "[sft.optimizer]\nlr = 1",
@@ -157,7 +164,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
         ),
         (
             RL + "[rl.asynchronous]\nmax_staleness = -1",
-            "'rl.asynchronous.max_staleness' must be 0 (synchronous training) or the number of versions a token may be"
+            "'rl.async.max_staleness' must be 0 (synchronous training) or the number of versions a token may be"
             " old, but it is -1",
         ),
     ],
@@ -260,6 +267,28 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
             ["rl.minibatches=3"],
             "'rl.groups' is 8, which does not divide into 3 minibatches: make 'rl.groups' a multiple of "
             "'rl.minibatches'",
+        ),
+        (
+            RL,
+            ["rl.async.weight_floor=2.0", "rl.async.weight_cap=1.5"],
+            "'rl.async.weight_floor' is 2.0, above 'rl.async.weight_cap', which is 1.5: lower the first or raise the "
+            "second",
+        ),
+        (
+            RL,
+            ["rl.async.behaviour_weight=one_step", "rl.correction.cap=2.0"],
+            "'rl.async.behaviour_weight' and [rl.correction] say the same thing twice: leave one of them out",
+        ),
+        (
+            RL,
+            ["rl.async.keep=best"],
+            "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1",
+        ),
+        (
+            RL,
+            ["rl.async.replay_groups=2"],
+            "'rl.async.replay_groups' asks for groups of earlier batches, which are at least one version old: write "
+            "'rl.async.max_staleness' of 1 or more",
         ),
         (RL, ["rl.group_size=1"], "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"),
         (

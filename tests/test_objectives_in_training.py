@@ -165,7 +165,7 @@ def test_step_level_credit_takes_its_numbers_from_the_file(bench: Bench) -> None
 
 
 def test_stale_tokens_are_corrected_towards_the_policy_at_the_start_of_the_step(bench: Bench) -> None:
-    stale = "rl.asynchronous.max_staleness=1"
+    stale = "rl.async.max_staleness=1"
     values = bench.rl("rl.loss=decoupled_ppo", stale, "rl.correction.bound=clamp", "rl.steps=3")[-1].values
     assert 0.5 < values["correction/weight_mean"] < 2.0
     assert values["loss/kl_proximal_k3"] >= 0.0

@@ -231,7 +231,7 @@ def failure(bench: Bench, *overrides: str) -> str:
 
 
 def test_a_reward_function_that_always_raises_is_named(bench: Bench) -> None:
-    said = failure(bench, 'rl.rewards=[{fn="mine.py:broken"}]', "rl.asynchronous.max_consecutive_drops=4")
+    said = failure(bench, 'rl.rewards=[{fn="mine.py:broken"}]', "rl.async.max_consecutive_drops=4")
     assert said.startswith("4 groups in a row were of no use (failed 4 times); the last error was: reward broken: ")
     assert "ValueError: no answer key for" in said
 
@@ -243,12 +243,12 @@ def test_a_reward_function_that_always_raises_is_named_by_the_first_evaluation_t
 
 
 def test_a_rollout_that_returns_no_episode_is_named(bench: Bench) -> None:
-    said = failure(bench, "rl.generate_fn=mine.py:generate_badly", "rl.asynchronous.max_consecutive_drops=3")
+    said = failure(bench, "rl.generate_fn=mine.py:generate_badly", "rl.async.max_consecutive_drops=3")
     assert "generate_fn returned a str with nothing sampled: return an Episode" in said
 
 
 def test_a_filter_that_rejects_everything_is_named(bench: Bench) -> None:
-    drops = "rl.asynchronous.max_consecutive_drops=5"
+    drops = "rl.async.max_consecutive_drops=5"
     said = failure(bench, 'rl.filters=[{fn="mine.py:reject"}]', drops)
     assert said.startswith("5 groups in a row were of no use (filtered_dull 5 times). Change the tasks, the reward or")
     said = failure(bench, 'rl.filters=[{fn="reward_spread", options={min_spread=99.0}}]', drops)
@@ -293,7 +293,7 @@ def test_evaluating_without_tasks_is_refused(bench: Bench) -> None:
 
 def test_a_failed_run_leaves_its_reason_in_the_log(bench: Bench) -> None:
     with pytest.raises(RolloutError):
-        bench.train('rl.rewards=[{fn="mine.py:broken"}]', "rl.asynchronous.max_consecutive_drops=2")
+        bench.train('rl.rewards=[{fn="mine.py:broken"}]', "rl.async.max_consecutive_drops=2")
     (run,) = (bench.folder / "runs").iterdir()
     assert "no answer key for" in (run / "log.txt").read_text()
 

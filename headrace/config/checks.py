@@ -12,12 +12,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
+from headrace.config.algorithms import algorithm_problems
 from headrace.config.keys import default_of
 from headrace.config.paths import NAMED_MODELS, find_path, split_function, split_sum
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
 
 SMOLLM2_CONTEXT = 8192
+SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`; a test compares them with the functions there are
 _CRITIC_CREDITS = ("token_gae", "turn_gae")
 _KV_SLOTS, _KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -64,6 +66,8 @@ def check(
         problems += [
             _function_problems(f"rl.rewards[{i}].fn", term.fn, base, rewards) for i, term in enumerate(rl.rewards)
         ]
+        if rl.asynchronous.keep == "best":
+            problems.append(_function_problems("rl.async.score", rl.asynchronous.score, base, SCORES))
         problems += [
             _function_problems(f"rl.filters[{i}].fn", item.fn, base, filters) for i, item in enumerate(rl.filters)
         ]
@@ -230,9 +234,28 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
     if rl.kl_action != "discard" and rl.kl_limit is None:
         yield f"'rl.kl_action' is \"{rl.kl_action}\", but there is no limit: add 'rl.kl_limit'"
     yield from _async_problems(rl)
+    yield from algorithm_problems(rl)
     yield from _critic_problems(rl)
     yield from _reward_problems(rl)
     yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
+
+
+def _async_problems(rl: Rl) -> Iterator[str]:
+    c = rl.asynchronous
+    if c.weight_floor > c.weight_cap:
+        yield (
+            f"'rl.async.weight_floor' is {c.weight_floor}, above 'rl.async.weight_cap', which is {c.weight_cap}: "
+            "lower the first or raise the second"
+        )
+    if c.behaviour_weight is not None and rl.correction is not None:
+        yield "'rl.async.behaviour_weight' and [rl.correction] say the same thing twice: leave one of them out"
+    if c.keep == "best" and c.oversampling == 1.0:
+        yield "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1"
+    if c.replay_groups and not c.max_staleness:
+        yield (
+            "'rl.async.replay_groups' asks for groups of earlier batches, which are at least one version old: "
+            "write 'rl.async.max_staleness' of 1 or more"
+        )
 
 
 def _critic_problems(rl: Rl) -> Iterator[str]:

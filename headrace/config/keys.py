@@ -9,13 +9,18 @@ from typing import Annotated, Any
 from headrace.config.tree import Config
 
 
+def toml_name(name: str) -> str:
+    """How a field is written in a file: `async` is a word of Python's own, so the field has a longer name."""
+    return "async" if name == "asynchronous" else name
+
+
 def keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, type, str]]:
     """Every key of the tree in order, as (dotted path, the class it is a field of, its name there).
 
     A list of tables is written with []: `sft.sources[].path`.
     """
     for entry in fields(cls):
-        path = f"{prefix}{entry.name}"
+        path = f"{prefix}{toml_name(entry.name)}"
         yield path, cls, entry.name
         inner, is_list = table_class(field_type(cls, entry.name))
         if inner is not None:

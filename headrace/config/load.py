@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.config.keys import describe, field_type, keys, table_class
+from headrace.config.algorithms import filled_in
+from headrace.config.keys import describe, field_type, keys, table_class, toml_name
 from headrace.config.tree import Config
 from headrace.errors import ConfigError
 
-_SYNONYMS = {"eta": "max_staleness", "async": "asynchronous", "lr": "learning_rate"}  # names used elsewhere
+_SYNONYMS = {"eta": "max_staleness", "lr": "learning_rate"}  # names used elsewhere
 
 
 def load_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Config:
@@ -30,11 +31,15 @@ def load_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Confi
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{file}: this is not TOML: {exc}") from exc
+    if isinstance(rl := tree.get("rl"), dict):
+        tree["rl"] = {_field_names(("rl", key))[1]: value for key, value in rl.items()}
     for override in overrides:
         _override(tree, override)
     try:
         for path in _unknown_keys(tree, Config, ()):
             raise _Wrong(path, f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
+        if isinstance(rl := tree.get("rl"), dict):
+            tree["rl"] = filled_in(rl)
         try:
             return TypeAdapter(Config).validate_python(tree)
         except ValidationError as exc:
@@ -52,7 +57,7 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        entries = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+        entries = {toml_name(entry.name): getattr(value, entry.name) for entry in fields(value)}
         return {name: _plain(item) for name, item in entries.items() if item is not None and item != {}}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
@@ -71,14 +76,19 @@ class _Wrong(Exception):
 
 def _dotted(path: KeyPath) -> str:
     """('sft', 'sources', 0, 'path') -> 'sft.sources[0].path'."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{toml_name(part)}" for part in path).lstrip(".")
+
+
+def _field_names(parts: Sequence[str]) -> list[str]:
+    """A key as the dataclasses spell it: `rl.async` is the field `asynchronous` of `Rl`."""
+    return ["rl", "asynchronous", *parts[2:]] if list(parts[:2]) == ["rl", "async"] else list(parts)
 
 
 def _origin(path: KeyPath, file: str, overrides: Sequence[str]) -> str:
     """The last override that set `path`, or something it is a part of, else the file."""
     parts = [str(part) for part in path]
     for override in reversed(overrides):
-        given = [part.strip() for part in override.partition("=")[0].split(".")]
+        given = _field_names([part.strip() for part in override.partition("=")[0].split(".")])
         if given == parts[: len(given)]:
             return f"--set {override}"
     return file
@@ -87,7 +97,7 @@ def _origin(path: KeyPath, file: str, overrides: Sequence[str]) -> str:
 def _override(tree: dict[str, Any], override: str) -> None:
     """Puts one `a.b=value` into the tree, making the tables on the way."""
     key, equals, raw = override.partition("=")
-    parts = [part.strip() for part in key.split(".")]
+    parts = _field_names([part.strip() for part in key.split(".")])
     if not equals or not all(parts):
         raise ConfigError(f"--set {override}: write it as section.key=value")
     node: Any = tree
@@ -143,7 +153,7 @@ def _nearest_key(path: KeyPath) -> str:
             inner, _ = table_class(field_type(cls, part))
             assert inner is not None, "unknown keys are only looked for in tables"
             cls = inner
-    neighbours = [entry.name for entry in fields(cls)]
+    neighbours = [toml_name(entry.name) for entry in fields(cls)]
     meant = _SYNONYMS.get(name, name)
     wanted = re.sub(r"\[\d+\]", "[]", _dotted((*path[:-1], meant)))
     namesakes = [key for key, _, last in keys() if last == meant]

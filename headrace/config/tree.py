@@ -17,6 +17,7 @@ Positive = Annotated[int, Field(strict=True, gt=0)]
 NonNegative = Annotated[int, Field(strict=True, ge=0)]
 PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
 NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
+Factor = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")]
 Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-4)]
@@ -162,18 +163,40 @@ class RewardTerm:
 class Filter:
     """Groups that a filter rejects are replaced by new ones."""
 
-    fn: str  # "reward_spread", "length", "success_rate", or "file.py:function"
+    # "reward_spread", "reward_range", "diversity", "length", "success_rate", or "file.py:function"
+    fn: str
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the filter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Async:
-    """`max_staleness` (eta): how many versions old a trained token may be; 0 is synchronous training."""
+    """How far sampling runs ahead of training, and what becomes of tokens that are older. [rl.async] in a file.
+
+    A batch has `rl.groups` groups. `behaviour_weight`, `weight_cap`, `weight_floor` and `cap_action` are the weights of
+    stale tokens.
+    """
 
     max_staleness: Staleness = 0  # eta: how many versions old a trained token may be
     max_running: Positive | None = None  # groups in flight; unset: as many as the staleness bound admits
+    # a group with an older token is dropped, or only its tokens that are young enough are trained
+    stale_action: Literal["drop", "mask"] = "drop"
+    # to the start of the step, to the next version (recorded, or guessed), or 1; unset: as `rl.correction` says
+    behaviour_weight: Literal["full", "one_step", "loglinear", "none"] | None = None
+    weight_cap: PositiveFloat = 5.0  # largest behaviour weight
+    weight_floor: NonNegativeFloat = 0.0  # smallest behaviour weight
+    cap_action: Literal["mask", "clamp"] = "mask"  # outside of the bounds a token is left out, or its weight cut
+    # new weights: cut sequences and go on from keys and values computed anew, or kept; or let them end first
+    interrupt: Literal["abort", "inflight", "drain"] = "abort"
+    drain_s: PositiveFloat = 60.0  # interrupt "drain": how long sequences may take to end before they are cut
+    oversampling: Factor = 1.0  # groups started for one that is trained
+    keep: Literal["first", "best"] = "first"  # of more groups than a batch has: those that end first, or score highest
+    score: str = "reward_spread"  # keep "best": "reward_spread", "mean_reward", or "file.py:function" of a group
+    replay_groups: NonNegative = 0  # groups of earlier batches, no older than `max_staleness`, added to every batch
+    slow_wait_s: PositiveFloat = 60.0  # how long a publish waits for a task that was dropped as stale twice
     task_timeout_s: PositiveFloat = 600.0  # an episode that takes longer has failed
     max_consecutive_drops: Positive = 64  # groups dropped in a row that end the run
+    # above 0: a virtual clock; all sequences advance by that many tokens, then wait for each other
+    lockstep_tokens: NonNegative = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -231,6 +254,8 @@ class Rl:
     max_episode_tokens: Positive = 1024  # prompt and all turns together
     sampling: Sampling = field(default_factory=Sampling)  # how turns are sampled
     allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, whose samples the loss misjudges
+    # a short name for a credit method, a loss, a weighting and (ppo) a critic; what the file says itself wins
+    algorithm: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "gigpo", "ppo"] | None = None
     credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic
     credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
     loss: str = "ppo"  # a name of docs/objectives.md, "file.py:function", or a sum: "ppo + entropy_bonus"

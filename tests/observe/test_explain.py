@@ -105,7 +105,7 @@ def test_the_resolved_configuration_in_it_loads_to_the_same() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["rl.asynchronous.max_staleness=2"], "a trained token is at most 2 versions old (eta = 2)"),
+        (["rl.async.max_staleness=2"], "a trained token is at most 2 versions old (eta = 2)"),
         (["rl.sync_every=4"], "published to the sampler every 4 training steps"),
         (["eval.every=5"], "evaluation every 5 training steps and at the end of a stage"),
         (["checkpoint.every=5"], "written every 5 training steps and at the end of a stage"),
