@@ -206,7 +206,9 @@ def curve_chart(title: str, series: Sequence[Series], *, share: bool = False) ->
     return _svg(title, series, form, body)
 
 
-def stacked_chart(title: str, series: Sequence[Series]) -> str:
+def stacked_chart(
+    title: str, series: Sequence[Series], *, unit: str = " s", form: Callable[[float], str] = number
+) -> str:
     """Bars of parts on top of each other; all series have the same points (see `points` with MAX_BARS)."""
     frame = panels(series)
     heights = [
@@ -215,13 +217,13 @@ def stacked_chart(title: str, series: Sequence[Series]) -> str:
         for index in range(len(_columns(series, panel.stage)))
     ]
     axis = value_axis([0.0, *heights])
-    body = [_frame(frame, axis, number)]
+    body = [_frame(frame, axis, form)]
     for panel in frame:
         columns = _columns(series, panel.stage)
         pitch = (panel.right - panel.left) / len(columns)
         for index, column in enumerate(columns):
             parts = [(one, one.stages[panel.stage][index].value) for one in series if panel.stage in one.stages]
-            tip = f"{_steps(column)}: " + ", ".join(f"{one.label} {number(value)} s" for one, value in parts)
+            tip = f"{_steps(column)}: " + ", ".join(f"{one.label} {form(value)}{unit}" for one, value in parts)
             bars, floor = [], 0.0
             for one, value in parts:
                 bottom, top = _y(axis, floor), _y(axis, floor + value)
@@ -235,7 +237,7 @@ def stacked_chart(title: str, series: Sequence[Series]) -> str:
                 f'<g class="pt" data-x="{middle:.1f}" data-y="{_y(axis, floor):.1f}" data-tip="{escape(tip)}">'
                 f"<title>{escape(tip)}</title>{''.join(bars)}</g>"
             )
-    return _svg(title, series, number, body)
+    return _svg(title, series, form, body)
 
 
 def _columns(series: Sequence[Series], stage: str) -> tuple[Point, ...]:

@@ -138,7 +138,7 @@ class Chart:
 
 def charts(records: Sequence[MetricRecord]) -> tuple[Chart, ...]:
     """Every chart of CURVES that has data, then where the time went."""
-    drawn = [chart for curve in CURVES if (chart := _draw(curve, records)) is not None]
+    drawn = [chart for curve in CURVES if (chart := draw(curve, records)) is not None]
     timing = _draw_times(records)
     return (*drawn, timing) if timing is not None else tuple(drawn)
 
@@ -151,11 +151,12 @@ def other_names(records: Sequence[MetricRecord]) -> list[str]:
 
 def other_charts(records: Sequence[MetricRecord], names: Sequence[str]) -> tuple[Chart, ...]:
     """One plain chart per metric that has a value to show."""
-    drawn = (_draw(Curve(title=name, names=((name, name),), explanation=""), records) for name in names)
+    drawn = (draw(Curve(title=name, names=((name, name),), explanation=""), records) for name in names)
     return tuple(chart for chart in drawn if chart is not None)
 
 
-def _draw(curve: Curve, records: Sequence[MetricRecord]) -> Chart | None:
+def draw(curve: Curve, records: Sequence[MetricRecord]) -> Chart | None:
+    """The chart of a curve; None when no record has any of its metrics."""
     series: list[Series] = []
     for metric, label in curve.names:
         if any(label == one.label for one in series):

@@ -22,6 +22,7 @@ from headrace.observe.chart import number, percent
 from headrace.observe.curves import TIMES, charts, other_charts, other_names, stages_of
 from headrace.observe.episodes import Comparison, compare, sample_file
 from headrace.observe.files import write_whole
+from headrace.observe.flow import flow_charts, flow_names
 from headrace.observe.progress import EVAL, duration
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import MetricRecord, read_metrics
@@ -80,14 +81,15 @@ def render(
     package = files("headrace.observe")
     script = (package / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    others = other_names(records)
+    in_flow = flow_names(records)
+    others = [name for name in other_names(records) if name not in in_flow]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
         name=name,
         stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in stages_of(records)],
         bars=headline(records, summary),
         facts=facts,
-        charts=charts(records),
+        charts=(*charts(records), *flow_charts(records)),
         others=other_charts(records, others[:MAX_OTHER_CHARTS]),
         num_others=len(others),
         comparison=comparison,
