@@ -199,6 +199,13 @@ def test_past_the_kl_limit_the_rest_of_a_step_is_discarded_counted_and_said(
     assert free["train/trained_tokens"] > first.values["train/trained_tokens"]
 
 
+def test_the_short_name_ppo_trains_as_its_parts_do(bench: Bench) -> None:
+    short = bench.train("rl.algorithm=ppo", "rl.steps=1").folder
+    long = bench.train("rl.credit=token_gae", "rl.loss=ppo", "rl.critic.lam=0.95", "rl.steps=1").folder
+    assert reproducible_bytes(short / "metrics.jsonl") == reproducible_bytes(long / "metrics.jsonl")
+    assert records(short, "rl")[0].values["critic/value_error"] > 0
+
+
 def test_past_the_kl_limit_an_update_is_scaled_back_and_the_step_goes_on(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ beyond the caller's text and `check`'s look at the paths a configuration names. 
 below `wiring/` only `observe/explain.py`, which prints it, sees the tree itself.
 """
 
+from headrace.config.algorithms import ALGORITHMS, algorithm_text
 from headrace.config.checks import check
 from headrace.config.load import load_config, to_mapping
 from headrace.config.paths import absolute_paths, find_path
@@ -32,6 +33,7 @@ from headrace.config.tree import (
 )
 
 __all__ = [
+    "ALGORITHMS",
     "Async",
     "Checkpoint",
     "Config",
@@ -53,6 +55,7 @@ __all__ = [
     "Source",
     "Tiny",
     "absolute_paths",
+    "algorithm_text",
     "check",
     "find_path",
     "load_config",

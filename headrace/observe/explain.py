@@ -6,7 +6,7 @@ Formatting only. Sizes come from `model/estimate.py`, facts about the machine fr
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from headrace.config import Config, RewardModel, Rl, Sft, to_mapping
+from headrace.config import Config, RewardModel, Rl, Sft, algorithm_text, to_mapping
 from headrace.model.estimate import (
     Memory,
     Placement,
@@ -164,6 +164,8 @@ def _rl(rl: Rl) -> Iterator[str]:
         f"rewards {', '.join(term.name or term.fn for term in rl.rewards)}; credit {rl.credit}; loss {rl.loss}; "
         f"weighting {rl.weighting}; {rl.minibatches} update{'s' if rl.minibatches > 1 else ''} a step"
     )
+    if rl.algorithm is not None:
+        yield algorithm_text(rl)
     if rl.critic is not None:
         yield "a critic with a trunk of its own is trained beside the policy: as much memory again as the policy takes"
     eta = rl.asynchronous.max_staleness

@@ -116,6 +116,14 @@ def test_options_are_put_in_words(overrides: list[str], sentence: str) -> None:
     assert sentence not in explained()
 
 
+def test_an_algorithm_is_shown_with_what_it_stands_for() -> None:
+    text = explained("rl.algorithm=ppo")
+    assert 'credit = "token_gae"' in text
+    assert "[rl.critic]" in text
+    assert "algorithm ppo = credit token_gae, loss ppo, weighting token_mean, a critic" in text
+    assert "algorithm" not in explained()
+
+
 def test_a_run_that_does_not_fit_is_told_what_to_lower() -> None:
     small = Machine(memory_bytes=2**10, disk_free_bytes=2**10)
     text = explained(machine=small)
