@@ -35,6 +35,7 @@ from headrace.infer.weights import copy_weights, read_folder
 from headrace.model import head
 from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
 from headrace.model.load import LanguageModel, fingerprint
+from headrace.model.packed import linear
 from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle, float_array
 
 R = TypeVar("R")
@@ -385,7 +386,7 @@ class EmbeddedEngine:
     def _sample(self, hidden_TD: Tensor, decoding: list[tuple[int, Sampling]]) -> None:
         rows = [row for row, _ in decoding]
         padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
-        logits_BV = (hidden_TD[padded] @ self._head_weight().T)[: len(rows)]
+        logits_BV = linear(hidden_TD[padded], self._head_weight())[: len(rows)]
         params = [sequence.request.params for _, sequence in decoding]
         numbers = uniforms([row.seed for row in params], [sequence.num_sampled for _, sequence in decoding])
         drawn = sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device))
@@ -419,7 +420,7 @@ class EmbeddedEngine:
 
     def _head_weight(self) -> Tensor:
         if self._head is None:
-            self._head = self.lm.head_weight().detach()
+            self._head = self.lm.head_weight()
         return self._head
 
     def _finish(self, sequence: Sampling, stop: Stop) -> None:

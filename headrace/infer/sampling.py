@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import SamplerError
+from headrace.model.head import picked_logprobs
 from headrace.types import SampleRequest, SamplingParams
 
 BLOCK = 128
@@ -74,21 +75,31 @@ def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B:
 
 def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Sampled:
     logits_BV = logits_BV.float()
-    raw_BV = torch.log_softmax(logits_BV, dim=-1)
-    tempered_BV = raw_BV
+    raw_BV = torch.softmax(logits_BV, dim=-1)
+    tempered_logits_BV, tempered_BV = logits_BV, raw_BV
     if any(row.temperature not in (0.0, 1.0) for row in params):
         scale = torch.tensor([row.temperature or 1.0 for row in params], device=logits_BV.device)
-        tempered_BV = torch.log_softmax(logits_BV / scale[:, None], dim=-1)
-    probs_BV = tempered_BV.exp()
-    for index, row in enumerate(params):
-        if row.truncated:
-            probs_BV[index] = cut(probs_BV[index], row)
-    tokens_B = inverse_cdf(probs_BV, uniforms_B)
+        tempered_logits_BV = logits_BV / scale[:, None]
+        tempered_BV = torch.softmax(tempered_logits_BV, dim=-1)
+    kept_BV = tempered_BV
+    if any(row.truncated for row in params):
+        kept_BV = tempered_BV.clone()
+        for index, row in enumerate(params):
+            if row.truncated:
+                kept_BV[index] = cut(tempered_BV[index], row)
+    tokens_B = inverse_cdf(kept_BV, uniforms_B)
     greedy = [index for index, row in enumerate(params) if row.temperature == 0.0]
     if greedy:
         tokens_B[greedy] = logits_BV[greedy].argmax(dim=-1)
-    picked = tokens_B[:, None]
-    return Sampled(tokens_B, tempered_BV.gather(1, picked)[:, 0], raw_BV.gather(1, picked)[:, 0])
+    raw_B = _logprobs(logits_BV, raw_BV, tokens_B)
+    if tempered_BV is raw_BV:
+        return Sampled(tokens_B, raw_B, raw_B)
+    return Sampled(tokens_B, _logprobs(tempered_logits_BV, tempered_BV, tokens_B), raw_B)
+
+
+def _logprobs(logits_BV: Tensor, probs_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    top_B1 = logits_BV.amax(dim=-1, keepdim=True)
+    return picked_logprobs(logits_BV.gather(1, tokens_B[:, None]), top_B1, probs_BV)[:, 0]
 
 
 def cut(probs_V: Tensor, params: SamplingParams) -> Tensor:

@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.model import cuda
+from headrace.model.packed import linear
+
+HALF = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 128
+CUDA_CHUNK_TOKENS = 4096  # fewer rows leave the matrix units of a large GPU waiting for work
+
+
+def default_chunk(device: torch.device) -> int:
+    """Tokens whose [tokens, vocabulary] is held at once."""
+    return CUDA_CHUNK_TOKENS if device.type == "cuda" else CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +43,57 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Log-probabilities over the vocabulary for one chunk, and what was read off them."""
+    """Probabilities over the vocabulary for one chunk, and what was read off them; `logp_CV` only with the entropy."""
 
-    logp_CV: Tensor
+    probs_CV: Tensor
+    logp_CV: Tensor | None
     logprobs: Tensor  # shape of the targets
     entropy_C: Tensor | None
 
 
 def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool) -> Chunk:
-    """Log-softmax in float32 (float64 stays float64)."""
-    logits_CV = hidden_CD @ weight_VD.T
+    """Softmax in float32 (float64 stays float64)."""
+    logits_CV = linear(hidden_CD, weight_VD)
+    if not want_entropy and logits_CV.is_cuda and logits_CV.dtype in HALF and cuda.available():
+        return _read_in_place(logits_CV, targets)
     if logits_CV.dtype in (torch.bfloat16, torch.float16):
         logits_CV = logits_CV.float()
     if targets.temperature is not None:
-        logits_CV /= targets.temperature[:, None]
-    logp_CV = torch.log_softmax(logits_CV, dim=-1)
-    del logits_CV
+        logits_CV = logits_CV.div_(targets.temperature[:, None])
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
-    picked = logp_CV.gather(1, flat).view(targets.tokens.shape)
-    entropy_C = -(logp_CV.exp() * logp_CV).sum(dim=-1) if want_entropy else None
-    return Chunk(logp_CV, picked, entropy_C)
+    if want_entropy:
+        logp_CV = torch.log_softmax(logits_CV, dim=-1)
+        del logits_CV
+        probs_CV = logp_CV.exp()
+        entropy_C = -(probs_CV * logp_CV).sum(dim=-1)
+        return Chunk(probs_CV, logp_CV, logp_CV.gather(1, flat).view(targets.tokens.shape), entropy_C)
+    top_C1, raw_CK = logits_CV.amax(dim=-1, keepdim=True), logits_CV.gather(1, flat)
+    if logits_CV.device.type == "cpu":
+        probs_CV = torch.softmax(logits_CV, dim=-1, out=logits_CV)  # half the memory: more of it stays in the cache
+    else:
+        probs_CV = torch.softmax(logits_CV, dim=-1)
+    picked = picked_logprobs(raw_CK, top_C1, probs_CV)
+    return Chunk(probs_CV, None, picked.view(targets.tokens.shape), None)
+
+
+def _read_in_place(logits_CV: Tensor, targets: Targets) -> Chunk:
+    """On CUDA the probabilities take the place of half-precision logits; sums are still in float32."""
+    from headrace.model.cuda.head import softmax_  # needs Triton
+
+    flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
+    picked = logits_CV.gather(1, flat).float()
+    if targets.temperature is not None:
+        picked = picked / targets.temperature[:, None]
+    picked = picked - softmax_(logits_CV, targets.temperature)[:, None]
+    return Chunk(logits_CV, None, picked.view(targets.tokens.shape), None)
+
+
+def picked_logprobs(logits_CK: Tensor, top_C1: Tensor, probs_CV: Tensor) -> Tensor:
+    """log p of some tokens of each row, from their logits, the row's largest logit and the row's probabilities.
+
+    log p_y = (z_y - z_max) + log p_max: the largest probability is at least 1 / V, so nothing underflows.
+    """
+    return logits_CK - top_C1 + probs_CV.amax(dim=-1, keepdim=True).log()
 
 
 def backward_chunk(
@@ -70,13 +111,13 @@ def backward_chunk(
     scale_C = grad_CK.sum(dim=1)
     if grad_entropy_C is not None:
         assert chunk.entropy_C is not None
-        probs_CV = chunk.logp_CV.exp()
+        assert chunk.logp_CV is not None
         # rows of dL/dz without the one-hot part: -p (g + g_H (log p + H))
         inner_CV = chunk.logp_CV.add_(chunk.entropy_C[:, None]).mul_(grad_entropy_C[:, None]).add_(scale_C[:, None])
-        probs_CV.mul_(inner_CV)
+        probs_CV = chunk.probs_CV.mul_(inner_CV)
         scale_C = torch.ones_like(scale_C)
     else:
-        probs_CV = chunk.logp_CV.exp_()
+        probs_CV = chunk.probs_CV
     if targets.temperature is not None:
         scale_C = scale_C / targets.temperature
         grad_CK = grad_CK / targets.temperature[:, None]
@@ -88,6 +129,8 @@ def backward_chunk(
         scaled_CD = hidden_CD * -scale_C[:, None].to(hidden_CD.dtype)
         if grad_weight_VD.dtype == probs_CV.dtype:
             grad_weight_VD.addmm_(probs_CV.T, scaled_CD)
+        elif probs_CV.is_cuda:  # half-precision factors, added up in the matrix units
+            torch.addmm(grad_weight_VD, probs_CV.T, scaled_CD, out_dtype=grad_weight_VD.dtype, out=grad_weight_VD)
         else:
             grad_weight_VD += probs_CV.T @ scaled_CD
         for k in range(flat.shape[1]):
@@ -164,7 +207,7 @@ class _Logprobs(torch.autograd.Function):
             span = slice(start, start + chunk_tokens)
             chunk = read_chunk(hidden_TD[span], weight_VD, targets.chunk(span), want_entropy=want_entropy)
             logprobs.append(chunk.logprobs)
-            entropies.append(torch.zeros_like(chunk.logp_CV[:, 0]) if chunk.entropy_C is None else chunk.entropy_C)
+            entropies.append(torch.zeros_like(chunk.probs_CV[:, 0]) if chunk.entropy_C is None else chunk.entropy_C)
         ctx.save_for_backward(hidden_TD, weight_VD)
         ctx.targets, ctx.want_entropy, ctx.chunk_tokens = targets, want_entropy, chunk_tokens
         return torch.cat(logprobs), torch.cat(entropies)
@@ -196,8 +239,9 @@ def logprobs(
     targets: Targets,
     *,
     want_entropy: bool = False,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Differentiable log-probs (shape of the targets) and, on demand, entropies [T]."""
-    picked, entropy = _Logprobs.apply(hidden_TD, weight_VD, targets, want_entropy, chunk_tokens)  # type: ignore[no-untyped-call]
+    chunk = chunk_tokens or default_chunk(hidden_TD.device)
+    picked, entropy = _Logprobs.apply(hidden_TD, weight_VD, targets, want_entropy, chunk)  # type: ignore[no-untyped-call]
     return picked, entropy if want_entropy else None

@@ -22,7 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from headrace.errors import ModelError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
+from headrace.model.compiled import layer_forward
 from headrace.model.lora import ADAPTER, LoraLinear
+from headrace.model.packed import pack_linears
 from headrace.model.support import check_supported
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
         raise ModelError("a bias on the output head is not supported")
     model.eval()
     model.config._attn_implementation = ATTENTION
+    pack_linears(model)
     if next(model.parameters()).dtype == torch.float64:
         _norms_in_float64(model)
     return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
@@ -141,7 +144,7 @@ def recompute_layers(model: Any) -> None:
 
 
 def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(layer).forward
+    forward = layer_forward(layer)
     if not torch.is_grad_enabled():
         return forward(layer, *args, **kwargs)
     context = copy_context()  # the backward pass may run on another thread, where no adapter is chosen

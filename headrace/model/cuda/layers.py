@@ -1,0 +1,178 @@
+"""RMS norm and gated SiLU of a decoder layer, one kernel each way, rounding where transformers' modules round.
+
+transformers computes them operation by operation, and each is a pass through memory. Here a norm reads and writes its
+tokens once forward and reads twice, writes once backward; the same goes for silu(gate) * up. Half precision only.
+
+Shape letters: T tokens, D width, M width of the MLP.
+"""
+
+from types import MethodType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm")
+MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP")
+HALF = (torch.bfloat16, torch.float16)
+STRIPS = 264  # programs of the norm's backward pass, two for each multiprocessor of an H100 or H200
+BLOCK = 1024
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Give the norms and MLPs that are known here their fused forward; all others stay as they are."""
+    for module in model.modules():
+        name = type(module).__name__
+        if name in NORMS:
+            module.forward = MethodType(_norm_forward, module)  # bound, so a deep copy of the model uses its own
+        elif name in MLPS and isinstance(module.act_fn, nn.SiLU | _silu_type()):
+            module.forward = MethodType(_mlp_forward, module)
+
+
+def _silu_type() -> type:
+    from transformers.activations import ACT2FN
+
+    return type(ACT2FN["silu"])
+
+
+def _applies(x: Tensor) -> bool:
+    """A compiler makes kernels of its own, and sees transformers' code."""
+    return x.is_cuda and x.dtype in HALF and not torch.compiler.is_compiling()
+
+
+def _norm_forward(module: Any, hidden: Tensor) -> Tensor:
+    if not _applies(hidden) or module.weight.dtype != hidden.dtype:
+        return type(module).forward(module, hidden)  # type: ignore[no-any-return]
+    return rms_norm(hidden, module.weight, module.variance_epsilon)
+
+
+def _mlp_forward(module: Any, hidden: Tensor) -> Tensor:
+    if not _applies(hidden):
+        return type(module).forward(module, hidden)  # type: ignore[no-any-return]
+    return module.down_proj(gated_silu(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
+
+
+def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """weight * (x / sqrt(mean x^2 + eps)) over the last dimension; statistics in float32."""
+    result: Tensor = _RmsNorm.apply(hidden, weight_D, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    result: Tensor = _GatedSilu.apply(gate, up)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        width = hidden.shape[-1]
+        flat_TD = hidden.reshape(-1, width)
+        out_TD = torch.empty_like(flat_TD)
+        scale_T = torch.empty(len(flat_TD), dtype=torch.float32, device=hidden.device)
+        if len(flat_TD):
+            _norm_kernel[(len(flat_TD),)](
+                flat_TD, weight_D, out_TD, scale_T, width, eps, BLOCK=triton.next_power_of_2(width)
+            )
+        ctx.save_for_backward(flat_TD, weight_D, scale_T)
+        return out_TD.view(hidden.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        flat_TD, weight_D, scale_T = ctx.saved_tensors
+        tokens, width = flat_TD.shape
+        grad_TD = grad.reshape(tokens, width).contiguous()
+        grad_x_TD = torch.empty_like(flat_TD)
+        strips = min(STRIPS, max(tokens, 1))
+        partial_SD = torch.zeros(strips, width, dtype=torch.float32, device=grad.device)
+        if tokens:
+            _norm_backward_kernel[(strips,)](
+                flat_TD, weight_D, scale_T, grad_TD, grad_x_TD, partial_SD, tokens, width, triton.cdiv(tokens, strips),
+                BLOCK=triton.next_power_of_2(width),
+            )  # fmt: skip
+        return grad_x_TD.view(grad.shape), partial_SD.sum(dim=0).to(weight_D.dtype), None
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        if size := gate.numel():
+            _silu_kernel[(triton.cdiv(size, BLOCK),)](gate, up, out, size, BLOCK=BLOCK)
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        if size := gate.numel():
+            _silu_backward_kernel[(triton.cdiv(size, BLOCK),)](gate, up, grad, grad_gate, grad_up, size, BLOCK=BLOCK)
+        return grad_gate, grad_up
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_kernel(x, weight, out, scales, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
+    tl.store(scales + row, scale)
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    normed = (value * scale).to(w.dtype).to(tl.float32)
+    tl.store(out + row * width + column, (w.to(tl.float32) * normed).to(w.dtype), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_backward_kernel(  # type: ignore[no-untyped-def]
+    x, weight, scales, grad, grad_x, partial, tokens, width, rows, BLOCK: tl.constexpr
+):
+    """dx = s (w g - n mean(w g n)), dw = sum_t g n, with n = x s; each program owns `rows` tokens and a row of dw."""
+    strip = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for step in range(0, rows):
+        row = (strip * rows + step).to(tl.int64)
+        there = inside & (row < tokens)
+        value = tl.load(x + row * width + column, mask=there, other=0.0)
+        scale = tl.load(scales + row, mask=row < tokens, other=0.0)
+        exact = value.to(tl.float32) * scale
+        g = tl.load(grad + row * width + column, mask=there, other=0.0).to(tl.float32)
+        total += g * exact.to(value.dtype).to(tl.float32)
+        wg = w * g
+        mean = tl.sum(wg * exact, axis=0) / width
+        tl.store(grad_x + row * width + column, (scale * (wg - exact * mean)).to(value.dtype), mask=there)
+    tl.store(partial + strip * width + column, total, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_kernel(gate, up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    g = tl.load(gate + place, mask=inside, other=0.0)
+    u = tl.load(up + place, mask=inside, other=0.0)
+    exact = g.to(tl.float32)
+    silu = (exact * tl.sigmoid(exact)).to(g.dtype).to(tl.float32)
+    tl.store(out + place, (silu * u.to(tl.float32)).to(u.dtype), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_backward_kernel(gate, up, grad, grad_gate, grad_up, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """dup = g silu(x), dgate = g up (sigma + silu(x) (1 - sigma)), x the gate."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    x = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + place, mask=inside, other=0.0)
+    g = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+    sigma = tl.sigmoid(x)
+    silu = x * sigma
+    tl.store(grad_up + place, (g * silu).to(u.dtype), mask=inside)
+    tl.store(grad_gate + place, (g * u.to(tl.float32) * (sigma + silu * (1.0 - sigma))).to(u.dtype), mask=inside)

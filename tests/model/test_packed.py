@@ -1,0 +1,73 @@
+"""Packed products: the plain product's numbers, one row's bits whatever the others are, and never an old weight."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from headrace.model.packed import ATTRIBUTE, SMALLEST, PackedLinear, available, linear, pack_linears, packed_weight
+
+pytestmark = pytest.mark.skipif(not available(), reason="this torch has no oneDNN")
+
+
+def weight(rows: int = 512, columns: int = 192, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def inputs(rows: int, columns: int = 192) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+
+def test_it_is_the_plain_product() -> None:
+    w, x, bias = weight(), inputs(17), torch.linspace(-1, 1, 512)
+    assert packed_weight(w) is not None
+    exact = x.double() @ w.double().T + bias.double()
+    torch.testing.assert_close(linear(x, w, bias).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 24, 33, 130])
+def test_a_row_has_the_same_bits_whatever_the_others_are(rows: int) -> None:
+    w, x = weight(), inputs(160)
+    assert torch.equal(linear(x[:rows].clone(), w), linear(x, w)[:rows])
+
+
+def test_gradients_are_the_plain_layers() -> None:
+    plain = torch.nn.Linear(192, 512)
+    other = copy.deepcopy(plain)
+    pack_linears(torch.nn.Sequential(other))
+    assert type(other) is PackedLinear
+    found = []
+    for layer in (plain, other):
+        x = inputs(11).reshape(1, 11, 192).requires_grad_()
+        (layer(x) ** 2).sum().backward()
+        found.append((x.grad, layer.weight.grad, layer.bias.grad))
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_changed_weight_is_packed_again() -> None:
+    w, x = torch.nn.Parameter(weight()), inputs(8)
+    with torch.no_grad():
+        before = linear(x, w)
+        w.mul_(2.0)
+        assert torch.equal(linear(x, w), 2.0 * before)
+        w.data = weight(seed=3)
+        torch.testing.assert_close(linear(x, w), x @ w.T)
+
+
+def test_an_unchanged_weight_is_packed_once_and_the_copy_is_not_shared_with_a_deep_copy() -> None:
+    w = torch.nn.Parameter(weight())
+    assert packed_weight(w) is packed_weight(w)
+    assert getattr(copy.deepcopy(w), ATTRIBUTE, None) is None
+
+
+def test_other_types_small_weights_and_switched_off_onednn_stay_plain() -> None:
+    assert packed_weight(weight().double()) is None
+    assert packed_weight(weight().bfloat16()) is None
+    small = torch.zeros(SMALLEST // 64 - 1, 64)
+    assert packed_weight(small) is None
+    w, x = weight(), inputs(5)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert packed_weight(w) is None
+        assert torch.equal(linear(x, w), F.linear(x, w))
