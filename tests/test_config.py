@@ -281,6 +281,12 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         ),
         (
             RL,
+            ["rl.async.behaviour_weight=one_step"],
+            '\'rl.async.behaviour_weight\' is "one_step", but the ratio of loss "ppo" is to the sampler and would '
+            "count a token's age twice: write 'rl.loss = \"decoupled_ppo\"', or leave it out",
+        ),
+        (
+            RL,
             ["rl.async.keep=best"],
             "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1",
         ),

@@ -173,6 +173,32 @@ def test_stale_tokens_are_corrected_towards_the_policy_at_the_start_of_the_step(
     assert folded["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3)  # fresh tokens weigh 1
 
 
+def test_the_weights_of_stale_tokens_are_chosen_in_the_async_table(bench: Bench) -> None:
+    stale = ("rl.loss=decoupled_ppo", "rl.async.max_staleness=2", "rl.steps=4")
+    capped = bench.rl(*stale, "rl.async.weight_cap=1e-6")[0].values  # every weight is above the cap
+    assert capped["correction/bounded_high"] == 1.0
+    assert capped["loss/weight_mean"] == 0.0
+    clamped = bench.rl(*stale, "rl.async.weight_cap=0.5", "rl.async.cap_action=clamp")[-1].values
+    assert clamped["loss/weight_max"] == pytest.approx(0.5)
+    plain = bench.rl(*stale, "rl.async.behaviour_weight=none")[-1].values
+    assert plain["loss/weight_mean"] == plain["loss/weight_effective"] == pytest.approx(1.0)
+    for behaviour in ("one_step", "loglinear"):
+        values = bench.rl(*stale, f"rl.async.behaviour_weight={behaviour}")[-1].values
+        assert 0.0 < values["correction/effective_share"] <= 1.0
+        assert values["correction/log_weight_std"] > 0.0
+
+
+def test_coupled_ppo_knows_no_behaviour_weights(bench: Bench) -> None:
+    values = bench.rl("rl.loss=ppo", "rl.async.max_staleness=2", "rl.steps=4")[-1].values
+    assert not [name for name in values if name.startswith("correction/")]
+    assert values["staleness/effective_share"] > 0.0
+
+
+def test_behaviour_weights_are_refused_for_a_loss_of_ones_own_that_does_not_take_them(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match=r"loss 'pull' takes no behaviour_weights_T: add that parameter, or leave"):
+        bench.train("rl.loss=mine.py:pull", "rl.async.behaviour_weight=full")
+
+
 def test_a_teacher_is_a_model_of_its_own(bench: Bench) -> None:
     teacher = bench.train("rl.steps=1").folder / "checkpoints" / "rl" / "step_000001"
     values = bench.rl("rl.loss=distillation", f'rl.teacher="{teacher}"')[0].values

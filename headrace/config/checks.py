@@ -249,6 +249,12 @@ def _async_problems(rl: Rl) -> Iterator[str]:
         )
     if c.behaviour_weight is not None and rl.correction is not None:
         yield "'rl.async.behaviour_weight' and [rl.correction] say the same thing twice: leave one of them out"
+    terms = split_sum(rl.loss)
+    if c.behaviour_weight is not None and "decoupled_ppo" not in terms and not any(":" in term for term in terms):
+        yield (
+            f'\'rl.async.behaviour_weight\' is "{c.behaviour_weight}", but the ratio of loss "{rl.loss}" is to the '
+            "sampler and would count a token's age twice: write 'rl.loss = \"decoupled_ppo\"', or leave it out"
+        )
     if c.keep == "best" and c.oversampling == 1.0:
         yield "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1"
     if c.replay_groups and not c.max_staleness:

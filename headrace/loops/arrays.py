@@ -1,8 +1,8 @@
 """The data of a training step, and the arrays its loss asks for beyond those that rollouts bring.
 
-Rollouts bring `weights`, `advantages`, `sampler_logprobs` and `versions`. What else a loss names is computed for the
-whole step before its first update, and only if it is named: log-probs under other weights by scorers, corrections for
-stale tokens from those. Knows no model and no configuration.
+Rollouts bring `weights`, `advantages`, `sampler_logprobs`, `versions` and `next_logprobs` (NaN: not known). What else a
+loss names is computed for the whole step before its first update, and only if it is named: log-probs under other
+weights by scorers, corrections for stale tokens from those. Knows no model and no configuration.
 """
 
 import asyncio
@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headrace.algo.advantages.credit import Credited
-from headrace.algo.correction import Behaviour, Bound, Level, behaviour_weights, folded, m2_mask, normalised, with_lags
+from headrace.algo.correction import (
+    Behaviour,
+    Bound,
+    Level,
+    Missing,
+    behaviour_weights,
+    folded,
+    m2_mask,
+    normalised,
+    with_lags,
+)
 from headrace.algo.datum import to_data
 from headrace.algo.loss import LossFn, Unit, check_inputs, loss_inputs, unit_of
 from headrace.algo.units import with_units
@@ -29,7 +39,7 @@ from headrace.types import (
     merge_metrics,
 )
 
-BROUGHT = ("weights", "advantages", "sampler_logprobs", "versions")
+BROUGHT = ("weights", "advantages", "sampler_logprobs", "versions", "next_logprobs")
 SCORED = ("proximal_logprobs", "reference_logprobs", "teacher_logprobs")  # by weights other than the sampler's
 DERIVED = ("behaviour_weights", "m2_mask", "lags")  # from the arrays above
 
@@ -38,9 +48,10 @@ Score = Callable[[Sequence[Datum]], Awaitable[Sequence[FloatArray]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How weights of stale tokens are bounded (`algo.correction`), and which of them `m2po` leaves out."""
+    """Which weights stale tokens get and how they are bounded (`algo.correction`), and which `m2po` leaves out."""
 
     behaviour: Behaviour = Behaviour.FULL
+    missing: Missing = Missing.FULL
     bound: Bound = Bound.MASK
     level: Level = Level.TOKEN
     floor: float = 0.0
@@ -92,6 +103,11 @@ def check_objective(fn: LossFn, params: Mapping[str, float], *, available: Colle
     check_inputs(fn, available, params)
 
 
+def takes_behaviour_weights(fn: LossFn) -> bool:
+    inputs = loss_inputs(fn)
+    return "behaviour_weights" in (*inputs.required, *inputs.optional)
+
+
 def wanted_arrays(fn: LossFn, *, correction: Correction | None = None) -> frozenset[str]:
     """What has to be computed for a loss, with what that in turn is computed from.
 
@@ -131,6 +147,7 @@ async def provide(
             data,
             version=version,
             behaviour=settings.behaviour,
+            missing=settings.missing,
             bound=settings.bound,
             level=settings.level,
             floor=settings.floor,
@@ -160,9 +177,7 @@ def minibatches(
             constant=constant,
             groups=[batch.group_ids[index] for index in chosen],
         )
-        inputs = loss_inputs(fn)
-        takes = "behaviour_weights" in (*inputs.required, *inputs.optional)
-        fold = not takes and any("behaviour_weights" in datum.arrays for datum in data)
+        fold = not takes_behaviour_weights(fn) and any("behaviour_weights" in datum.arrays for datum in data)
         made.append(folded(data) if fold else data)
     return made
 

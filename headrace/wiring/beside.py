@@ -67,7 +67,7 @@ def make_trust(c: Rl, limit: float, desk: Desk, loss: LossSpec) -> TrustRegion:
 
 def make_scorers(c: Rl, desk: Desk, loss: LossSpec) -> dict[str, Score]:
     """Who computes the log-probs that the loss asks for beyond the sampler's."""
-    wanted = wanted_arrays(find_loss(loss.fn), correction=make_correction(c))
+    wanted = wanted_arrays(find_loss(loss.fn), correction=make_correction(c, loss))
     scorers: dict[str, Score] = {}
     if "proximal_logprobs" in wanted or c.kl_limit is not None:
         scorers["proximal_logprobs"] = scored_by_backend(desk.backend)

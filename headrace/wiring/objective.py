@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
-from headrace.algo.correction import Behaviour, Bound, Level
-from headrace.algo.losses import LOSSES
+from headrace.algo.correction import Behaviour, Bound, Level, Missing
+from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
 from headrace.config import Optimizer, Rl
 from headrace.config.paths import split_sum
-from headrace.loops.arrays import Correction, available_arrays, check_objective
+from headrace.errors import ConfigError
+from headrace.loops.arrays import Correction, available_arrays, check_objective, takes_behaviour_weights
 from headrace.rollout.load_function import load_function
 from headrace.train.schedule import make_schedule
 from headrace.types import Adam, LossSpec
@@ -22,17 +23,36 @@ def make_loss(c: Rl) -> LossSpec:
     return LossSpec(fn=c.loss if known else fn, params=c.loss_params)
 
 
-def make_correction(c: Rl) -> Correction | None:
-    if c.correction is None:
+def make_correction(c: Rl, loss: LossSpec) -> Correction | None:
+    """[rl.correction], or the weights of stale tokens that [rl.async] names; None: the loss has no use for any.
+
+    What stands in for a next-version log-prob that nobody recorded is the full weight: it is exact, if of larger
+    variance, and `correction/missing_next` counts it.
+    """
+    if c.correction is not None:
+        return Correction(
+            behaviour=Behaviour(c.correction.behaviour),
+            bound=Bound(c.correction.bound),
+            level=Level(c.correction.level),
+            floor=c.correction.floor,
+            cap=c.correction.cap,
+            normalise=c.correction.normalise,
+            m2_threshold=c.correction.m2_threshold,
+        )
+    weights = c.asynchronous
+    if not takes_behaviour_weights(find_loss(loss.fn)):
+        if weights.behaviour_weight is not None:
+            raise ConfigError(
+                f"'rl.async.behaviour_weight' is \"{weights.behaviour_weight}\", but loss {loss.name!r} takes no "
+                "behaviour_weights_T: add that parameter, or leave 'rl.async.behaviour_weight' out"
+            )
         return None
     return Correction(
-        behaviour=Behaviour(c.correction.behaviour),
-        bound=Bound(c.correction.bound),
-        level=Level(c.correction.level),
-        floor=c.correction.floor,
-        cap=c.correction.cap,
-        normalise=c.correction.normalise,
-        m2_threshold=c.correction.m2_threshold,
+        behaviour=Behaviour(weights.behaviour_weight or Behaviour.FULL),
+        missing=Missing.FULL,
+        bound=Bound(weights.cap_action),
+        floor=weights.weight_floor,
+        cap=weights.weight_cap,
     )
 
 

@@ -23,7 +23,7 @@ from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, 
 from headrace.types import metric_values
 from headrace.wiring.desk import Desk, Run
 from headrace.wiring.models import load_policy, make_sampler, starting_model
-from headrace.wiring.objective import make_loss
+from headrace.wiring.objective import make_correction, make_loss
 from headrace.wiring.play import play_held_out
 from headrace.wiring.process import log_to, stop_on_signals
 from headrace.wiring.rewards import make_terms
@@ -62,7 +62,7 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
 
 async def _train(config: Config, folder: RunFolder) -> RunResult:
     if config.rl is not None:
-        make_loss(config.rl)  # a loss that cannot be computed is found before anything is trained
+        make_correction(config.rl, make_loss(config.rl))  # what cannot be computed is found before anything is trained
     run = Run(config, folder, asyncio.Event(), starting_model(config, folder))
     with stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
         rl_found = _Found.of(run, "rl", may_start_again=config.sft is not None) if config.rl is not None else None

@@ -120,7 +120,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
             credit_params=c.credit_params,
             weighting=c.weighting,
             weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
-            correction=make_correction(c),
+            correction=make_correction(c, loss),
             sync_every=c.sync_every,
             eval_every=config.eval.every,
         ),

@@ -1,6 +1,7 @@
 """What a loss asks for is there, once, for the whole step; what cannot be there is named before a step is run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from loop_values import group, scored, step
 from torch import Tensor
 
 from headrace.algo.advantages.credit import credit
-from headrace.algo.correction import Behaviour, Bound
+from headrace.algo.correction import Behaviour, Bound, Missing
 from headrace.algo.loss import LossOut
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.errors import ConfigError
@@ -24,7 +25,7 @@ from headrace.loops.arrays import (
     wanted_arrays,
 )
 from headrace.testing import FakeBackend
-from headrace.types import Datum, FloatArray, float_array
+from headrace.types import Datum, FloatArray, float_array, int_array
 
 
 def batch() -> StepBatch:
@@ -55,6 +56,26 @@ def constant_scorer(value: float, calls: list[int]) -> object:
 
 def trained(datum: Datum, name: str) -> list[float]:
     return [float(value) for value in datum.arrays[name][datum.arrays["weights"] != 0]]
+
+
+async def test_next_version_logprobs_travel_from_the_sampler_to_the_weights() -> None:
+    # trained at version 3: lags 3, 3 (not recorded), 1; log-probs -1 when sampled and -0.5 at the start of the step
+    turn = step([-1.0, -1.0, -1.0], version=0)
+    completion = replace(
+        turn.completion, versions=int_array([0, 0, 2]), next_logprobs=float_array([-0.9, np.nan, -7.0])
+    )
+    one = group(0, scored(1.0, replace(turn, completion=completion)), scored(0.0, replace(turn, completion=completion)))
+    made = step_batch(credit([one], method="dr_grpo"))
+    scorers = {"proximal_logprobs": constant_scorer(-0.5, [])}
+
+    async def weights(**settings: object) -> list[float]:
+        correction = Correction(behaviour=Behaviour.ONE_STEP, **settings)
+        out = await provide(made, find_loss("decoupled_ppo"), scorers, correction=correction, version=3)  # type: ignore[arg-type]
+        return trained(out.data[0], "behaviour_weights")
+
+    assert await weights() == pytest.approx([np.exp(0.1), np.exp(0.5), np.exp(0.5)])  # the full weight stands in
+    assert await weights(missing=Missing.LOGLINEAR) == pytest.approx([np.exp(0.1), np.exp(0.5 / 3), np.exp(0.5)])
+    assert await weights(missing=Missing.MASK) == pytest.approx([np.exp(0.1), 0.0, np.exp(0.5)])
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
