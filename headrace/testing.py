@@ -1,18 +1,20 @@
 """Public fakes, one per protocol: small, deterministic, and held to the same contract tests as the real thing.
 
 `FakeSampler` encodes its version in every token it samples, so a test can prove which weights produced which token.
-`FakeBackend` trains one number. Nothing here needs torch.
+`FakeBackend` trains one number. On a `VirtualLoop` time passes only while everybody waits, at once and always by the
+same amounts. Nothing here needs torch.
 """
 
 import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import selectors
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -299,3 +301,55 @@ class MemorySink:
 
     def close(self) -> None:
         self.closed = True
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+class _NoWaiting(selectors.DefaultSelector):
+    """Passes the time it is asked to wait for on to the loop instead of waiting."""
+
+    skip: Callable[[float | None], None] = staticmethod(lambda seconds: None)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready:
+            self.skip(timeout)
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing is left to do, so that waiting costs nothing and
+    every run is the same. For fakes: it does not wait for threads, processes or sockets.
+
+    When nothing can happen any more, which on a real loop would be a hang, `Deadlock` is raised.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        selector = _NoWaiting()
+        selector.skip = self._skip  # type: ignore[method-assign]
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _skip(self, seconds: float | None) -> None:
+        if seconds is None:
+            waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
+            raise Deadlock(f"nothing will ever wake the tasks {', '.join(waiting)}")
+        self._now_s += seconds
+
+
+class Deadlock(Exception):
+    """Everybody waits and no timer is set."""
+
+
+def run_virtual(main: Coroutine[Any, Any, R]) -> R:
+    """`asyncio.run` on a `VirtualLoop`: an hour of sleeping takes no time.
+
+    >>> run_virtual(asyncio.sleep(3600, "done"))
+    'done'
+    """
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
