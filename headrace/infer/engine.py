@@ -1,6 +1,7 @@
 """The embedded engine: continuous batching over KV slots, on the trainer's own modules and parameters.
 
-One thread owns the model while it samples; `sample`, `score`, `load`, `pause` and `resume` are messages to it. Every
+One worker thread computes; `sample`, `score`, `load`, `pause` and `resume` are messages that it handles between two
+steps. Where the trainer has the same weights it has the same worker, and its requests come between steps too. Every
 engine step is one forward call over the decode rows (one token for each of the first B slots) and some prompt pieces.
 It must not know about episodes, rewards or training.
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.random import uniforms
-from headrace.errors import HeadraceError, SamplerError, boundary
+from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
 from headrace.infer.slots import Sequence as Sampling
 from headrace.infer.slots import Slots
@@ -36,6 +37,7 @@ from headrace.model import head
 from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.packed import linear
+from headrace.model.worker import Worker
 from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle, float_array
 
 R = TypeVar("R")
@@ -47,7 +49,7 @@ SCORE_TOKENS = 4096  # packed tokens of one scoring call
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something for the engine thread to do; if the thread ends first, `future` is told why."""
+    """Something to do on the worker; if the engine ends first, `future` is told why."""
 
     run: Callable[[], None]
     future: "Future[Any] | None"
@@ -68,6 +70,7 @@ class EmbeddedEngine:
     """`max_rows` sequences at once, `kv_tokens` cached positions in all; longer queues wait.
 
     `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
+    `worker`: the trainer's when `lm` is its own model; None: one of the engine's own.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class EmbeddedEngine:
         piece_tokens: int = 128,
         prefill_tokens: int = 512,
         source: LanguageModel | None = None,
+        worker: Worker | None = None,
     ) -> None:
         assert max_rows > 0
         assert piece_tokens > 0
@@ -103,11 +107,12 @@ class EmbeddedEngine:
         self._drained: list[Future[None]] = []
         self._closed = False
         self._failure: str | None = None
-        self._wake = threading.Condition()
-        self._thread = threading.Thread(target=self._main, name="headrace-engine", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._scheduled = False  # a turn is waiting for the worker or running on it
+        self._worker = worker or Worker()
+        self._owns_worker = worker is None
 
-    # --- the protocol: messages to the engine thread ---
+    # --- the protocol: messages to the worker ---
 
     @property
     def version(self) -> int:
@@ -139,11 +144,17 @@ class EmbeddedEngine:
         await self._ask(self._resume)
 
     def close(self) -> None:
-        """Stop the thread; open calls fail."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join()
+        """Open calls fail; a worker of the engine's own ends."""
+        with self._lock:
+            already, self._closed = self._closed, True
+        if already:
+            return
+        try:
+            self._worker.submit(lambda: self._end(CLOSED)).result()
+        except BackendError:  # the worker is closed: nothing runs any more
+            self._end(CLOSED)
+        if self._owns_worker:
+            self._worker.close()
 
     # --- admission ---
 
@@ -159,7 +170,7 @@ class EmbeddedEngine:
             )
         stops = self.lm.eos_tokens if params.stop_tokens is None else params.stop_tokens
         future: Future[Completion] = Future()
-        future.set_running_or_notify_cancel()  # only the engine thread ends it
+        future.set_running_or_notify_cancel()  # only the worker ends it
         limit = min(prompt + params.max_tokens, room)
         return Sampling(request, future, frozenset(stops), limit, next(self._arrivals))
 
@@ -170,14 +181,22 @@ class EmbeddedEngine:
     def _rows_for(self, tokens: int) -> int:
         return min(self._max_rows, self._kv_tokens // tokens // ALIGN * ALIGN)
 
-    # --- the engine thread ---
+    # --- on the worker ---
 
     def _post(self, message: Message) -> None:
-        with self._wake:
-            if message.future is not None and (self._closed or self._failure):
-                raise SamplerError(self._failure or CLOSED)
+        with self._lock:
+            if self._closed or self._failure:
+                if message.future is not None:
+                    raise SamplerError(self._failure or CLOSED)
+                return
             self._inbox.append(message)
-            self._wake.notify()
+            self._schedule()
+
+    def _schedule(self) -> None:
+        """With the lock held: the worker is to take a turn."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._worker.submit(self._turn)
 
     async def _ask(self, run: Callable[[], R]) -> R:
         future: Future[R] = Future()
@@ -193,35 +212,32 @@ class EmbeddedEngine:
         self._post(Message(answer, future))
         return await asyncio.wrap_future(future)
 
-    def _main(self) -> None:
-        why = CLOSED
+    def _turn(self) -> None:
+        """Handle messages and take one step; then whoever else waits for the worker comes first."""
         try:
             with boundary(SamplerError, "the engine stopped"), torch.inference_mode():
-                while self._serve():
+                while self._inbox and not self._closed:
+                    self._inbox[0].run()  # it stays in the inbox until it is done, so that a failure reaches its future
+                    self._inbox.popleft()
+                if self._busy() and not self._closed:
                     self._step()
         except HeadraceError as exc:
-            why = str(exc)
-        with self._wake:
-            self._failure = why
+            self._end(str(exc))
+            return
+        with self._lock:
+            self._scheduled = False
+            if not self._closed and (self._inbox or self._busy()):
+                self._schedule()
+
+    def _end(self, why: str) -> None:
+        """Nothing runs any more: tell everyone who waits."""
+        with self._lock:
+            self._failure = self._failure or why
             messages, self._inbox = self._inbox, deque()
         told: list[Future[Any] | None] = [*(sequence.future for sequence in self._open), *self._drained]
         for future in [*told, *(message.future for message in messages)]:
             if future is not None and not future.done():
                 future.set_exception(SamplerError(why))
-
-    def _serve(self) -> bool:
-        """Handle messages; block while there is nothing to do. False: closed."""
-        while True:
-            with self._wake:
-                while not (self._inbox or self._closed or self._busy()):
-                    self._wake.wait()
-                if self._closed:
-                    return False
-            while self._inbox:
-                self._inbox[0].run()  # it stays in the inbox until it is done, so that a failure reaches its future
-                self._inbox.popleft()
-            if self._busy():
-                return True
 
     def _busy(self) -> bool:
         return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.seated)
