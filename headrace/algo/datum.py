@@ -52,15 +52,20 @@ def samples(episode: Episode) -> tuple[Sample, ...]:
 
     A step whose prompt extends the sequence so far continues it; any other (the history was rewritten) starts anew.
     """
-    chains: list[list[tuple[int, Step]]] = []
+    return tuple(_chain([(index, episode.steps[index]) for index in chain]) for chain in chains(episode.steps))
+
+
+def chains(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
+    """Indices of steps that are parts of one sequence: each prompt begins with all that was seen and sampled before."""
+    found: list[list[int]] = []
     so_far = np.zeros(0, dtype=np.int32)
-    for index, step in enumerate(episode.steps):
-        if chains and len(step.prompt) >= len(so_far) and np.array_equal(step.prompt[: len(so_far)], so_far):
-            chains[-1].append((index, step))
+    for index, step in enumerate(steps):
+        if found and len(step.prompt) >= len(so_far) and np.array_equal(step.prompt[: len(so_far)], so_far):
+            found[-1].append(index)
         else:
-            chains.append([(index, step)])
+            found.append([index])
         so_far = np.concatenate([step.prompt, step.completion.tokens])
-    return tuple(_chain(chain) for chain in chains)
+    return tuple(map(tuple, found))
 
 
 def _chain(chain: Sequence[tuple[int, Step]]) -> Sample:

@@ -4,8 +4,8 @@ eta = `max_staleness`, B = `batch_groups`, C = `max_running`. Two rules hold the
 
 - *Admission* (`capacity`) keeps at most (eta + 1) * B groups live. Under oldest-first order the p-th live group is
   trained at most ceil(p / B) - 1 versions after its start, so a group that finishes in time is at most eta old.
-- *Use* (`verdict`) looks at the tokens themselves when a batch is taken and when weights are published. Admission
-  cannot see a slow group being overtaken by groups that started after it; this can.
+- *Use* (a `StalenessPolicy`) looks at the tokens themselves when a batch is taken and when weights are published.
+  Admission cannot see a slow group being overtaken by groups that started after it; this can.
 
 Worked example, eta = 1, B = 2: four groups start at version 0. Groups 0 and 1 are taken and trained; live is still 4,
 so nothing starts. They are consumed, version 1 is published, two more start (live is 4 again). Groups 2 and 3 are
@@ -14,12 +14,14 @@ group 3 (head version 0, lag 2) is dropped wherever it is, which frees its slot.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 
-from headrace.types import Group, IntArray, int_array
+from headrace.types import Datum, Group, IntArray, float_array, int_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Counts:
 
 class Verdict(StrEnum):
     KEEP = "keep"
+    MASK = "mask"  # train on its tokens that are young enough
     DROP = "drop"
 
 
@@ -65,10 +68,75 @@ def capacity(
     return max(0, min(max_running - counts.running, math.ceil(batches * batch_groups) - counts.live))
 
 
-def verdict(group: Group, *, version: int, max_staleness: int) -> Verdict:
-    """Whether a group may be trained on at `version`: it is as old as its oldest sampled token."""
-    assert group.head_version <= version, "a token cannot be newer than the published weights"
-    return Verdict.DROP if version - group.head_version > max_staleness else Verdict.KEEP
+class StalenessPolicy(Protocol):
+    """What becomes of a group at a version, and from which version on tokens are trained. Both only get stricter."""
+
+    def verdict(self, group: Group, *, version: int) -> Verdict: ...
+
+    def oldest(self, version: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptAll:
+    """No bound: what was sampled is trained on, whatever its age."""
+
+    def verdict(self, group: Group, *, version: int) -> Verdict:
+        assert group.head_version <= version, "a token cannot be newer than the published weights"
+        return Verdict.KEEP
+
+    def oldest(self, version: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBound:
+    """A group is as old as its oldest sampled token, and dropped when that is older than the bound."""
+
+    max_staleness: int
+
+    def verdict(self, group: Group, *, version: int) -> Verdict:
+        assert group.head_version <= version, "a token cannot be newer than the published weights"
+        return Verdict.KEEP if group.head_version >= self.oldest(version) else Verdict.DROP
+
+    def oldest(self, version: int) -> int:
+        return version - self.max_staleness
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentWise:
+    """Tokens older than the bound are not trained; a group stays for as long as it has one that is not.
+
+    Worked example, bound 3: tokens a b c of version 5, d e of 6, f of 7. Up to version 8 all are trained; at 9 the
+    verdict is MASK and d e f are trained; at 10 only f is; at 11 the group is dropped.
+    """
+
+    max_staleness: int
+
+    def verdict(self, group: Group, *, version: int) -> Verdict:
+        if (whole := HeadBound(self.max_staleness).verdict(group, version=version)) is Verdict.KEEP:
+            return whole
+        lags = token_lags(group, version=version)
+        return Verdict.MASK if len(lags) and lags.min() <= self.max_staleness else Verdict.DROP
+
+    def oldest(self, version: int) -> int:
+        return version - self.max_staleness
+
+
+def without_older(data: Sequence[Datum], *, oldest: int) -> tuple[Datum, ...]:
+    """The data with weight 0 on tokens of a version before `oldest`, and nothing of them left for a critic to learn."""
+
+    def young(datum: Datum) -> Datum:
+        keep = datum.arrays["versions"] >= oldest
+        if keep[datum.arrays["weights"] != 0].all():
+            return datum
+        silenced = {
+            name: float_array(np.where(keep, datum.arrays[name], 0.0))
+            for name in ("weights", "critic")
+            if name in datum.arrays
+        }
+        return replace(datum, arrays={**datum.arrays, **silenced})
+
+    return tuple(young(datum) for datum in data)
 
 
 def token_lags(group: Group, *, version: int) -> IntArray:

@@ -1,6 +1,6 @@
 """Finished groups that wait to be trained on: whole groups, oldest start first. It decides nothing."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.algo.staleness import Verdict
@@ -32,10 +32,16 @@ class ReadyBuffer:
             del self._groups[group.id]
         return dropped
 
-    def take(self, n: int) -> tuple[Group, ...]:
-        """Remove and return the `n` oldest groups, in order."""
-        assert n <= len(self), f"{n} groups were asked for and {len(self)} are here"
-        taken = tuple(self)[:n]
+    def replace(self, group: Group) -> None:
+        """A new value of a group that is here."""
+        assert group.id in self._groups, f"group {group.id} is not here"
+        self._groups[group.id] = group
+
+    def take(self, ids: Iterable[int]) -> tuple[Group, ...]:
+        """Remove and return these groups, oldest first."""
+        wanted = set(ids)
+        assert wanted <= self._groups.keys(), f"groups {sorted(wanted - self._groups.keys())} are not here"
+        taken = tuple(group for group in self if group.id in wanted)
         for group in taken:
             del self._groups[group.id]
         return taken

@@ -19,7 +19,7 @@ from headrace.algo.random import derive_seed
 from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
 from headrace.protocols import Env, Sampler
 from headrace.render import Renderer
-from headrace.rollout.generate import sample_to_end
+from headrace.rollout.journal import EpisodeJournal
 from headrace.types import (
     Episode,
     FailedEpisode,
@@ -52,13 +52,17 @@ async def run_episode(
     max_turns: int,
     max_episode_tokens: int,
     timeout_s: float,
+    journal: EpisodeJournal | None = None,
 ) -> Episode | FailedEpisode:
     """Play one task to its end: the environment's, or a limit's (`truncated`). The environment is closed in any case.
 
     Turn i samples with the seed derive_seed(seed, i). An environment with a true attribute `blocking` runs off the
-    event loop. What goes wrong comes back as a FailedEpisode with one sentence.
+    event loop. Turns that the journal has on record are played back in place of being sampled. What goes wrong comes
+    back as a FailedEpisode with one sentence.
     """
     assert max_turns > 0
+    journal = journal or EpisodeJournal()
+    journal.replayable = bool(getattr(env, "deterministic", False))
     try:
         with boundary(EpisodeError, f"task {task.id}"):
             async with time_limit(timeout_s, f"task {task.id}"):
@@ -73,6 +77,7 @@ async def run_episode(
                     env_seed=env_seed,
                     max_turns=max_turns,
                     max_episode_tokens=max_episode_tokens,
+                    journal=journal,
                 )
     except Interrupted:
         raise
@@ -108,6 +113,7 @@ async def _play(
     env_seed: int,
     max_turns: int,
     max_episode_tokens: int,
+    journal: EpisodeJournal,
 ) -> Episode:
     observation = await _off_loop_if_blocking(env, partial(env.reset, task, env_seed))
     messages = [*task.messages, *observation.messages]
@@ -123,7 +129,7 @@ async def _play(
     while True:
         room = min(sampling.max_tokens, max_episode_tokens - len(prompt))
         params = replace(sampling, max_tokens=room, seed=derive_seed(seed, len(steps)))
-        completion = await sample_to_end(sampler, SampleRequest(prompt=prompt, params=params))
+        completion = await journal.sample(sampler, SampleRequest(prompt=prompt, params=params))
         action = renderer.decode(completion.tokens)
         result = await _off_loop_if_blocking(env, partial(env.step, action))
         if not math.isfinite(result.reward):

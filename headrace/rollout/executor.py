@@ -1,66 +1,57 @@
 """Plays groups within the staleness bound and hands them out in batches; synchronous training is its eta = 0.
 
-One event loop owns all state: the ledger counts, admission decides, the runner plays, the buffer keeps, the publisher
-makes versions. A background task settles what has ended and starts what may start; all else happens in the caller's
-own calls. At eta = 0 nothing starts before a batch is asked for and one task is drawn for each group that was given up,
-so which tasks are drawn and which groups are taken depend on the rewards alone, never on the order of completion.
+One event loop owns all state: the ledger counts, admission decides, the runner plays, the journals keep what runs, the
+buffer what is ready, the publisher makes versions. A background task settles what has ended and starts what may start;
+all else happens in the caller's own calls. At eta = 0 nothing starts before a batch is asked for and one task is drawn
+for each group that was given up, so which tasks are drawn and which groups are taken depend on the rewards alone, never
+on the order of completion (with over-sampling, which groups end first decides).
+
+With `lockstep_tokens` the clock is virtual: all open sequences sample so many tokens, then wait for each other, what
+has ended is settled in the order of ids, and nothing moves outside of `take_batch` and the wait for slow tasks. Then
+batches depend on the state alone, for any eta.
 """
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.algo.staleness import Verdict, token_lags, verdict
+from headrace.algo.staleness import HeadBound, SegmentWise, StalenessPolicy, Verdict
 from headrace.errors import CheckpointError, DataError, HeadraceError, RolloutError, boundary
 from headrace.rollout.admission import Admission, Limit
 from headrace.rollout.buffer import ReadyBuffer
+from headrace.rollout.failures import DropsInARow, too_few, why_failed
 from headrace.rollout.filters import Filter, first_rejection
-from headrace.rollout.ledger import Drop, Ledger, State
+from headrace.rollout.group_json import from_json, to_json
+from headrace.rollout.journal import Journals
+from headrace.rollout.keep import Keep, KeepFirst
+from headrace.rollout.ledger import Drop, Ledger, State, Ticket
+from headrace.rollout.next_version import NextVersionScorer, fill_all
 from headrace.rollout.publish import Publisher
+from headrace.rollout.replay import ReplayBuffer
 from headrace.rollout.runner import Err, Ok, Outcome, TaskRunner
+from headrace.rollout.settings import AsyncSettings, StaleAction
+from headrace.rollout.slow import SlowTasks
+from headrace.rollout.stall import pending
+from headrace.rollout.window import Window, mean_length
 from headrace.types import Group, Task, WeightsHandle
 
 logger = logging.getLogger(__name__)
 
 Play = Callable[[Task, int], Awaitable[Group]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AsyncSettings:
-    """`max_running` None: as many groups as the staleness bound admits. `grace_s`: how long a cancelled group may
-    take to end, and how much later than its timeout the wait for it is given up."""
-
-    max_staleness: int = 0
-    max_running: int | None = None
-    task_timeout_s: float = 600.0
-    max_consecutive_drops: int = 64
-    grace_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        assert self.max_staleness >= 0
-        assert self.max_running is None or self.max_running > 0
-        assert self.task_timeout_s > 0
-        assert self.max_consecutive_drops > 0
-        assert self.grace_s > 0
-
-
-@dataclass(slots=True)
-class _Window:
-    """What `metrics` reports besides the ledger's totals, since it was last called."""
-
-    failed_episodes: int = 0
-    lag_total: int = 0
-    lag_tokens: int = 0
-    lag_max: int = 0
+REPLAY_BATCHES = 8  # how many batches' worth of replayed groups are kept to choose from
 
 
 class RolloutExecutor:
-    """Use as `async with executor:`; leaving it cancels what runs and counts what was live as dropped (shutdown)."""
+    """Use as `async with executor:`; leaving it cancels what runs and counts what was live as dropped (shutdown).
+
+    `journals` are those that `play` keeps; without them groups in flight are not scored, and not part of a checkpoint.
+    `cursor` is where `next_task` stands, saved with the rest.
+    """
 
     def __init__(
         self,
@@ -72,6 +63,10 @@ class RolloutExecutor:
         publisher: Publisher,
         filters: Sequence[Filter] = (),
         limits: Sequence[Limit] = (),
+        keep: Keep | None = None,
+        policy: StalenessPolicy | None = None,
+        journals: Journals | None = None,
+        cursor: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         assert batch_groups > 0
         self._play = play
@@ -80,29 +75,51 @@ class RolloutExecutor:
         self._settings = settings
         self._publisher = publisher
         self._filters = tuple(filters)
+        self._keep = keep or KeepFirst()
+        self._policy = policy or _policy_of(settings)
+        self._journals = journals
+        self._cursor = cursor
         self._ledger = Ledger()
         self._admission = Admission(
             batch_groups=batch_groups,
             max_staleness=settings.max_staleness,
             max_running=settings.max_running,
+            oversampling=settings.oversampling,
             limits=tuple(limits),
         )
         self._runner = TaskRunner(timeout_s=settings.task_timeout_s)
-        self._ready = ReadyBuffer(max_groups=(settings.max_staleness + 1) * batch_groups)
+        self._ready = ReadyBuffer(max_groups=self._admission.max_live)
+        self._replay = ReplayBuffer(max_groups=REPLAY_BATCHES * settings.replay_groups)
+        self._scorer = NextVersionScorer(publisher.samplers) if settings.next_logprobs else None
+        self._tasks: dict[int, Task] = {}  # of running groups
+        self._again: deque[Task] = deque()  # dropped as stale, to be tried before new ones
+        self._slow = SlowTasks()
+        self._urgent: set[int] = set()  # ready groups that a publish waited for
+        self._doomed: dict[int, Drop] = {}  # running groups that were cancelled, and why
+        self._ended: list[Outcome] = []  # not settled yet
         self._settler: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
         self._waiting = False  # inside take_batch
         self._publishing = False
         self._failure: HeadraceError | None = None  # ends the run at the next take_batch
         self._source_failure: HeadraceError | None = None  # ends it once what has been started is used up
-        self._drops_in_a_row: Counter[str] = Counter()
-        self._last_error = ""
-        self._window = _Window()
+        self._drops = DropsInARow(limit=settings.max_consecutive_drops)
+        self._window = Window()
         self._reported: dict[str, int] = {}
+        self._barrier: dict[str, Any] | None = None  # the state at the last publish, before anything went on
 
     @property
     def version(self) -> int:
         return self._publisher.version
+
+    @property
+    def oldest(self) -> int:
+        """Tokens of versions before this one must not be trained now."""
+        return self._policy.oldest(self.version)
+
+    @property
+    def _lockstep(self) -> bool:
+        return self._settings.lockstep_tokens > 0
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -110,6 +127,10 @@ class RolloutExecutor:
         assert self._settler is None, "an executor is entered once"
         self._settler = asyncio.create_task(self._settle_forever(), name="rollout-settler")
         self._settler.add_done_callback(lambda _: self._progress.set())  # its death wakes who waits for a batch
+        if self._journals is not None:
+            self._journals.gate.changed = self._progress.set
+        for ticket in self._ledger.tickets(State.RUNNING):  # restored
+            self._runner.spawn(ticket.id, partial(self._play, self._tasks[ticket.id], ticket.id))
         return self
 
     async def __aexit__(
@@ -123,7 +144,7 @@ class RolloutExecutor:
             logger.warning("groups %s did not end within %g s of being cancelled", stuck, self._settings.grace_s)
         for ticket in self._ledger.tickets(*State):
             self._ledger.drop(ticket.id, Drop.SHUTDOWN)
-        self._ready.take(len(self._ready))
+        self._ready.take([group.id for group in self._ready])
         (died,) = await asyncio.gather(self._settler, return_exceptions=True)
         if error is None and isinstance(died, Exception):
             raise died
@@ -139,7 +160,8 @@ class RolloutExecutor:
     # --- the trainer's side --------------------------------------------------------------------------------------
 
     async def take_batch(self) -> tuple[Group, ...]:
-        """Exactly `batch_groups` groups that are fresh enough, oldest first; they are in training until `done`.
+        """Exactly `batch_groups` groups that are fresh enough, oldest first, in training until `done`; behind them
+        those that are trained again, if `replay_groups` asks for some.
 
         Raises RolloutError with the cause after `max_consecutive_drops` groups in a row were given up, when the task
         source or a filter fails, or when nothing ends although its timeout has passed.
@@ -148,35 +170,56 @@ class RolloutExecutor:
         assert not self._waiting, "one batch is taken at a time"
         assert not self._publishing, "a batch is taken after the weights were published"
         self._publisher.check()
+        self._barrier = None
         self._waiting = True
         try:
             self._admit()
             while not self._batch_is_ready():
                 await self._wait_for_progress()
-            groups = self._ready.take(self._batch_groups)
-            self._ledger.take(group.id for group in groups)
+            groups = self._take()
         finally:
             self._waiting = False
-        self._note_lags(groups)
-        return groups
+        if not self._settings.max_staleness:
+            await self._drop_surplus()
+        again = self._replay.draw(self._settings.replay_groups)
+        self._window.replayed += len(again)
+        self._window.take((*groups, *again), version=self.version, oldest=self.oldest)
+        return (*groups, *again)
 
     def done(self, groups: Sequence[Group]) -> None:
         """The batch has been trained on, as a whole; after half of one, groups could start that are stale in time."""
-        self._ledger.consume(group.id for group in groups)
+        training = {ticket.id for ticket in self._ledger.tickets(State.TRAINING)}
+        self._ledger.consume(group.id for group in groups if group.id in training)
         assert not self._ledger.counts.training, "a batch is done as a whole"
+        if self._settings.replay_groups:
+            self._replay.add(groups)
 
     async def publish(self, handle: WeightsHandle) -> None:
-        """Pause every sampler, load, version + 1, drop what became stale, resume. Raises RolloutError."""
+        """Pause every sampler, load, version + 1, drop what became stale, score what waits and runs if next-version
+        log-probs are wanted, resume; before all that, wait for slow tasks. Raises RolloutError."""
         assert not self._waiting, "weights are published between batches"
+        await self._wait_for_slow()
+        if self._lockstep:
+            await self._rest()
         self._publishing = True
+        cut_before = self._publisher.drains_cut
+        if self._journals is not None:
+            self._journals.gate.hold()
         try:
             async with self._publisher.publish(handle):
+                if self._journals is not None:
+                    await self._journals.collected(timeout_s=self._settings.grace_s)
+                self._window.drains_cut += self._publisher.drains_cut - cut_before
                 self._sweep()
+                await self._fill()
+                self._barrier = self._state()
         except RolloutError as exc:
             self._failure = exc  # samplers may hold different weights: no further batch
             raise
         finally:
             self._publishing = False
+            if self._journals is not None:
+                self._journals.gate.release()
         self._admit()
 
     async def catch_up(self, handle: WeightsHandle) -> None:
@@ -187,27 +230,34 @@ class RolloutExecutor:
         """Counts since the last call, lag of the tokens taken since then, and how many groups run and wait now."""
         totals, counts, window = self._ledger.totals, self._ledger.counts, self._window
         since = {name: float(total - self._reported.get(name, 0)) for name, total in totals.items()}
-        self._reported, self._window = totals, _Window()
-        values = since | {
-            "failed_episodes": float(window.failed_episodes),
-            "running": float(counts.running),
-            "ready": float(counts.ready),
-            "lag_mean": window.lag_total / window.lag_tokens if window.lag_tokens else 0.0,
-            "lag_max": float(window.lag_max),
-            "version": float(self.version),
-        }
+        self._reported, self._window = totals, Window()
+        values = since | window.values()
+        values |= {"running": float(counts.running), "ready": float(counts.ready), "version": float(self.version)}
         return {f"rollout/{name}": value for name, value in values.items()}
 
     # --- checkpoint ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-like. Cut it at the publish barrier; groups that run or train then are dropped when it is loaded."""
+        """JSON-like, cut at the last publish if no batch was asked for since: partial sequences are as they were there.
+
+        Groups that train, or that run and cannot be taken up again, are dropped when it is loaded.
+        """
+        state = self._barrier or self._state()
+        return {**state, "reported": dict(self._reported), "window": self._window.state_dict()}
+
+    def _state(self) -> dict[str, Any]:
         return {
             "version": self.version,
             "ledger": self._ledger.state_dict(),
             "ready": self._ready.state_dict(),
-            "reported": self._reported,
-            "window": asdict(self._window),
+            "replay": self._replay.state_dict(),
+            "running": [{"id": id, "task": to_json(task)} for id, task in sorted(self._tasks.items())],
+            "journals": {} if self._journals is None else self._journals.state_dict(),
+            "again": [to_json(task) for task in self._again],
+            "slow": self._slow.state_dict(),
+            "urgent": sorted(self._urgent),
+            "drops": self._drops.state_dict(),
+            "cursor": None if self._cursor is None else dict(self._cursor()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,42 +266,71 @@ class RolloutExecutor:
         with boundary(CheckpointError, "the rollout state in the checkpoint cannot be read"):
             self._ledger.load_state_dict(state["ledger"])
             self._ready.load_state_dict(state["ready"])
+            self._replay.load_state_dict(state["replay"])
             self._publisher.version = int(state["version"])
-            self._reported = {str(name): int(total) for name, total in state["reported"].items()}
-            self._window = _Window(**state["window"])
+            self._tasks = {int(entry["id"]): from_json(entry["task"], Task) for entry in state["running"]}
+            if self._journals is not None:
+                self._journals.load_state_dict(state["journals"])
+            self._again = deque(from_json(entry, Task) for entry in state["again"])
+            self._slow.load_state_dict(state["slow"])
+            self._urgent = {int(id) for id in state["urgent"]}
+            self._drops.load_state_dict(state["drops"])
+            totals = self._ledger.totals  # where the clock is real, some of what was reported comes again
+            reported = {str(name): int(total) for name, total in state["reported"].items()}
+            self._reported = {name: min(total, totals.get(name, 0)) for name, total in reported.items()}
+            self._window = Window.from_state(state["window"])
             ready = [ticket.id for ticket in self._ledger.tickets(State.READY)]
             if ready != sorted(group.id for group in self._ready):
                 raise CheckpointError(f"the ledger lists the ready groups {ready} and other groups are stored")
         for ticket in self._ledger.tickets(State.RUNNING, State.TRAINING):
-            self._ledger.drop(ticket.id, Drop.RESUME)
+            if ticket.state is State.TRAINING or self._journals is None or not self._journals.resumable(ticket.id):
+                self._forget(ticket.id)
+                self._ledger.drop(ticket.id, Drop.RESUME)
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- starting and settling -----------------------------------------------------------------------------------
 
     async def _settle_forever(self) -> None:
         while True:
-            for outcome in await self._runner.outcomes():
-                self._settle(outcome)
-            self._admit()
+            self._ended += await self._runner.outcomes()
+            if not self._lockstep:
+                self._settle_ended()
+                self._admit()
             self._progress.set()
+
+    def _settle_ended(self) -> int:
+        """In the order of ids where the clock is virtual, else as they came; returns how many there were."""
+        ended, self._ended = self._ended, []
+        for outcome in sorted(ended, key=lambda outcome: outcome.id) if self._lockstep else ended:
+            self._settle(outcome)
+        return len(ended)
 
     def _admit(self) -> None:
         """Start as many groups as may start now."""
-        closed = self._settler is None or self._publishing
+        closed = self._settler is None or self._publishing or (self._lockstep and not self._waiting)
         if closed or self._failure is not None or self._source_failure is not None:
             return
         batch_open = self._waiting or self._ledger.counts.training > 0
-        for _ in range(self._admission.capacity(self._ledger.counts, batch_open=batch_open)):
+        for _ in range(self._admission.capacity(self._ledger.counts, batch_open=batch_open, waiting=self._waiting)):
             try:
                 with boundary(DataError, "the task source has no further task"):
-                    task = self._next_task()
+                    task = self._again.popleft() if self._again else self._next_task()
             except HeadraceError as exc:
                 self._source_failure = exc
                 return
             ticket = self._ledger.start(task.id, version=self.version)
+            self._tasks[ticket.id] = task
             self._runner.spawn(ticket.id, partial(self._play, task, ticket.id))
 
     def _settle(self, outcome: Outcome) -> None:
         """A group has ended: it becomes ready, or is dropped for a reason."""
+        if (reason := self._doomed.pop(outcome.id, None)) is not None:
+            if reason is Drop.STALE:
+                assert self._journals is not None
+                self._drop_stale(self._tasks[outcome.id], outcome.id, self._journals.mean_sampled(outcome.id))
+            else:
+                self._ledger.drop(outcome.id, reason)
+            self._forget(outcome.id)
+            return
         match outcome:
             case Err(id=id, reason=reason, text=text):
                 self._give_up(id, reason, text)
@@ -259,38 +338,43 @@ class RolloutExecutor:
                 assert played.id == id, f"group {id} came back as {played.id}"
                 group = replace(played, started_version=self._ledger.ticket(id).started_version)
                 self._window.failed_episodes += len(group.failed)
-                try:
-                    rejection = None if _too_few(group) else first_rejection(self._filters, group)
-                except HeadraceError as exc:  # a filter that raises cannot be worked around by playing more groups
-                    self._failure = self._failure or exc
-                    self._ledger.drop(id, Drop.FAILED)
-                    return
-                if _too_few(group):
-                    self._give_up(id, Drop.FAILED, _why_failed(group))
-                elif rejection is not None:
-                    self._give_up(id, f"filtered_{rejection.reason}", "")
-                elif self._decide(group) is Verdict.DROP:
-                    self._ledger.drop(id, Drop.STALE)
-                else:
-                    self._ledger.ready(id)
-                    self._ready.put(group)
-                    self._drops_in_a_row.clear()
+                self._judge(group if self._journals is None else self._journals.refreshed(group))
+        self._forget(outcome.id)
+
+    def _judge(self, group: Group) -> None:
+        try:
+            rejection = None if too_few(group) else first_rejection(self._filters, group)
+        except HeadraceError as exc:  # a filter that raises cannot be worked around by playing more groups
+            self._failure = self._failure or exc
+            self._ledger.drop(group.id, Drop.FAILED)
+            return
+        if too_few(group):
+            self._give_up(group.id, Drop.FAILED, why_failed(group))
+        elif rejection is not None:
+            self._give_up(group.id, f"filtered_{rejection.reason}", "")
+        elif self._decide(group) is Verdict.DROP:
+            self._drop_stale(group.task, group.id, mean_length(group))
+        else:
+            self._ledger.ready(group.id)
+            self._ready.put(group)
+            self._drops.clear()
+            self._slow.ended(group.task.id)
+            self._window.end(mean_length(group), stale=False)
+
+    def _forget(self, id: int) -> None:
+        """A group runs no more."""
+        self._tasks.pop(id, None)
+        if self._journals is not None:
+            self._journals.close(id)
 
     def _give_up(self, id: int, reason: str, text: str) -> None:
         """Drop a group that is of no use; too many in a row end the run."""
         logger.debug("group %d dropped (%s): %s", id, reason, text)
         self._ledger.drop(id, reason)
-        self._drops_in_a_row[reason] += 1
-        self._last_error = text or self._last_error
-        total = self._drops_in_a_row.total()
-        if total < self._settings.max_consecutive_drops or self._failure is not None:
-            return
-        most = ", ".join(f"{reason} {count} times" for reason, count in self._drops_in_a_row.most_common())
-        last = f"; the last error was: {self._last_error}" if self._last_error else ""
-        self._failure = RolloutError(
-            f"{total} groups in a row were of no use ({most}){last}. "
-            "Change the tasks, the reward or the filters, or raise max_consecutive_drops"
-        )
+        failure = self._drops.note(reason, text)
+        self._failure = self._failure or failure
+
+    # --- a batch -------------------------------------------------------------------------------------------------
 
     def _batch_is_ready(self) -> bool:
         """Sweeps first; raises what makes a batch impossible."""
@@ -300,54 +384,141 @@ class RolloutExecutor:
         if self._failure is not None:
             raise RolloutError(str(self._failure)) from self._failure
         self._sweep()
-        enough = len(self._ready) >= self._batch_groups
+        enough = len(self._ready) >= self._keep.needed(self._batch_groups, self._settings.oversampling)
         if not enough and self._source_failure is not None and not self._ledger.counts.running:
+            if len(self._ready) >= self._batch_groups:
+                return True
             raise self._source_failure
         return enough
 
+    def _take(self) -> tuple[Group, ...]:
+        chosen = self._keep.choose(tuple(self._ready), self._batch_groups, before=self._urgent)
+        groups = self._ready.take(group.id for group in chosen)
+        assert len(groups) == self._batch_groups
+        for group in groups:
+            assert self._decide(group) is not Verdict.DROP, "a stale group was taken"
+        self._urgent -= {group.id for group in groups}
+        self._ledger.take(group.id for group in groups)
+        return groups
+
+    async def _drop_surplus(self) -> None:
+        """At eta = 0 what was started beyond the batch is of no use to the next one."""
+        for group in self._ready.take([group.id for group in self._ready]):
+            self._ledger.drop(group.id, Drop.SURPLUS)
+        self._cancel(self._ledger.tickets(State.RUNNING), Drop.SURPLUS)
+        while self._ledger.counts.running:
+            await self._wait_for_progress()
+
+    def _cancel(self, tickets: Iterable[Ticket], reason: Drop) -> None:
+        """They are dropped for this reason when they have ended."""
+        for ticket in tickets:
+            if ticket.id not in self._doomed:
+                self._doomed[ticket.id] = reason
+                self._runner.cancel(ticket.id)
+
     async def _wait_for_progress(self) -> None:
         """Something ends within its timeout; when nothing does, say what is being waited for."""
-        self._progress.clear()
+        if not self._lockstep:
+            self._progress.clear()
+            await self._patiently(self._progress.wait())
+            return
+        assert self._journals is not None
+        settled = await self._rest()
+        self._admit()
+        if settled:
+            return
+        if not self._ledger.counts.running:
+            await self._patiently(asyncio.Event().wait())  # nothing may start: say so
+        self._journals.gate.next_round()
+
+    async def _rest(self) -> int:
+        """By the virtual clock: settle what has ended when all else waits for the next round."""
+        assert self._journals is not None
+        while True:
+            ended = {outcome.id for outcome in self._ended}
+            running = [ticket.id for ticket in self._ledger.tickets(State.RUNNING) if ticket.id not in ended]
+            if all(self._journals.quiet(id) for id in running):
+                return self._settle_ended()
+            self._progress.clear()
+            await self._patiently(self._progress.wait())
+
+    async def _patiently(self, waiting: Awaitable[object]) -> None:
         patience_s = self._settings.task_timeout_s + self._settings.grace_s
         try:
             async with asyncio.timeout(patience_s):
-                await self._progress.wait()
+                await waiting
         except TimeoutError as exc:
-            running = self._ledger.tickets(State.RUNNING)
-            shown = ", ".join(f"group {ticket.id} of task {ticket.task_id}" for ticket in running[:8]) or "nothing"
-            more = f" and {len(running) - 8} more" if len(running) > 8 else ""
             paused = " (starting groups is paused)" if self._admission.paused else ""
             raise RolloutError(
                 f"{len(self._ready)} of {self._batch_groups} groups are ready and none ended for {patience_s:g} s; "
-                f"still running: {shown}{more}{paused}: they do not react to being cancelled, or nothing may start"
+                f"still running: {self._pending()}{paused}: they do not react to being cancelled, or nothing may start"
             ) from exc
 
+    def _pending(self) -> str:
+        sampled = (lambda id: 0) if self._journals is None else self._journals.num_sampled
+        return pending(self._ledger.tickets(State.RUNNING), sampled)
+
+    # --- staleness -----------------------------------------------------------------------------------------------
+
     def _decide(self, group: Group) -> Verdict:
-        return verdict(group, version=self.version, max_staleness=self._settings.max_staleness)
+        return self._policy.verdict(group, version=self.version)
 
     def _sweep(self) -> None:
-        """Drop ready groups that have become too old, which frees their slots."""
+        """Drop ready groups that have become too old, which frees their slots; running ones that have are cancelled."""
+        self._replay.sweep(self._decide)
         stale = self._ready.sweep(self._decide)
         for group in stale:
-            self._ledger.drop(group.id, Drop.STALE)
+            self._drop_stale(group.task, group.id, mean_length(group))
+        if self._settings.stale_action is StaleAction.DROP:
+            late = [ticket for ticket in self._ledger.tickets(State.RUNNING) if self._head(ticket) < self.oldest]
+            self._cancel(late if self._journals is not None else (), Drop.STALE)
         if stale:
             self._admit()
 
-    def _note_lags(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            lags = token_lags(group, version=self.version)
-            assert not len(lags) or int(lags.max()) <= self._settings.max_staleness, "a stale token was taken"
-            self._window.lag_total += int(lags.sum())
-            self._window.lag_tokens += len(lags)
-            self._window.lag_max = max(self._window.lag_max, int(lags.max(initial=0)))
+    def _head(self, ticket: Ticket) -> int:
+        """Version of the oldest token of a running group; without journals, of its start."""
+        if self._journals is None:
+            return ticket.started_version
+        head = self._journals.head_version(ticket.id)
+        return self.version if head is None else head
+
+    def _drop_stale(self, task: Task, id: int, num_tokens: float) -> None:
+        self._ledger.drop(id, Drop.STALE)
+        self._urgent.discard(id)
+        self._window.end(num_tokens, stale=True)
+        if self._slow.dropped(task.id):
+            self._again.append(task)
+
+    async def _wait_for_slow(self) -> None:
+        """Groups of slow tasks that this publish brings to the bound are waited for: it is their last chance."""
+        if self._settings.stale_action is not StaleAction.DROP or not self._settings.max_staleness:
+            return
+        last = self.version + 1 - self._settings.max_staleness
+        slow = [
+            ticket.id
+            for ticket in self._ledger.tickets(State.RUNNING)
+            if ticket.task_id in self._slow and self._head(ticket) == last
+        ]
+        self._window.slow_waits += len(slow)
+        try:
+            async with asyncio.timeout(self._settings.slow_wait_s):
+                while any(id in self._tasks for id in slow) and self._failure is None:
+                    await self._wait_for_progress()
+        except TimeoutError:
+            logger.warning("publishing without slow tasks: %s", self._pending())
+        ready = {group.id for group in self._ready}
+        self._urgent |= ready.intersection(slow)
+        self._window.slow_missed += len(set(slow) - ready)
+
+    async def _fill(self) -> None:
+        """Score tokens of the version before under this one: of ready, replayed and running groups."""
+        if self._scorer is not None:
+            await fill_all(self._scorer, (self._ready, self._replay), self._journals, version=self.version)
 
 
-def _too_few(group: Group) -> bool:
-    """A group of several needs two valid episodes to be compared; a group of one needs that one."""
-    return len(group.episodes) < min(2, len(group.episodes) + len(group.failed)) or not group.episodes
-
-
-def _why_failed(group: Group) -> str:
-    """The most frequent reason among its failed episodes."""
-    reasons = Counter(failed.reason for failed in group.failed)
-    return reasons.most_common(1)[0][0] if reasons else f"group {group.id} came back without episodes"
+def _policy_of(settings: AsyncSettings) -> StalenessPolicy:
+    match settings.stale_action:
+        case StaleAction.DROP:
+            return HeadBound(settings.max_staleness)
+        case StaleAction.MASK:
+            return SegmentWise(settings.max_staleness)

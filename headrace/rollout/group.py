@@ -14,7 +14,7 @@ from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
 from headrace.protocols import Env, RewardRunner, Sampler
 from headrace.render import Renderer
 from headrace.rollout.episode import run_episode, time_limit
-from headrace.rollout.generate import sample_to_end
+from headrace.rollout.journal import EpisodeJournal, Journals, JournalSampler
 from headrace.types import (
     Completion,
     Episode,
@@ -50,20 +50,30 @@ async def play_group(
     timeout_s: float,
     run_seed: int,
     generate_fn: GenerateFn | None = None,
+    journals: Journals | None = None,
 ) -> Group:
     """Play `group_size` episodes and score them; what could not be played or scored is in `failed`.
 
     All episodes share the environment's seed and each samples with its own; both follow from (run_seed, group_id).
     Episode i has the id "<group_id>/<i>". A user's `generate_fn`, async or plain, takes the place of `run_episode`.
+    A group that `journals` knows goes on from there.
     """
     assert group_size > 0
     started_version = sampler.version
+    kept = [EpisodeJournal() for _ in range(group_size)] if journals is None else journals.open(group_id, group_size)
 
-    async def play(index: int) -> Episode | FailedEpisode:
+    async def play_kept(index: int) -> Episode | FailedEpisode:
+        journal = kept[index]
+        if journal.result is None:
+            journal.result = await play(index, journal)
+        return journal.result
+
+    async def play(index: int, journal: EpisodeJournal) -> Episode | FailedEpisode:
         id = f"{group_id}/{index}"
         seed = derive_seed(run_seed, "episode", group_id, index)
         if generate_fn is not None:
-            return await _generate(generate_fn, id, task, sampler, renderer, seed, timeout_s)
+            through = JournalSampler(sampler, journal)
+            return await _generate(generate_fn, id, task, through, renderer, seed, timeout_s)
         try:
             with boundary(EpisodeError, f"task {task.id}: its environment cannot be made"):
                 env = make_env()
@@ -81,9 +91,10 @@ async def play_group(
             max_turns=max_turns,
             max_episode_tokens=max_episode_tokens,
             timeout_s=timeout_s,
+            journal=journal,
         )
 
-    played = same_start(await _gather(play(index) for index in range(group_size)))
+    played = same_start(await _gather(play_kept(index) for index in range(group_size)))
     episodes = [episode for episode in played if isinstance(episode, Episode)]
     scored = await reward_runner.score(episodes) if episodes else ()
     assert len(scored) == len(episodes)
@@ -134,7 +145,7 @@ def _starts_like(episode: Episode, other: Episode) -> bool:
 class BlockingSampler:
     """A sampler for plain functions, which run on a thread of their own: the same verbs, without `await`."""
 
-    def __init__(self, sampler: Sampler, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
+    def __init__(self, sampler: JournalSampler, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
         self._sampler, self._loop, self._timeout_s = sampler, loop, timeout_s
 
     @property
@@ -143,7 +154,7 @@ class BlockingSampler:
 
     def sample(self, request: SampleRequest) -> Completion:
         """One sequence to its end, across weight updates."""
-        return self._wait(sample_to_end(self._sampler, request))
+        return self._wait(self._sampler.sample(request))
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
         return self._wait(self._sampler.score(sequences, temperature))
@@ -156,7 +167,7 @@ async def _generate(
     generate_fn: GenerateFn,
     id: str,
     task: Task,
-    sampler: Sampler,
+    sampler: JournalSampler,
     renderer: Renderer,
     seed: int,
     timeout_s: float,

@@ -8,11 +8,25 @@ import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from headrace.types import Group
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """Dataclasses, arrays, tuples, mappings and enums as JSON-like values."""
+    return _encode(value)
+
+
+def from_json(value: Mapping[str, Any], kind: type[T]) -> T:
+    """Raises KeyError, TypeError or ValueError on anything `to_json` did not write."""
+    made = _decode(value, kind)
+    assert isinstance(made, kind)
+    return made
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
@@ -23,9 +37,7 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
     """Raises KeyError, TypeError or ValueError on anything `group_to_json` did not write."""
-    group = _decode(value, Group)
-    assert isinstance(group, Group)
-    return group
+    return from_json(value, Group)
 
 
 def _encode(value: Any) -> Any:

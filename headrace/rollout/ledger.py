@@ -31,6 +31,7 @@ class Drop(StrEnum):
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     STALE = "stale"
+    SURPLUS = "surplus"  # more were started than the batch needed, and none may wait for the next
     SHUTDOWN = "shutdown"
     RESUME = "resume"  # it was in flight when the checkpoint was written
 

@@ -1,7 +1,7 @@
 """Brings weights to every sampler; the only place that makes a version.
 
-The phases are fixed: pause (open sequences are interrupted), load, compare fingerprints, version + 1, the caller's
-sweep, resume. Samplers acknowledge each phase; nothing is guessed by sleeping.
+The phases are fixed: pause (open sequences are interrupted, or waited for), load, compare fingerprints, version + 1,
+the caller's sweep and scoring, resume. Samplers acknowledge each phase; nothing is guessed by sleeping.
 """
 
 import asyncio
@@ -9,20 +9,40 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from headrace.errors import HeadraceError, RolloutError, boundary
+from headrace.errors import ConfigError, HeadraceError, RolloutError, boundary
 from headrace.protocols import Sampler
+from headrace.rollout.settings import Interrupt
 from headrace.types import WeightsHandle
 
 T = TypeVar("T")
 
 
 class Publisher:
-    """Owns the version: the count of published weights. It starts at the version its samplers have."""
+    """Owns the version: the count of published weights. It starts at the version its samplers have.
 
-    def __init__(self, samplers: Sequence[Sampler] = (), *, timeout_s: float = 600.0) -> None:
-        self._samplers = tuple(samplers)
+    `drain_s`: with Interrupt.DRAIN, how long open sequences may take to end. `timeout_s` is of each phase.
+    """
+
+    def __init__(
+        self,
+        samplers: Sequence[Sampler] = (),
+        *,
+        interrupt: Interrupt = Interrupt.ABORT,
+        drain_s: float = 60.0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.samplers = tuple(samplers)
+        self._interrupt = interrupt
+        self._drain_s = drain_s
         self._timeout_s = timeout_s
-        self.version = self._samplers[0].version if self._samplers else 0
+        self.drains_cut = 0  # publishes that did not wait for all open sequences
+        self.version = self.samplers[0].version if self.samplers else 0
+        for index, sampler in enumerate(self.samplers):
+            if interrupt is Interrupt.INFLIGHT and not getattr(sampler, "holds_in_flight", False):
+                raise ConfigError(
+                    f"{_name(index, sampler)} cannot keep the keys and values of open sequences over a change of "
+                    'weights: write rl.async.interrupt = "abort" or "drain"'
+                )
 
     @asynccontextmanager
     async def publish(self, handle: WeightsHandle) -> AsyncIterator[int]:
@@ -31,20 +51,20 @@ class Publisher:
         When a phase fails the samplers stay paused: they may hold different weights. Raises RolloutError that names
         the sampler.
         """
-        await self._load(self._samplers, handle, self.version + 1)
+        await self._load(self.samplers, handle, self.version + 1)
         self.version += 1
         yield self.version
-        await _each(self._samplers, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
+        await _each(self.samplers, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
 
     async def catch_up(self, handle: WeightsHandle) -> None:
         """Load weights of the present version into samplers that do not have it yet, as after a restart."""
-        behind = [sampler for sampler in self._samplers if sampler.version != self.version]
+        behind = [sampler for sampler in self.samplers if sampler.version != self.version]
         await self._load(behind, handle, self.version)
         await _each(behind, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
 
     def check(self) -> None:
         """Raises RolloutError when a sampler's tokens would carry another version than the run's."""
-        for index, sampler in enumerate(self._samplers):
+        for index, sampler in enumerate(self.samplers):
             if sampler.version != self.version:
                 raise RolloutError(
                     f"{_name(index, sampler)} holds version {sampler.version} and the run is at {self.version}: "
@@ -52,6 +72,8 @@ class Publisher:
                 )
 
     async def _load(self, samplers: Sequence[Sampler], handle: WeightsHandle, version: int) -> None:
+        if self._interrupt is Interrupt.DRAIN:
+            await self._drain(samplers)
         await _each(samplers, "pause", lambda sampler: sampler.pause(interrupt=True), timeout_s=self._timeout_s)
         prints = await _each(
             samplers, "load the weights", lambda sampler: sampler.load(handle, version), timeout_s=self._timeout_s
@@ -62,6 +84,16 @@ class Publisher:
                     f"{_name(index, sampler)} holds weights {fingerprint} after loading version {version} and the "
                     f"trainer exported {handle.fingerprint}: they were altered or mixed up on the way"
                 )
+
+    async def _drain(self, samplers: Sequence[Sampler]) -> None:
+        """Wait for open sequences; those that take too long are left to the interruption that follows."""
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await _each(
+                    samplers, "drain", lambda sampler: sampler.pause(interrupt=False), timeout_s=self._timeout_s
+                )
+        except TimeoutError:
+            self.drains_cut += 1
 
 
 async def _each(

@@ -46,6 +46,11 @@ class TaskRunner:
         # a callback and not a `finally` in the task: a task cancelled before its first step never enters its body
         task.add_done_callback(partial(self._finished, id))
 
+    def cancel(self, id: int) -> None:
+        """Its outcome comes as of any other, when it has ended."""
+        if id in self._tasks:
+            self._tasks[id].cancel()
+
     async def outcomes(self) -> tuple[Outcome, ...]:
         """What has ended since the last call, in order of ending; waits for the first. The caller sets the deadline."""
         await self._arrived.wait()

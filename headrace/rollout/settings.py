@@ -1,0 +1,55 @@
+"""What an executor is told: one object, built once from [rl.async] and handed to whoever needs it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class StaleAction(StrEnum):
+    """What becomes of a group with a token that is older than the bound."""
+
+    DROP = "drop"
+    MASK = "mask"  # its tokens that are young enough are trained
+
+
+class Interrupt(StrEnum):
+    """What becomes of open sequences when weights change."""
+
+    ABORT = "abort"  # cut, and continued from keys and values computed anew
+    INFLIGHT = "inflight"  # cut, and continued from the keys and values of the weights before
+    DRAIN = "drain"  # waited for; what is still open at the deadline is cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncSettings:
+    """`max_running` None: as many groups as the staleness bound admits. `next_logprobs`: score the tokens of waiting
+    and running groups under the version after theirs. `drain_s`: with Interrupt.DRAIN, how long open sequences may take
+    to end. `slow_wait_s`: how long a publish waits for a task that was
+    dropped as stale twice. `grace_s`: how long a cancelled group may take to end, and how much later than its timeout
+    the wait for it is given up. `lockstep_tokens` above 0: a virtual clock, by which every open sequence samples that
+    many tokens and then waits for all others."""
+
+    max_staleness: int = 0
+    max_running: int | None = None
+    stale_action: StaleAction = StaleAction.DROP
+    interrupt: Interrupt = Interrupt.ABORT
+    oversampling: float = 1.0
+    replay_groups: int = 0
+    next_logprobs: bool = False
+    drain_s: float = 60.0
+    slow_wait_s: float = 60.0
+    task_timeout_s: float = 600.0
+    max_consecutive_drops: int = 64
+    grace_s: float = 30.0
+    lockstep_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.max_staleness >= 0
+        assert self.max_running is None or self.max_running > 0
+        assert self.oversampling >= 1.0
+        assert self.replay_groups >= 0
+        assert self.drain_s > 0
+        assert self.slow_wait_s > 0
+        assert self.task_timeout_s > 0
+        assert self.max_consecutive_drops > 0
+        assert self.grace_s > 0
+        assert self.lockstep_tokens >= 0
