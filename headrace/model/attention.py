@@ -11,7 +11,9 @@ the same bits however its prefix got into the cache (see `docs/design.md`, deter
 Shape letters: Q query heads, H key-value heads, G = Q / H, D head width, T packed tokens, B slots, S cached tokens.
 """
 
+import inspect
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,9 +50,24 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Sequences laid end to end; each sees only itself, causally."""
+    """Sequences laid end to end; each sees only itself, causally.
+
+    `ends` is [0, running sums of the lengths] on the device; `packed` makes it once for all layers that need it.
+    """
 
     lengths: tuple[int, ...]
+    ends: Tensor | None = None
+
+
+def packed(lengths: tuple[int, ...], device: torch.device) -> Packed:
+    """The context of sequences whose tokens are on `device`."""
+    return Packed(lengths, _ends(lengths, device) if device.type == "cuda" else None)
+
+
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    torch.cumsum(torch.tensor(lengths), 0, out=ends[1:])
+    return ends.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +118,9 @@ def attend(
     assert dropout == 0.0, "models are kept in eval mode"
     assert query.shape[0] == 1, "tokens are packed into one row"
     match attention:
-        case Packed(lengths):
-            if _varlen_applies(query):
-                return _packed_varlen(query, key, value, lengths, scaling, sliding_window), None
-            return _packed(query, key, value, lengths, scaling, sliding_window), None
+        case Packed():
+            packed_out: Tensor = _attend_packed(query, key, value, attention, scaling, sliding_window)
+            return packed_out, None
         case Cached():
             layer: int = module.layer_idx  # type: ignore[assignment]
             return _cached(query, key, value, attention, layer, scaling, sliding_window), None
@@ -124,6 +140,15 @@ def causal_mask(queries: int, offset: int, window: int | None, device: torch.dev
     column = torch.arange(offset + queries, device=device)[None, :]
     visible = column <= row
     return visible if window is None else visible & (column > row - window)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it as it is: lengths differ
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
+) -> Tensor:
+    if _varlen_applies(query):
+        return _packed_varlen(query, key, value, context, scaling, window)
+    return _packed(query, key, value, context.lengths, scaling, window)
 
 
 def _packed(
@@ -148,32 +173,25 @@ def _varlen_applies(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _packed_varlen(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
-) -> Tensor:
-    """CUDA half precision: one varlen kernel for all sequences (torch's has no GQA, so key heads are repeated)."""
+@cache
+def _gqa_flag() -> dict[str, Any]:
+    """torch's kernel reads grouped key heads as they are; newer versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn
 
-    groups = query.shape[1] // key.shape[1]
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    torch.cumsum(torch.tensor(lengths), 0, out=ends[1:])
-    ends = ends.to(query.device, non_blocking=True)
-    longest = max(lengths)
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def _packed_varlen(
+    query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
+) -> Tensor:
+    """CUDA half precision: one varlen kernel for all sequences."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    ends = _ends(context.lengths, query.device) if context.ends is None else context.ends
+    longest = max(context.lengths)
     left = -1 if window is None else window - 1
-    out = varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(left, 0),
-    )
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), **_gqa_flag())
     assert isinstance(out, Tensor)
     return out[None]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.model import cuda
 from headrace.types import Adam
 
 HALF = (torch.bfloat16, torch.float16)
@@ -26,13 +27,17 @@ class MasterAdamW:
         }
         self._leaves = {name: nn.Parameter(master) for name, master in self.masters.items()}
         self._adam = torch.optim.AdamW(self._leaves.values(), lr=0.0, fused=True)
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # half precision on CUDA while one backward pass has filled them
+        masters = self.masters.values()
+        self._on_cuda = cuda.available() and all(one.is_cuda and one.dtype == torch.float32 for one in masters)
+        self._num_updates = 0
         self._before: dict[str, Tensor] | None = None  # the masters before the last reversible update
 
     def buffer(self, name: str) -> Tensor:
         """The accumulated gradient of one parameter, made (zero) on first use."""
         if name not in self.gradients:
             self.gradients[name] = torch.zeros_like(self.masters[name])
+        self.gradients[name] = self.gradients[name].to(self.masters[name].dtype)
         return self.gradients[name]
 
     def collect(self) -> None:
@@ -42,9 +47,9 @@ class MasterAdamW:
             if gradient is None:
                 continue
             if name in self.gradients:
-                self.gradients[name] += gradient
-            else:
-                self.gradients[name] = gradient.to(self.masters[name].dtype)
+                self.buffer(name).add_(gradient)
+            else:  # the first one is kept as it is where the update can read it so
+                self.gradients[name] = gradient if self._on_cuda else gradient.to(self.masters[name].dtype)
 
     def fill(self) -> None:
         """Where no backward pass left anything (no token had a weight), the gradient is zero."""
@@ -58,6 +63,11 @@ class MasterAdamW:
 
     def norm(self) -> float:
         """Global L2 norm of the accumulated gradient."""
+        if self._on_cuda:
+            from headrace.train.cuda_adam import squared_norm  # needs Triton
+
+            self.gradients = {name: gradient.contiguous() for name, gradient in self.gradients.items()}
+            return float(squared_norm(list(self.gradients.values())).sqrt())
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self.gradients.values())))))
 
     def remember(self, adam: Adam, *, skipped: bool) -> None:
@@ -78,6 +88,10 @@ class MasterAdamW:
     def update(self, adam: Adam, *, norm: float) -> None:
         """One AdamW step (decoupled decay, bias correction, eps outside the root), clipped to `clip_norm`."""
         factor = adam.clip_norm / (norm + 1e-6) if adam.clip_norm > 0 and norm > adam.clip_norm else 1.0
+        if self._on_cuda:
+            self._update_on_cuda(adam, factor)
+            self.gradients = {}
+            return
         if factor != 1.0:
             torch._foreach_mul_(list(self.gradients.values()), factor)
         for group in self._adam.param_groups:
@@ -99,6 +113,30 @@ class MasterAdamW:
             if parameter.dtype in HALF:
                 parameter.copy_(self.masters[name])
 
+    def _update_on_cuda(self, adam: Adam, factor: float) -> None:
+        """The same step with torch's state, in one kernel for each parameter."""
+        from headrace.train.cuda_adam import Slot, adamw_  # needs Triton
+
+        slots = []
+        for name, leaf in self._leaves.items():
+            state = self._adam.state[leaf]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=leaf.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(leaf), torch.zeros_like(leaf)
+            half = self.parameters[name].detach() if self.parameters[name].dtype in HALF else None
+            slots.append(
+                Slot(
+                    master=leaf.detach(),
+                    moment=state["exp_avg"],
+                    square=state["exp_avg_sq"],
+                    gradient=self.gradients[name],
+                    half=half,
+                )
+            )
+        self._num_updates += 1
+        torch._foreach_add_([self._adam.state[leaf]["step"] for leaf in self._leaves.values()], 1)
+        adamw_(slots, adam, step=self._num_updates, factor=factor)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Flat tensors: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`, and `/master` for half-precision modules."""
         flat: dict[str, Tensor] = {}
@@ -116,7 +154,7 @@ class MasterAdamW:
             name, _, key = full.rpartition("/")
             states.setdefault(name, {})[key] = value
         self.discard()
-        self._before = None
+        self._before, self._num_updates = None, 0
         for name, leaf in self._leaves.items():
             saved: dict[str, Any] = dict(states.get(name, {}))
             master = saved.pop("master", None)
@@ -124,6 +162,7 @@ class MasterAdamW:
                 if master is not None:
                     self.masters[name].copy_(master)
             if "step" in saved:
+                self._num_updates = int(saved["step"])
                 saved["step"] = saved["step"].reshape(()).to(leaf.device)
             self._adam.state[leaf] = {key: value.to(leaf.device).clone() for key, value in saved.items()}
             if not saved:

@@ -25,7 +25,7 @@ from headrace.algo.losses import find_loss
 from headrace.algo.packing import pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
 from headrace.model import head
-from headrace.model.attention import Packed
+from headrace.model.attention import packed
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
 from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_dict, save_adapter
 from headrace.model.scalar import has_scalar_head, scalars
@@ -103,13 +103,13 @@ class TorchBackend:
         lm: LanguageModel,
         *,
         micro_batch_tokens: int = 8192,
-        chunk_tokens: int = head.CHUNK_TOKENS,
+        chunk_tokens: int | None = None,
         score_everything: bool = False,
     ) -> None:
         assert micro_batch_tokens > 0
         self.lm = lm
         self._micro_batch_tokens = micro_batch_tokens
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = chunk_tokens or head.default_chunk(lm.device)
         self._score_everything = score_everything
         self._optimizer = make_optimizer(lm)
         self._has_gradient = False
@@ -139,7 +139,7 @@ class TorchBackend:
     def gradients(self) -> "Future[dict[str, Tensor]]":
         """A copy of what has been accumulated, by parameter; no loop needs it, whoever checks one does."""
         return self._submit(
-            "gradients", lambda: {name: gradient.clone() for name, gradient in self._optimizer.gradients.items()}
+            "gradients", lambda: {name: self._optimizer.buffer(name).clone() for name in self._optimizer.gradients}
         )
 
     def close(self) -> None:
@@ -176,21 +176,23 @@ class TorchBackend:
             [datum.num_tokens for datum in data], [datum.unit for datum in data], budget=self._micro_batch_tokens
         )
         logprobs: list[FloatArray] = [float_array(np.full(datum.targets.shape, np.nan)) for datum in data]
-        total, metrics = 0.0, dict[str, Metric]()
+        queued: list[tuple[tuple[int, ...], _Part]] = []
         for indices in batches:
             batch = [data[index] for index in indices]
             with torch.set_grad_enabled(want_gradient):
                 part = self._micro_batch(batch, loss, want_gradient=want_gradient)
-            if part is None:
-                continue
-            total += part.loss
-            metrics = merge_metrics(metrics, part.metrics)
-            for index, values in zip(indices, part.logprobs, strict=True):
+            if part is not None:
+                queued.append((indices, part))
+        total, metrics = 0.0, dict[str, Metric]()
+        for indices, part in queued:  # nothing is read off the device before everything is queued on it
+            total += part.computed.total()
+            metrics = merge_metrics(metrics, part.computed.merged_metrics())
+            for index, values in zip(indices, _split(part, [data[index] for index in indices]), strict=True):
                 logprobs[index] = values
         metrics["loss/total"] = Sum(total)
         return ForwardOut(loss=total, logprobs=tuple(logprobs), metrics=metrics)
 
-    def _micro_batch(self, batch: Sequence[Datum], loss: _Loss, *, want_gradient: bool) -> ForwardOut | None:
+    def _micro_batch(self, batch: Sequence[Datum], loss: _Loss, *, want_gradient: bool) -> "_Part | None":
         device = self.lm.device
         arrays = _stack(batch, loss)
         weighted = arrays["weights"] != 0
@@ -200,29 +202,25 @@ class TorchBackend:
         if not len(rows_R):
             return None
         lengths = tuple(datum.num_tokens for datum in batch)
-        tokens_T = torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long().to(device)
-        positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        hidden_TD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))
+        tokens_T = _send(torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long(), device)
+        positions_T = _send(torch.cat([torch.arange(length) for length in lengths]), device)
+        hidden_TD = self.lm.hidden(tokens_T, positions_T, packed(lengths, device))
         real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
         inputs = {
-            name: (array[rows_R] if name == "segments" else array[rows_R].to(real)).to(device)
+            name: _send(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
             for name, array in arrays.items()
         }
-        rows = rows_R.to(device)
+        rows = _send(rows_R, device)
         if has_scalar_head(self.lm):
-            part = self._scalar(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
+            computed = self._scalar(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
         else:
             targets = packed_targets(batch, rows_R, device=device, dtype=real)
             run = self._fused if loss.unit is Unit.TOKEN else self._whole
-            part = run(hidden_TD, rows, targets, inputs, loss, want_gradient=want_gradient)
+            computed = run(hidden_TD, rows, targets, inputs, loss, want_gradient=want_gradient)
+
         if want_gradient:
             self._optimizer.collect()
-        scores = np.full((sum(lengths), *batch[0].targets.shape[1:]), np.nan, dtype=np.float32)
-        scores[rows_R.numpy()] = part.logprobs[0]
-        ends = np.cumsum(lengths)[:-1]
-        return ForwardOut(
-            loss=part.loss, metrics=part.metrics, logprobs=tuple(float_array(piece) for piece in np.split(scores, ends))
-        )
+        return _Part(rows_R=rows_R, computed=computed)
 
     def _fused(
         self,
@@ -233,7 +231,7 @@ class TorchBackend:
         loss: _Loss,
         *,
         want_gradient: bool,
-    ) -> ForwardOut:
+    ) -> "_Computed":
         """Token-wise losses: loss and gradient chunk by chunk while the chunk's probabilities are at hand."""
         weight_VD = self.lm.head_weight()
         train_head = want_gradient and weight_VD.requires_grad
@@ -265,11 +263,9 @@ class TorchBackend:
                 found.append((weight_VD, buffer.to(weight_VD.dtype)))
             if found:
                 torch.autograd.backward([tensor for tensor, _ in found], [gradient for _, gradient in found])
-        metrics: dict[str, Metric] = {}
-        for _, part in parts:
-            metrics = merge_metrics(metrics, part)
-        total = float(torch.stack([value for value, _ in parts]).double().sum())
-        return ForwardOut(loss=total, logprobs=(float_array(fused.logprobs.cpu().numpy()),), metrics=metrics)
+        return _Computed(
+            losses=[value for value, _ in parts], metrics=[part for _, part in parts], values=fused.logprobs
+        )
 
     def _whole(
         self,
@@ -280,7 +276,7 @@ class TorchBackend:
         loss: _Loss,
         *,
         want_gradient: bool,
-    ) -> ForwardOut:
+    ) -> "_Computed":
         """Losses over sequences, pairs or groups: all log-probs first, then the loss."""
         logprobs, entropy = head.logprobs(
             hidden_TD[rows_R],
@@ -292,19 +288,17 @@ class TorchBackend:
         out = _call(loss, logprobs, entropy, inputs)
         if want_gradient and out.loss.requires_grad:
             out.loss.backward()  # type: ignore[no-untyped-call]
-        values = float_array(logprobs.detach().cpu().numpy())
-        return ForwardOut(loss=float(out.loss.detach()), logprobs=(values,), metrics=out.metrics)
+        return _Computed(losses=[out.loss.detach()], metrics=[out.metrics], values=logprobs.detach())
 
     def _scalar(
         self, hidden_RD: Tensor, inputs: Mapping[str, Tensor], loss: _Loss, *, want_gradient: bool
-    ) -> ForwardOut:
+    ) -> "_Computed":
         """Losses of one number per token."""
         numbers_R = scalars(self.lm, hidden_RD)
         out = _call(loss, numbers_R, None, inputs)
         if want_gradient and out.loss.requires_grad:
             out.loss.backward()  # type: ignore[no-untyped-call]
-        values = float_array(numbers_R.detach().cpu().numpy())
-        return ForwardOut(loss=float(out.loss.detach()), logprobs=(values,), metrics=out.metrics)
+        return _Computed(losses=[out.loss.detach()], metrics=[out.metrics], values=numbers_R.detach())
 
     def _head_name(self) -> str | None:
         """The parameter name of the head's own weight (the embedding's, when they are tied), if it is trained."""
@@ -388,6 +382,47 @@ class TorchBackend:
 
     def _export(self) -> WeightsHandle:
         return Shared(fingerprint=fingerprint(self.lm.model.named_parameters()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """What a loss made of a micro-batch, still on the device: reading a number would wait for all that is queued."""
+
+    losses: Sequence[Tensor]  # of each chunk
+    metrics: Sequence[Mapping[str, Metric]]
+    values: Tensor  # log-probs or scalars of the rows
+
+    def total(self) -> float:
+        return float(torch.stack(list(self.losses)).double().sum())
+
+    def merged_metrics(self) -> dict[str, Metric]:
+        merged: dict[str, Metric] = {}
+        for part in self.metrics:
+            merged = merge_metrics(merged, part)
+        return merged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A micro-batch: which of its tokens were rows of the head, and what was computed for them."""
+
+    rows_R: Tensor  # on the CPU
+    computed: _Computed
+
+
+def _split(part: _Part, batch: Sequence[Datum]) -> list[FloatArray]:
+    """The values of a micro-batch by datum; NaN where a token was no row."""
+    lengths = [datum.num_tokens for datum in batch]
+    scores = np.full((sum(lengths), *batch[0].targets.shape[1:]), np.nan, dtype=np.float32)
+    scores[part.rows_R.numpy()] = part.computed.values.cpu().numpy()
+    return [float_array(piece) for piece in np.split(scores, np.cumsum(lengths)[:-1])]
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device; to CUDA through pinned memory, so that the host need not wait for what is queued there."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _prepare_loss(spec: LossSpec) -> _Loss:

@@ -1,9 +1,9 @@
-"""RMS norm and gated SiLU of a decoder layer, one kernel each way, rounding where transformers' modules round.
+"""RMS norm, rotation and gated SiLU of a decoder layer, one kernel each way, in half precision.
 
-transformers computes them operation by operation, and each is a pass through memory. Here a norm reads and writes its
-tokens once forward and reads twice, writes once backward; the same goes for silu(gate) * up. Half precision only.
+transformers computes them operation by operation, and each is a pass through memory; here each is one pass. Norms and
+activations round where transformers' modules round; rotations round once, at the end.
 
-Shape letters: T tokens, D width, M width of the MLP.
+Shape letters: T tokens, D width (of a head where there are heads), H heads.
 """
 
 from types import MethodType
@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from headrace.model.attention import Packed, attend
+
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm")
+ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP")
 HALF = (torch.bfloat16, torch.float16)
 STRIPS = 264  # programs of the norm's backward pass, two for each multiprocessor of an H100 or H200
@@ -22,11 +25,13 @@ BLOCK = 1024
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Give the norms and MLPs that are known here their fused forward; all others stay as they are."""
+    """Give norms, MLPs and attentions that are known here their fused forward; all others stay as they are."""
     for module in model.modules():
         name = type(module).__name__
         if name in NORMS:
             module.forward = MethodType(_norm_forward, module)  # bound, so a deep copy of the model uses its own
+        elif name in ATTENTIONS:
+            module.forward = MethodType(_attention_forward, module)
         elif name in MLPS and isinstance(module.act_fn, nn.SiLU | _silu_type()):
             module.forward = MethodType(_mlp_forward, module)
 
@@ -52,6 +57,31 @@ def _mlp_forward(module: Any, hidden: Tensor) -> Tensor:
     if not _applies(hidden):
         return type(module).forward(module, hidden)  # type: ignore[no-any-return]
     return module.down_proj(gated_silu(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
+
+
+def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: Any, **given: Any) -> Any:
+    """Packed tokens stay [T, H, D] from the projections to the kernel; sampling goes transformers' way."""
+    context = given.get("attention")
+    cos, sin = position_embeddings
+    if not (isinstance(context, Packed) and _applies(hidden_states) and cos.shape[-1] == module.head_dim):
+        return type(module).forward(module, hidden_states, position_embeddings=position_embeddings, **given)
+    query, key, value = (
+        projection(hidden_states)[0].unflatten(-1, (-1, module.head_dim))
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    query, key = rotate(query, cos[0], sin[0]), rotate(key, cos[0], sin[0])
+    window = getattr(module if hasattr(module, "sliding_window") else module.config, "sliding_window", None)
+    q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
+    out, _ = attend(module, q, k, v, None, scaling=module.scaling, attention=context, sliding_window=window)
+    return module.o_proj(out.flatten(-2)), None
+
+
+def rotate(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """x cos + rotate_half(x) sin, for every head; both halves of cos and sin are alike."""
+    result: Tensor = _Rotate.apply(states_THD, cos_TD, sin_TD)  # type: ignore[no-untyped-call]
+    return result
 
 
 def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -94,6 +124,31 @@ class _RmsNorm(torch.autograd.Function):
                 BLOCK=triton.next_power_of_2(width),
             )  # fmt: skip
         return grad_x_TD.view(grad.shape), partial_SD.sum(dim=0).to(weight_D.dtype), None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return _rotated(states_THD, cos_TD, sin_TD, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _rotated(grad, cos_TD, sin_TD, -1.0), None, None
+
+
+def _rotated(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, direction: float) -> Tensor:
+    states_THD = states_THD.contiguous()
+    out_THD = torch.empty_like(states_THD)
+    tokens, heads, width = states_THD.shape
+    if tokens:
+        _rotate_kernel[(tokens,)](
+            states_THD, cos_TD, sin_TD, out_THD, direction, heads,
+            WIDTH=width, BLOCK=triton.next_power_of_2(heads * width // 2),
+        )  # fmt: skip
+    return out_THD
 
 
 class _GatedSilu(torch.autograd.Function):
@@ -151,6 +206,25 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         mean = tl.sum(wg * exact, axis=0) / width
         tl.store(grad_x + row * width + column, (scale * (wg - exact * mean)).to(value.dtype), mask=there)
     tl.store(partial + strip * width + column, total, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rotate_kernel(  # type: ignore[no-untyped-def]
+    states, cos, sin, out, direction, heads, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of every head the pair (j, j + WIDTH / 2) by the angle of j."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    half = WIDTH // 2
+    inside = pair < heads * half
+    column = pair % half
+    place = token * heads * WIDTH + (pair // half) * WIDTH + column
+    first = tl.load(states + place, mask=inside, other=0.0)
+    x, y = first.to(tl.float32), tl.load(states + place + half, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * WIDTH + column).to(tl.float32)
+    s = tl.load(sin + token * WIDTH + column).to(tl.float32) * direction
+    tl.store(out + place, (x * c - y * s).to(first.dtype), mask=inside)
+    tl.store(out + place + half, (y * c + x * s).to(first.dtype), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

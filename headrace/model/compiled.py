@@ -1,0 +1,47 @@
+"""Decoder layers through torch.compile, for training: norms, rotation and activation become a few kernels.
+
+The first step waits for the compiler. Attention stays a call of its own between two compiled parts, so that sequence
+lengths, adapters and caches are no part of what is compiled; one compilation serves all layers and all numbers of
+tokens. Sampling and scoring, which run without gradients, keep the plain layers.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.errors import ModelError
+from headrace.model.lora import lora_layers
+
+COMPILED = "_headrace_compiled"
+
+
+def compile_layers(model: Any) -> None:
+    """Compile every decoder layer where gradients are wanted; goes together with `recompute_layers`, before it.
+
+    Raises ModelError for a model with adapters, whose choice per token a compiled layer could not follow.
+    """
+    if any(True for _ in lora_layers(model)):
+        raise ModelError("model.compile does not go with [model.lora]: set it to false")
+    for layer in model.base_model.layers:
+        setattr(layer, COMPILED, True)
+        layer.forward = MethodType(_compiled, layer)  # bound to the layer, so a deep copy of the model uses its own
+
+
+def layer_forward(layer: nn.Module) -> Callable[..., Any]:
+    """What computes this layer now: the class's own function, or that function compiled."""
+    forward = type(layer).forward
+    return compiled_forward(forward) if torch.is_grad_enabled() and getattr(layer, COMPILED, False) else forward
+
+
+def _compiled(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return layer_forward(layer)(layer, *args, **kwargs)
+
+
+@cache
+def compiled_forward(forward: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """One compiled function for all layers of a kind; their weights are arguments to it."""
+    return torch.compile(forward, dynamic=True, backend=backend)

@@ -1,0 +1,162 @@
+"""AdamW on CUDA: one kernel over all parameters, which reads and writes everything once; and the norm of the gradient.
+
+The same formula and the same state as torch's AdamW (`train/optimizer.py`, which chooses). Clipping and the copy of a
+float32 master into the half-precision weight happen on the way. Gradients may be float32 or the half precision that a
+backward pass left, which spares a float32 copy of them when a step has one micro-batch.
+
+Kernels find their tensors in a table of addresses, one row for each parameter. Letters: P programs, N parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace.types import Adam
+
+CHUNK, BLOCK = 8192, 2048  # elements of one program, and of one round of it
+ALIGNED_BYTES = 16
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One parameter's tensors; `half` is the module's own weight when the master is a copy of it."""
+
+    master: Tensor
+    moment: Tensor
+    square: Tensor
+    gradient: Tensor
+    half: Tensor | None
+
+
+def adamw_(slots: Sequence[Slot], adam: Adam, *, step: int, factor: float) -> None:
+    """Update number `step` (from 1), with every gradient times `factor`. Decoupled decay, eps outside of the root."""
+    assert step > 0
+    correction1, correction2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
+    alike: dict[tuple[torch.dtype, torch.dtype | None], list[Slot]] = {}
+    for slot in slots:
+        alike.setdefault((slot.gradient.dtype, None if slot.half is None else slot.half.dtype), []).append(slot)
+    for (gradient, half), group in alike.items():
+        rows = [
+            (slot.master, slot.moment, slot.square, slot.gradient, slot.master if slot.half is None else slot.half)
+            for slot in group
+        ]
+        device = group[0].master.device
+        work = _work(tuple(slot.master.numel() for slot in group), device)
+        _adamw_kernel[(len(work.owner_P),)](
+            _addresses(rows, device), work.sizes_N, work.owner_P, work.part_P,
+            factor, 1.0 - adam.learning_rate * adam.weight_decay, adam.learning_rate / correction1,
+            adam.beta1, adam.beta2, adam.eps, correction2**0.5,
+            GRADIENT=TYPES[gradient], HALF=None if half is None else TYPES[half],
+            EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares over all elements in float32, in an order that does not change from call to call."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.dtype, []).append(tensor)
+    totals = []
+    for dtype, group in alike.items():
+        work = _work(tuple(tensor.numel() for tensor in group), group[0].device)
+        sums_P = torch.empty(len(work.owner_P), dtype=torch.float32, device=group[0].device)
+        _square_kernel[(len(sums_P),)](
+            _addresses([(tensor,) for tensor in group], group[0].device), work.sizes_N, work.owner_P, work.part_P,
+            sums_P, TYPE=TYPES[dtype], EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+        totals.append(sums_P.sum())
+    return torch.stack(totals).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """Program p works on part `part_P[p]` of parameter `owner_P[p]`."""
+
+    owner_P: Tensor
+    part_P: Tensor
+    sizes_N: Tensor
+    even: bool  # every size is a multiple of sixteen
+
+
+@lru_cache(maxsize=16)
+def _work(sizes: tuple[int, ...], device: torch.device) -> _Work:
+    parts_N = torch.tensor([-(-size // CHUNK) for size in sizes])
+    owner_P = torch.repeat_interleave(torch.arange(len(sizes)), parts_N)
+    first_N = torch.cumsum(parts_N, 0) - parts_N
+    part_P = torch.arange(len(owner_P)) - first_N[owner_P]
+    return _Work(
+        owner_P=owner_P.int().to(device),
+        part_P=part_P.int().to(device),
+        sizes_N=torch.tensor(sizes).to(device),
+        even=all(size % 16 == 0 for size in sizes),
+    )
+
+
+def _addresses(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """[N, tensors of a row] of int64."""
+    assert all(tensor.is_contiguous() for row in rows for tensor in row)
+    table = torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows])
+    assert not (table % ALIGNED_BYTES).any(), "parameters begin at their allocation"
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _address(table, place, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.multiple_of(tl.load(table + place).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _square_kernel(  # type: ignore[no-untyped-def]
+    table, sizes, owner, part, sums, TYPE: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    index = tl.load(owner + program)
+    size = tl.load(sizes + index)
+    if EVEN:  # sixteen elements are then inside or outside together, and load as one
+        size = tl.multiple_of(size, 16)
+    values = _address(table, index, TYPE)
+    first = tl.load(part + program).to(tl.int64) * CHUNK
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in tl.static_range(0, CHUNK, BLOCK):
+        place = first + start + tl.arange(0, BLOCK)
+        value = tl.load(values + place, mask=place < size, other=0.0).to(tl.float32)
+        total += value * value
+    tl.store(sums + program, tl.sum(total, axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _adamw_kernel(  # type: ignore[no-untyped-def]
+    table, sizes, owner, part, factor, keep, rate, beta1, beta2, eps, root2,
+    GRADIENT: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    index = tl.load(owner + program)
+    size = tl.load(sizes + index)
+    if EVEN:  # sixteen elements are then inside or outside together, and load as one
+        size = tl.multiple_of(size, 16)
+    masters = _address(table, index * 5, tl.float32)
+    moments = _address(table, index * 5 + 1, tl.float32)
+    squares = _address(table, index * 5 + 2, tl.float32)
+    gradients = _address(table, index * 5 + 3, GRADIENT)
+    first = tl.load(part + program).to(tl.int64) * CHUNK
+    for start in tl.static_range(0, CHUNK, BLOCK):
+        place = first + start + tl.arange(0, BLOCK)
+        inside = place < size
+        g = tl.load(gradients + place, mask=inside, other=0.0).to(tl.float32) * factor
+        m = tl.load(moments + place, mask=inside, other=0.0)
+        v = tl.load(squares + place, mask=inside, other=0.0)
+        w = tl.load(masters + place, mask=inside, other=0.0)
+        m = m + (1.0 - beta1) * (g - m)
+        v = v * beta2 + (1.0 - beta2) * g * g
+        w = w * keep - rate * m / (tl.sqrt(v) / root2 + eps)
+        tl.store(moments + place, m, mask=inside)
+        tl.store(squares + place, v, mask=inside)
+        tl.store(masters + place, w, mask=inside)
+        if HALF is not None:
+            tl.store(_address(table, index * 5 + 4, HALF) + place, w.to(HALF), mask=inside)
