@@ -31,7 +31,12 @@ from headrace.types import (
 
 
 class Sampler(Protocol):
-    """Samples from a policy. A token's version is the one loaded when it was sampled."""
+    """Samples from a policy. A token's version is the one loaded when it was sampled.
+
+    A sampler with a true attribute `holds_in_flight` keeps the keys and values of interrupted sequences when weights
+    are loaded, so that what continues one of them (`continue_from`) does not compute its beginning again; all else that
+    it kept from before is still forgotten. `interrupt = "inflight"` needs it.
+    """
 
     @property
     def version(self) -> int: ...
@@ -79,7 +84,11 @@ class TrainBackend(Protocol):
 
 
 class Env(Protocol):
-    """One episode's world. Synchronous; the episode worker runs slow ones off the event loop."""
+    """One episode's world. Synchronous; the episode worker runs slow ones off the event loop.
+
+    An environment with a true attribute `deterministic` repeats itself: the same task, seed and actions give the same
+    observations and rewards. Its episodes in flight survive a checkpoint, by being played again from their actions.
+    """
 
     def reset(self, task: Task, seed: int) -> Observation: ...
 

@@ -237,6 +237,8 @@ def _resolved(run: Callable[[], R]) -> "Future[R]":
 class FakeEnv:
     """Count to `target`: the action "up" adds one; anything else is invalid. Success is reaching the target in time."""
 
+    deterministic = True
+
     def __init__(self, *, target: int = 3, limit: int = 6) -> None:
         self._target, self._limit = target, limit
         self._count = self._taken = 0

@@ -7,11 +7,12 @@ It is the same text on every scale, because each stage is reached through a prot
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.lags import lag_metrics, staleness_metrics
 from headrace.algo.losses import find_loss
+from headrace.algo.staleness import without_older
 from headrace.loops.arrays import Correction, Score, minibatches, provide, step_batch
 from headrace.loops.clock import Laps
 from headrace.loops.critic import Critic
@@ -81,6 +82,7 @@ async def train_rl(
             else:
                 batch = await critic.credit(groups)
             record(step, batch.episodes)
+            batch = replace(batch, data=without_older(batch.data, oldest=executor.oldest))
             batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             metrics = merge_metrics(batch.metrics, episode_metrics([e.scored for e in batch.episodes]))
             metrics = merge_metrics(metrics, lag_metrics(batch.data, version=executor.version))

@@ -1,30 +1,23 @@
 """The stages: [sft], [reward_model] and [rl], each from its section of the configuration to its loop."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-from headrace.config import Rl
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
 from headrace.observe.trajectories import save_trajectories
 from headrace.rollout.conversations import Mixture
-from headrace.rollout.executor import AsyncSettings, RolloutExecutor
-from headrace.rollout.filters import FILTERS, Filter, named_filter
-from headrace.rollout.group import play_group
-from headrace.rollout.load_function import load_function
 from headrace.rollout.meter import Meter
 from headrace.rollout.tasks import TaskSource
 from headrace.types import CreditedEpisode
 from headrace.wiring.beside import make_critic, make_scorers, make_trust
 from headrace.wiring.desk import Desk, Run
 from headrace.wiring.objective import make_correction, make_loss
-from headrace.wiring.play import make_sampling
-from headrace.wiring.rewards import make_reward_runner
-from headrace.wiring.sources import conversations_of, make_env_of, pairs_of, training_conversations, training_tasks
+from headrace.wiring.rollouts import make_executor
+from headrace.wiring.sources import conversations_of, pairs_of, training_conversations, training_tasks
 
 
 async def run_sft(run: Run, desk: Desk) -> None:
@@ -88,7 +81,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
     meter = Meter()
     executor = make_executor(c, config.run.seed, desk, source, meter)
     if desk.found is not None:
-        source.load_state_dict(desk.found.state["cursor"])
+        source.load_state_dict(desk.found.state["executor"]["cursor"])
         executor.load_state_dict(desk.found.state["executor"])
         await executor.catch_up(await asyncio.wrap_future(desk.backend.export_weights()))
     evaluate_now = desk.evaluator()
@@ -101,7 +94,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
     trust = None if c.kl_limit is None else make_trust(c, c.kl_limit, desk, loss)
 
     def parts() -> dict[str, Any]:
-        state: dict[str, Any] = {"cursor": source.state_dict(), "executor": executor.state_dict()}
+        state: dict[str, Any] = {"executor": executor.state_dict()}
         if critic is not None:
             state["critic_skips_in_a_row"] = critic.updater.skips_in_a_row
         if trust is not None:
@@ -137,40 +130,3 @@ async def run_rl(run: Run, desk: Desk) -> None:
         evaluate=evaluate_now,
         start=desk.start,
     )
-
-
-def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter) -> RolloutExecutor:
-    play = partial(
-        play_group,
-        group_size=c.group_size,
-        make_env=make_env_of(c.tasks),
-        sampler=desk.sampler,
-        renderer=desk.renderer,
-        reward_runner=make_reward_runner(desk.terms, c),
-        sampling=make_sampling(c.sampling, c.sampling.temperature),
-        max_turns=c.max_turns,
-        max_episode_tokens=c.max_episode_tokens,
-        timeout_s=c.asynchronous.task_timeout_s,
-        run_seed=seed,
-        generate_fn=load_function(c.generate_fn) if c.generate_fn else None,
-    )
-    return RolloutExecutor(
-        play=meter.around(play),
-        next_task=source.next,
-        batch_groups=c.groups,
-        settings=AsyncSettings(
-            max_staleness=c.asynchronous.max_staleness,
-            max_running=c.asynchronous.max_running,
-            task_timeout_s=c.asynchronous.task_timeout_s,
-            max_consecutive_drops=c.asynchronous.max_consecutive_drops,
-        ),
-        publisher=desk.publisher,
-        filters=[_filter(filter.fn, filter.options) for filter in c.filters],
-    )
-
-
-def _filter(name: str, options: Mapping[str, Any]) -> Filter:
-    if name in FILTERS:
-        return named_filter(name, options)
-    fn = load_function(name)
-    return partial(fn, **options) if options else fn

@@ -25,10 +25,11 @@ from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
-from headrace.rollout.executor import AsyncSettings, RolloutExecutor
+from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group import play_group
 from headrace.rollout.meter import Meter
 from headrace.rollout.publish import Publisher
+from headrace.rollout.settings import AsyncSettings
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeBackend, FakeSampler, MemorySink

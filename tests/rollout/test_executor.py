@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from rollout_groups import group
 
 from headrace.errors import CheckpointError, DataError, RolloutError
-from headrace.rollout.executor import AsyncSettings, RolloutExecutor
+from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.filters import reward_spread
 from headrace.rollout.generate import sample_to_end
 from headrace.rollout.publish import Publisher
+from headrace.rollout.settings import AsyncSettings
 from headrace.testing import FakeSampler
 from headrace.types import (
     Episode,

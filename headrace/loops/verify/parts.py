@@ -23,9 +23,10 @@ from headrace.protocols import Sampler, TrainBackend
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
-from headrace.rollout.executor import AsyncSettings, RolloutExecutor
+from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group import play_group
 from headrace.rollout.publish import Publisher
+from headrace.rollout.settings import AsyncSettings
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.types import CreditedEpisode, Datum, Episode, Group, LossSpec, SamplingParams, Task
 

@@ -167,6 +167,8 @@ def solve(layout: Layout, state: State, to_goal: dict[State, int] | None = None)
 class KeyDoorEnv:
     """`valid` means well-formed: an action of `ACTIONS`. Anything else, and what cannot be done here, costs a turn."""
 
+    deterministic = True
+
     def __init__(self) -> None:
         self._layout: Layout | None = None
         self._state = State(cell=(0, 0))

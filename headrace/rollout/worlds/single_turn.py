@@ -17,6 +17,8 @@ HELD_OUT_SHARE = 0.2
 class SingleTurnEnv:
     """Shows nothing beyond the task's own messages, takes one answer and gives no reward and no verdict."""
 
+    deterministic = True
+
     def __init__(self) -> None:
         self._answered = True
 
