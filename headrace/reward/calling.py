@@ -1,0 +1,457 @@
+"""A reward function as its author wrote it: found, recognised by its signature, called, and its answer made plain.
+
+Knows the shapes that reward functions have elsewhere (docs/rewards.md). Runs on both sides of the sandbox's wall, so it
+needs the standard library only; numpy and the package's own types are imported when a function asks for an episode.
+Everything here is trusted as little as the function it calls: numbers are checked on the other side, in `verdict.py`.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from headrace.errors import ConfigError
+from headrace.reward import shim
+
+Row = Mapping[str, Any]  # one episode as JSON: see `rows.py`
+ENTRY = "evaluate"  # the function of a folder's main.py
+_DECORATED = ("_reward_function_mode", "_mode", "_metainfo")  # what decorators leave, by package and version
+
+
+class Shape(StrEnum):
+    """How a function wants to be called."""
+
+    MESSAGES = "messages"  # f(messages, ground_truth, **kwargs): reward-kit, pointwise
+    BATCH = "batch"  # f(rollouts_messages, ground_truths, **kwargs): reward-kit, a whole group
+    ROW = "row"  # eval-protocol: an EvaluationRow whose evaluation_result is set
+    ROWS = "rows"
+    TRL = "trl"  # f(prompts, completions, **columns) -> list[float]
+    VERIFIERS = "verifiers"  # f(prompt, completion, answer, state, info)
+    PLAIN = "plain"  # f(text, truth)
+    EPISODE = "episode"  # f(episode): headrace.types.Episode
+    EPISODES = "episodes"
+
+    @property
+    def takes_group(self) -> bool:
+        return self in (Shape.BATCH, Shape.ROWS, Shape.TRL, Shape.EPISODES)
+
+    @property
+    def takes_tokens(self) -> bool:
+        return self in (Shape.EPISODE, Shape.EPISODES)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A function, how it wants to be called, the configured arguments, and what the other side should know."""
+
+    function: Callable[..., Any]
+    shape: Shape
+    kwargs: Mapping[str, Any]
+    about: dict[str, Any]
+
+    def call(self, argument: Any) -> list[dict[str, Any]]:
+        """The verdicts of a group's rows; a function of one episode gets them one after another."""
+        rows = argument["rows"]
+        if self.shape.takes_group:
+            answers = _listed(self._called(rows), len(rows))
+        else:
+            answers = [self._called([row]) for row in rows]
+        return [plain_verdict(answer) for answer in answers]
+
+    def _called(self, rows: Sequence[Row]) -> Any:
+        answer = _CALLS[self.shape](self.function, rows, self.kwargs)
+        return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+def _listed(answers: Any, count: int) -> list[Any]:
+    if not isinstance(answers, list | tuple):
+        raise TypeError(f"a function of a whole group must return a list, not a {type(answers).__name__}")
+    if len(answers) != count:
+        raise ValueError(f"it returned {len(answers)} results for {count} episodes: return one for each, in order")
+    return list(answers)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def load(target: Mapping[str, Any]) -> RewardFunction:
+    """`target`: "spec", and maybe "kwargs" and "alone" (this process is only for it: its folder goes on the path)."""
+    shim.install()
+    function = find(target["spec"], alone=target.get("alone", False))
+    shape = shape_of(function)
+    if target.get("alone") and _left(function, "resources"):
+        raise ConfigError(
+            "this reward function declares resources, and there is no network in the sandbox: "
+            'set rl.reward_runner.type = "inprocess" if you trust it'
+        )
+    about = {
+        "shape": str(shape),
+        "step_index": getattr(function, "step_index", None),
+        "notices": _unmet(_left(function, "requirements") or ()),
+    }
+    return RewardFunction(function, shape, dict(target.get("kwargs") or {}), about)
+
+
+def _left(function: Callable[..., Any], key: str) -> Any:
+    """What a decorator left on the function, under the name of either package."""
+    return getattr(function, f"_reward_function_{key}", None) or getattr(function, f"_{key}", None)
+
+
+def find(spec: str, *, alone: bool) -> Callable[..., Any]:
+    """ "file.py:function", "file.py" with one decorated function, a folder with main.py, "package.module:function" or
+    "package.module.function"."""
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        place, name = spec, ""
+    path = Path(place)
+    if path.is_dir():
+        return _named(_import_file(path / "main.py", alone=alone), name or ENTRY, spec)
+    if place.endswith(".py"):
+        module = _import_file(path, alone=alone)
+        return _named(module, name, spec) if name else _only_decorated(module, spec)
+    if not colon:
+        place, _, name = spec.rpartition(".")
+    return _named(importlib.import_module(place), name, spec)
+
+
+def _import_file(path: Path, *, alone: bool) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}: correct the path of the reward function")
+    digest = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
+    name = f"headrace_user_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if alone:
+        sys.path.insert(0, str(path.parent))
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    found.loader.exec_module(module)
+    return module
+
+
+def _named(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ConfigError(f'"{spec}": there is no function {name}; there are {", ".join(own) or "none"}')
+    found: Callable[..., Any] = function
+    return found
+
+
+def _only_decorated(module: ModuleType, spec: str) -> Callable[..., Any]:
+    decorated = [
+        (name, value)
+        for name, value in vars(module).items()
+        if callable(value) and any(hasattr(value, attribute) for attribute in _DECORATED)
+    ]
+    if len(decorated) != 1:
+        names = ", ".join(name for name, _ in decorated) or "none"
+        raise ConfigError(f'"{spec}" has not exactly one decorated function ({names}): write "file.py:function"')
+    return _named(module, decorated[0][0], spec)
+
+
+def _unmet(requirements: Sequence[str]) -> list[str]:
+    """Requirements are looked up and reported; nothing is ever installed."""
+    absent = []
+    for requirement in requirements:
+        name = re.split(r"[\s\[<>=!~;]", requirement.strip(), maxsplit=1)[0]
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(f"it asks for {requirement}, which is not installed: run  pip install '{requirement}'")
+    return absent
+
+
+# --- recognising -----------------------------------------------------------------------------------------------------
+
+
+def shape_of(function: Callable[..., Any]) -> Shape:
+    """By decorator first, then by the names of its parameters, then by their number."""
+    if hasattr(function, "_origin_func") or hasattr(function, "_metainfo"):
+        mode = (getattr(function, "_metainfo", None) or {}).get("mode", "pointwise")
+        return Shape.ROW if mode == "pointwise" else Shape.ROWS
+    if _left(function, "mode") == "batch":
+        return Shape.BATCH
+    parameters = inspect.signature(function).parameters
+    by_name = (
+        ("rollouts_messages", Shape.BATCH),
+        ("completions", Shape.TRL),
+        ("messages", Shape.MESSAGES),
+        ("completion", Shape.VERIFIERS),
+        ("episodes", Shape.EPISODES),
+        ("rows", Shape.ROWS),
+        ("row", Shape.ROW),
+    )
+    for name, shape in by_name:
+        if name in parameters:
+            return shape
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [item for item in parameters.values() if item.kind in kinds and item.default is item.empty]
+    if len(needed) == 1:
+        return Shape.PLAIN if needed[0].name == "text" else Shape.EPISODE
+    if len(needed) == 2:
+        return Shape.PLAIN
+    raise ConfigError(
+        f"it is not clear how to call a reward function with the parameters ({', '.join(parameters)}): "
+        "take an episode, or messages and ground_truth"
+    )
+
+
+# --- calling ---------------------------------------------------------------------------------------------------------
+
+
+def pool(row: Row) -> dict[str, Any]:
+    """What a function of one conversation may ask for by name; the columns of its task come first."""
+    data, messages = row["data"], row["messages"]
+    truth = data.get("ground_truth", data.get("answer"))
+    start = row["prompt_count"]
+    return {
+        "info": {},
+        "state": {},
+        "answer": truth,
+        "tools": None,
+        "task_definition_name": row["task_id"],
+        **data,
+        "messages": messages,
+        "original_messages": messages[:-1],
+        "ground_truth": truth,
+        "prompt": messages[:start],
+        "completion": messages[start:],
+        "task_achieved": row["success"],
+        "step_ids": [step["id"] for step in row["steps"]],
+        "text": last_text(messages),
+    }
+
+
+def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The last assistant turn, stripped."""
+    return next((str(item["content"] or "").strip() for item in reversed(messages) if item["role"] == "assistant"), "")
+
+
+def _wanted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `values`, what the signature names, or everything if it takes **kwargs."""
+    parameters = inspect.signature(function).parameters
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
+        return dict(values)
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def _call_messages(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    values = _wanted(function, {**pool(rows[0]), **kwargs})
+    return function(**_as_annotated(function, values))
+
+
+def _call_batch(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    pools = [pool(row) for row in rows]
+    columns = {name: [item.get(name) for item in pools] for name in pools[0]}
+    values = {
+        **{name: column for name, column in columns.items() if name not in ("messages", "text")},
+        "rollouts_messages": columns["messages"],
+        "ground_truths": columns["ground_truth"],
+        **kwargs,
+    }
+    return function(**_as_annotated(function, _wanted(function, values)))
+
+
+def _call_trl(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    pools = [pool(row) for row in rows]
+    hints = _hints(function)
+    as_text = getattr(function, "text_completions", "str" in str(hints.get("completions", "")))
+    columns = {name: [item.get(name) for item in pools] for name in pools[0] if name not in ("prompt", "completion")}
+    texts = {
+        "prompts": ["\n".join(str(message["content"]) for message in item["prompt"]) for item in pools],
+        "completions": [item["text"] for item in pools],
+    }
+    chats = {"prompts": [item["prompt"] for item in pools], "completions": [item["completion"] for item in pools]}
+    return function(**_wanted(function, {**columns, **(texts if as_text else chats), **kwargs}))
+
+
+def _call_plain(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    values = pool(rows[0])
+    first, *rest = inspect.signature(function).parameters
+    extra = {name: value for name, value in _wanted(function, kwargs).items() if name != first}
+    if rest and rest[0] not in extra:
+        return function(values["text"], values["ground_truth"], **extra)
+    return function(values["text"], **extra)
+
+
+def _call_rows(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    made = [_evaluation_row(row) for row in rows]
+    results = getattr(function, "_origin_func", function)(made, **_wanted(function, kwargs))
+    return asyncio.run(_results_of(results)) if inspect.isawaitable(results) else _results(results)
+
+
+def _call_row(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    result = getattr(function, "_origin_func", function)(_evaluation_row(rows[0]), **_wanted(function, kwargs))
+    [answer] = asyncio.run(_results_of([result])) if inspect.isawaitable(result) else _results([result])
+    return answer
+
+
+async def _results_of(made: Any) -> list[Any]:
+    if inspect.isawaitable(made):
+        return _results(await made)
+    return _results([await item if inspect.isawaitable(item) else item for item in made])
+
+
+def _results(rows: Sequence[Any]) -> list[Any]:
+    return [row.evaluation_result for row in rows]
+
+
+def _evaluation_row(row: Row) -> Any:
+    models = importlib.import_module("eval_protocol.models")
+    values = pool(row)
+    return models.EvaluationRow(
+        messages=[models.Message.model_validate(message) for message in row["messages"]],
+        tools=values["tools"],
+        ground_truth=values["ground_truth"],
+        input_metadata=models.InputMetadata(row_id=row["id"], dataset_info=dict(row["data"])),
+    )
+
+
+def _call_episode(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    return function(_rows_module().episode_from(rows[0]), **kwargs)
+
+
+def _call_episodes(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    return function([_rows_module().episode_from(row) for row in rows], **kwargs)
+
+
+def _rows_module() -> Any:
+    """Imported when it is needed: it brings numpy along, which most functions do without."""
+    return importlib.import_module("headrace.reward.rows")
+
+
+_CALLS: Mapping[Shape, Callable[[Callable[..., Any], Sequence[Row], Mapping[str, Any]], Any]] = {
+    Shape.MESSAGES: _call_messages,
+    Shape.VERIFIERS: _call_messages,
+    Shape.BATCH: _call_batch,
+    Shape.TRL: _call_trl,
+    Shape.PLAIN: _call_plain,
+    Shape.ROW: _call_row,
+    Shape.ROWS: _call_rows,
+    Shape.EPISODE: _call_episode,
+    Shape.EPISODES: _call_episodes,
+}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(inspect.unwrap(function))
+    except (NameError, TypeError):
+        return {}
+
+
+def _as_annotated(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Messages as the class they are annotated with; as dictionaries where they are not."""
+    if _left(function, "mode"):
+        return values  # the decorator does it
+    hints = _hints(function)
+    return {name: shim.as_annotated(hints.get(name), value) for name, value in values.items()}
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def plain_verdict(answer: Any) -> dict[str, Any]:
+    """What a function returned, as JSON: "score", and maybe "success", "parts", "steps", "step_outputs", "invalid".
+
+    Raises TypeError on what is no reward at all. Whether numbers are finite is for the other side to say.
+    """
+    if answer is None:
+        return {"invalid": "it returned None, which means that it could not tell"}
+    if hasattr(answer, "model_dump"):
+        answer = answer.model_dump()
+    elif hasattr(answer, "parts") and hasattr(answer, "total"):
+        verdict = {"score": _number(answer.total, "a reward"), "parts": _numbers(answer.parts)}
+        return {**verdict, **_optional("success", answer.success), **_optional("steps", _list(answer.steps))}
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+        return {"score": _number(answer[0], "a score"), "parts": _numbers(answer[1])}
+    if isinstance(answer, Mapping):
+        return _from_mapping(answer)
+    value = _bare(answer)
+    return {"score": _number(answer, "a reward"), **_optional("success", value if isinstance(value, bool) else None)}
+
+
+_NOT_PARTS = ("score", "total", "success", "steps", "step_outputs", "metrics", "is_score_valid", "reason", "error",
+              "trajectory_info", "final_control_plane_info", "agg_score", "standard_error")  # fmt: skip
+
+
+def _from_mapping(answer: Mapping[str, Any]) -> dict[str, Any]:
+    key = next((key for key in ("score", "total") if answer.get(key) is not None), None)
+    if answer.get("is_score_valid") is False or (key is not None and answer.get("error")):
+        return {"invalid": str(answer.get("error") or answer.get("reason") or "the score is marked as not valid")}
+    if key is None:
+        raise TypeError(f'a reward given as a dict needs "score"; this one has {", ".join(answer) or "nothing"}')
+    success = answer.get("success")
+    if success is not None and not isinstance(success, bool):
+        raise TypeError(f'"success" of a reward is {success!r}: it must be True, False or None')
+    others = {name: value for name, value in answer.items() if name not in _NOT_PARTS}
+    return {
+        "score": _number(answer[key], f'"{key}"'),
+        "parts": _numbers({**others, **(answer.get("metrics") or {})}),
+        **_optional("success", success),
+        **_optional("steps", _list(answer.get("steps"))),
+        **_optional("step_outputs", _step_outputs(answer.get("step_outputs"))),
+    }
+
+
+def _step_outputs(outputs: Any) -> list[dict[str, Any]] | None:
+    if outputs is None:
+        return None
+    fields = [output.model_dump() if hasattr(output, "model_dump") else output for output in outputs]
+    return [
+        {"step_index": item["step_index"], "base_reward": _number(item["base_reward"], "a step's base_reward")}
+        for item in fields
+    ]
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Parts are numbers, or metrics that have a score; of those, the valid ones."""
+    parts: dict[str, float] = {}
+    for name, value in values.items():
+        if hasattr(value, "model_dump"):
+            value = value.model_dump()
+        if isinstance(value, Mapping):
+            if value.get("is_score_valid") is False or value.get("score") is None:
+                continue
+            value = value["score"]
+        parts[str(name)] = _number(value, f'"{name}"')
+    return parts
+
+
+def _list(steps: Any) -> list[float] | None:
+    return None if steps is None else [_number(step, "a step reward") for step in steps]
+
+
+def _optional(name: str, value: Any) -> dict[str, Any]:
+    return {} if value is None else {name: value}
+
+
+def _number(value: Any, what: str) -> float:
+    bare = _bare(value)
+    if not isinstance(bare, int | float):
+        raise TypeError(f"{what} must be a number, not a {type(value).__name__}")
+    return float(bare)
+
+
+def _bare(value: Any) -> Any:
+    """The Python number inside a numpy scalar, a 0-d array or a 0-d tensor; anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value

@@ -1,0 +1,137 @@
+"""An episode as JSON, on its way to a reward function in another process, and back into an Episode there."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.types import Completion, Episode, Message, Step, Stop, Task, ToolCall
+
+
+def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
+    """What a function may see: the conversation, the task's data, the steps. Tokens only for one that takes an episode.
+
+    `prompt_count` is the number of messages before the policy's first; step ids are "<episode id>/<step>".
+    """
+    positions = step_positions(episode)
+    return {
+        "id": episode.id,
+        "task_id": episode.task.id,
+        "data": dict(episode.task.data),
+        "messages": [message_of(message) for message in episode.messages],
+        "prompt_count": next((position for position in positions if position is not None), len(episode.messages)),
+        "steps": [
+            {
+                "id": step_id(episode, index),
+                "message": position,
+                "action": step.action,
+                "reward": step.reward,
+                "valid": step.valid,
+                "state": step.state,
+                **(_tokens_of(step) if with_tokens else {}),
+            }
+            for index, (step, position) in enumerate(zip(episode.steps, positions, strict=True))
+        ],
+        "task_messages": [message_of(message) for message in episode.task.messages],
+        "seed": episode.seed,
+        "temperature": episode.temperature,
+        "success": episode.success,
+        "truncated": episode.truncated,
+    }
+
+
+def step_id(episode: Episode, index: int) -> str:
+    return f"{episode.id}/{index}"
+
+
+def step_positions(episode: Episode) -> list[int | None]:
+    """For each step, its message's place in the conversation: the last assistant messages are the policy's, in order.
+
+    None where the conversation has fewer of them than there are steps.
+    """
+    spoken = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
+    lacking = max(0, len(episode.steps) - len(spoken))
+    return [*[None] * lacking, *spoken[len(spoken) - (len(episode.steps) - lacking) :]]
+
+
+def message_of(message: Message) -> dict[str, Any]:
+    """In OpenAI's form, without what is absent."""
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def episode_from(row: Mapping[str, Any]) -> Episode:
+    """The episode that a row with tokens was made of."""
+    return Episode(
+        id=row["id"],
+        task=Task(id=row["task_id"], messages=_messages_from(row["task_messages"]), data=row["data"]),
+        seed=row["seed"],
+        steps=tuple(_step_from(step) for step in row["steps"]),
+        messages=_messages_from(row["messages"]),
+        temperature=row["temperature"],
+        truncated=row["truncated"],
+        success=row["success"],
+    )
+
+
+def _messages_from(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    return tuple(
+        Message(
+            role=message["role"],
+            content=message["content"],
+            name=message.get("name"),
+            tool_call_id=message.get("tool_call_id"),
+            tool_calls=tuple(
+                ToolCall(name=call["function"]["name"], arguments=call["function"]["arguments"], id=call["id"])
+                for call in message.get("tool_calls", ())
+            ),
+        )
+        for message in messages
+    )
+
+
+def _step_from(step: Mapping[str, Any]) -> Step:
+    return Step(
+        prompt=_array(step["prompt"], np.int32),
+        completion=Completion(
+            tokens=_array(step["tokens"], np.int32),
+            sampler_logprobs=_array(step["sampler_logprobs"], np.float32),
+            raw_logprobs=_array(step["raw_logprobs"], np.float32),
+            versions=_array(step["versions"], np.int32),
+            stop=Stop(step["stop"]),
+        ),
+        action=step["action"],
+        state=step["state"],
+        reward=step["reward"],
+        valid=step["valid"],
+    )
+
+
+def _tokens_of(step: Step) -> dict[str, str]:
+    completion = step.completion
+    return {
+        "prompt": _text(step.prompt),
+        "tokens": _text(completion.tokens),
+        "sampler_logprobs": _text(completion.sampler_logprobs),
+        "raw_logprobs": _text(completion.raw_logprobs),
+        "versions": _text(completion.versions),
+        "stop": str(completion.stop),
+    }
+
+
+def _text(array: Any) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, kind: Any) -> Any:
+    return np.frombuffer(base64.b64decode(text), dtype=kind)  # read-only, as the types promise

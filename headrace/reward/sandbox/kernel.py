@@ -1,0 +1,279 @@
+"""What Linux gives for walls, by ctypes: namespaces, mounts, capabilities, Landlock and seccomp.
+
+Standard library only, because it runs inside the walls too. Every function raises OSError when the kernel says no;
+what is done about that is decided in `walls.py`. On other systems `available` is False and nothing here is called.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+available = sys.platform == "linux"
+_libc = ctypes.CDLL(None, use_errno=True) if available else None
+
+NEW_MOUNT, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+BIND, RECURSIVE, PRIVATE, NOSUID, NODEV, DETACH = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x2
+
+
+def _call(name: str, *arguments: object) -> int:
+    assert _libc is not None
+    result: int = getattr(_libc, name)(*arguments)
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    return _call("syscall", ctypes.c_long(number), *arguments)
+
+
+# --- namespaces, mounts, privileges ----------------------------------------------------------------------------------
+
+
+def unshare(flags: int) -> None:
+    _call("unshare", ctypes.c_int(flags))
+
+
+def setns(descriptor: int, flags: int) -> None:
+    _call("setns", ctypes.c_int(descriptor), ctypes.c_int(flags))
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def unmount(target: str) -> None:
+    _call("umount2", target.encode(), ctypes.c_int(DETACH))
+
+
+def pivot_root(new: str, old: str) -> None:
+    _syscall({"x86_64": 155, "aarch64": 41}[platform.machine()], new.encode(), old.encode())
+
+
+def make_read_only(path: str) -> None:
+    """All mounts at and below `path`, also without setuid; `mount_setattr` keeps flags that may not be cleared."""
+    attributes = struct.pack("=QQQQ", 0x1 | 0x2, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
+    _syscall(442, ctypes.c_int(-100), path.encode(), ctypes.c_uint(0x8000), attributes, ctypes.c_size_t(32))
+
+
+def no_new_privileges() -> None:
+    _call("prctl", ctypes.c_int(38), *map(ctypes.c_ulong, (1, 0, 0, 0)))
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the thread that made this process ends. Changing credentials clears it, so it comes after."""
+    _call("prctl", ctypes.c_int(1), *map(ctypes.c_ulong, (9, 0, 0, 0)))
+
+
+def adopt_orphans() -> None:
+    _call("prctl", ctypes.c_int(36), *map(ctypes.c_ulong, (1, 0, 0, 0)))
+
+
+def be_dumpable() -> None:
+    """After a change of user, /proc/self would belong to root, and the user map could not be written."""
+    _call("prctl", ctypes.c_int(4), *map(ctypes.c_ulong, (1, 0, 0, 0)))
+
+
+SYS_ADMIN = 1 << 21
+
+
+def keep_capabilities(mask: int) -> None:
+    header = struct.pack("=Ii", 0x20080522, 0)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    _call("capset", header, struct.pack("=IIIIII", low, low, 0, high, high, 0))
+
+
+# --- Landlock --------------------------------------------------------------------------------------------------------
+
+_READ, _EXECUTE, _LIST, _WRITE, _TRUNCATE, _IOCTL = 1 << 2, 1 << 0, 1 << 3, 1 << 1, 1 << 14, 1 << 15
+_OF_FILES = _READ | _EXECUTE | _WRITE | _TRUNCATE | _IOCTL
+
+
+def landlock_abi() -> int:
+    return _syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+
+
+def landlock(*, read: Iterable[str], write: Iterable[str], devices: Iterable[str]) -> int:
+    """From now on this process and its children see only these paths, no TCP, and signal only each other.
+
+    Paths that cannot be reached are skipped. Returns the kernel's ABI: network rules need 4, signals and abstract
+    sockets 6.
+    """
+    abi = landlock_abi()
+    every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    attributes = struct.pack("=QQQ", every, 0b11 if abi >= 4 else 0, 0b11 if abi >= 6 else 0)
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    ruleset = _syscall(444, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
+    try:
+        for paths, access in (
+            (read, _READ | _EXECUTE | _LIST),
+            (write, every & ~_IOCTL),
+            (devices, _READ | _WRITE),
+        ):
+            for path in paths:
+                _allow(ruleset, path, access & every)
+        no_new_privileges()
+        _syscall(446, ctypes.c_int(ruleset), ctypes.c_uint(0))
+    finally:
+        os.close(ruleset)
+    return abi
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return  # what cannot be reached need not be allowed
+    try:
+        access = access if Path(path).is_dir() else access & _OF_FILES
+        _syscall(445, ctypes.c_int(ruleset), ctypes.c_int(1), struct.pack("=Qi", access, descriptor), ctypes.c_uint(0))
+    finally:
+        os.close(descriptor)
+
+
+# --- seccomp ---------------------------------------------------------------------------------------------------------
+
+# name: number on x86_64 and on aarch64; None where there is no such call
+_NUMBERS: dict[str, tuple[int | None, int | None]] = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "chroot": (161, 51),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "syslog": (103, 116),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "personality": (135, 92),
+    "vhangup": (153, 58),
+    "fanotify_init": (300, 262),
+    "socket": (41, 198),
+    # memory that no limit of a process counts
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+}
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+_NEW_ANYTHING = 0x7E020000  # every CLONE_NEW* flag that clone takes
+
+
+def seccomp(*, may_nest_pids: bool) -> None:
+    """From now on this process and its children get EPERM from the calls above, and from making namespaces.
+
+    `may_nest_pids` leaves `unshare` and `setns` for a PID namespace alone: what a process needs that forks calls into
+    one of their own. Raises OSError also on an architecture whose numbers are not known here.
+    """
+    if platform.machine() not in _ARCHITECTURES:
+        raise OSError(0, f"no seccomp filter for {platform.machine()}")
+    column, architecture = _ARCHITECTURES[platform.machine()]
+    program = _program(column, architecture, may_nest_pids=may_nest_pids)
+    code = b"".join(struct.pack("=HBBI", *line) for line in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("=HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    no_new_privileges()
+    _call("prctl", ctypes.c_int(22), ctypes.c_ulong(2), header, ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def _program(column: int, architecture: int, *, may_nest_pids: bool) -> list[tuple[int, int, int, int]]:
+    """BPF lines (code, jump if true, jump if false, constant), a deny list: what is not named is allowed."""
+    unshare, setns, clone, clone3, prctl = ((272, 308, 56, 435, 157), (97, 268, 220, 435, 167))[column]
+    lines = [
+        _load(4),
+        _if_equal(architecture, 1, 0),
+        _return(_KILL),
+        _load(0),
+        (0x35, 0, 1, 0x40000000),  # x32 calls have other numbers: none of them
+        _return(_EPERM),
+    ]
+    for numbers in _NUMBERS.values():
+        number = numbers[column]
+        if number is not None:
+            lines += [_if_equal(number, 0, 1), _return(_EPERM)]
+    lines += [_if_equal(clone3, 0, 1), _return(_ENOSYS)]  # its flags are behind a pointer; glibc falls back to clone
+    for number, argument in ((unshare, 0), (setns, 1)):
+        if may_nest_pids:
+            lines += [_if_equal(number, 0, 4), _load_argument(argument), _if_equal(NEW_PID, 1, 0), _return(_EPERM)]
+            lines += [_return(_ALLOW)]
+        else:
+            lines += [_if_equal(number, 0, 1), _return(_EPERM)]
+    lines += [_if_equal(clone, 0, 4), _load_argument(0), (0x45, 0, 1, _NEW_ANYTHING), _return(_EPERM), _return(_ALLOW)]
+    lines += [_if_equal(prctl, 0, 3), _load_argument(0), _if_equal(1, 0, 1), _return(_EPERM)]  # PR_SET_PDEATHSIG
+    return [*lines, _return(_ALLOW)]
+
+
+def _load(offset: int) -> tuple[int, int, int, int]:
+    return (0x20, 0, 0, offset)
+
+
+def _load_argument(index: int) -> tuple[int, int, int, int]:
+    return _load(16 + 8 * index)  # the low half: the flags asked about are all below 2^32
+
+
+def _if_equal(value: int, then: int, otherwise: int) -> tuple[int, int, int, int]:
+    return (0x15, then, otherwise, value)
+
+
+def _return(value: int) -> tuple[int, int, int, int]:
+    return (0x06, 0, 0, value)
+
+
+def id_map_lines(inside: int, user: int, group: int) -> Sequence[tuple[str, str]]:
+    """(file below /proc/self, text): one user and one group, and no others."""
+    return (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1"))

@@ -1,0 +1,103 @@
+"""The vocabulary of the sandbox, on both sides of the wall: limits, outcomes, and what the walls are made of."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one call may use. `processes` counts threads too, and the call itself; sizes are of each file or stream."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 10  # of each process
+    memory_mb: int = 1024  # address space of each process, and resident memory of all of them beyond what was imported
+    processes: int = 16
+    open_files: int = 64
+    file_mb: int = 16
+    scratch_mb: int = 64  # of the private temporary folder
+    output_bytes: int = 65_536  # of stdout, and of stderr
+    result_bytes: int = 1_000_000
+    import_s: float = 60.0  # to start a worker and import the code
+
+    def __post_init__(self) -> None:
+        assert min(self.wall_s, self.import_s) > 0
+        assert min(self.cpu_s, self.memory_mb, self.processes, self.open_files, self.file_mb, self.scratch_mb) > 0
+        assert min(self.output_bytes, self.result_bytes) > 0
+
+
+class Outcome(StrEnum):
+    """How a call ended. Only RETURNED has a result."""
+
+    RETURNED = "returned"
+    RAISED = "raised"  # any exception, SystemExit and its kind too
+    NO_RESULT = "no result"  # it ended its process without returning
+    CRASHED = "crashed"  # by a signal that nobody sent on purpose
+    TIMEOUT = "timeout"
+    CPU = "cpu"
+    MEMORY = "memory"
+    OUTPUT = "output"  # more than `output_bytes`
+    RESULT_SIZE = "result size"
+    MALFORMED = "malformed"  # something else than a result came back
+    NOT_RUN = "not run"  # the code could not be imported, or no worker could be started
+
+
+class Layer(StrEnum):
+    """What a wall is made of. A machine may lack any of them, or forbid it."""
+
+    USER = "user namespace"
+    MOUNT = "mount namespace"
+    NETWORK = "network namespace"
+    IPC = "IPC namespace"
+    PID = "PID namespace"
+    LANDLOCK = "Landlock"
+    SECCOMP = "seccomp"
+    UID = "a user of its own"  # not root, and no other process counts against its limit of processes
+    RLIMITS = "resource limits"
+
+
+EVERY_LAYER = frozenset(Layer)
+
+
+def missing(layers: Collection[Layer]) -> list[str]:
+    """What the given layers leave open, in words; those that strict mode insists on come first."""
+    gaps = essential_missing(layers)
+    if Layer.SECCOMP not in layers:
+        gaps.append("system calls are not filtered (no seccomp)")
+    if Layer.RLIMITS not in layers:
+        gaps.append("memory, CPU time and file sizes are not limited (no resource limits)")
+    return gaps
+
+
+def essential_missing(layers: Collection[Layer]) -> list[str]:
+    """Files, network, other processes, and the number of processes: without these it is not a sandbox."""
+    gaps = []
+    if Layer.MOUNT not in layers and Layer.LANDLOCK not in layers:
+        gaps.append("files are not isolated (neither a mount namespace nor Landlock)")
+    if Layer.NETWORK not in layers and Layer.SECCOMP not in layers:
+        gaps.append("the network is not isolated (neither a network namespace nor seccomp)")
+    if Layer.PID not in layers:
+        gaps.append("other processes are not out of sight (no PID namespace)")
+    if Layer.UID not in layers or Layer.RLIMITS not in layers:
+        gaps.append("the number of processes is not limited (no user of its own)")
+    return gaps
+
+
+def may_fork(layers: Collection[Layer]) -> bool:
+    """Whether a warm worker can fork each call into a PID namespace of its own, whose end is the end of all in it."""
+    return Layer.USER in layers and Layer.PID in layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One call's end. `result` is JSON text as the code's side wrote it: unverified. The tails are of its output."""
+
+    outcome: Outcome
+    detail: str = ""
+    result: str = ""
+    stdout: str = ""
+    stderr: str = ""
+
+
+def limits_from(values: Mapping[str, float]) -> Limits:
+    return Limits(**values)  # type: ignore[arg-type]  # made by dataclasses.asdict on the other side

@@ -1,0 +1,375 @@
+"""Workers behind walls, seen from outside: started, asked one call at a time, replaced when they end.
+
+A worker imports the code once and forks each call; where the machine does not allow that, or the import left threads
+behind (a fork would copy their locks and not the threads), each call gets a worker of its own: cold, and ten times
+slower. What the machine cannot isolate is said once, as a warning.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headrace.errors import ConfigError, RewardError
+from headrace.reward.sandbox import frames
+from headrace.reward.sandbox.limits import (
+    EVERY_LAYER,
+    Answer,
+    Layer,
+    Limits,
+    Outcome,
+    essential_missing,
+    missing,
+)
+from headrace.reward.sandbox.supervisor import OVER_MEMORY
+from headrace.reward.sandbox.walls import interpreter_paths, package_folder
+from headrace.reward.sandbox.worker import OUT_OF_MEMORY, RAISED, RETURNED
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 2.0  # beyond the limit that the worker itself keeps
+_STOP_S = 10.0
+_STREAM_ROOM = 65_536  # of a frame, beside the result
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from headrace.reward.sandbox.worker import main; \
+sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
+_offsets = itertools.count(secrets.randbelow(1 << 20) << 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`layers` are those to try (fewer: for tests); `python` and `user` start workers with another interpreter or, as
+    root, as another user."""
+
+    limits: Limits = field(default_factory=Limits)
+    workers: int = 2
+    strict: bool = False
+    warm: bool = True
+    readable: tuple[str, ...] = ()
+    layers: frozenset[Layer] = EVERY_LAYER
+    python: str = sys.executable
+    user: int | None = None
+
+
+def environment() -> dict[str, str]:
+    """All that foreign code sees of it. One thread for numerical libraries, and hashes that are the same everywhere."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",  # otherwise every thread reserves 64 MB of the address space that is limited
+    }
+
+
+class Worker:
+    """One supervisor process and what is inside its walls."""
+
+    def __init__(self, settings: Settings, process: "subprocess.Popen[bytes]", lifeline: int) -> None:
+        self._settings, self._process, self._lifeline = settings, process, lifeline
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self.about: dict[str, Any] = {}
+        self.layers: frozenset[Layer] = frozenset()
+        self.warm = False
+        self.alive = True
+
+    @classmethod
+    async def start(cls, settings: Settings, target: Mapping[str, Any], readable: Sequence[str]) -> "Worker":
+        """Raises RewardError when the code cannot be imported, ConfigError when strict forbids what is missing."""
+        ours, theirs = socket.socketpair()
+        lifeline_read, lifeline = os.pipe()
+        with theirs:
+            inherited = (theirs.fileno(), lifeline_read)
+            process = _spawn(settings, inherited)
+        os.close(lifeline_read)
+        worker = cls(settings, process, lifeline)
+        try:
+            worker._streams = await asyncio.open_connection(sock=ours)
+            async with asyncio.timeout(settings.limits.import_s):
+                await worker._handshake(target, readable)
+        except TimeoutError:
+            await worker.stop()
+            raise RewardError(f"importing the code took longer than {settings.limits.import_s:g} s") from None
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
+
+    async def _handshake(self, target: Mapping[str, Any], readable: Sequence[str]) -> None:
+        order = {
+            "layers": sorted(self._settings.layers),
+            "readable": list(readable),
+            "uid_offset": next(_offsets) & 0xFFFFFFF,
+            "limits": asdict(self._settings.limits),
+            "warm": self._settings.warm,
+            "target": dict(target),
+        }
+        await self._send(order)
+        walls = await self._receive()
+        self.layers = frozenset(map(Layer, walls["walls"]))
+        self.warm = walls["warm"]
+        announce(self.layers, walls["reasons"], strict=self._settings.strict)
+        await self._send({"go": True})
+        reply = await self._receive()
+        if "failed" in reply:
+            raise RewardError(f"the code cannot be imported: {reply['failed']}")
+        self.about = reply["about"]
+
+    async def call(self, argument: Any) -> Answer:
+        """One call. A worker that does not keep the time limit itself is ended, and `alive` is False afterwards."""
+        nonce = secrets.token_hex(16)
+        limits = self._settings.limits
+        patience = limits.wall_s + (_GRACE_S if self.warm else 0.0)
+        try:
+            async with asyncio.timeout(patience):
+                await self._send({"nonce": nonce, "argument": argument})
+                reply = await self._receive()
+        except TimeoutError:
+            await self.stop()
+            return Answer(outcome=Outcome.TIMEOUT)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+        except RewardError as exc:
+            status = await self.stop()
+            return Answer(outcome=Outcome.MEMORY if status == OVER_MEMORY else Outcome.NO_RESULT, detail=str(exc))
+        except ValueError as exc:
+            await self.stop()
+            return Answer(outcome=Outcome.MALFORMED, detail=str(exc))
+        return _answer(reply, nonce)
+
+    @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        return self._process.pid
+
+    @property
+    def num_threads(self) -> int:
+        """Of the first process inside, counted from outside."""
+        with suppress(psutil.Error):
+            for builder in psutil.Process(self._process.pid).children():
+                for inside in builder.children():
+                    return int(inside.num_threads())
+        return 1
+
+    async def stop(self) -> int:
+        """Cut the lifeline, and wait until the supervisor has ended everything inside."""
+        if self.alive:
+            self.alive = False
+            os.close(self._lifeline)
+            if self._streams is not None:
+                self._streams[1].close()
+        try:
+            return await asyncio.to_thread(self._process.wait, _STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+    def abandon(self) -> None:
+        """Cut the lifeline without waiting: for when there is no event loop any more."""
+        if self.alive:
+            self.alive = False
+            os.close(self._lifeline)
+
+    async def _send(self, value: Any) -> None:
+        assert self._streams is not None
+        self._streams[1].write(frames.pack(value))
+        with suppress(ConnectionError):  # the answer will be missing, and says so
+            await self._streams[1].drain()
+
+    async def _receive(self) -> Any:
+        """The next frame. Raises RewardError when the worker is gone, ValueError when it is not one of ours."""
+        assert self._streams is not None
+        reader = self._streams[0]
+        try:
+            (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
+            if size > 6 * self._settings.limits.result_bytes + _STREAM_ROOM:
+                raise ValueError("an answer that is longer than any answer can be")
+            value = json.loads(await reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError) as exc:
+            raise RewardError("the worker ended without an answer") from exc
+        if not isinstance(value, dict):
+            raise ValueError("an answer that is not an object")
+        return value
+
+
+def _spawn(settings: Settings, inherited: tuple[int, ...]) -> "subprocess.Popen[bytes]":
+    root = str(package_folder().parent)
+    as_whom: dict[str, Any] = {}
+    if settings.user is not None:
+        as_whom = {"user": settings.user, "group": settings.user, "extra_groups": []}
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        [settings.python, "-s", "-P", "-c", _START, root, *map(str, inherited)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+        env=environment(),
+        cwd="/",
+        pass_fds=inherited,
+        start_new_session=True,
+        **as_whom,
+    )
+    return process
+
+
+def _answer(reply: Mapping[str, Any], nonce: str) -> Answer:
+    """What a worker said, believed as far as it can be checked."""
+    shown = {name: str(reply.get(name, "")) for name in ("stdout", "stderr")}
+    if reply.get("outcome"):
+        known = str(reply["outcome"]) in set(Outcome)
+        return Answer(outcome=Outcome(reply["outcome"]) if known else Outcome.MALFORMED, **shown)
+    payload = str(reply.get("payload", ""))
+    if not payload:
+        return Answer(outcome=Outcome.NO_RESULT, detail="it ended its process without returning", **shown)
+    if not payload.startswith(nonce):
+        return Answer(outcome=Outcome.MALFORMED, detail="what came back does not carry this call's nonce", **shown)
+    kind, body = payload[len(nonce) : len(nonce) + 1].encode(), payload[len(nonce) + 1 :]
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return Answer(outcome=Outcome.MALFORMED, detail="what came back is not JSON", **shown)
+    if kind == RETURNED:
+        return Answer(outcome=Outcome.RETURNED, result=body, **shown)
+    if kind in (RAISED, OUT_OF_MEMORY):
+        return Answer(outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value), **shown)
+    return Answer(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **shown)
+
+
+# --- what stands -----------------------------------------------------------------------------------------------------
+
+
+def announce(layers: frozenset[Layer], reasons: Mapping[str, str], *, strict: bool) -> None:
+    """Say once what this machine cannot isolate; raise ConfigError if strict forbids it."""
+    because = "; ".join(f"no {layer}: {reason}" for layer, reason in sorted(reasons.items()))
+    gaps = missing(layers)
+    if strict and essential_missing(layers):
+        raise ConfigError(
+            f"reward_runner.strict is on, and here {', and '.join(gaps)}{f' ({because})' if because else ''}: "
+            "allow what is missing, or set strict = false"
+        )
+    if gaps:
+        _warn_once(f"the sandbox of reward functions has gaps: {'; '.join(gaps)}{f' ({because})' if because else ''}")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+# --- what stays readable ---------------------------------------------------------------------------------------------
+
+
+def readable_paths(spec: str, extra: Sequence[str]) -> tuple[str, ...]:
+    """The interpreter, installed packages, the code of other folders on the path, and the reward function's own code.
+
+    Beside a file, Python files and packages of its folder can be imported; data files are not visible unless listed.
+    """
+    found = {sys.prefix, sys.base_prefix, *interpreter_paths()}
+    roots = tuple(found)
+    place = Path(spec if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")[0])
+    if place.is_dir():
+        found.add(str(place.resolve()))
+    elif place.suffix == ".py":
+        found.update((str(place.resolve()), *code_in(place.resolve().parent)))
+    for entry in map(Path, sys.path):
+        if entry.is_dir() and not any(entry.is_relative_to(root) for root in roots):
+            found.update(code_in(entry))
+    found.update(str(Path(path).resolve()) for path in extra)
+    return tuple(sorted(found))
+
+
+def code_in(folder: Path) -> list[str]:
+    return [
+        str(entry)
+        for entry in folder.iterdir()
+        if not entry.name.startswith(".")
+        and (entry.suffix in (".py", ".so") or (entry.is_dir() and (entry / "__init__.py").exists()))
+    ]
+
+
+# --- the pool --------------------------------------------------------------------------------------------------------
+
+
+class Sandbox:
+    """Calls one piece of code, at most `workers` at a time. Workers start when they are needed and stay."""
+
+    def __init__(self, target: Mapping[str, Any], settings: Settings) -> None:
+        self._target = {**target, "alone": True}
+        self._settings = settings
+        self._readable = readable_paths(target["spec"], settings.readable)
+        self._idle: list[Worker] = []
+        self._busy: set[Worker] = set()
+        self._room = asyncio.Semaphore(settings.workers)
+        self._warm = settings.warm
+        self.about: dict[str, Any] = {}
+
+    async def call(self, argument: Any) -> Answer:
+        async with self._room:
+            try:
+                worker = await self._take()
+            except RewardError as exc:
+                return Answer(outcome=Outcome.NOT_RUN, detail=str(exc))
+            self._busy.add(worker)
+            try:
+                return await worker.call(argument)
+            finally:
+                self._busy.discard(worker)
+                await self._put_back(worker)
+
+    async def describe(self) -> dict[str, Any]:
+        """What the code said of itself when it was imported; starts the first worker. Raises RewardError."""
+        if not self.about:
+            async with self._room:
+                if not self.about:
+                    self._idle.append(await self._take())
+        return self.about
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the supervisors."""
+        return [worker.pid for worker in (*self._idle, *self._busy)]
+
+    async def close(self) -> None:
+        workers = [*self._idle, *self._busy]
+        self._idle, self._busy = [], set()
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+    def __del__(self) -> None:
+        for worker in (*self._idle, *self._busy):
+            worker.abandon()
+
+    async def _take(self) -> Worker:
+        if self._idle:
+            return self._idle.pop()
+        worker = await Worker.start(replace(self._settings, warm=self._warm), self._target, self._readable)
+        self.about = worker.about
+        if worker.warm and (threads := await asyncio.to_thread(lambda: worker.num_threads)) > 1:
+            _warn_once(
+                f"importing {self._target['spec']} left {threads - 1} threads behind, so its worker cannot be forked: "
+                "every call imports it again; start threads inside the function, or limit the library to one"
+            )
+            self._warm = False
+            await worker.stop()
+            return await self._take()
+        return worker
+
+    async def _put_back(self, worker: Worker) -> None:
+        if worker.alive and worker.warm:
+            self._idle.append(worker)
+        else:
+            await worker.stop()

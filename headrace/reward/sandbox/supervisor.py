@@ -1,0 +1,151 @@
+"""The process outside the walls: builds them around a child, watches its memory, and ends it with everything in it.
+
+Three generations: the supervisor (this file), the builder, which raises the outer walls, and the first process inside,
+which is PID 1 of its namespace where there is one, so that its end is the end of all it started. The supervisor ends
+when its lifeline closes: the other end is in the process that asked for it, so not even a SIGKILL there leaves
+anything behind. It never runs foreign code. Standard library only.
+"""
+
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.reward.sandbox import kernel
+from headrace.reward.sandbox.walls import Plan, Walls, inner_walls, outer_walls
+
+OVER_MEMORY = 77  # exit status of the supervisor: it ended the first process inside, which used too much memory
+_LOOK_EVERY_MS = 50
+
+Body = Callable[[Walls, str], int]  # gets the walls and the writable folder; returns an exit status
+
+
+def supervise(plan: Plan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -> int:
+    """Run `body` inside the walls and return its exit status (negative: a signal ended it).
+
+    `keep` are descriptors that only `body` gets; they are closed on this side.
+    """
+    if kernel.available:
+        kernel.adopt_orphans()
+    scratch = tempfile.mkdtemp(prefix="headrace-", dir=plan.scratch or None)
+    builder = os.fork()
+    if builder == 0:
+        _build(replace(plan, scratch=scratch), body, lifeline)
+    for descriptor in keep:
+        os.close(descriptor)
+    try:
+        return _watch(builder, lifeline, memory_bytes=plan.limits.memory_mb << 20)
+    finally:
+        _end_all(builder)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _build(plan: Plan, body: Body, lifeline: int) -> None:
+    """Never returns. Passes the status of the first process inside on as its own."""
+    status = 70
+    with _exit_with(lambda: status):
+        os.setpgid(0, 0)
+        os.close(lifeline)
+        walls, scratch = outer_walls(plan)
+        inside = os.fork()
+        if inside == 0:
+            with _exit_with(lambda: status):
+                if kernel.available:
+                    os.setsid()  # a signal to "my group" must not reach the builder
+                inner_walls(walls, plan, scratch)
+                os.chdir(scratch)
+                os.environ.update(HOME=scratch, TMPDIR=scratch)
+                status = body(walls, scratch)
+        if kernel.available:
+            kernel.die_with_parent()
+        for descriptor in range(3, 64):
+            with suppress(OSError):
+                os.close(descriptor)
+        status = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
+        if status < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _exit_with:
+    """Leaves the process at the end of the block, whatever comes out of it; what came out goes to stderr."""
+
+    def __init__(self, status: Callable[[], int]) -> None:
+        self._status = status
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+        os._exit(self._status())
+
+
+def _watch(builder: int, lifeline: int, *, memory_bytes: int) -> int:
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    parent = os.getppid()
+    while True:
+        done, raw = os.waitpid(builder, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(raw)
+        gone = bool(poll.poll(_LOOK_EVERY_MS)) or os.getppid() != parent
+        if gone:
+            return 0
+        if _over(builder, memory_bytes):
+            return OVER_MEMORY
+
+
+def _over(builder: int, memory_bytes: int) -> bool:
+    """Whether the first process inside uses too much. A call that it forked and that does is ended here."""
+    for inside in children(builder):
+        own = resident_bytes(inside)
+        if own > memory_bytes:
+            return True
+        for call in children(inside):
+            used = sum(max(0, resident_bytes(pid) - own) for pid in (call, *descendants(call)))
+            if used > memory_bytes:
+                with suppress(ProcessLookupError):
+                    os.kill(call, signal.SIGKILL)
+    return False
+
+
+def _end_all(builder: int) -> None:
+    """Kill what is left until nothing is; orphans come to this process, so they are found too."""
+    while True:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(builder, signal.SIGKILL)
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError, ValueError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    for child in found:
+        found += children(child)
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0

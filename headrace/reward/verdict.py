@@ -1,0 +1,139 @@
+"""A reward function's answer, checked: finite numbers of the right kind and number, and step rewards on their steps.
+
+What comes in is JSON written by code that is not trusted. What goes out is a Reward; anything else is a RewardError,
+and its episode is left out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.errors import RewardError
+from headrace.reward.rows import step_id, step_positions
+from headrace.reward.terms import as_reward
+from headrace.types import Episode, Reward
+
+_KEYS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """How step outputs become step rewards.
+
+    `step_index`: "message" (place in the conversation), "turn" (count of assistant messages), or "auto" to find out.
+    Steps without an output get `default_step_reward`. `terminal_score`: whether the score also counts on the last step
+    ("add"), or only if there are no step outputs ("auto"). `score_range` rejects scores outside.
+    """
+
+    step_index: Literal["auto", "message", "turn"] = "auto"
+    default_step_reward: float = 0.0
+    terminal_score: Literal["auto", "add"] = "auto"
+    score_range: tuple[float, float] | None = None
+
+
+def reward_of(verdict: object, episode: Episode, alignment: Alignment) -> Reward:
+    """Raises RewardError when the function said that it could not tell, or said something that is no reward."""
+    fields = _checked_fields(verdict)
+    if "invalid" in fields:
+        raise RewardError(str(fields["invalid"])[:2000])
+    score = _number(fields.get("score"), "the score")
+    low, high = alignment.score_range or (-math.inf, math.inf)
+    if not low <= score <= high:
+        raise RewardError(f"the score {score:g} is outside of {low:g} to {high:g}")
+    parts = fields.get("parts") or {}
+    if not isinstance(parts, dict):
+        raise RewardError("the parts of a reward must be a mapping of names to numbers")
+    success = fields.get("success")
+    if success is not None and not isinstance(success, bool):
+        raise RewardError(f'"success" of a reward is {success!r}: it must be True, False or None')
+    reward = Reward(
+        total=score,
+        parts={str(name): _number(value, f'"{name}"') for name, value in parts.items()},
+        steps=_steps(fields, score, episode, alignment),
+        success=success,
+    )
+    return as_reward(reward, num_steps=len(episode.steps))
+
+
+def _checked_fields(verdict: object) -> dict[str, Any]:
+    if not isinstance(verdict, dict):
+        raise RewardError(f"what came back is not a verdict but a {type(verdict).__name__}")
+    if unknown := set(verdict) - _KEYS:
+        raise RewardError(f"what came back has fields that no verdict has: {', '.join(sorted(map(str, unknown)))}")
+    return verdict
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RewardError(f"{what} must be a number, not a {type(value).__name__}")
+    if not math.isfinite(value):
+        raise RewardError(f"{what} is {value}, which is not a finite number")
+    return float(value)
+
+
+def _steps(fields: Mapping[str, Any], score: float, episode: Episode, alignment: Alignment) -> tuple[float, ...] | None:
+    if fields.get("steps") is not None:
+        return tuple(_number(step, "a step reward") for step in fields["steps"])
+    outputs = fields.get("step_outputs")
+    if outputs is None:
+        return None
+    rewards = [alignment.default_step_reward] * len(episode.steps)
+    indices = [output["step_index"] for output in outputs]
+    for step, output in zip(resolve(indices, episode, alignment.step_index), outputs, strict=True):
+        rewards[step] = _number(output["base_reward"], "a step's base_reward")
+    if rewards and (alignment.terminal_score == "add" or not outputs):
+        rewards[-1] += score
+    return tuple(rewards)
+
+
+def resolve(indices: Sequence[object], episode: Episode, declared: str = "auto") -> list[int]:
+    """The step of each index.
+
+    A string is a step's id. Negative numbers count turns from the end. Other numbers are places in the conversation or
+    turn ordinals: whichever of the two readings is possible; when both are and they differ, the author must say which.
+    Raises RewardError on an index that is no step's, or is given twice.
+    """
+    ids = {step_id(episode, index): index for index in range(len(episode.steps))}
+    numbers = [index for index in indices if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
+    by_number = _reading(sorted(set(numbers)), episode, declared)
+    turns = _turns(episode)
+    steps: list[int] = []
+    for index in indices:
+        if isinstance(index, str):
+            step = ids.get(index)
+        elif isinstance(index, bool) or not isinstance(index, int):
+            raise RewardError(f"a step_index is {index!r}: it must be a whole number or a step's id")
+        else:
+            step = by_number.get(index) if index >= 0 else turns.get(index + 1 + max(turns, default=-1))
+        if step is None:
+            raise RewardError(f"step_index {index!r} is not a step of this episode, which has {len(episode.steps)}")
+        if step in steps:
+            raise RewardError(f"step_index {index!r} names a step that has an output already: give one for each step")
+        steps.append(step)
+    return steps
+
+
+def _turns(episode: Episode) -> dict[int, int]:
+    """From the ordinal of an assistant message to its step; those of the prompt have none."""
+    spoken = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
+    places = {place: step for step, place in enumerate(step_positions(episode)) if place is not None}
+    if not spoken:  # an episode without a conversation: its steps are its turns
+        return {step: step for step in range(len(episode.steps))}
+    return {ordinal: places[place] for ordinal, place in enumerate(spoken) if place in places}
+
+
+def _reading(numbers: Sequence[int], episode: Episode, declared: str) -> dict[int, int]:
+    by_turn = _turns(episode)
+    by_message = {place: step for step, place in enumerate(step_positions(episode)) if place is not None}
+    if declared in ("message", "turn"):
+        return by_message if declared == "message" else by_turn
+    as_messages = all(number in by_message for number in numbers)
+    as_turns = all(number in by_turn for number in numbers)
+    if as_messages and as_turns and any(by_message[number] != by_turn[number] for number in numbers):
+        listed = ", ".join(map(str, numbers))
+        raise RewardError(
+            f"the step indices {listed} could be places in the conversation or turns, and mean other steps then: "
+            'set step_index = "message" or "turn" in the reward\'s table, or as an attribute of the function'
+        )
+    return by_message if as_messages else by_turn
