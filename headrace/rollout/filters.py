@@ -5,6 +5,7 @@ function's own name). Rejected groups are replaced by new ones, counted as `roll
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,31 @@ def reward_spread(*, min_spread: float = 0.0) -> Filter:
     def decide(group: Group) -> Decision:
         rewards = [scored.reward.total for scored in group.episodes]
         return Keep() if max(rewards) - min(rewards) > min_spread else Reject("reward_spread")
+
+    return decide
+
+
+def reward_range(*, low: float = -math.inf, high: float = math.inf) -> Filter:
+    """Rejects a group whose mean reward lies outside [low, high]."""
+
+    def decide(group: Group) -> Decision:
+        mean = sum(scored.reward.total for scored in group.episodes) / len(group.episodes)
+        if mean < low:
+            return Reject("reward_low")
+        return Reject("reward_high") if mean > high else Keep()
+
+    return decide
+
+
+def diversity(*, min_share: float = 0.5) -> Filter:
+    """Rejects a group in which fewer than `min_share` of the episodes differ in what was sampled, token by token:
+    copies of one answer teach nothing by comparison."""
+
+    def decide(group: Group) -> Decision:
+        answers = [
+            tuple(step.completion.tokens.tobytes() for step in scored.episode.steps) for scored in group.episodes
+        ]
+        return Keep() if len(set(answers)) >= min_share * len(answers) else Reject("diversity")
 
     return decide
 
@@ -74,6 +100,8 @@ def success_rate(*, low: float = 0.0, high: float = 1.0) -> Filter:
 
 FILTERS: Mapping[str, Callable[..., Filter]] = {
     "reward_spread": reward_spread,
+    "reward_range": reward_range,
+    "diversity": diversity,
     "length": length,
     "success_rate": success_rate,
 }

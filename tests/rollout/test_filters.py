@@ -11,9 +11,11 @@ from headrace.rollout.filters import (
     Filter,
     Keep,
     Reject,
+    diversity,
     first_rejection,
     length,
     named_filter,
+    reward_range,
     reward_spread,
     success_rate,
 )
@@ -32,6 +34,28 @@ def test_reward_spread_with_a_floor() -> None:
     decide = reward_spread(min_spread=0.5)
     assert decide(group(0, rewards=(0.0, 0.5))) == Reject("reward_spread")
     assert decide(group(0, rewards=(0.0, 0.75))) == Keep()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ((0.0, 1.0), Keep()),  # mean 0.5
+        ((0.0, 0.5), Keep()),  # 0.25, the lower end
+        ((0.0, 0.4), Reject("reward_low")),
+        ((1.0, 0.75), Reject("reward_high")),
+    ],
+)
+def test_reward_range_holds_for_the_mean(rewards: tuple[float, float], expected: object) -> None:
+    assert reward_range(low=0.25, high=0.75)(group(0, rewards=rewards)) == expected
+
+
+def test_a_group_of_copies_is_rejected() -> None:
+    """Episodes of 1, 1, 1 and 2 tokens 0, 1, ...: two different answers of four."""
+    episodes = tuple(scored(TASK, 0.0, versions=[0] * n) for n in (1, 1, 1, 2))
+    made = Group(id=0, task=TASK, episodes=episodes)
+    assert diversity()(made) == Keep()
+    assert diversity(min_share=0.75)(made) == Reject("diversity")
+    assert diversity(min_share=0.75)(Group(id=0, task=TASK, episodes=episodes[2:])) == Keep()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+"""Log-probs under the next version: scored once, under exactly that version, wherever the token is by then."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from async_bench import HANDLE, HandSampler, executor_of, turns
+
+from headrace.errors import RolloutError, SamplerError
+from headrace.rollout.next_version import NextVersionScorer, Sampled, filled, lacking
+from headrace.testing import FakeSampler
+from headrace.types import Completion, FloatArray, IntArray, Step, Stop, float_array, int_array
+
+
+def completion(versions: list[int], known: list[float] | None = None) -> Completion:
+    logprobs = float_array([-0.5] * len(versions))
+    return Completion(
+        tokens=int_array(range(10, 10 + len(versions))),
+        sampler_logprobs=logprobs,
+        raw_logprobs=logprobs,
+        versions=int_array(versions),
+        stop=Stop.STOP,
+        next_logprobs=None if known is None else float_array(known),
+    )
+
+
+def step(prompt: list[int], made: Completion) -> Step:
+    return Step(prompt=int_array(prompt), completion=made, action="")
+
+
+def test_only_tokens_of_the_version_before_are_lacking_and_only_once() -> None:
+    made = completion([5, 5, 6, 7], [-1.0, np.nan, np.nan, np.nan])
+    assert lacking(made, version=6).tolist() == [False, True, False, False]
+    assert lacking(made, version=7).tolist() == [False, False, True, False]
+    assert lacking(completion([0, 1]), version=1).tolist() == [True, False]  # version 0 is a version like any other
+
+
+def test_what_is_known_is_never_written_over() -> None:
+    made = completion([5, 5, 6], [-1.0, np.nan, np.nan])
+    after = filled(made, float_array([-8.0, -8.0, -8.0]), version=6)
+    np.testing.assert_array_equal(after.next_logprobs, np.float32([-1.0, -8.0, np.nan]))
+    assert filled(after, float_array([-9.0, -9.0, -9.0]), version=6) is after
+
+
+async def test_the_worked_example() -> None:
+    """a b c of version 5, d e of 6, f of 7: each is scored under its next version, and by no later one."""
+    made = completion([5, 5, 5, 6, 6, 7])
+    for version in (6, 7, 8, 9):
+        sampler = HandSampler()
+        await sampler.load(HANDLE, version)
+        episode = Sampled(steps=(step([1, 2], made),), temperature=1.0)
+        [[made]] = await NextVersionScorer([sampler]).fill([episode], version=version)
+        if version == 9:
+            assert sampler.scored == []
+    np.testing.assert_array_equal(made.next_logprobs, np.float32([-7, -7, -7, -8, -8, -9]))
+
+
+async def test_turns_of_one_conversation_are_scored_as_the_model_saw_them() -> None:
+    """The second prompt goes on from the first turn: one sequence is scored, the longest, and both turns are in it."""
+    first, second = completion([0, 0]), completion([0])
+    rewritten = step([1, 2, 99], completion([0]))
+    steps = (step([1, 2], first), step([1, 2, 10, 11, 5], second), rewritten)
+    sampler = HandSampler()
+    await sampler.load(HANDLE, 1)
+    [made] = await NextVersionScorer([sampler]).fill([Sampled(steps=steps, temperature=1.0)], version=1)
+    assert sampler.scored == [(1, [1, 2, 10, 11, 5, 10]), (1, [1, 2, 99, 10])]
+    assert [one.next_logprobs.tolist() for one in made if one.next_logprobs is not None] == [[-2, -2], [-2], [-2]]
+
+
+async def test_scores_are_of_the_temperature_the_tokens_were_sampled_with() -> None:
+    class Tempered(FakeSampler):
+        async def score(self, sequences: list[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:  # type: ignore[override]
+            return tuple(float_array([np.nan, *[-temperature] * (len(one) - 1)]) for one in sequences)
+
+    episodes = [Sampled(steps=(step([1], completion([0])),), temperature=t) for t in (0.5, 2.0, 0.5)]
+    made = await NextVersionScorer([Tempered(), Tempered()]).fill(episodes, version=1)
+    assert [float(one.next_logprobs[0]) for [one] in made if one.next_logprobs is not None] == [-0.5, -2.0, -0.5]
+
+
+async def test_a_failing_score_leaves_everything_as_it_was_and_is_named() -> None:
+    class Dead(FakeSampler):
+        async def score(self, sequences: list[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:  # type: ignore[override]
+            raise SamplerError("out of memory")
+
+    with pytest.raises(RolloutError, match="sampler 0 could not score 1 sequences under the new weights: out of mem"):
+        await NextVersionScorer([Dead()]).fill(
+            [Sampled(steps=(step([1], completion([0])),), temperature=1.0)], version=1
+        )
+
+
+# --- in the executor -------------------------------------------------------------------------------------------------
+
+
+async def test_ready_and_running_groups_are_scored_at_publish() -> None:
+    """eta = 2, B = 1. The short task waits in the buffer, the long one runs on, across two updates."""
+    sampler = HandSampler()
+    executor = executor_of(
+        sampler,
+        max_staleness=2,
+        next_logprobs=True,
+        names=["a", "b", "long"],
+        tokens=lambda t: (9,) if t.id == "long" else (2,),
+    )
+    async with executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        await sampler.step(3)
+        batch = await taking
+        assert [group.task.id for group in batch] == ["a"]
+        assert batch[0].episodes[0].episode.steps[0].completion.next_logprobs is None
+        executor.done(batch)
+        await executor.publish(HANDLE)  # b is ready, "long" has some tokens: all of version 0
+        await sampler.step(2)
+        batch = await executor.take_batch()
+        assert [group.task.id for group in batch] == ["b"]
+        waited = batch[0].episodes[1].episode.steps[0].completion
+        assert (waited.versions.tolist(), waited.next_logprobs is None) == ([0, 0], False)
+        np.testing.assert_array_equal(waited.next_logprobs, np.float32([-2, -2]))
+        executor.done(batch)
+        await executor.publish(HANDLE)
+        await sampler.step(12)
+        [group] = await executor.take_batch()
+        assert group.task.id == "long"
+        for scored in group.episodes:
+            made = scored.episode.steps[0].completion
+            assert set(made.versions.tolist()) == {0, 1, 2}
+            assert made.next_logprobs is not None
+            expected = np.where(made.versions == 2, np.nan, -2.0 - made.versions)
+            np.testing.assert_array_equal(made.next_logprobs, np.float32(expected))
+    # version 1 scored what was sampled at 0, version 2 what was sampled at 1: nothing was scored twice
+    assert {version for version, _ in sampler.scored} == {1, 2}
+
+
+async def test_turns_that_ended_before_an_update_are_scored_with_the_one_that_is_open() -> None:
+    sampler = HandSampler()
+    executor = executor_of(sampler, max_staleness=2, next_logprobs=True, max_running=1, tokens=lambda task: (2, 5))
+    async with executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        await sampler.step(4)  # the first turn has ended, two tokens of the second
+        await executor_publish(executor, taking)
+        taking = asyncio.create_task(executor.take_batch())
+        await sampler.step(8)
+        [group] = await taking
+        first, second = (step.completion for step in group.episodes[0].episode.steps)
+        assert first.versions.tolist() == [0, 0]
+        np.testing.assert_array_equal(first.next_logprobs, np.float32([-2, -2]))
+        assert second.versions.tolist()[:2] == [0, 0]
+        known = second.next_logprobs
+        assert known is not None
+        np.testing.assert_array_equal(known, np.where(second.versions == 0, np.float32(-2), np.float32(np.nan)))
+
+
+async def executor_publish(executor: object, taking: "asyncio.Task[object]") -> None:
+    """Publish in the middle of waiting: the batch is given up and asked for again."""
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    await executor.publish(HANDLE)  # type: ignore[attr-defined]
+
+
+async def test_nothing_is_scored_unless_asked_for() -> None:
+    sampler = HandSampler()
+    async with executor_of(sampler, max_staleness=2, tokens=lambda task: (1,)) as executor:
+        for _ in range(3):
+            taking = asyncio.create_task(executor.take_batch())
+            await turns()
+            await sampler.step(2)
+            executor.done(await taking)
+            await executor.publish(HANDLE)
+    assert sampler.scored == []
