@@ -1,0 +1,356 @@
+"""Asynchronous against synchronous rollouts when lengths have a long tail: seconds per training step and trained lag.
+
+    python bench/async_speedup.py [--steps 60] [--real-time] [--embedded] [--stale-action mask]
+
+The real `RolloutExecutor` over an engine and a trainer that only sleep, so that no core decides. By default they sleep
+on a virtual clock: exact, and over in seconds; `--real-time` really sleeps (a hundredth of the time). A batch is 8
+groups of 8 sequences; lengths are log-normal with mean 1 s at one token a hundredth of a second. Both sides have the
+same devices: synchronous training uses all of them for sampling (64 slots) and then for training (0.3 s); asynchronous
+training gives three quarters to sampling (48 slots) and one quarter to training (1.2 s). Bringing weights to the
+engine takes 0.02 s. A group with a token older than eta is dropped, and what it cost is in the figures.
+
+`ratio` is synchronous / asynchronous seconds per step at log-sigma 1.0 and eta = 2. `--embedded` instead trains a tiny
+model with the real engine and trainer on the cores of this machine, eta = 2 against eta = 0, where both sides share the
+cores and there is nothing to win but waiting; its `ratio` is of those runs.
+"""
+
+import argparse
+import asyncio
+import heapq
+import json
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.publish import Publisher
+from headrace.testing import run_virtual
+from headrace.types import (
+    Completion,
+    Episode,
+    FloatArray,
+    Group,
+    IntArray,
+    Reward,
+    SampleRequest,
+    SamplingParams,
+    ScoredEpisode,
+    Shared,
+    Step,
+    Stop,
+    Task,
+    WeightsHandle,
+    float_array,
+    int_array,
+)
+
+GROUPS, GROUP_SIZE, MEAN_TOKENS, TOKEN_S, LOAD_S = 8, 8, 100, 0.01, 0.02
+SYNC_SLOTS, SYNC_TRAIN_S = 64, 0.3
+ASYNC_SLOTS, ASYNC_TRAIN_S = 48, 1.2
+SIGMAS, ETAS, WARMUP = (0.0, 0.5, 1.0), (1, 2, 4), 6
+
+
+class SleepingEngine:
+    """Samples `max_tokens` tokens at a fixed speed in each of `slots` slots; what was interrupted goes on first."""
+
+    def __init__(self, *, slots: int, scale: float) -> None:
+        self._free, self._scale = slots, scale
+        self._version = 0
+        self._paused = asyncio.Event()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._idle = asyncio.Event()
+        self._open = 0
+        self._queue: list[tuple[bool, int, asyncio.Future[bool]]] = []
+        self._arrivals = count()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        await self._resumed.wait()
+        self._open += 1
+        try:
+            return await self._sample(request)
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        done = request.continue_from
+        versions = [] if done is None else done.versions.tolist()
+        if not await self._slot(new=done is None):
+            return _completion(versions, Stop.INTERRUPTED)
+        try:
+            left = request.params.max_tokens - len(versions)
+            made = await self._sleep(left)
+        finally:
+            self._release()
+        versions += [self._version] * made
+        return _completion(versions, Stop.INTERRUPTED if made < left else Stop.LENGTH)
+
+    async def _sleep(self, tokens: int) -> int:
+        """How many tokens were made before the engine was paused."""
+        loop = asyncio.get_running_loop()
+        began_s, token_s = loop.time(), TOKEN_S * self._scale
+        try:
+            async with asyncio.timeout(tokens * token_s):
+                await self._paused.wait()
+        except TimeoutError:
+            return tokens
+        return min(tokens, int((loop.time() - began_s) / token_s))
+
+    async def _slot(self, *, new: bool) -> bool:
+        """Wait for a slot; False when the engine was paused first."""
+        if self._free:
+            self._free -= 1
+            return True
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (new, next(self._arrivals), turn))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.result():
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        """Hand a slot to the next that waits for one."""
+        while self._queue:
+            _, _, turn = heapq.heappop(self._queue)
+            if not turn.done():
+                turn.set_result(True)
+                return
+        self._free += 1
+
+    async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
+        return tuple(float_array([math.nan, *[-0.5] * (len(sequence) - 1)]) for sequence in sequences)
+
+    async def load(self, handle: WeightsHandle, version: int) -> str:
+        await asyncio.sleep(LOAD_S * self._scale)
+        self._version = version
+        return handle.fingerprint
+
+    async def pause(self, *, interrupt: bool) -> None:
+        self._resumed.clear()
+        if interrupt:
+            self._paused.set()
+            waiting, self._queue = self._queue, []
+            for _, _, turn in waiting:
+                if not turn.done():
+                    turn.set_result(False)
+        if self._open:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._paused.clear()
+        self._resumed.set()
+
+
+def _completion(versions: list[int], stop: Stop) -> Completion:
+    logprobs = float_array(np.full(len(versions), -0.5))
+    tokens = int_array(np.zeros(len(versions), dtype=np.int32))
+    return Completion(
+        tokens=tokens, sampler_logprobs=logprobs, raw_logprobs=logprobs, versions=int_array(versions), stop=stop
+    )
+
+
+# --- one configuration -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    sigma: float
+    eta: int
+    slots: int
+    train_s: float
+    stale_action: str = "drop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    step_s: float
+    lag_mean: float
+    lag_max: int
+    dropped: float  # share of the groups that ended
+
+
+def lengths(sigma: float, group: int) -> list[int]:
+    """Of a group's sequences: the same for every case, so that all have the same work."""
+    dice = random.Random(f"lengths {group}")
+    normal = [dice.gauss(0.0, 1.0) for _ in range(GROUP_SIZE)]
+    return [max(1, round(MEAN_TOKENS * math.exp(sigma * z - sigma**2 / 2))) for z in normal]
+
+
+def player(engine: SleepingEngine, sigma: float) -> Any:
+    async def one(task: Task, id: int, tokens: int) -> ScoredEpisode:
+        request = SampleRequest(prompt=int_array([0]), params=SamplingParams(max_tokens=tokens))
+        completion = await engine.sample(request)
+        while completion.stop is Stop.INTERRUPTED:
+            again = SampleRequest(prompt=request.prompt, params=request.params, continue_from=completion)
+            completion = await engine.sample(again)
+        step = Step(prompt=request.prompt, completion=completion, action="")
+        episode = Episode(id=str(id), task=task, seed=0, steps=(step,), messages=(), temperature=1.0)
+        return ScoredEpisode(episode=episode, reward=Reward(total=0.0))
+
+    async def play(task: Task, id: int) -> Group:
+        episodes = await asyncio.gather(*(one(task, id, tokens) for tokens in lengths(sigma, id)))
+        return Group(id=id, task=task, episodes=tuple(episodes))
+
+    return play
+
+
+async def run(case: Case, *, steps: int, scale: float) -> Timing:
+    engine = SleepingEngine(slots=case.slots, scale=scale)
+    numbers = count()
+    executor = RolloutExecutor(
+        play=player(engine, case.sigma),
+        next_task=lambda: Task(id=f"t{next(numbers)}"),
+        batch_groups=GROUPS,
+        settings=settings_of(case),
+        publisher=Publisher([engine]),
+    )
+    clock = asyncio.get_running_loop().time
+    lags: list[int] = []
+    ended = dropped = 0.0
+    began_s = clock()
+    async with executor:
+        for step in range(WARMUP + steps):
+            if step == WARMUP:
+                executor.metrics()
+                began_s, lags = clock(), []
+            groups = await executor.take_batch()
+            for group in groups:
+                for scored in group.episodes:
+                    lags += (executor.version - scored.episode.steps[0].completion.versions).tolist()
+            await asyncio.sleep(case.train_s * scale)
+            executor.done(groups)
+            await executor.publish(Shared(fingerprint=f"w{step}"))
+        values = executor.metrics()
+        spent_s = clock() - began_s
+    dropped = sum(value for name, value in values.items() if name.startswith("rollout/dropped_"))
+    ended = values["rollout/consumed"] + dropped
+    assert max(lags) <= case.eta or case.stale_action == "mask", "a token older than the bound was trained"
+    trained = [lag for lag in lags if lag <= case.eta]
+    return Timing(
+        step_s=spent_s / steps / scale,
+        lag_mean=statistics.fmean(trained),
+        lag_max=max(trained),
+        dropped=dropped / max(ended, 1.0),
+    )
+
+
+def settings_of(case: Case) -> AsyncSettings:
+    return AsyncSettings(max_staleness=case.eta, task_timeout_s=1e6)
+
+
+def asleep(steps: int, *, real_time: bool, stale_action: str) -> dict[str, Any]:
+    """The table of all cases; one line each."""
+    scale = 0.01 if real_time else 1.0
+    execute = asyncio.run if real_time else run_virtual
+    table: dict[str, Any] = {}
+    print(f"{'log-sigma':>9} {'eta':>4} {'s/step':>8} {'speed-up':>9} {'lag mean':>9} {'max':>4} {'dropped':>8}")
+    for sigma in SIGMAS:
+        sync_s = 0.0
+        for eta in (0, *ETAS):
+            devices = (SYNC_SLOTS, SYNC_TRAIN_S) if eta == 0 else (ASYNC_SLOTS, ASYNC_TRAIN_S)
+            case = Case(sigma=sigma, eta=eta, slots=devices[0], train_s=devices[1], stale_action=stale_action)
+            timing = execute(run(case, steps=steps, scale=scale))
+            sync_s = timing.step_s if eta == 0 else sync_s
+            row = {
+                "step_s": round(timing.step_s, 3),
+                "speedup": round(sync_s / timing.step_s, 3),
+                "lag_mean": round(timing.lag_mean, 3),
+                "lag_max": timing.lag_max,
+                "dropped": round(timing.dropped, 3),
+            }
+            table[f"sigma {sigma:g}, eta {eta}"] = row
+            print(
+                f"{sigma:9.1f} {eta:4d} {timing.step_s:8.2f} {sync_s / timing.step_s:8.2f}x {timing.lag_mean:9.2f} "
+                f"{timing.lag_max:4d} {100 * timing.dropped:7.1f}%",
+                flush=True,
+            )
+    return {"cases": table, "ratio": table["sigma 1, eta 2"]["speedup"]}
+
+
+# --- the real engine and trainer -------------------------------------------------------------------------------------
+
+EMBEDDED = """
+[run]
+name = "speed"
+folder = "{folder}"
+tensorboard = false
+[model]
+path = "tiny"
+tiny = {{ width = 96, layers = 3, heads = 4, kv_heads = 2, context = 512 }}
+[engine]
+max_rows = 48
+[rl]
+steps = {steps}
+groups = 4
+group_size = 4
+max_turns = 6
+max_prompt_tokens = 64
+max_episode_tokens = 400
+loss = "decoupled_ppo"
+sampling = {{ max_tokens = 4 }}
+tasks = {{ type = "world", name = "key_door", size = 500, seed = 2 }}
+optimizer = {{ learning_rate = 1e-4 }}
+async = {{ max_staleness = {eta} }}
+"""
+
+
+def embedded(steps: int, repeats: int) -> dict[str, Any]:
+    """Seconds per step of whole runs, synchronous and eta = 2 in turns; medians."""
+    seconds: dict[int, list[float]] = {0: [], 2: []}
+    for _ in range(repeats):
+        for eta, found in seconds.items():
+            found.append(_embedded_run(steps, eta))
+            print(f"eta {eta}: {found[-1]:.3f} s a step", flush=True)
+    sync_s, async_s = (statistics.median(found) for found in seconds.values())
+    return {"sync_step_s": round(sync_s, 4), "async_step_s": round(async_s, 4), "ratio": round(sync_s / async_s, 3)}
+
+
+def _embedded_run(steps: int, eta: int) -> float:
+    from headrace import wiring
+    from headrace.cli import load_checked
+    from headrace.observe.sinks import read_metrics
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.toml"
+        file.write_text(EMBEDDED.format(folder=folder, steps=WARMUP + steps, eta=eta))
+        config = load_checked(file, [], command="train")
+        result = wiring.train(config, config_text_path=file, resume=None)
+        records = read_metrics(result.folder / "metrics.jsonl")
+    return statistics.fmean(record.values["time/step_s"] for record in records if record.step > WARMUP)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="training steps that are timed")
+    parser.add_argument("--real-time", action="store_true", help="sleep on the real clock, a hundredth of the time")
+    parser.add_argument("--stale-action", choices=("drop", "mask"), default="drop")
+    parser.add_argument("--embedded", action="store_true", help="the real engine and trainer on this machine's cores")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind with --embedded")
+    options = parser.parse_args()
+    if options.embedded:
+        figures = embedded(options.steps, options.repeats)
+    else:
+        figures = asleep(options.steps, real_time=options.real_time, stale_action=options.stale_action)
+    print(json.dumps({"bench": "async_speedup", "steps": options.steps, **figures}))
+
+
+if __name__ == "__main__":
+    main()
