@@ -291,7 +291,8 @@ class RolloutExecutor:
 
     async def _settle_forever(self) -> None:
         while True:
-            self._ended += await self._runner.outcomes()
+            ended = await self._runner.outcomes()
+            self._ended += ended  # a statement of its own: the list may be another one after the wait
             if not self._lockstep:
                 self._settle_ended()
                 self._admit()
