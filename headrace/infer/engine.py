@@ -32,6 +32,7 @@ from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
 from headrace.infer.slots import Sequence as Sampling
 from headrace.infer.slots import Slots
+from headrace.infer.visits import Decoder, decodable, drawn_by, row_of
 from headrace.infer.weights import copy_weights, read_folder
 from headrace.model import head
 from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
@@ -71,6 +72,7 @@ class EmbeddedEngine:
 
     `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
     `worker`: the trainer's when `lm` is its own model; None: one of the engine's own.
+    `decoder`: reads prompts and decodes several steps per turn, for at least as many rows and tokens; None: one step.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class EmbeddedEngine:
         prefill_tokens: int = 512,
         source: LanguageModel | None = None,
         worker: Worker | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         assert max_rows > 0
         assert piece_tokens > 0
@@ -95,7 +98,11 @@ class EmbeddedEngine:
             raise SamplerError(f"engine.kv_tokens must be at least {ALIGN * ROUND}, not {self._kv_tokens}")
         self._piece_tokens, self._prefill_tokens = piece_tokens, max(prefill_tokens, piece_tokens)
         self._version = 0
+        self._decoder = decoder
         tokens = min(FIRST_SLOT_TOKENS, self._longest_slot())
+        if decoder is not None:  # prompts in one piece, and slots as long as all rows can have
+            self._piece_tokens = self._prefill_tokens = decoder.prompt_tokens
+            tokens = max(tokens, min(self._longest_slot(), self._kv_tokens // self._max_rows // ROUND * ROUND))
         self._slots = Slots(self._rows_for(tokens), tokens)
         self._cache = self._make_cache()
         self._head: Tensor | None = None
@@ -292,6 +299,8 @@ class EmbeddedEngine:
         elif self._source is not None:
             copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None
+        if self._decoder is not None:
+            self._decoder.refresh()
         self._slots.forget()
         self._version = version
         return fingerprint(self.lm.model.named_parameters())
@@ -327,19 +336,50 @@ class EmbeddedEngine:
     def _step(self) -> None:
         self._grow_if_needed()
         self._seat_waiting()
+        if self._decoder is not None:
+            self._visit(self._decoder)
+            return
         self._compact()
         pieces, decoding = self._plan()
         if not pieces and not decoding:
             return
         hidden_TD = self._forward(pieces, decoding)
-        for piece in pieces:
-            sequence = self._slots.seated[piece.row]
-            assert sequence is not None
-            self._slots.fill(piece.row, sequence.tokens[piece.offset : piece.offset + piece.length])
-            self.counters.prefilled += piece.length
+        self._record(pieces)
         self.counters.steps += 1
         if decoding:
             self._sample(hidden_TD, decoding)
+
+    def _visit(self, decoder: Decoder) -> None:
+        """Prompts, until three in four rows have theirs; then some tokens of each of those rows."""
+        pieces, decoding = self._plan()
+        while pieces and 4 * len(decoding) < 3 * sum(1 for _ in self._slots.active()):
+            decoder.prefill(pieces, [token for piece in pieces for token in self._tokens_of(piece)])
+            self._record(pieces)
+            self._seat_waiting()
+            pieces, decoding = self._plan()
+        if pieces:
+            decoder.prefill(pieces, [token for piece in pieces for token in self._tokens_of(piece)])
+            self._record(pieces)
+            decoding = self._plan()[1]
+        if decoding and all(decodable(sequence) for _, sequence in decoding):
+            visit = decoder.run([row_of(row, each, slot_tokens=self._slots.tokens) for row, each in decoding])
+            self.counters.steps += visit.tokens.shape[1]
+            for index, (row, sequence) in enumerate(decoding):
+                self._append(row, sequence, *drawn_by(visit, index))
+        elif decoding:
+            self.counters.steps += 1
+            self._sample(self._forward([], decoding), decoding)
+
+    def _tokens_of(self, piece: Piece) -> list[int]:
+        sequence = self._slots.seated[piece.row]
+        assert sequence is not None
+        return sequence.tokens[piece.offset : piece.offset + piece.length]
+
+    def _record(self, pieces: list[Piece]) -> None:
+        """The pieces' tokens are in the cache now."""
+        for piece in pieces:
+            self._slots.fill(piece.row, self._tokens_of(piece))
+            self.counters.prefilled += piece.length
 
     def _plan(self) -> tuple[list[Piece], list[tuple[int, Sampling]]]:
         """Sequences whose beginning is cached decode; the others get pieces, within the step's budget, oldest first."""
@@ -371,8 +411,7 @@ class EmbeddedEngine:
             positions[row] = len(sequence.tokens) - 1
         slots = list(range(decode_rows))
         for piece in pieces:
-            sequence = self._slots.seated[piece.row]  # type: ignore[assignment]
-            tokens += sequence.tokens[piece.offset : piece.offset + piece.length]
+            tokens += self._tokens_of(piece)
             positions += range(piece.offset, piece.offset + piece.length)
             slots += [piece.row] * piece.length
         written = len(tokens)
@@ -412,16 +451,29 @@ class EmbeddedEngine:
         for (row, sequence), token, logprob, raw in chosen:
             if not math.isfinite(logprob):
                 raise SamplerError("the model's log-probs are not finite: its weights are damaged")
-            self._slots.fill(row, sequence.tokens[-1:])
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.raw_logprobs.append(raw)
-            sequence.versions.append(self._version)
-            self.counters.decoded += 1
-            if token in sequence.stop_tokens or self._stop_string_at_end(sequence):
-                self._finish(sequence, Stop.STOP)
-            elif len(sequence.tokens) >= sequence.limit:
-                self._finish(sequence, Stop.LENGTH)
+            self._append(row, sequence, [token], [logprob], [raw])
+
+    def _append(
+        self, row: int, sequence: Sampling, tokens: list[int], logprobs: list[float], raw_logprobs: list[float]
+    ) -> None:
+        """Newly sampled tokens; what lies behind a stop string is thrown away."""
+        fed, count, stopped = sequence.tokens[-1:], len(tokens), False
+        if not sequence.request.params.stop_strings:
+            sequence.tokens += tokens
+        else:
+            for count, token in enumerate(tokens, start=1):  # noqa: B007
+                sequence.tokens.append(token)
+                if stopped := self._stop_string_at_end(sequence):
+                    break
+        self._slots.fill(row, fed + tokens[: count - 1])
+        sequence.logprobs += logprobs[:count]
+        sequence.raw_logprobs += raw_logprobs[:count]
+        sequence.versions += [self._version] * count
+        self.counters.decoded += count
+        if stopped or tokens[count - 1] in sequence.stop_tokens:
+            self._finish(sequence, Stop.STOP)
+        elif len(sequence.tokens) >= sequence.limit:
+            self._finish(sequence, Stop.LENGTH)
 
     def _stop_string_at_end(self, sequence: Sampling) -> bool:
         """Whether the newest token completed a stop string."""
@@ -452,6 +504,8 @@ class EmbeddedEngine:
     # --- the cache's layout ---
 
     def _make_cache(self) -> KVCache:
+        if self._decoder is not None:
+            return self._decoder.cache(self._slots.rows, self._slots.tokens)
         config: Any = self.lm.model.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return KVCache(

@@ -12,6 +12,7 @@ Shape letters: Q query heads, H key-value heads, G = Q / H, D head width, T pack
 """
 
 import inspect
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,26 +27,47 @@ NAME = "headrace"
 
 
 class KVCache:
-    """Keys and values of every layer for `rows` slots of `tokens` positions: [B, H, S, D] each, fixed storage."""
+    """Keys and values of every layer for `rows` slots of `tokens` positions: [B, H, S, D] each, fixed storage.
+
+    With `storage` [layers, 2, at least B H S D] they lie in there, so that another layout has the same addresses.
+    """
 
     def __init__(
-        self, *, layers: int, rows: int, heads: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        layers: int,
+        rows: int,
+        heads: int,
+        tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        storage: Tensor | None = None,
     ) -> None:
         shape = (rows, heads, tokens, width)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._whole: Tensor | None = None
+        if storage is None:
+            self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+            self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        else:
+            self._whole = storage[:, :, : math.prod(shape)].view(layers, 2, *shape)
+            self.keys, self.values = list(self._whole[:, 0]), list(self._whole[:, 1])
         self.rows, self.tokens = rows, tokens
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Give slot `target` the first `tokens` positions of slot `source`."""
+        if self._whole is not None:
+            self._whole[:, :, target, :, :tokens] = self._whole[:, :, source, :, :tokens]
+            return
         for store in (*self.keys, *self.values):
             store[target, :, :tokens].copy_(store[source, :, :tokens])
 
     def adopt(self, other: "KVCache", rows: int) -> None:
-        """Take over the first `rows` slots of a cache of another length."""
+        """Take over the first `rows` slots of a cache of another length, which may lie in the same storage."""
         tokens = min(self.tokens, other.tokens)
         for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-            mine[:rows, :, :tokens].copy_(theirs[:rows, :, :tokens])
+            kept = theirs[:rows, :, :tokens]
+            mine[:rows, :, :tokens] = kept if self._whole is None else kept.clone()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,246 @@
+"""Decoding in CUDA graphs: some steps per call, drawing included, over slots that rows join and leave between calls.
+
+The decoder owns everything a graph points to: the rows' state, intermediate buffers, keys and values, and copies of
+weights. A graph is one decode step for up to so many rows (`BUCKETS`); it is captured when first needed and replayed
+from then on. Rows that stop go quiet on the device. It must not know requests, queues or versions.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+from torch import Tensor
+
+from headrace.infer.cuda import draw, forward
+from headrace.infer.cuda.forward import Buffers, DecodeAttention, Places
+from headrace.infer.cuda.weights import DenseWeights
+from headrace.infer.visits import STOPS, Row, Visit
+from headrace.model.attention import KVCache, Piece
+from headrace.model.load import LanguageModel
+
+BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # and multiples of 64 above
+PROMPT_TOKENS = 4096
+VISIT_STEPS = 16  # most steps of one call
+BLOCK = 4096  # of the vocabulary
+TOKEN, POSITION, SLOT, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(8)
+
+
+class GraphDecoder:
+    """Up to `max_rows` rows over `kv_tokens` cached positions; `prompt_tokens` of prompts are read at a time.
+
+    `deterministic`: every product has the same number of rows, so a row's bits do not depend on who else is there.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        max_rows: int,
+        kv_tokens: int,
+        prompt_tokens: int = PROMPT_TOKENS,
+        deterministic: bool = False,
+    ) -> None:
+        self._deterministic = deterministic
+        self._weights = DenseWeights(lm, positions=lm.context)
+        shape, device = self._weights.shape, lm.device
+        self.prompt_tokens = prompt_tokens
+        self._max_rows = bucket_for(max_rows)
+        self._rows = Buffers.make(shape, self._max_rows, self._weights.embedding)
+        self._prompt: Buffers | None = None
+        self._attention = DecodeAttention(self._weights, self._max_rows)
+        self._storage = torch.zeros((shape.layers, 2, kv_tokens * shape.H * shape.W), dtype=lm.dtype, device=device)
+        self._slot_tokens = torch.zeros(1, dtype=torch.int32, device=device)
+        self._cache: KVCache | None = None
+        state = self._max_rows * (FIELDS + STOPS)
+        pinned = device.type == "cuda"
+        self._state = torch.zeros(state, dtype=torch.int64, device=device)
+        self._state[self._max_rows * POSITION : self._max_rows * (POSITION + 1)] = -1
+        self._host_state = torch.zeros(state, dtype=torch.int64, pin_memory=pinned)
+        self._temperatures = torch.ones(self._max_rows, dtype=torch.float32, device=device)
+        self._host_temperatures = torch.ones(self._max_rows, dtype=torch.float32, pin_memory=pinned)
+        self._out = torch.zeros((3, self._max_rows, VISIT_STEPS), dtype=torch.int32, device=device)
+        self._host_out = torch.zeros(self._out.shape, dtype=torch.int32, pin_memory=pinned)
+        self._logits = torch.zeros((self._max_rows, shape.V), dtype=lm.dtype, device=device)
+        self._blocks = torch.zeros((4, self._max_rows * triton.cdiv(shape.V, BLOCK)), device=device)
+        self._graphs: dict[int, Any] = {}
+        self._pool: Any = None
+
+    def refresh(self) -> None:
+        """The model's parameters changed."""
+        self._weights.refresh()
+
+    def cache(self, rows: int, tokens: int) -> KVCache:
+        """Lay the keys and values out as `rows` slots of `tokens` positions."""
+        shape = self._weights.shape
+        self._slot_tokens.fill_(tokens)
+        self._cache = KVCache(
+            layers=shape.layers,
+            rows=rows,
+            heads=shape.H,
+            tokens=tokens,
+            width=shape.W,
+            dtype=self._storage.dtype,
+            device=self._storage.device,
+            storage=self._storage,
+        )
+        return self._cache
+
+    # --- prompts ---
+
+    def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
+        """Keys and values of the pieces' tokens (end to end in `tokens`) into their slots."""
+        assert self._cache is not None
+        assert len(tokens) == sum(piece.length for piece in pieces) <= self.prompt_tokens
+        if self._prompt is None:
+            self._prompt = Buffers.make(self._weights.shape, self.prompt_tokens, self._weights.embedding)
+        device = self._storage.device
+        rows = self.prompt_tokens if self._deterministic else len(tokens)
+        laid_out = np.zeros((3, rows), dtype=np.int64)
+        laid_out[0, : len(tokens)] = tokens
+        laid_out[1, : len(tokens)] = np.concatenate([np.arange(p.offset, p.offset + p.length) for p in pieces])
+        laid_out[2] = -1
+        laid_out[2, : len(tokens)] = np.repeat([piece.row for piece in pieces], [piece.length for piece in pieces])
+        tokens_T, positions_T, slots_T = torch.from_numpy(laid_out).to(device)
+        blocks = torch.from_numpy(prompt_blocks(pieces)).to(device)
+        buffers = self._prompt.first(rows)
+        places = Places(positions_T, slots_T, self._slot_tokens)
+        last = self._weights.shape.layers - 1
+
+        def attend(layer: int) -> None:
+            assert self._cache is not None
+            forward.prompt_attention(
+                self._weights, layer, buffers, places, self._cache, blocks, only_cache=layer == last
+            )
+
+        forward.hidden(self._weights, tokens_T, buffers, attend, only_cache=True)
+
+    # --- decoding ---
+
+    def run(self, rows: Sequence[Row], steps: int = VISIT_STEPS) -> Visit:
+        """Decode up to `steps` tokens of every row, fewer when all have ended."""
+        assert 0 < len(rows) <= self._max_rows
+        steps = min(steps, VISIT_STEPS, max(row.limit - row.position - 1 for row in rows))
+        assert steps > 0
+        bucket = self._max_rows if self._deterministic else bucket_for(len(rows))
+        self._upload(rows)
+        if self._storage.is_cuda and bucket not in self._graphs:
+            self._graphs[bucket] = self._capture(bucket)
+        for _ in range(steps):
+            if self._storage.is_cuda:
+                self._graphs[bucket].replay()
+            else:
+                self._step(bucket)
+        return self._download(len(rows), steps)
+
+    def _upload(self, rows: Sequence[Row]) -> None:
+        fields = self._host_state.numpy()[: FIELDS * self._max_rows].reshape(FIELDS, -1)
+        stops = self._host_state.numpy()[FIELDS * self._max_rows :].reshape(-1, STOPS)
+        count = len(rows)
+        fields[TOKEN, :count] = [row.token for row in rows]
+        fields[POSITION, :count] = [row.position for row in rows]
+        fields[POSITION, count:] = -1
+        fields[SLOT, :count] = [row.slot for row in rows]
+        fields.view(np.uint64)[SEED, :count] = [row.seed for row in rows]
+        fields[COUNT, :count] = [row.count for row in rows]
+        fields[LIMIT, :count] = [row.limit for row in rows]
+        fields[DRAWN] = 0
+        stops[:count] = -1
+        for index, row in enumerate(rows):
+            if row.stops:
+                stops[index, : len(row.stops)] = row.stops
+        self._host_temperatures.numpy()[:count] = [row.temperature for row in rows]
+        self._state.copy_(self._host_state, non_blocking=True)
+        self._temperatures.copy_(self._host_temperatures, non_blocking=True)
+
+    def _download(self, rows: int, steps: int) -> Visit:
+        drawn = self._field(DRAWN)[:rows].to("cpu", non_blocking=True)
+        self._host_out.copy_(self._out, non_blocking=True)
+        if self._out.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        tokens, logprobs, raw = (part[:rows, :steps].copy() for part in self._host_out.numpy())
+        return Visit(
+            drawn=drawn.numpy().astype(np.int32),
+            tokens=tokens,
+            logprobs=logprobs.view(np.float32),
+            raw_logprobs=raw.view(np.float32),
+        )
+
+    def _field(self, name: int) -> Tensor:
+        return self._state[name * self._max_rows : (name + 1) * self._max_rows]
+
+    def _capture(self, bucket: int) -> Any:
+        """A graph of one step. The kernels are compiled and the libraries set up before, with all rows quiet."""
+        positions = self._field(POSITION)
+        before = positions.clone()
+        positions.fill_(-1)
+        self._step(bucket)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(bucket)
+        self._pool = graph.pool()
+        positions.copy_(before)
+        return graph
+
+    def _step(self, bucket: int) -> None:
+        assert self._cache is not None
+        shape, buffers = self._weights.shape, self._rows.first(bucket)
+        places = Places(self._field(POSITION), self._field(SLOT), self._slot_tokens)
+        attend = partial(self._attention, buffers=buffers, places=places, cache=self._cache)
+        forward.hidden(self._weights, self._field(TOKEN), buffers, attend, only_cache=False)
+        logits = self._logits[:bucket]
+        torch.mm(buffers.normed, self._weights.head.t(), out=logits)
+        blocks = triton.cdiv(shape.V, BLOCK)
+        partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
+        draw.block_kernel[(bucket, blocks)](
+            logits,
+            self._temperatures,
+            places.positions,
+            *partials,
+            shape.V,
+            blocks,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+        draw.draw_kernel[(bucket,)](
+            logits,
+            self._temperatures,
+            *partials,
+            self._field(TOKEN),
+            places.positions,
+            self._field(SEED),
+            self._field(COUNT),
+            self._field(DRAWN),
+            self._field(LIMIT),
+            self._state[FIELDS * self._max_rows :],
+            self._out[0],
+            self._out[1].view(torch.float32),
+            self._out[2].view(torch.float32),
+            shape.V,
+            blocks,
+            VISIT_STEPS,
+            BLOCK=BLOCK,
+            BLOCKS=triton.next_power_of_2(blocks),
+            STOPS=STOPS,
+            num_warps=8,
+        )
+
+
+def bucket_for(rows: int) -> int:
+    """The smallest number of rows a graph is captured for that holds `rows`."""
+    return next((bucket for bucket in BUCKETS if rows <= bucket), -(-rows // 64) * 64)
+
+
+def prompt_blocks(pieces: Sequence[Piece]) -> npt.NDArray[np.int32]:
+    """[blocks, 4]: slot, index of the first token, its position, tokens; the longest first."""
+    blocks, first = [], 0
+    for piece in pieces:
+        for start in range(0, piece.length, forward.PROMPT_ROWS):
+            count = min(forward.PROMPT_ROWS, piece.length - start)
+            blocks.append((piece.row, first + start, piece.offset + start, count))
+        first += piece.length
+    return np.array(blocks, dtype=np.int32)

@@ -1,0 +1,154 @@
+"""What the CUDA engine reads of a model: its own parameters where they lie, and joined copies where that is faster.
+
+Queries, keys and values are one product, gate and up another, so their weights are copied next to each other; layers
+with an adapter are copied merged. `refresh` renews the copies after the model's parameters changed; the storage stays,
+so captured graphs do too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.model.load import LanguageModel
+from headrace.model.lora import LoraLinear
+
+TYPES = ("llama", "mistral", "qwen2", "qwen3")
+HALF = (torch.bfloat16, torch.float16)
+WIDTHS = (32, 64, 128, 256)  # of a head
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a dense decoder: D stream, Q and H heads of width W, I inner, V vocabulary."""
+
+    layers: int
+    D: int
+    Q: int
+    H: int
+    W: int
+    inner: int
+    V: int
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer; `qkv` is queries, keys, values, and `gate_up` gate then up."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Tensor
+    inner_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def why_not(lm: LanguageModel) -> str | None:
+    """Why this model is not decoded in graphs, in a few words; None: it is."""
+    config: Any = lm.model.config
+    if lm.device.type != "cuda":
+        return "the model is not on CUDA"
+    if config.model_type not in TYPES:
+        return f"models of type '{config.model_type}' have layers of another kind"
+    attention, mlp = lm.model.base_model.layers[0].self_attn, lm.model.base_model.layers[0].mlp
+    width, heads, kv_heads = attention.head_dim, config.num_attention_heads, config.num_key_value_heads
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in lm.model.base_model.layers]
+    windows.append(config.sliding_window if config.model_type == "mistral" else None)
+    if any(windows):
+        return "it has a sliding window"
+    if width not in WIDTHS or heads % kv_heads:
+        return f"its heads are {width} wide"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}"
+    if any(_bias(layer) is not None for layer in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        return "its layers have biases"
+    return None
+
+
+def shape_of(lm: LanguageModel) -> Shape:
+    config: Any = lm.model.config
+    return Shape(
+        layers=config.num_hidden_layers,
+        D=config.hidden_size,
+        Q=config.num_attention_heads,
+        H=config.num_key_value_heads,
+        W=lm.model.base_model.layers[0].self_attn.head_dim,
+        inner=config.intermediate_size,
+        V=config.vocab_size,
+        epsilon=config.rms_norm_eps,
+    )
+
+
+class DenseWeights:
+    """The weights of a Llama-shaped model, and its rotary table for `positions` positions."""
+
+    def __init__(self, lm: LanguageModel, *, positions: int) -> None:
+        assert why_not(lm) in (None, "the model is not on CUDA")
+        base = lm.model.base_model
+        self.shape = shape_of(lm)
+        self._copies: list[tuple[Tensor, nn.Module, str]] = []
+        self.embedding: Tensor = base.embed_tokens.weight.detach()
+        self.norm: Tensor = base.norm.weight.detach()
+        self.head = self._joined([lm.model.lm_head])
+        self.layers = [self._layer(layer) for layer in base.layers]
+        place = torch.arange(positions, device=lm.device)[None]
+        cosines, sines = base.rotary_emb(self.embedding[:1], place)
+        half = self.shape.W // 2
+        self.cosines, self.sines = (table[0, :, :half].contiguous() for table in (cosines, sines))
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy anew what is held in copies."""
+        for target, module, name in self._copies:
+            target.copy_(_effective(module) if name == "weight" else getattr(module, name))
+
+    def _layer(self, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        biased = _bias(attention.q_proj) is not None
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        return Layer(
+            input_norm=layer.input_layernorm.weight.detach(),
+            qkv=self._joined(projections),
+            qkv_bias=self._joined([_linear(each) for each in projections], "bias") if biased else None,
+            query_norm=None if norms[0] is None else norms[0].weight.detach(),
+            key_norm=None if norms[1] is None else norms[1].weight.detach(),
+            out=self._joined([attention.o_proj]),
+            inner_norm=layer.post_attention_layernorm.weight.detach(),
+            gate_up=self._joined([mlp.gate_proj, mlp.up_proj]),
+            down=self._joined([mlp.down_proj]),
+        )
+
+    def _joined(self, modules: Sequence[Any], name: str = "weight") -> Tensor:
+        """One under the other; a single plain layer's own tensor."""
+        if len(modules) == 1 and not isinstance(modules[0], LoraLinear):
+            own: Tensor = getattr(modules[0], name).detach()
+            return own
+        tensors = [getattr(_linear(module), name) for module in modules]
+        sizes = [tensor.shape[0] for tensor in tensors]
+        joined = torch.empty((sum(sizes), *tensors[0].shape[1:]), dtype=tensors[0].dtype, device=tensors[0].device)
+        for target, module in zip(torch.split(joined, sizes), modules, strict=True):
+            self._copies.append((target, module, name))
+        return joined
+
+
+def _linear(module: nn.Module) -> nn.Module:
+    return module.base if isinstance(module, LoraLinear) else module
+
+
+def _bias(module: nn.Module) -> Any:
+    return getattr(_linear(module), "bias", None)
+
+
+def _effective(module: nn.Module) -> Tensor:
+    if isinstance(module, LoraLinear):
+        return module.merged_weight()
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight

@@ -1,0 +1,89 @@
+"""Several decode steps per call: what the engine hands to a decoder that runs them on a device, and what it takes back.
+
+A decoder owns the cache's storage, reads prompts into it, and decodes rows until they stop, reach their limit or the
+steps of the call are used up. Sequences join and leave between calls. Nothing here touches a device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from headrace.errors import SamplerError
+from headrace.infer.slots import Sequence as Sampling
+from headrace.model.attention import KVCache, Piece
+from headrace.types import FloatArray, IntArray
+
+STOPS = 8  # stop tokens that a decoder looks for in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence to decode: `token` at `position` is fed next; `count` were sampled; `limit` is its longest length."""
+
+    slot: int
+    token: int
+    position: int
+    count: int
+    limit: int
+    seed: int
+    temperature: float
+    stops: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What each row drew, [rows, steps], of which the first `drawn[row]` columns count."""
+
+    drawn: IntArray
+    tokens: IntArray
+    logprobs: FloatArray
+    raw_logprobs: FloatArray
+
+
+class Decoder(Protocol):
+    """`prompt_tokens` of prompts are read in one call at most."""
+
+    prompt_tokens: int
+
+    def cache(self, rows: int, tokens: int) -> KVCache:
+        """Lay the storage out anew; what was in it is the caller's to move."""
+        ...
+
+    def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None: ...
+
+    def run(self, rows: Sequence[Row]) -> Visit: ...
+
+    def refresh(self) -> None:
+        """The model's weights changed."""
+        ...
+
+
+def decodable(sequence: Sampling) -> bool:
+    """Whether a decoder draws as this request asks: no cut distribution, not too many stop tokens."""
+    return not sequence.request.params.truncated and len(sequence.stop_tokens) <= STOPS
+
+
+def row_of(slot: int, sequence: Sampling, *, slot_tokens: int) -> Row:
+    """A sequence that outgrows its slot stops there and goes on when the slot has grown."""
+    params = sequence.request.params
+    return Row(
+        slot=slot,
+        token=sequence.tokens[-1],
+        position=len(sequence.tokens) - 1,
+        count=sequence.num_sampled,
+        limit=min(sequence.limit, slot_tokens),
+        seed=params.seed,
+        temperature=params.temperature,
+        stops=tuple(sequence.stop_tokens),
+    )
+
+
+def drawn_by(visit: Visit, index: int) -> tuple[list[int], list[float], list[float]]:
+    """Tokens, log-probs and raw log-probs that a row drew. Raises SamplerError when one is not finite."""
+    count = int(visit.drawn[index])
+    logprobs = visit.logprobs[index, :count]
+    if not np.isfinite(logprobs).all():
+        raise SamplerError("the model's log-probs are not finite: its weights are damaged")
+    return visit.tokens[index, :count].tolist(), logprobs.tolist(), visit.raw_logprobs[index, :count].tolist()

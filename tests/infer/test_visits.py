@@ -1,0 +1,229 @@
+"""The engine with a decoder: several steps per turn change nothing about a request's tokens, log-probs and end.
+
+The decoder here is the plain path in disguise (`StepDecoder`), so on CPU all bits must be those of the plain engine.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.algo.random import uniforms
+from headrace.errors import SamplerError
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.sampling import sample_rows
+from headrace.infer.visits import STOPS, Row, Visit
+from headrace.model.attention import Cached, KVCache, Piece
+from headrace.model.load import LanguageModel
+from headrace.model.packed import linear
+from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
+from infer.engines import VOCABULARY, alone, bits, opened, request_of, sample_all, small_model
+
+LM = small_model()
+pytestmark = pytest.mark.timeout(60)
+ROWS, STEPS = 16, 5
+
+
+class StepDecoder:
+    """Decodes by the model's own modules, row by row as prompt pieces of one token; its head is a copy."""
+
+    prompt_tokens = 48
+
+    def __init__(self, lm: LanguageModel, *, kv_tokens: int) -> None:
+        config = lm.model.config
+        width = config.hidden_size // config.num_attention_heads
+        self._shape: dict[str, Any] = {
+            "layers": config.num_hidden_layers,
+            "heads": config.num_key_value_heads,
+            "width": width,
+            "dtype": lm.dtype,
+            "device": lm.device,
+        }
+        self._storage = torch.zeros(config.num_hidden_layers, 2, kv_tokens * config.num_key_value_heads * width)
+        self._lm = lm
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._head = self._lm.head_weight().detach().clone()
+
+    def cache(self, rows: int, tokens: int) -> KVCache:
+        self._cache = KVCache(rows=rows, tokens=tokens, storage=self._storage, **self._shape)
+        return self._cache
+
+    def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
+        self._forward(pieces, tokens)
+
+    def run(self, rows: Sequence[Row]) -> Visit:
+        drawn = np.zeros(len(rows), dtype=np.int32)
+        tokens = np.zeros((len(rows), STEPS), dtype=np.int32)
+        logprobs = np.full((2, len(rows), STEPS), np.nan, dtype=np.float32)
+        fed = [row.token for row in rows]
+        live = list(range(len(rows)))
+        while live and drawn.max() < STEPS:
+            pieces = [Piece(rows[index].slot, rows[index].position + int(drawn[index]), 1) for index in live]
+            hidden = self._forward(pieces, [fed[index] for index in live])
+            params = [SamplingParams(max_tokens=1, temperature=rows[index].temperature) for index in live]
+            counts = [rows[index].count + int(drawn[index]) for index in live]
+            numbers = torch.from_numpy(uniforms([rows[index].seed for index in live], counts))
+            out = sample_rows(linear(hidden, self._head)[: len(live)], params, numbers)
+            for place, index in enumerate(list(live)):
+                token = fed[index] = int(out.tokens_B[place])
+                tokens[index, drawn[index]] = token
+                logprobs[:, index, drawn[index]] = float(out.logprobs_B[place]), float(out.raw_logprobs_B[place])
+                drawn[index] += 1
+                length = rows[index].position + 1 + int(drawn[index])
+                if token in rows[index].stops or length >= rows[index].limit:
+                    live.remove(index)
+        return Visit(drawn=drawn, tokens=tokens, logprobs=logprobs[0], raw_logprobs=logprobs[1])
+
+    def _forward(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> torch.Tensor:
+        padding = -len(tokens) % 8
+        positions = [place for piece in pieces for place in range(piece.offset, piece.offset + piece.length)]
+        slots = [piece.row for piece in pieces for _ in range(piece.length)]
+        context = Cached(
+            cache=self._cache,
+            slots=torch.tensor(slots),
+            positions=torch.tensor(positions),
+            mask=None,
+            pieces=tuple(pieces),
+        )
+        fed = torch.tensor([*map(int, tokens), *[0] * padding])
+        return self._lm.hidden(fed, torch.tensor(positions + [0] * padding), context)
+
+
+def prompt_of(size: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, size).tolist()
+
+
+def visiting(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_rows: int = ROWS) -> Any:
+    return opened(lm, max_rows=max_rows, kv_tokens=kv_tokens, decoder=StepDecoder(lm, kv_tokens=kv_tokens))
+
+
+def test_a_crowd_has_the_bits_of_each_alone() -> None:
+    # prompts of a group, prompts longer than one prefill, all temperatures, ends inside and at the end of a visit
+    requests = [
+        request_of(prompt_of(size, size), limit, seed=seed, temperature=(1.0, 0.7, 0.0)[seed % 3])
+        for seed, (size, limit) in enumerate(
+            [(5, 7), (5, 10), (5, 1), (120, 33), (120, 40), (1, 12), (48, 5), (49, 20)] * 3
+        )
+    ]
+    with visiting() as engine:
+        together = sample_all(engine, requests)
+        assert engine.counters.shared > 0
+        assert engine.counters.decoded == sum(request.params.max_tokens for request in requests)
+    for request, completion in zip(requests, together, strict=True):
+        assert completion.stop is Stop.LENGTH
+        assert bits(completion) == bits(alone(LM, request))
+
+
+def test_stop_tokens_end_a_row_within_a_visit_and_too_many_are_looked_for_one_step_at_a_time() -> None:
+    free = alone(LM, request_of(prompt_of(9), 40, seed=2))
+    wanted = int(free.tokens[7])
+    end = free.tokens.tolist().index(wanted) + 1
+    unused = [token for token in range(VOCABULARY) if token not in free.tokens][:STOPS]
+    for stops in ((wanted,), (wanted, *unused)):
+        with visiting() as engine:
+            [short, other] = sample_all(
+                engine,
+                [request_of(prompt_of(9), 40, seed=2, stop_tokens=stops), request_of(prompt_of(9), 40, seed=2)],
+            )
+        assert (short.stop, short.tokens.tolist()) == (Stop.STOP, free.tokens[:end].tolist())
+        assert bits(other) == bits(free)
+
+
+def test_what_lies_behind_a_stop_string_is_thrown_away_and_not_reused() -> None:
+    free = alone(LM, request_of(prompt_of(9), 40, seed=2))
+    words = LM.tokenizer.decode(free.tokens[6:8])
+    stopped = request_of(prompt_of(9), 40, seed=2, stop_strings=(words,))
+    with visiting() as engine:
+        [short] = sample_all(engine, [stopped])
+        again = request_of([*prompt_of(9), *short.tokens.tolist(), 3], 10, seed=5)
+        [later] = sample_all(engine, [again])
+        assert engine.counters.shared == 9 + 8 - 1  # all that was fed for tokens that count, and no more
+    assert bits(short) == bits(alone(LM, stopped))
+    assert len(short.tokens) == 8
+    assert bits(later) == bits(alone(LM, again))
+
+
+def test_preempted_sequences_go_on_and_keep_their_bits() -> None:
+    # 16 slots of 128 tokens fit; at 100 + 60 tokens slots must have 256, of which 8 fit: 8 of 16 are preempted
+    requests = [request_of(prompt_of(100, seed), 60, seed=seed) for seed in range(20)]
+    with visiting(kv_tokens=2048) as engine:
+        together = sample_all(engine, requests)
+        assert engine.counters.preempted >= 8
+        assert engine.counters.decoded == 20 * 60
+    for request, completion in zip(requests, together, strict=True):
+        assert bits(completion) == bits(alone(LM, request))
+
+
+def test_cut_distributions_are_drawn_one_step_at_a_time() -> None:
+    requests = [request_of(prompt_of(20, seed), 12, seed=seed, top_p=0.5 if seed == 1 else 1.0) for seed in range(3)]
+    with visiting() as engine:
+        together = sample_all(engine, requests)
+    assert [bits(completion) for completion in together] == [bits(alone(LM, request)) for request in requests]
+
+
+def test_interrupted_and_continued_is_uninterrupted() -> None:
+    requests = [request_of(prompt_of(20 + seed, seed % 3), 60, seed=seed) for seed in range(12)]
+
+    async def sample(engine: EmbeddedEngine) -> list[Completion]:
+        calls = [asyncio.ensure_future(engine.sample(request)) for request in requests]
+        while engine.counters.decoded < 40:  # noqa: ASYNC110 the engine is a thread that tells nobody about a token
+            await asyncio.sleep(0)
+        await engine.pause(interrupt=True)
+        partials = await asyncio.gather(*calls)
+        assert any(partial.stop is Stop.INTERRUPTED and len(partial.tokens) for partial in partials)
+        await engine.load(Shared(fingerprint=""), 1)
+        await engine.resume()
+        return [
+            partial
+            if partial.stop is not Stop.INTERRUPTED
+            else await engine.sample(SampleRequest(prompt=r.prompt, params=r.params, continue_from=partial))
+            for r, partial in zip(requests, partials, strict=True)
+        ]
+
+    with visiting() as engine:
+        whole = asyncio.run(sample(engine))
+    assert [bits(completion) for completion in whole] == [bits(alone(LM, request)) for request in requests]
+    assert {int(version) for completion in whole for version in completion.versions} == {0, 1}
+
+
+def test_new_weights_reach_the_decoder_s_copies() -> None:
+    lm, request = small_model(seed=3), request_of(prompt_of(50), 20, seed=1)
+    with visiting(lm) as engine:
+        [before] = sample_all(engine, [request])
+        with torch.no_grad():
+            for parameter in lm.model.parameters():
+                parameter.mul_(1.5)
+        asyncio.run(engine.load(Shared(fingerprint=""), 1))
+        [after] = sample_all(engine, [request])
+    assert bits(after) == bits(alone(lm, request)) != bits(before)
+
+
+async def test_log_probs_that_are_not_finite_are_an_error() -> None:
+    class Broken(StepDecoder):
+        def run(self, rows: Sequence[Row]) -> Visit:
+            visit = super().run(rows)
+            visit.logprobs[0, 0] = np.nan
+            return visit
+
+    engine = EmbeddedEngine(LM, max_rows=8, kv_tokens=2048, decoder=Broken(LM, kv_tokens=2048))
+    with pytest.raises(SamplerError, match="not finite"):
+        await engine.sample(request_of([1, 2], 3))
+    engine.close()
+
+
+def test_visits_that_do_not_fill_their_columns_are_read_as_far_as_they_count() -> None:
+    from headrace.infer.visits import drawn_by
+
+    visit = Visit(
+        drawn=int_array([2, 1]),
+        tokens=np.array([[7, 8, 0], [9, 0, 0]], dtype=np.int32),
+        logprobs=np.array([[-1.0, -2.0, np.nan], [-3.0, np.inf, 0.0]], dtype=np.float32),
+        raw_logprobs=np.array([[-1.5, -2.5, 0.0], [-3.5, 0.0, 0.0]], dtype=np.float32),
+    )
+    assert drawn_by(visit, 0) == ([7, 8], [-1.0, -2.0], [-1.5, -2.5])
+    assert drawn_by(visit, 1) == ([9], [-3.0], [-3.5])
