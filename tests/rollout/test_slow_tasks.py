@@ -1,0 +1,132 @@
+"""A task that is always slow is trained on all the same: after two stale drops the next publish waits for it."""
+
+import asyncio
+
+import pytest
+from async_bench import HANDLE, HandSampler, executor_of, turns
+
+from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.settings import StaleAction
+from headrace.rollout.slow import SlowTasks
+from headrace.types import Task
+
+
+def test_two_drops_make_a_task_slow_and_a_third_sends_it_to_the_back() -> None:
+    slow = SlowTasks()
+    assert (slow.dropped("a"), "a" in slow) == (True, False)
+    assert (slow.dropped("a"), "a" in slow) == (True, True)
+    assert slow.state_dict() == {"a": 2}
+    assert (slow.dropped("a"), "a" in slow) == (False, False)
+    slow.dropped("b")
+    slow.ended("b")
+    assert (slow.dropped("b"), "b" in slow) == (True, False)
+
+
+NAMES = ["slow", *[f"fast{n}" for n in range(40)]]
+
+
+def lengths(task: Task) -> tuple[int, ...]:
+    return (30,) if task.id == "slow" else (2,)
+
+
+async def train(executor: RolloutExecutor, sampler: HandSampler, steps: int, *, beats: int) -> list[str]:
+    """Tasks trained in `steps` steps; between two of them the sampler makes `beats` tokens."""
+    trained: list[str] = []
+
+    async def beat() -> None:
+        while True:
+            await sampler.step()
+
+    for _ in range(steps):
+        taking = asyncio.create_task(executor.take_batch())
+        while not taking.done():
+            await sampler.step()
+        groups = taking.result()
+        trained += [group.task.id for group in groups]
+        await sampler.step(beats)
+        executor.done(groups)
+        beating = asyncio.create_task(beat())  # time goes on while a publish waits
+        await executor.publish(HANDLE)
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+    return trained
+
+
+async def test_an_always_slow_task_is_trained_on() -> None:
+    """eta = 1: of 30 tokens at most a dozen are sampled before the bound; without the wait it would never end."""
+    sampler = HandSampler()
+    executor = executor_of(sampler, max_staleness=1, names=NAMES, tokens=lengths, slow_wait_s=5.0)
+    async with executor:
+        trained = await train(executor, sampler, 14, beats=3)
+        counts = executor.metrics()
+    assert "slow" in trained
+    assert counts["rollout/slow_waits"] >= 1
+    assert counts["rollout/slow_missed"] == 0
+    assert counts["rollout/dropped_stale"] >= 2
+    assert counts["rollout/stale_share_to_64_tokens"] > 0
+
+
+async def test_without_the_wait_it_never_is() -> None:
+    """The same run, with a wait that ends at once: what the test above shows comes from waiting."""
+    sampler = HandSampler()
+    executor = executor_of(sampler, max_staleness=1, names=NAMES, tokens=lengths, slow_wait_s=1e-6)
+    async with executor:
+        trained = await train(executor, sampler, 14, beats=3)
+        counts = executor.metrics()
+    assert "slow" not in trained
+    assert counts["rollout/slow_missed"] == counts["rollout/slow_waits"] >= 1
+
+
+async def test_with_masks_its_fresh_tail_is_trained_without_waiting() -> None:
+    sampler = HandSampler()
+    executor = executor_of(sampler, max_staleness=1, names=NAMES, tokens=lengths, stale_action=StaleAction.MASK)
+    async with executor:
+        trained = await train(executor, sampler, 14, beats=3)
+        counts = executor.metrics()
+    assert "slow" in trained
+    assert counts["rollout/slow_waits"] == 0
+    assert counts["rollout/masked_tokens"] > 0
+    assert counts["rollout/lag_max"] <= 1
+
+
+async def test_a_running_group_that_is_too_old_is_cancelled_and_its_task_comes_again() -> None:
+    sampler = HandSampler()
+    executor = executor_of(sampler, max_staleness=1, max_running=1, names=["a", "b"], tokens=lambda task: (50,))
+    async with executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        await sampler.step(2)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        for _ in range(2):
+            await executor.publish(HANDLE)
+            await turns()
+        counts = executor.metrics()
+        assert (counts["rollout/dropped_stale"], counts["rollout/started"]) == (1, 2)
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        assert [entry["task"]["id"] for entry in executor.state_dict()["running"]] == ["a"]  # again, and not yet b
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("action", list(StaleAction))
+async def test_a_token_past_the_bound_is_never_handed_out_for_training(action: StaleAction) -> None:
+    sampler = HandSampler()
+    executor = executor_of(sampler, batch=1, max_staleness=2, names=["slow", "a"], tokens=lengths, stale_action=action)
+    async with executor:
+        for _ in range(12):
+            taking = asyncio.create_task(executor.take_batch())
+            while not taking.done():
+                await sampler.step()
+            for group in taking.result():
+                for scored in group.episodes:
+                    versions = scored.episode.steps[0].completion.versions
+                    young = versions >= executor.oldest
+                    assert young.all() if action is StaleAction.DROP else young.any()
+            executor.done(taking.result())
+            await sampler.step(4)
+            publishing = asyncio.create_task(executor.publish(HANDLE))
+            while not publishing.done():
+                await sampler.step()
+            await publishing
