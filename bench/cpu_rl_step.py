@@ -1,24 +1,25 @@
-"""One RL step of ours against TRL's GRPOTrainer on the CPU, alternating in one process, same model, sizes and loss.
+"""One RL step of ours against TRL's GRPOTrainer on the CPU, alternating, same model, sizes and loss.
 
 A random-weight Llama (256 wide, 6 layers, 4 heads, 2 KV heads, 49,152 vocabulary, tied), 4 prompts x 8 completions,
-32 prompt + 64 completion tokens, clipped surrogate averaged over tokens, AdamW. Both sides start from equal weights.
-Prints seconds split into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over
-ours (medians).
+32 prompt + 64 completion tokens, clipped surrogate averaged over tokens, AdamW. Both sides start from equal weights, each in a process of its own (so that neither's threads
+slow the other's), and take turns step by step. Prints seconds split into generation and the rest; the last line is
+JSON, `ratio` = TRL's seconds per real token over ours (medians).
 
     python bench/cpu_rl_step.py [--steps 5] [--trl-recompute]
 """
 
 import argparse
 import asyncio
-import copy
 import json
 import logging
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
 import warnings
 from functools import partial
+from multiprocessing.connection import Connection
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -34,6 +35,7 @@ from headrace.algo.weights import reweight
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
 from headrace.model.load import prepare
+from headrace.model.worker import Worker, leave_arithmetic_to_workers
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
@@ -91,10 +93,11 @@ def evenness(ids: list[int]) -> float:
 class Ours:
     """The loop of `loops/rl.py`, one step at a time."""
 
-    def __init__(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, threads: int) -> None:
         lm = prepare(model, tokenizer, source="bench")
-        self.backend = TorchBackend(lm)
-        self.engine = EmbeddedEngine(lm, max_rows=PROMPTS * SAMPLES)
+        self.worker = Worker(threads=threads)
+        self.backend = TorchBackend(lm, worker=self.worker)
+        self.engine = EmbeddedEngine(lm, max_rows=PROMPTS * SAMPLES, worker=self.worker)
         tasks = [Task(id=str(i), messages=(Message(role="user", content=text),)) for i, text in enumerate(prompts(64))]
         self.source = TaskSource(tasks, seed=0)
         self.updater = Updater(backend=self.backend, adam=lambda _: Adam(learning_rate=LEARNING_RATE), max_skips=1)
@@ -147,43 +150,49 @@ class Ours:
         self.runner.run(self.executor.__aexit__(None, None, None))
         self.engine.close()
         self.backend.close()
+        self.worker.close()
 
 
-class Alternate(TrainerCallback):
-    """After each of TRL's steps, take its time and run one of ours."""
+class Turns(TrainerCallback):
+    """TRL's steps, each begun when asked for and reported when it has ended."""
 
-    def __init__(self, ours: Ours) -> None:
-        self.ours = ours
-        self.trl: list[tuple[float, float, int]] = []
-        self.mine: list[tuple[float, float, int]] = []
-        self.generation_s, self.tokens = 0.0, 0
-        self.began = 0.0
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.generation_s, self.tokens, self.began = 0.0, 0, 0.0
 
-    def on_step_begin(self, *args, **kwargs) -> None:
-        if not self.began:
-            self.began = time.perf_counter()
+    def on_train_begin(self, *args, **kwargs) -> None:
+        self._wait()
 
     def on_step_end(self, *args, **kwargs) -> None:
         spent = time.perf_counter() - self.began
-        self.trl.append((self.generation_s, spent - self.generation_s, self.tokens))
-        self.mine.append(self.ours.step())
-        for name, (generation_s, rest_s, tokens) in (("trl", self.trl[-1]), ("ours", self.mine[-1])):
-            print(f"{name:5} {len(self.mine)}: generation {generation_s:6.2f} s, rest {rest_s:6.2f} s, {tokens} tokens")
+        self.pipe.send((self.generation_s, spent - self.generation_s, self.tokens))
+        self._wait()
+
+    def _wait(self) -> None:
+        self.pipe.recv()
         self.generation_s, self.tokens, self.began = 0.0, 0, time.perf_counter()
 
 
-def run(steps: int, *, recompute: bool) -> dict[str, float]:
+def run_ours(pipe: Connection, steps: int) -> None:
+    logging.getLogger("headrace").setLevel(logging.ERROR)
+    threads = leave_arithmetic_to_workers()
+    ours = Ours(make_model(), make_tokenizer(), threads)
+    for _ in range(steps):
+        pipe.recv()
+        pipe.send(ours.step())
+    ours.close()
+
+
+def run_trl(pipe: Connection, steps: int, recompute: bool) -> None:
+    warnings.simplefilter("ignore")
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    logging.getLogger("headrace").setLevel(logging.ERROR)
     tokenizer = make_tokenizer()
-    model = make_model()
-    ours = Ours(copy.deepcopy(model), tokenizer)
-    alternate = Alternate(ours)
+    turns = Turns(pipe)
 
     def reward(completions, completion_ids, **_) -> list[float]:
-        alternate.tokens += sum(map(len, completion_ids))
+        turns.tokens += sum(map(len, completion_ids))
         return [evenness(ids) for ids in completion_ids]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +203,7 @@ def run(steps: int, *, recompute: bool) -> dict[str, float]:
             per_device_train_batch_size=PROMPTS * SAMPLES,
             num_generations=SAMPLES,
             max_completion_length=COMPLETION_TOKENS,
-            max_steps=steps,
+            max_steps=steps + 1,  # the one beyond is never begun
             learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             beta=0.0,
@@ -209,14 +218,13 @@ def run(steps: int, *, recompute: bool) -> dict[str, float]:
             report_to=[],
             disable_tqdm=True,
         )
-        dataset = Dataset.from_dict({"prompt": prompts(64)})
         trainer = GRPOTrainer(
-            model=model,
+            model=make_model(),
             reward_funcs=reward,
             args=settings,
-            train_dataset=dataset,
+            train_dataset=Dataset.from_dict({"prompt": prompts(64)}),
             processing_class=tokenizer,
-            callbacks=[alternate],
+            callbacks=[turns],
         )
         generate = trainer._generate
 
@@ -225,16 +233,34 @@ def run(steps: int, *, recompute: bool) -> dict[str, float]:
             try:
                 return generate(*args, **kwargs)
             finally:
-                alternate.generation_s += time.perf_counter() - began
+                turns.generation_s += time.perf_counter() - began
 
         trainer._generate = timed
         trainer.train()
-    ours.close()
+
+
+def run(steps: int, *, recompute: bool) -> dict[str, float]:
+    start = multiprocessing.get_context("spawn")
+    sides = {}
+    for name, body, extra in (("trl", run_trl, (recompute,)), ("ours", run_ours, ())):
+        here, there = start.Pipe()
+        process = start.Process(target=body, args=(there, steps, *extra), daemon=True)
+        process.start()
+        there.close()
+        sides[name] = here
+    taken = {name: [] for name in sides}
+    for step in range(steps):
+        for name, pipe in sides.items():
+            pipe.send("go")
+            generation_s, rest_s, tokens = pipe.recv()
+            taken[name].append((generation_s, rest_s, tokens))
+            print(f"{name:5} {step + 1}: generation {generation_s:6.2f} s, rest {rest_s:6.2f} s, {tokens} tokens")
     figures: dict[str, float] = {}
-    for name, rows in (("trl", alternate.trl[1:]), ("ours", alternate.mine[1:])):  # the first step warms up
-        figures[f"{name}_generation_s"] = statistics.median(row[0] for row in rows)
-        figures[f"{name}_rest_s"] = statistics.median(row[1] for row in rows)
-        figures[f"{name}_tokens_per_s"] = statistics.median(row[2] / (row[0] + row[1]) for row in rows)
+    for name, rows in taken.items():
+        counted = rows[1:]  # the first step warms up
+        figures[f"{name}_generation_s"] = statistics.median(row[0] for row in counted)
+        figures[f"{name}_rest_s"] = statistics.median(row[1] for row in counted)
+        figures[f"{name}_tokens_per_s"] = statistics.median(row[2] / (row[0] + row[1]) for row in counted)
     figures["ratio"] = figures["ours_tokens_per_s"] / figures["trl_tokens_per_s"]
     return {name: round(value, 3) for name, value in figures.items()}
 
@@ -244,10 +270,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="the first is not counted")
     parser.add_argument("--trl-recompute", action="store_true", help="TRL with gradient checkpointing, its own default")
     given = parser.parse_args()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        figures = run(given.steps, recompute=given.trl_recompute)
-    print(json.dumps(figures))
+    print(json.dumps(run(given.steps, recompute=given.trl_recompute)))
 
 
 if __name__ == "__main__":

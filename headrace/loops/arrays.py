@@ -7,7 +7,9 @@ weights by scorers, corrections for stale tokens from those. Knows no model and 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -206,10 +208,13 @@ def scored_by_backend(backend: TrainBackend) -> Score:
     return score
 
 
-def scored_on_thread(score: Callable[[Sequence[Datum]], Sequence[FloatArray]]) -> Score:
-    """A blocking scorer, off the event loop."""
+def scored_on_thread(
+    score: Callable[[Sequence[Datum]], Sequence[FloatArray]], submit: Callable[[Callable[[], Any]], "Future[Any]"]
+) -> Score:
+    """A blocking scorer, off the event loop: `submit` runs it on the thread that computes."""
 
     async def on_thread(data: Sequence[Datum]) -> Sequence[FloatArray]:
-        return await asyncio.to_thread(score, data)
+        scores: Sequence[FloatArray] = await asyncio.wrap_future(submit(lambda: score(data)))
+        return scores
 
     return on_thread

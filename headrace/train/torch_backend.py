@@ -10,7 +10,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,8 +29,10 @@ from headrace.model.attention import packed
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
 from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_dict, save_adapter
 from headrace.model.scalar import has_scalar_head, scalars
+from headrace.model.worker import Worker
 from headrace.train.optimizer import MasterAdamW
 from headrace.types import (
+    CROSS_ENTROPY,
     Adam,
     Datum,
     Discard,
@@ -44,6 +46,7 @@ from headrace.types import (
     Sum,
     WeightsHandle,
     float_array,
+    int_array,
     merge_metrics,
 )
 
@@ -96,6 +99,7 @@ class TorchBackend:
     """`score_everything`: also return log-probs where the weight is 0 (else NaN there, and the head skips them).
 
     A model with a scalar head serves the losses of values and scores, and returns those numbers as `logprobs`.
+    `worker`: where requests run, in order with those of others that share it; None: one of the backend's own.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class TorchBackend:
         micro_batch_tokens: int = 8192,
         chunk_tokens: int | None = None,
         score_everything: bool = False,
+        worker: Worker | None = None,
     ) -> None:
         assert micro_batch_tokens > 0
         self.lm = lm
@@ -114,7 +119,8 @@ class TorchBackend:
         self._optimizer = make_optimizer(lm)
         self._has_gradient = False
         self._num_updates = 0
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-train")
+        self.worker = worker or Worker()
+        self._owns_worker = worker is None
 
     # --- verbs: queue and return ---
 
@@ -143,19 +149,44 @@ class TorchBackend:
         )
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """End the worker, if it is the backend's own."""
+        if self._owns_worker:
+            self.worker.close()
 
     def _submit(self, what: str, run: Callable[[], R]) -> "Future[R]":
         def guarded() -> R:
             with boundary(BackendError, f"{what} failed"):
                 try:
-                    return run()
+                    result = run()
+                    if self.lm.device.type == "cuda":  # whoever reads the result does so on another stream
+                        torch.cuda.current_stream().synchronize()
+                    return result
                 except ConfigError as exc:  # a loss that does not fit the data is this request's failure
                     raise BackendError(str(exc)) from exc
+                except torch.OutOfMemoryError as exc:
+                    raise BackendError(_no_room(what, self._micro_batch_tokens, self.lm.device)) from exc
 
-        return self._worker.submit(guarded)
+        return self.worker.submit(guarded)
+
+    def try_worst_case(self, longest: int) -> "Future[None]":
+        """Compute the largest micro-batches there can be, then forget them: what has no room fails now, not later.
+
+        `longest`: tokens of the longest sequence. Raises BackendError that names what to lower.
+        """
+        return self._submit("the largest micro-batch", lambda: self._try_worst_case(longest))
 
     # --- on the worker thread ---
+
+    def _try_worst_case(self, longest: int) -> None:
+        self._optimizer.allocate()
+        count, rest = divmod(max(self._micro_batch_tokens, longest), longest)
+        lengths = [longest] * count + ([rest] if rest else [])
+        try:  # two of them, so that gradients have to add up
+            self._run(
+                [_any_datum(length, self.lm) for length in lengths + lengths], _any_loss(self.lm), want_gradient=True
+            )
+        finally:
+            self._optimizer.discard()
 
     def _accumulate(self, data: Sequence[Datum], spec: LossSpec) -> ForwardOut:
         try:
@@ -416,6 +447,28 @@ def _split(part: _Part, batch: Sequence[Datum]) -> list[FloatArray]:
     scores = np.full((sum(lengths), *batch[0].targets.shape[1:]), np.nan, dtype=np.float32)
     scores[part.rows_R.numpy()] = part.computed.values.cpu().numpy()
     return [float_array(piece) for piece in np.split(scores, np.cumsum(lengths)[:-1])]
+
+
+def _any_loss(lm: LanguageModel) -> LossSpec:
+    return LossSpec(fn="value") if has_scalar_head(lm) else CROSS_ENTROPY
+
+
+def _any_datum(length: int, lm: LanguageModel) -> Datum:
+    """Tokens in a row, every one of them trained."""
+    tokens = int_array(np.arange(length + 1) % lm.vocabulary)
+    ones = float_array(np.ones(length))
+    return Datum(inputs=tokens[:-1], targets=tokens[1:], arrays={"weights": ones, "returns": ones})
+
+
+def _no_room(what: str, micro_batch_tokens: int, device: torch.device) -> str:
+    size = ""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        size = f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
+    return (
+        f"{what} does not fit into the device's memory{size}: lower 'micro_batch_tokens', which is "
+        f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_rows'"
+    )
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -21,13 +21,15 @@ from headrace.wiring.objective import make_adam, make_correction
 
 
 def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
-    """The value model with its own trunk, optimiser and worker; it goes on from where the checkpoint left it."""
-    config, found = desk.run.config, desk.found
+    """The value model with its own trunk, and optimiser; it goes on from where the checkpoint left it."""
+    config, found = desk.config, desk.found
     begin = (desk.run.reward_model_path if own.path == REWARD_MODEL else own.path) or desk.run.model_path
     resumed = found is not None and config.model.lora is None
     path = str(found.folder / "critic") if found is not None and resumed else begin
     backend = TorchBackend(
-        load_scalar(config.model, path, seed=config.run.seed), micro_batch_tokens=c.micro_batch_tokens
+        load_scalar(config.model, path, seed=config.run.seed),
+        micro_batch_tokens=c.micro_batch_tokens,
+        worker=desk.worker,
     )
     desk.others.append(backend)
     if found is not None:
@@ -50,7 +52,7 @@ def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
             max_skips=own.optimizer.max_skips,
             skips_in_a_row=0 if found is None else int(found.state["critic_skips_in_a_row"]),
         ),
-        reference=scored_on_thread(_frozen(c, desk, c.reference).score) if own.kl_coef else None,
+        reference=scored_on_thread(_frozen(c, desk, c.reference).score, desk.worker.submit) if own.kl_coef else None,
     )
 
 
@@ -73,7 +75,7 @@ def make_scorers(c: Rl, desk: Desk, loss: LossSpec) -> dict[str, Score]:
         scorers["proximal_logprobs"] = scored_by_backend(desk.backend)
     for name, path in (("reference_logprobs", c.reference), ("teacher_logprobs", c.teacher)):
         if name in wanted:
-            scorers[name] = scored_on_thread(_frozen(c, desk, path).score)
+            scorers[name] = scored_on_thread(_frozen(c, desk, path).score, desk.worker.submit)
     return scorers
 
 

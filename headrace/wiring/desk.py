@@ -17,6 +17,7 @@ from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
 from headrace.loops.update import Updater
 from headrace.observe.progress import Progress
+from headrace.model.worker import Worker
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
 from headrace.observe.trajectories import save_trajectories
@@ -27,7 +28,7 @@ from headrace.rollout.publish import Publisher
 from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import metric_values
-from headrace.wiring.models import load_policy, load_scalar, make_sampler
+from headrace.wiring.models import load_policy, load_scalar, make_sampler, settled
 from headrace.wiring.objective import make_adam
 from headrace.wiring.play import play_held_out
 from headrace.wiring.rewards import make_terms
@@ -47,6 +48,7 @@ class Run:
     reward_model_path: str | None = None
     metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
     figures: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None  # of arithmetic, for the workers; None: as many as torch has
 
     def after_sft(self) -> str:
         """What the stages after [sft] start from, checked: a resume may come long after it was written."""
@@ -63,10 +65,12 @@ class Desk:
         self.run, self.name, self.steps, self.store, self.found = run, name, steps, store, found
         self.start = 0 if found is None else found.step
         load = load_scalar if name == "reward_model" else load_policy
+        self.config = config = settled(config, self._base())
         self.lm = load(config.model, self._base(), seed=config.run.seed)
         stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
         assert stage is not None
-        self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens)
+        self.worker = Worker(threads=run.threads)
+        self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens, worker=self.worker)
         self.others: list[TorchBackend] = []  # to close besides
         if found is not None:
             self.backend.load_state(found.folder).result()
@@ -91,7 +95,21 @@ class Desk:
     @cached_property
     def sampler(self) -> EmbeddedEngine | GenerateSampler:
         """Made when something is sampled for the first time: a reward model never is."""
-        return make_sampler(self.run.config, self.lm)
+        return make_sampler(self.config, self.lm, self.worker)
+
+    def try_worst_case(self) -> None:
+        """On a GPU, compute the largest micro-batch beside the engine's cache: what has no room fails at the start."""
+        if self.lm.device.type != "cuda":
+            return
+        c = self.config
+        longest = {
+            "sft": c.sft.max_tokens if c.sft else 0,
+            "reward_model": c.reward_model.max_tokens if c.reward_model else 0,
+            "rl": c.rl.max_episode_tokens if c.rl else 0,
+        }[self.name]
+        if self.name == "rl":
+            assert self.sampler is not None, "made before anything is tried beside it"
+        self.backend.try_worst_case(min(longest, self.lm.context)).result()
 
     @cached_property
     def terms(self) -> list[Term]:
@@ -168,3 +186,4 @@ class Desk:
             self.sampler.close()
         for backend in (self.backend, *self.others):
             backend.close()
+        self.worker.close()

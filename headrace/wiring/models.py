@@ -1,15 +1,32 @@
 """[model] and [engine] to loaded models and the sampler on them."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
 
 from headrace.config import Config, Model
 from headrace.errors import ConfigError
 from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
 from headrace.infer.generate import GenerateSampler
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, prepare, recompute_layers
+from headrace.model import cuda
+from headrace.model.compiled import compile_layers
+from headrace.model.estimate import SMOLLM2_135M, place, read_shape
+from headrace.model.load import (
+    SMOLLM2,
+    LanguageModel,
+    choose_device,
+    choose_dtype,
+    load_model,
+    prepare,
+    recompute_layers,
+)
 from headrace.model.lora import add_lora
 from headrace.model.scalar import load_scalar_model
 from headrace.model.tiny import save_tiny
+from headrace.model.worker import Worker
+from headrace.observe.explain import plan
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS
 
@@ -19,9 +36,36 @@ def load_policy(c: Model, path: str, *, seed: int) -> LanguageModel:
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code)
     if c.lora is not None:
         add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
-    if c.recompute:
-        recompute_layers(lm.model)
+    _speed_up(lm, c)
     return lm
+
+
+def _speed_up(lm: LanguageModel, c: Model) -> None:
+    """What makes training faster or smaller; `settled` has decided about recomputation, "auto" alone is no."""
+    if lm.device.type == "cuda":
+        if cuda.available():
+            from headrace.model.cuda.layers import fuse_layers  # needs Triton
+
+            fuse_layers(lm.model)
+        if c.compile:
+            compile_layers(lm.model)
+    if c.recompute is True:
+        recompute_layers(lm.model)
+
+
+def settled(config: Config, path: str) -> Config:
+    """The configuration with `model.recompute` and `engine.kv_tokens` decided, where a GPU's memory decides them."""
+    if choose_device(config.model.device) != "cuda":
+        return config
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    placement = place(device="cuda", dtype=config.model.dtype, gpus=(device.name,), mps=False)
+    shape = SMOLLM2_135M if path == SMOLLM2 else read_shape(Path(path))
+    planned = plan(config, shape, placement, gpu_bytes=device.total_memory)
+    return replace(
+        config,
+        model=replace(config.model, recompute=planned.recompute),
+        engine=replace(config.engine, kv_tokens=planned.kv_tokens or config.engine.kv_tokens),
+    )
 
 
 def load_scalar(c: Model, path: str, *, seed: int) -> LanguageModel:
@@ -33,8 +77,7 @@ def load_scalar(c: Model, path: str, *, seed: int) -> LanguageModel:
     if c.lora is not None:
         add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
         lm.model.score.requires_grad_(True)
-    if c.recompute:
-        recompute_layers(lm.model)
+    _speed_up(lm, c)
     return lm
 
 
@@ -70,8 +113,9 @@ def _tiny_words(config: Config) -> tuple[str, ...]:
     return tuple(words)
 
 
-def make_sampler(config: Config, lm: LanguageModel) -> EmbeddedEngine | GenerateSampler:
-    """The embedded engine on the trainer's own weights; on a copy when sampling may see other weights than training."""
+def make_sampler(config: Config, lm: LanguageModel, worker: Worker) -> EmbeddedEngine | GenerateSampler:
+    """The embedded engine on the trainer's own weights and worker; on a copy of the weights and a worker of its own
+    when sampling may see other weights than training."""
     rl, engine = config.rl, config.engine
     if engine.type == "generate":
         plain = copy.deepcopy(lm.model)
@@ -86,4 +130,5 @@ def make_sampler(config: Config, lm: LanguageModel) -> EmbeddedEngine | Generate
         kv_tokens=engine.kv_tokens or default_kv_tokens(engine.max_rows, longest),
         piece_tokens=engine.piece_tokens,
         source=lm if separate else None,
+        worker=None if separate else worker,
     )

@@ -13,7 +13,10 @@ from typing import Any
 from headrace.config import Config, to_mapping
 from headrace.errors import CheckpointError, ConfigError, Interrupted, RunFolderError, boundary
 from headrace.loops.evaluate import evaluate as evaluate_tasks
+from headrace.model.deterministic import make_deterministic
+from headrace.model.load import choose_device
 from headrace.model.quiet import no_progress_bars
+from headrace.model.worker import Worker, leave_arithmetic_to_workers
 from headrace.observe.report import write_report
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import check_records
@@ -54,6 +57,8 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
         _check_same_run(run, config)
     with log_to(run.log), no_progress_bars():
         logger.info("%s: run folder %s", config_text_path, run.path)
+        if config.run.deterministic and choose_device(config.model.device) == "cuda":
+            make_deterministic()
         try:
             return asyncio.run(_train(config, run))
         except Interrupted as exc:
@@ -63,7 +68,8 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
 async def _train(config: Config, folder: RunFolder) -> RunResult:
     if config.rl is not None:
         make_correction(config.rl, make_loss(config.rl))  # what cannot be computed is found before anything is trained
-    run = Run(config, folder, asyncio.Event(), starting_model(config, folder))
+    threads = leave_arithmetic_to_workers()
+    run = Run(config, folder, asyncio.Event(), starting_model(config, folder), threads=threads)
     with stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
         rl_found = _Found.of(run, "rl", may_start_again=config.sft is not None) if config.rl is not None else None
         if config.sft is not None:
@@ -123,6 +129,7 @@ async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], A
     if found is None or found.step < steps:
         desk = Desk(run, at.name, steps, at.store, found)
         try:
+            desk.try_worst_case()
             await body(run, desk)
         finally:
             desk.close()
@@ -170,7 +177,8 @@ async def _evaluate(config: Config) -> dict[str, float]:
     if config.eval.source is None:
         raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
     lm = load_policy(config.model, config.model.path, seed=config.run.seed)
-    sampler = make_sampler(config, lm)
+    worker = Worker()
+    sampler = make_sampler(config, lm, worker)
     try:
         renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
         tasks = tasks_of(config.eval.source)[: config.eval.tasks]
@@ -180,4 +188,5 @@ async def _evaluate(config: Config) -> dict[str, float]:
         out = await evaluate_tasks(tasks, play_held_out(config, sampler, renderer, terms))
     finally:
         sampler.close()
+        worker.close()
     return metric_values(out.metrics)
