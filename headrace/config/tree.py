@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid", strict=False)  # lists become tuples; numbers, flags and text are strict by type
 
 Flag = Annotated[bool, Field(strict=True)]
+FlagOrAuto = Annotated[Flag | Literal["auto"], Field(description='true, false or "auto"')]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[int, Field(strict=True, gt=0)]
 NonNegative = Annotated[int, Field(strict=True, ge=0)]
@@ -35,6 +36,7 @@ class Run:
     folder: str = "runs"  # where run folders are made, relative to the current folder
     seed: Seed = 0  # of everything random in the run
     tensorboard: Flag = True  # written when the package is installed
+    deterministic: Flag = False  # cuda: the same bits in every run of a synchronous configuration, at some speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -65,7 +67,9 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
     lora: Lora | None = None  # train low-rank adapters in place of all parameters
     tiny: Tiny = field(default_factory=Tiny)  # the shape of path = "tiny"
-    recompute: Flag = False  # keep only each layer's input for the backward pass: less memory, a third more time
+    # keep only each layer's input for the backward pass: less memory, a quarter more time; auto: on cuda, if it must be
+    recompute: FlagOrAuto = "auto"
+    compile: Flag = False  # cuda: train decoder layers through torch.compile, a few percent faster after half a minute
     trust_remote_code: Flag = False  # run Python code that lies in the model's folder
 
 

@@ -5,17 +5,20 @@ keeps per token without recomputation, and small buffers are left out.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.errors import ModelError
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
+CUDA_HEAD_CHUNK_TOKENS = 4096  # the same on CUDA, where half-precision logits are overwritten by what follows them
 HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
+USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
+FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers keep less on CUDA (`model/cuda/layers.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,8 @@ def num_lora_parameters(shape: Shape, *, rank: int, targets: Sequence[str]) -> i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on the training device. `masters` are float32 copies of weights that are held in less."""
+    """Bytes on the training device. `masters` are float32 copies of weights that are held in less, `beside` is what
+    other models take: a copy for sampling, a frozen reference, a critic."""
 
     weights: int
     gradients: int
@@ -152,14 +156,30 @@ class Memory:
     activations: int
     head: int
     kv: int
+    beside: int = 0
+
+    @property
+    def training(self) -> int:
+        """Without keys and values."""
+        state = self.weights + self.gradients + self.masters + self.moments
+        return state + self.activations + self.head + self.beside
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.masters + self.moments + self.activations + self.head + self.kv
+        return self.training + self.kv
 
 
 def training_memory(
-    shape: Shape, *, dtype: str, trainable: int, frozen: int, micro_batch_tokens: int, kv_tokens: int
+    shape: Shape,
+    *,
+    dtype: str,
+    trainable: int,
+    frozen: int,
+    micro_batch_tokens: int,
+    kv_tokens: int,
+    device: str = "cpu",
+    recompute: bool = False,
+    beside: int = 0,
 ) -> Memory:
     """Memory of training `trainable` parameters beside `frozen` ones while an engine holds `kv_tokens` on the device.
 
@@ -167,21 +187,69 @@ def training_memory(
     """
     size = DTYPE_BYTES[dtype]
     state = max(size, FP32)
+    fused = device == "cuda" and size < FP32
+    layers_kept = activation_bytes_per_token(shape, size, fused=fused and shape.model_type in FUSED_TYPES)
+    if recompute:  # every layer's input, and one layer in full
+        layers_kept = layers_kept // shape.layers + shape.layers * shape.width * size
+    chunk = min(CUDA_HEAD_CHUNK_TOKENS if device == "cuda" else HEAD_CHUNK_TOKENS, micro_batch_tokens)
     return Memory(
         weights=(trainable + frozen) * size,
         gradients=trainable * state,
         masters=trainable * FP32 if size < FP32 else 0,
         moments=2 * trainable * state,
-        activations=micro_batch_tokens * activation_bytes_per_token(shape, size),
-        head=min(HEAD_CHUNK_TOKENS, micro_batch_tokens) * shape.vocabulary * state * HEAD_COPIES,
+        activations=micro_batch_tokens * layers_kept,
+        head=chunk * shape.vocabulary * (size if fused else state * HEAD_COPIES),
         kv=kv_tokens * kv_bytes_per_token(shape, size),
+        beside=beside,
     )
 
 
-def activation_bytes_per_token(shape: Shape, size: int) -> int:
-    """L (8 D + 2 (Q + K + V) + 4 M) numbers: residuals and norms, projections before and after rotation, the MLP."""
-    attended = (shape.heads + 2 * shape.kv_heads) * shape.head_width
-    return shape.layers * (8 * shape.width + 2 * attended + 4 * shape.mlp_width) * size
+def activation_bytes_per_token(shape: Shape, size: int, *, fused: bool = False) -> int:
+    """L (8 D + 2 (Q + K + V) + 4 M) numbers: residuals and norms, projections before and after rotation, the MLP.
+
+    With fused kernels L (4 D + 2 (Q + K) + 3 M): norms keep what goes in and out, attention its rotated inputs and its
+    output, the MLP gate, up and their product.
+    """
+    query, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    if fused:
+        return shape.layers * (4 * shape.width + 2 * (query + keys) + 3 * shape.mlp_width) * size
+    return shape.layers * (8 * shape.width + 2 * (query + 2 * keys) + 4 * shape.mlp_width) * size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """Tokens whose keys and values the engine is to hold: `wanted` if there is room, `least` in any case."""
+
+    wanted: int
+    least: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What is decided by the size of the device."""
+
+    recompute: bool
+    kv_tokens: int
+    memory: Memory
+    without_recompute: int  # bytes in all, had nothing been recomputed and everything wanted been cached
+
+
+def fit(
+    memory_of: Callable[[bool, int], Memory], kv: KvRoom, *, recompute: bool | Literal["auto"], kv_bytes: int,
+    gpu_bytes: int | None,
+) -> Fit:  # fmt: skip
+    """Decide what is left open. `memory_of(recompute, kv_tokens)`; `kv_bytes` of one token; no GPU: nothing is.
+
+    Layers are recomputed when everything wanted would not fit otherwise; then the cache gets what is left.
+    """
+    plain = memory_of(False, kv.wanted).total
+    usable = None if gpu_bytes is None else int(USABLE * gpu_bytes)
+    again = recompute is True or (recompute == "auto" and usable is not None and plain > usable)
+    tokens = kv.wanted
+    if usable is not None:
+        left = (usable - memory_of(again, 0).training) // kv_bytes
+        tokens = min(kv.wanted, max(kv.least, left))
+    return Fit(recompute=again, kv_tokens=tokens, memory=memory_of(again, tokens), without_recompute=plain)
 
 
 def kv_bytes_per_token(shape: Shape, size: int) -> int:

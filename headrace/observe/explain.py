@@ -8,15 +8,22 @@ from dataclasses import dataclass
 
 from headrace.config import Config, RewardModel, Rl, Sft, algorithm_text, to_mapping
 from headrace.model.estimate import (
+    DTYPE_BYTES,
+    FP32,
+    KvRoom,
     Memory,
     Placement,
     Shape,
     checkpoint_bytes,
+    fit,
+    kv_bytes_per_token,
     num_lora_parameters,
     num_parameters,
     training_memory,
 )
 from headrace.observe.toml import to_toml
+
+KV_SLOTS, KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,35 +42,74 @@ class Plan:
     trainable: int  # the parameters themselves, or those of the adapters beside them
     memory: Memory
     kv_tokens: int
+    recompute: bool
+    without_recompute: int  # bytes in all, had nothing been recomputed
     checkpoint_bytes: int
     max_checkpoints: int
 
 
-def plan(config: Config, shape: Shape, placement: Placement) -> Plan:
-    """The sizes of a run; the larger stage counts where stages differ."""
+def plan(config: Config, shape: Shape, placement: Placement, *, gpu_bytes: int | None = None) -> Plan:
+    """The sizes of a run, and what they decide on a GPU; the larger stage counts where stages differ."""
     parameters = num_parameters(shape)
     lora = config.model.lora
     adapters = 0 if lora is None else num_lora_parameters(shape, rank=lora.rank, targets=lora.targets)
     trainable, frozen = (parameters, 0) if lora is None else (adapters, parameters)
     stages = [stage for stage in (config.sft, config.reward_model, config.rl) if stage is not None]
-    kv_tokens = num_kv_tokens(config)
     keep_every = config.checkpoint.keep_every
     milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
-    return Plan(
-        parameters=parameters,
-        trainable=trainable,
-        memory=training_memory(
+
+    def memory_of(recompute: bool, kv_tokens: int) -> Memory:
+        return training_memory(
             shape,
             dtype=placement.dtype,
             trainable=trainable,
             frozen=frozen,
             micro_batch_tokens=max((stage.micro_batch_tokens for stage in stages), default=0),
             kv_tokens=kv_tokens,
-        ),
-        kv_tokens=kv_tokens,
+            device=placement.device,
+            recompute=recompute,
+            beside=_beside(config, parameters, placement.dtype),
+        )
+
+    fitted = fit(
+        memory_of,
+        _kv_room(config),
+        recompute=config.model.recompute,
+        kv_bytes=kv_bytes_per_token(shape, DTYPE_BYTES[placement.dtype]),
+        gpu_bytes=gpu_bytes if placement.device == "cuda" else None,
+    )
+    return Plan(
+        parameters=parameters,
+        trainable=trainable,
+        memory=fitted.memory,
+        kv_tokens=fitted.kv_tokens,
+        recompute=fitted.recompute,
+        without_recompute=fitted.without_recompute,
         checkpoint_bytes=checkpoint_bytes(dtype=placement.dtype, trainable=trainable, frozen=frozen),
         max_checkpoints=config.checkpoint.keep_last + (config.eval.source is not None) + milestones,
     )
+
+
+def _beside(config: Config, parameters: int, dtype: str) -> int:
+    """Bytes of the other models of a run: what samples, if it has weights of its own, frozen ones, the critic."""
+    rl, size = config.rl, DTYPE_BYTES[dtype]
+    if rl is None:
+        return 0
+    own_weights = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
+    judges = sum(term.fn == "reward_model" for term in rl.rewards)
+    frozen = sum(path is not None for path in (rl.reference, rl.teacher)) + judges + own_weights
+    critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if rl.critic is not None else 0
+    return frozen * parameters * size + critic
+
+
+def _kv_room(config: Config) -> KvRoom:
+    """As configured; else what `num_kv_tokens` says, or at least eight slots of the longest episode."""
+    wanted = num_kv_tokens(config)
+    if config.engine.kv_tokens is not None or not wanted:
+        return KvRoom(wanted=wanted, least=wanted)
+    longest = wanted // (2 * config.engine.max_rows)
+    least = KV_SLOTS * -(-(longest + 1) // KV_ROUND) * KV_ROUND
+    return KvRoom(wanted=max(wanted, least), least=least)
 
 
 def num_kv_tokens(config: Config) -> int:
@@ -79,12 +125,12 @@ def num_kv_tokens(config: Config) -> int:
 
 def explain(config: Config, *, file: str, shape: Shape, placement: Placement, machine: Machine) -> str:
     """The resolved configuration as TOML, then what it will do, section by section."""
-    planned = plan(config, shape, placement)
+    planned = plan(config, shape, placement, gpu_bytes=machine.memory_bytes if placement.device == "cuda" else None)
     sections = {
         "Model": _model(config, shape, planned),
         "Device": _device(placement),
         "Stages": _stages(config),
-        "Memory, an estimate": _memory(planned, machine),
+        "Memory, an estimate": _memory(config, planned, machine),
         "Checkpoints": _checkpoints(config, planned, machine),
     }
     lines = [f"# {file} with every default filled in", to_toml(to_mapping(config)).strip()]
@@ -177,7 +223,7 @@ def _rl(rl: Rl) -> Iterator[str]:
         yield f"new weights are published to the sampler every {rl.sync_every} training steps"
 
 
-def _memory(planned: Plan, machine: Machine) -> Iterator[str]:
+def _memory(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:
     memory = planned.memory
     rows: Mapping[str, int] = {
         "weights": memory.weights,
@@ -187,10 +233,15 @@ def _memory(planned: Plan, machine: Machine) -> Iterator[str]:
         "activations of one micro-batch": memory.activations,
         "log-prob head, one chunk": memory.head,
         f"keys and values of {planned.kv_tokens:,} tokens": memory.kv,
+        "other models": memory.beside,
         "together": memory.total,
     }
     width = max(map(len, rows))
     yield from (f"{name:<{width}}  {size_text(size):>10}" for name, size in rows.items() if size)
+    yield _recomputed(config, planned)
+    if planned.kv_tokens:
+        reason = "engine.kv_tokens" if config.engine.kv_tokens is not None else "engine.kv_tokens is not set"
+        yield f"room for the keys and values of {planned.kv_tokens:,} tokens ({reason})"
     if memory.total > machine.memory_bytes:
         yield (
             f"this is more than the {size_text(machine.memory_bytes)} the device has: "
@@ -198,6 +249,15 @@ def _memory(planned: Plan, machine: Machine) -> Iterator[str]:
         )
     else:
         yield f"the device has {size_text(machine.memory_bytes)}"
+
+
+def _recomputed(config: Config, planned: Plan) -> str:
+    if not planned.recompute:
+        return "nothing is recomputed in the backward pass"
+    why = "model.recompute is true"
+    if config.model.recompute == "auto":
+        why = f"without it {size_text(planned.without_recompute)} would be needed"
+    return f"every decoder layer is computed again in the backward pass, because {why}"
 
 
 def _largest(memory: Memory) -> str:

@@ -113,16 +113,22 @@ class MasterAdamW:
             if parameter.dtype in HALF:
                 parameter.copy_(self.masters[name])
 
-    def _update_on_cuda(self, adam: Adam, factor: float) -> None:
-        """The same step with torch's state, in one kernel for each parameter."""
-        from headrace.train.cuda_adam import Slot, adamw_  # needs Triton
-
-        slots = []
-        for name, leaf in self._leaves.items():
+    def allocate(self) -> None:
+        """Make the moments, all zero, where the first update would; on CUDA only."""
+        for leaf in self._leaves.values() if self._on_cuda else ():
             state = self._adam.state[leaf]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=leaf.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(leaf), torch.zeros_like(leaf)
+
+    def _update_on_cuda(self, adam: Adam, factor: float) -> None:
+        """The same step with torch's state, in one kernel for each parameter."""
+        from headrace.train.cuda_adam import Slot, adamw_  # needs Triton
+
+        self.allocate()
+        slots = []
+        for name, leaf in self._leaves.items():
+            state = self._adam.state[leaf]
             half = self.parameters[name].detach() if self.parameters[name].dtype in HALF else None
             slots.append(
                 Slot(

@@ -16,8 +16,8 @@ from headrace.loops.evaluate import Evaluation
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
 from headrace.loops.update import Updater
-from headrace.observe.progress import Progress
 from headrace.model.worker import Worker
+from headrace.observe.progress import Progress
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
 from headrace.observe.trajectories import save_trajectories
