@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
 from headrace.reward import shim
 
 Row = Mapping[str, Any]  # one episode as JSON: see `rows.py`
@@ -60,13 +60,23 @@ class RewardFunction:
     about: dict[str, Any]
 
     def call(self, argument: Any) -> list[dict[str, Any]]:
-        """The verdicts of a group's rows; a function of one episode gets them one after another."""
+        """The verdicts of a group's rows; a function of one episode gets them one after another.
+
+        Among several, an exception is the verdict on its own episode only; for a single one it is let out.
+        """
         rows = argument["rows"]
         if self.shape.takes_group:
-            answers = _listed(self._called(rows), len(rows))
-        else:
-            answers = [self._called([row]) for row in rows]
-        return [plain_verdict(answer) for answer in answers]
+            return [plain_verdict(answer) for answer in _listed(self._called(rows), len(rows))]
+        if len(rows) == 1:
+            return [plain_verdict(self._called(rows))]
+        return [self._tried(row) for row in rows]
+
+    def _tried(self, row: Row) -> dict[str, Any]:
+        try:
+            with boundary(RewardError, row["id"]):
+                return plain_verdict(self._called([row]))
+        except HeadraceError as exc:
+            return {"invalid": str(exc)}
 
     def _called(self, rows: Sequence[Row]) -> Any:
         answer = _CALLS[self.shape](self.function, rows, self.kwargs)

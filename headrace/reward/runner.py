@@ -1,14 +1,17 @@
-"""Calls reward functions in this process and adds up what they say. For functions that are trusted: a function that
-hangs keeps its thread, and one that kills the process kills the run."""
+"""Calls reward functions and adds up what they say.
+
+Functions of an episode run in this process and are trusted: one that hangs keeps its thread, and one that kills the
+process kills the run. Terms that judge a group may do so anywhere; `sandboxed.py` makes them from a user's file.
+"""
 
 import asyncio
 import inspect
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
-from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError, boundary
-from headrace.reward.terms import Term, as_reward
+from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError, RolloutError, boundary
+from headrace.reward.terms import GroupTerm, Term, as_reward
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
 logger = logging.getLogger(__name__)
@@ -21,11 +24,7 @@ class InProcessRewardRunner:
     """
 
     def __init__(self, terms: Sequence[Term], *, timeout_s: float = 60.0) -> None:
-        if not terms:
-            raise ConfigError("there is no reward: give at least one reward function")
-        name, count = Counter(term.name for term in terms).most_common(1)[0]
-        if count > 1:
-            raise ConfigError(f"two rewards are called {name}: give one of them another name")
+        check_terms(terms)
         self._terms = tuple(terms)
         self._timeout_s = timeout_s
 
@@ -37,36 +36,137 @@ class InProcessRewardRunner:
 
     async def _score(self, episode: Episode) -> ScoredEpisode | FailedEpisode:
         try:
-            rewards = [await self._call(term, episode) for term in self._terms]
-            total = combine(self._terms, rewards, num_steps=len(episode.steps))
-            as_reward(total, num_steps=len(episode.steps))  # a sum of finite numbers can overflow
-        except Interrupted:
-            raise
-        except HeadraceError as exc:
-            logger.warning("episode %s has no reward: %s", episode.id, exc)
-            return FailedEpisode(id=episode.id, task=episode.task, reason=str(exc))
-        return ScoredEpisode(episode=episode, reward=total)
-
-    async def _call(self, term: Term, episode: Episode) -> Reward:
-        limit = asyncio.timeout(self._timeout_s)
-        try:
-            with boundary(RewardError, f"reward {term.name}"):
-                async with limit:
-                    verdict = await asyncio.to_thread(term.fn, episode) if _is_plain(term) else term.fn(episode)
-                    if inspect.isawaitable(verdict):
-                        verdict = await verdict
-            return as_reward(verdict, num_steps=len(episode.steps))
+            rewards = [await call_term(term, episode, timeout_s=self._timeout_s) for term in self._terms]
         except RewardError as exc:
-            if limit.expired():
-                raise RewardError(f"reward {term.name} took longer than {self._timeout_s:g} s") from exc
-            raise RewardError(f"reward {term.name}: {str(exc).removeprefix(f'reward {term.name}: ')}") from exc
+            return failed(episode, exc)
+        return summed(self._terms, rewards, episode)
+
+
+class GroupRewardRunner:
+    """Terms of both kinds: functions of an episode, called as above, and terms that judge a group.
+
+    When more than `max_invalid_share` of the last evaluations were in vain, every further call raises RolloutError:
+    what is learned from the rest would be learned from what the reward function happens to survive.
+    """
+
+    def __init__(
+        self, terms: Sequence[Term | GroupTerm], *, timeout_s: float = 60.0, max_invalid_share: float = 1.0
+    ) -> None:
+        check_terms(terms)
+        self._terms = tuple(terms)
+        self._timeout_s = timeout_s
+        self._invalid = InvalidShare(limit=max_invalid_share)
+
+    async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
+        self._invalid.check()
+        columns = await asyncio.gather(*(self._column(term, episodes) for term in self._terms))
+        results = tuple(
+            self._judged(episode, [column[index] for column in columns]) for index, episode in enumerate(episodes)
+        )
+        self._invalid.note(results)
+        return results
+
+    async def close(self) -> None:
+        for term in self._terms:
+            if isinstance(term, GroupTerm):
+                await term.close()
+
+    async def _column(self, term: Term | GroupTerm, episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
+        if not isinstance(term, GroupTerm):
+            return await asyncio.gather(*(_tried(term, episode, self._timeout_s) for episode in episodes))
+        judged = await term.judge(episodes) if episodes else ()
+        assert len(judged) == len(episodes)
+        return judged
+
+    def _judged(self, episode: Episode, row: Sequence[Reward | RewardError]) -> ScoredEpisode | FailedEpisode:
+        rewards: list[Reward] = []
+        for term, reward in zip(self._terms, row, strict=True):
+            if isinstance(reward, RewardError):
+                return failed(episode, reward if isinstance(term, Term) else _of_term(term, reward))
+            rewards.append(reward)
+        return summed(self._terms, rewards, episode)
+
+
+class InvalidShare:
+    """Of the last `window` evaluations, how many were in vain; looked at from `at_least` on."""
+
+    def __init__(self, *, limit: float, window: int = 200, at_least: int = 50) -> None:
+        assert 0 <= limit <= 1
+        self._limit, self._at_least = limit, at_least
+        self._last: deque[str] = deque(maxlen=window)  # the reason, or "" for a valid one
+
+    def note(self, results: Sequence[ScoredEpisode | FailedEpisode]) -> None:
+        self._last.extend(result.reason if isinstance(result, FailedEpisode) else "" for result in results)
+
+    def check(self) -> None:
+        reasons = Counter(filter(None, self._last))
+        count = len(self._last)
+        if count >= self._at_least and reasons.total() > self._limit * count:
+            [(reason, _)] = reasons.most_common(1)
+            raise RolloutError(
+                f"{reasons.total()} of the last {count} episodes have no reward, which is more than "
+                f"{self._limit:.0%}; most often: {reason}. Correct the reward function, or raise max_invalid_share"
+            )
+
+
+def check_terms(terms: Sequence[Term | GroupTerm]) -> None:
+    if not terms:
+        raise ConfigError("there is no reward: give at least one reward function")
+    name, count = Counter(term.name for term in terms).most_common(1)[0]
+    if count > 1:
+        raise ConfigError(f"two rewards are called {name}: give one of them another name")
+
+
+async def call_term(term: Term, episode: Episode, *, timeout_s: float) -> Reward:
+    """Raises RewardError, which names the term, when its reward is not known."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        with boundary(RewardError, f"reward {term.name}"):
+            async with limit:
+                verdict = await asyncio.to_thread(term.fn, episode) if _is_plain(term) else term.fn(episode)
+                if inspect.isawaitable(verdict):
+                    verdict = await verdict
+        return as_reward(verdict, num_steps=len(episode.steps))
+    except Interrupted:
+        raise
+    except HeadraceError as exc:
+        if limit.expired():
+            raise RewardError(f"reward {term.name} took longer than {timeout_s:g} s") from exc
+        raise _of_term(term, exc) from exc
+
+
+def _of_term(term: Term | GroupTerm, error: HeadraceError) -> RewardError:
+    return RewardError(f"reward {term.name}: {str(error).removeprefix(f'reward {term.name}: ')}")
+
+
+async def _tried(term: Term, episode: Episode, timeout_s: float) -> Reward | RewardError:
+    try:
+        return await call_term(term, episode, timeout_s=timeout_s)
+    except RewardError as exc:
+        return exc
+
+
+def failed(episode: Episode, error: RewardError) -> FailedEpisode:
+    logger.warning("episode %s has no reward: %s", episode.id, error)
+    return FailedEpisode(id=episode.id, task=episode.task, reason=str(error))
+
+
+def summed(
+    terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], episode: Episode
+) -> ScoredEpisode | FailedEpisode:
+    total = combine(terms, rewards, num_steps=len(episode.steps))
+    try:
+        as_reward(total, num_steps=len(episode.steps))  # a sum of finite numbers can overflow
+    except RewardError as exc:
+        return failed(episode, exc)
+    return ScoredEpisode(episode=episode, reward=total)
 
 
 def _is_plain(term: Term) -> bool:
     return not inspect.iscoroutinefunction(term.fn) and not inspect.iscoroutinefunction(type(term.fn).__call__)
 
 
-def combine(terms: Sequence[Term], rewards: Sequence[Reward], *, num_steps: int) -> Reward:
+def combine(terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], *, num_steps: int) -> Reward:
     """The weighted sum. `parts` has every term's own total, unweighted, and its parts as "term/part".
 
     If any term has step rewards, the sum has: a term without them counts on the last step, so the steps add up to the

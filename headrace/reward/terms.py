@@ -7,7 +7,7 @@ out. Zero means bad, never unknown.
 import importlib
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,6 +28,23 @@ class Term:
     name: str
     fn: RewardFn
     weight: float = 1.0
+
+
+async def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTerm:
+    """A reward that judges the episodes of a group together, or in other processes: one answer for each, in order.
+
+    `judge` raises nothing that an episode could cause: an episode whose reward is not known has a RewardError.
+    """
+
+    name: str
+    judge: Callable[[Sequence[Episode]], Awaitable[Sequence[Reward | RewardError]]]
+    weight: float = 1.0
+    close: Callable[[], Awaitable[None]] = _nothing
 
 
 def as_reward(verdict: object, *, num_steps: int) -> Reward:

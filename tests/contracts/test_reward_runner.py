@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from headrace.errors import RewardError
 from headrace.protocols import RewardRunner
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.runner import GroupRewardRunner, InProcessRewardRunner
+from headrace.reward.sandbox.pool import Settings
+from headrace.reward.sandboxed import UserReward, sandboxed_term, trusted_term
 from headrace.reward.terms import Term
 from headrace.testing import FakeRewardRunner
 from headrace.types import (
@@ -22,20 +24,35 @@ from headrace.types import (
     int_array,
 )
 
+from . import reward_functions
+from .reward_functions import from_the_world, quarters, unknown_for_the_second
+
 ScoreFn = Callable[[Episode], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerCase:
-    """How to make a runner that scores with one plain function."""
+    """How to make a runner that scores with one plain function of the file reward_functions.py."""
 
     name: str
     open: Callable[[ScoreFn], RewardRunner]
 
 
+def in_file(score: ScoreFn) -> UserReward:
+    return UserReward(name="mine", spec=f"{Path(reward_functions.__file__)}:{score.__name__}")
+
+
 RUNNERS: Sequence[RunnerCase] = (
     RunnerCase(name="fake", open=FakeRewardRunner),
     RunnerCase(name="in-process", open=lambda score: InProcessRewardRunner([Term(name="mine", fn=score)])),
+    RunnerCase(name="trusted", open=lambda score: GroupRewardRunner([trusted_term(in_file(score))])),
+    RunnerCase(
+        name="sandboxed", open=lambda score: GroupRewardRunner([sandboxed_term(in_file(score), Settings(workers=1))])
+    ),
+    RunnerCase(
+        name="sandboxed, a fork for each group",
+        open=lambda score: GroupRewardRunner([sandboxed_term(in_file(score), Settings(workers=1), fork_groups=True)]),
+    ),
 )
 
 
@@ -61,7 +78,7 @@ def an_episode(index: int, reward: float = 0.0) -> Episode:
 
 async def test_scores_come_back_in_order_with_their_episodes(case: RunnerCase) -> None:
     episodes = [an_episode(index) for index in range(5)]
-    runner = case.open(lambda episode: episode.task.data["answer"] / 4)
+    runner = case.open(quarters)
     scored = await runner.score(episodes)
     assert all(isinstance(item, ScoredEpisode) for item in scored)
     assert [item.episode for item in scored] == episodes
@@ -71,12 +88,7 @@ async def test_scores_come_back_in_order_with_their_episodes(case: RunnerCase) -
 
 
 async def test_an_unknown_reward_fails_its_own_episode_only(case: RunnerCase) -> None:
-    def score(episode: Episode) -> float:
-        if episode.id == "0/1":
-            raise RewardError("the judge is out")
-        return 0.0
-
-    runner = case.open(score)
+    runner = case.open(unknown_for_the_second)
     bad, unknown, also_bad = await runner.score([an_episode(index) for index in range(3)])
     assert isinstance(unknown, FailedEpisode)
     assert (unknown.id, unknown.task.id) == ("0/1", "t")
@@ -88,7 +100,7 @@ async def test_an_unknown_reward_fails_its_own_episode_only(case: RunnerCase) ->
 
 
 async def test_a_runner_takes_group_after_group_also_an_empty_one(case: RunnerCase) -> None:
-    runner = case.open(lambda episode: episode.env_reward)
+    runner = case.open(from_the_world)
     assert await runner.score([]) == ()
     for reward in (1.0, -2.0):
         [item] = await runner.score([an_episode(0, reward)])

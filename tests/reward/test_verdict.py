@@ -1,0 +1,200 @@
+"""Step outputs find their steps, or it is said why not; what untrusted code sends back is checked field by field."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import booleans, composite, floats, integers, lists, sampled_from
+from reward_episodes import episode
+
+from headrace.errors import RewardError, RolloutError
+from headrace.reward.rows import episode_from, row_of, step_positions
+from headrace.reward.runner import GroupRewardRunner, InvalidShare
+from headrace.reward.terms import GroupTerm
+from headrace.reward.verdict import Alignment, resolve, reward_of
+from headrace.types import Episode, FailedEpisode, Message, Reward, ScoredEpisode
+
+TWO = episode("up", "down")  # user, assistant, user, assistant: places 1 and 3, turns 0 and 1
+
+
+def with_prompt(played: Episode, *roles: str) -> Episode:
+    """The same episode after a longer beginning."""
+    return replace(played, messages=(*(Message(role=role, content="x") for role in roles), *played.messages))
+
+
+# --- step indices ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("indices", "steps"),
+    [
+        ([1, 3], [0, 1]),  # places in the conversation: 3 is no turn
+        ([0, 1], [0, 1]),  # turns: 0 is no assistant's place
+        ([3], [1]),
+        ([0], [0]),
+        ([-1], [1]),
+        ([-2, -1], [0, 1]),
+        (["0/0/1"], [1]),
+        (["0/0/0", 3], [0, 1]),
+        ([], []),
+    ],
+)
+def test_indices_by_hand(indices: list[object], steps: list[int]) -> None:
+    assert resolve(indices, TWO) == steps
+
+
+def test_a_sparse_index_that_could_be_both_must_be_declared() -> None:
+    with pytest.raises(RewardError, match=r'the step indices 1 could be .* set step_index = "message" or "turn"'):
+        resolve([1], TWO)
+    assert resolve([1], TWO, "message") == [0]
+    assert resolve([1], TWO, "turn") == [1]
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([2], "step_index 2 is not a step of this episode, which has 2"),
+        ([7], "step_index 7 is not a step"),
+        ([-3], "step_index -3 is not a step"),
+        (["0/1/0"], "step_index '0/1/0' is not a step"),
+        ([0, 0], "step_index 0 names a step that has an output already"),
+        ([0, "0/0/0"], "names a step that has an output already"),
+        ([1.0], "it must be a whole number or a step's id"),
+        ([True], "it must be a whole number or a step's id"),
+    ],
+)
+def test_an_index_that_is_no_steps_is_an_error(indices: list[object], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        resolve(indices, TWO)
+
+
+def test_assistant_messages_of_the_prompt_are_no_steps() -> None:
+    played = with_prompt(TWO, "user", "assistant")  # places 3 and 5, turns 1 and 2
+    assert step_positions(played) == [3, 5]
+    assert resolve([3, 5], played) == [0, 1]
+    assert resolve([1, 2], played) == [0, 1]
+    with pytest.raises(RewardError, match="step_index 0 is not a step"):
+        resolve([0], played)
+
+
+@composite
+def conversations(draw: object) -> Episode:
+    answers = draw(integers(1, 5))  # type: ignore[operator]
+    prompt = draw(lists(sampled_from(["system", "user"]), max_size=3))  # type: ignore[operator]
+    return with_prompt(episode(*["x"] * answers), *prompt)
+
+
+@given(conversations(), booleans())
+@settings(max_examples=60, deadline=None)
+def test_naming_every_step_is_never_ambiguous(played: Episode, by_place: bool) -> None:
+    """Whichever way the author counts; the user's message before the last answer tells the two apart."""
+    places = [place for place, message in enumerate(played.messages) if message.role == "assistant"]
+    indices = places if by_place else range(len(places))
+    assert resolve(list(indices), played) == list(range(len(played.steps)))
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def outputs(*pairs: tuple[object, float]) -> dict[str, object]:
+    return {"score": 10.0, "step_outputs": [{"step_index": index, "base_reward": value} for index, value in pairs]}
+
+
+@pytest.mark.parametrize(
+    ("alignment", "steps"),
+    [
+        (Alignment(), (0.0, 2.0)),
+        (Alignment(default_step_reward=-0.5), (-0.5, 2.0)),
+        (Alignment(terminal_score="add"), (0.0, 12.0)),
+    ],
+)
+def test_steps_without_an_output_and_the_score_at_the_end(alignment: Alignment, steps: tuple[float, ...]) -> None:
+    reward = reward_of(outputs((3, 2.0)), TWO, alignment)
+    assert (reward.total, reward.steps) == (10.0, steps)
+
+
+def test_without_step_outputs_the_score_is_all_there_is() -> None:
+    assert reward_of({"score": 1.0}, TWO, Alignment()) == Reward(total=1.0)
+    assert reward_of({"score": 1.0, "step_outputs": []}, TWO, Alignment()).steps == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        (1.0, "not a verdict but a float"),
+        ([], "not a verdict but a list"),
+        ({}, "the score must be a number, not a NoneType"),
+        ({"score": True}, "the score must be a number, not a bool"),
+        ({"score": float("nan")}, "the score is nan"),
+        ({"score": float("inf")}, "the score is inf"),
+        ({"score": "1"}, "the score must be a number, not a str"),
+        ({"score": 1.0, "parts": [1]}, "must be a mapping"),
+        ({"score": 1.0, "parts": {"a": None}}, '"a" must be a number'),
+        ({"score": 1.0, "success": 1}, '"success" of a reward is 1'),
+        ({"score": 1.0, "steps": [1.0]}, "there are 1 step rewards for 2 steps"),
+        ({"score": 1.0, "other": 1.0}, "fields that no verdict has: other"),
+        ({"invalid": "the judge is out"}, "the judge is out"),
+        (outputs((0, float("nan"))), "base_reward is nan"),
+    ],
+)
+def test_what_is_not_a_verdict_is_refused(verdict: object, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        reward_of(verdict, TWO, Alignment())
+
+
+def test_a_score_outside_of_its_range_is_refused() -> None:
+    assert reward_of({"score": 1.0}, TWO, Alignment(score_range=(0.0, 1.0))).total == 1.0
+    with pytest.raises(RewardError, match=r"the score 1\.5 is outside of 0 to 1"):
+        reward_of({"score": 1.5}, TWO, Alignment(score_range=(0.0, 1.0)))
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@given(lists(floats(-2, 2), min_size=1, max_size=4))
+@settings(max_examples=20, deadline=None)
+def test_an_episode_survives_the_journey(rewards: list[float]) -> None:
+    played = episode(*["x"] * len(rewards), rewards=tuple(rewards), answer="x")
+    again = episode_from(row_of(played, with_tokens=True))
+    assert row_of(again, with_tokens=True) == row_of(played, with_tokens=True)
+    assert again.env_reward == played.env_reward
+    assert again.steps[0].completion.tokens.tolist() == [5]
+
+
+def test_tokens_stay_at_home_unless_asked_for() -> None:
+    assert "tokens" not in row_of(TWO, with_tokens=False)["steps"][0]
+
+
+# --- too many in vain ------------------------------------------------------------------------------------------------
+
+
+def scored(count: int) -> list[ScoredEpisode | FailedEpisode]:
+    return [ScoredEpisode(episode=TWO, reward=Reward(total=1.0))] * count
+
+
+def in_vain(count: int) -> list[ScoredEpisode | FailedEpisode]:
+    return [FailedEpisode(id="0/0", task=TWO.task, reason="the judge is out")] * count
+
+
+def test_the_share_of_the_last_evaluations_counts() -> None:
+    share = InvalidShare(limit=0.1, window=100, at_least=50)
+    share.note(in_vain(6))
+    share.check()  # six of six, but too early to tell
+    share.note(scored(54))
+    share.check()  # 6 of 60 is exactly a tenth
+    share.note(in_vain(1))
+    with pytest.raises(RolloutError, match=r"7 of the last 61 episodes have no reward.*10%.*the judge is out"):
+        share.check()
+    share.note(scored(100))
+    share.check()
+
+
+async def test_a_runner_stops_when_too_many_are_in_vain() -> None:
+    async def judge(episodes: object) -> list[Reward | RewardError]:
+        return [RewardError("the judge is out")] * 10
+
+    runner = GroupRewardRunner([GroupTerm(name="mine", judge=judge)], max_invalid_share=0.1)
+    for _ in range(5):
+        assert all(isinstance(item, FailedEpisode) for item in await runner.score([TWO] * 10))
+    with pytest.raises(RolloutError, match="50 of the last 50 episodes have no reward"):
+        await runner.score([TWO] * 10)
