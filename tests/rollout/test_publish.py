@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
-from headrace.errors import RolloutError, SamplerError
+from headrace.errors import ConfigError, RolloutError, SamplerError
+from headrace.rollout.journal import EpisodeJournal
 from headrace.rollout.publish import Publisher
+from headrace.rollout.settings import Interrupt
 from headrace.testing import FakeSampler
-from headrace.types import Shared, WeightsHandle
+from headrace.types import Completion, SampleRequest, SamplingParams, Shared, WeightsHandle, int_array
 
 HANDLE = Shared(fingerprint="abc")
 
@@ -101,3 +103,50 @@ async def test_fresh_samplers_catch_up_after_a_restart() -> None:
     await publisher.catch_up(HANDLE)
     publisher.check()
     assert log == ["b pause True", "b load 3", "b resume"]
+
+
+# --- what becomes of open sequences ----------------------------------------------------------------------------------
+
+
+def sampling(sampler: FakeSampler, max_tokens: int) -> "asyncio.Task[Completion]":
+    request = SampleRequest(prompt=int_array([1]), params=SamplingParams(max_tokens=max_tokens))
+    return asyncio.create_task(EpisodeJournal().sample(sampler, request))
+
+
+async def test_draining_lets_open_sequences_end() -> None:
+    sampler = FakeSampler()
+    open_sequence = sampling(sampler, 20)
+    await asyncio.sleep(0)
+    publisher = Publisher([sampler], interrupt=Interrupt.DRAIN, drain_s=5.0)
+    async with publisher.publish(HANDLE):
+        assert open_sequence.done()
+    assert (await open_sequence).versions.tolist() == [0] * 20
+    assert publisher.drains_cut == 0
+
+
+async def test_what_does_not_end_in_time_is_cut_and_counted() -> None:
+    ticks: asyncio.Queue[None] = asyncio.Queue()
+
+    class Slow(FakeSampler):
+        async def pause(self, *, interrupt: bool) -> None:
+            for _ in range(5 if interrupt else 0):
+                ticks.put_nowait(None)
+            await super().pause(interrupt=interrupt)
+
+    sampler = Slow(tick=ticks.get)
+    open_sequence = sampling(sampler, 3)
+    await asyncio.sleep(0)
+    publisher = Publisher([sampler], interrupt=Interrupt.DRAIN, drain_s=0.01)
+    async with publisher.publish(HANDLE):
+        pass
+    assert (await open_sequence).versions.tolist() == [0, 1, 1]
+    assert publisher.drains_cut == 1
+
+
+def test_weights_are_not_changed_in_flight_by_a_sampler_that_cannot() -> None:
+    class Holding(FakeSampler):
+        holds_in_flight = True
+
+    assert Publisher([Holding()], interrupt=Interrupt.INFLIGHT).version == 0
+    with pytest.raises(ConfigError, match=r'sampler 1 \(FakeSampler\) cannot keep .*interrupt = "abort" or "drain"'):
+        Publisher([Holding(), FakeSampler()], interrupt=Interrupt.INFLIGHT)
