@@ -110,7 +110,7 @@ def records(run: Path, stage: str) -> list[MetricRecord]:
 # --- losses and credit -----------------------------------------------------------------------------------------------
 
 
-NOT_OF_A_POLICY = {"dpo", "ipo", "bradley_terry", "value", "value_clipped"}
+NOT_OF_A_POLICY = {"dpo", "ipo", "bradley_terry", "value", "value_clipped", "shared_value"}
 
 
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - NOT_OF_A_POLICY))
@@ -259,6 +259,12 @@ def test_past_the_kl_limit_an_update_is_scaled_back_and_the_step_goes_on(
         (["rl.credit=token_gae"], "asks a critic: add a table [rl.critic]"),
         (["rl.critic.lam=0.9"], 'write "token_gae" or "turn_gae"'),
         ([*CRITIC, "rl.credit_params.gamma=0.9"], "'rl.critic.gamma' and 'rl.critic.lam' are its numbers"),
+        (
+            ["rl.algorithm=ppo", "rl.critic.trunk=shared", "rl.critic.path=x"],
+            "'rl.critic.path' is for a trunk of its own",
+        ),
+        ([*CRITIC, "rl.critic.trunk=shared"], "'rl.optimizer' trains a shared one: leave it out"),
+        (["rl.loss=ppo + shared_value"], "reads a scalar head: a critic has its own table, [rl.critic]"),
         ([*CRITIC, "rl.critic.path=reward_model"], "but this file trains none: add a table [reward_model]"),
         (['rl.rewards=[{fn = "reward_model"}]'], "needs a reward model: add a table [reward_model]"),
         (['rl.rewards=[{fn = "mine.py:score", path = "x"}]'], 'is for fn = "reward_model"'),
@@ -338,6 +344,37 @@ def test_critic_and_reward_model_resume_to_the_same_bytes(
     assert sorted(again) == sorted(whole)
     assert [name for name in whole if again[name] != whole[name]] == []
     assert records(run, "rl")[0].values["critic/grad_norm"] > 0
+
+
+SHARED = ("rl.algorithm=ppo", "rl.critic.trunk=shared", "rl.loss=ppo + entropy_bonus")
+
+
+def test_a_value_head_on_the_policys_trunk_learns_in_the_same_updates(bench: Bench) -> None:
+    settings = (*SHARED, "rl.minibatches=1", "rl.critic.value_clip=0.0", "rl.critic.bootstrap=false")
+    trained = bench.rl(*settings, "rl.steps=12", "rl.optimizer.learning_rate=3e-2")
+    for name in ("loss/policy", "loss/value", "loss/entropy_bonus", "critic/return_mean"):
+        assert name in trained[0].values, name
+    assert trained[0].values["loss/value_mean"] == 0.0 != trained[1].values["loss/value_mean"]  # it starts from zeros
+    terms = ("policy", "value", "entropy_bonus")
+    first = trained[0].values
+    assert first["loss/total"] == pytest.approx(sum(first[f"loss/{term}"] for term in terms), abs=1e-6)
+    last = sorted((bench.folder / "runs").glob("*/checkpoints/rl/step_000012"))[0]
+    assert not (last / "critic").exists()
+    assert (last / "value_head.safetensors").is_file()
+    AutoModelForCausalLM.from_pretrained(last)
+
+
+@pytest.mark.parametrize("more", [(), ("model.lora.rank=2", "rl.credit=turn_gae", "rl.critic.kl_coef=0.1")])
+def test_a_shared_trunk_resumes_to_the_same_bytes(bench: Bench, more: tuple[str, ...]) -> None:
+    settings = (*SHARED, *more, "rl.steps=3", "checkpoint.every=1", "checkpoint.keep_last=3")
+    run = bench.train(*settings).folder
+    whole = contents(run)
+    for name in ("step_000003", "step_000002"):
+        shutil.rmtree(run / "checkpoints" / "rl" / name)
+    bench.train(*settings, resume=run)
+    again = contents(run)
+    assert sorted(again) == sorted(whole)
+    assert [name for name in whole if again[name] != whole[name]] == []
 
 
 # --- the example -----------------------------------------------------------------------------------------------------

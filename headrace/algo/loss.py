@@ -1,10 +1,11 @@
 """What a loss function is: its signature, its unit and its result. Which losses there are is `algo.losses`.
 
 A loss is a plain function. Its positional parameters are token-aligned tensors whose names end in `_T` (or `_TK`):
-first what the model computes (`policy_logprobs_T`; `predicted_values_T` or `scores_T` of a scalar head), then arrays of
-the Datum by name (`sampler_logprobs_T`, `advantages_T`, `weights_T`, ...), optional ones with default None. Two names
-are made by the trainer: `entropy_T` (computed only if asked for) and `segments_T` (int64, index of the datum inside
-the micro-batch). Keyword-only parameters are numbers with defaults, set from `LossSpec.params`.
+first what the model computes (`policy_logprobs_T`; `predicted_values_T` or `scores_T` of a scalar head; both of the
+first two where a policy has a value head on its own trunk), then arrays of the Datum by name (`sampler_logprobs_T`,
+`advantages_T`, `weights_T`, ...), optional ones with default None. Two names are made by the trainer: `entropy_T`
+(computed only if asked for) and `segments_T` (int64, index of the datum inside the micro-batch). Keyword-only
+parameters are numbers with defaults, set from `LossSpec.params`.
 
     def my_loss(policy_logprobs_T, weights_T, advantages_T, *, scale: float = 1.0) -> LossOut: ...
 
@@ -72,7 +73,7 @@ def unit_of(fn: LossFn) -> Unit:
 class LossInputs:
     """What a loss asks for, read from its signature. Array names have no shape suffix."""
 
-    output: str  # what the model computes, one of MODEL_OUTPUTS
+    outputs: tuple[str, ...]  # what the model computes, of MODEL_OUTPUTS
     required: tuple[str, ...]
     optional: tuple[str, ...]
     params: Mapping[str, float]  # every number it takes, with its default
@@ -96,9 +97,10 @@ def loss_inputs(fn: LossFn) -> LossInputs:
     for parameter in numbers:
         if not isinstance(parameter.default, int | float):
             raise ConfigError(f"parameter {parameter.name!r} of loss {name!r} must have a number as its default")
-    arrays = [(array, p) for array, p in zip(names[1:], tensors[1:], strict=True) if array not in (ENTROPY, SEGMENTS)]
+    computed = (*MODEL_OUTPUTS, ENTROPY, SEGMENTS)
+    arrays = [(array, p) for array, p in zip(names, tensors, strict=True) if array not in computed]
     return LossInputs(
-        output=names[0],
+        outputs=tuple(array for array in names if array in MODEL_OUTPUTS),
         required=tuple(array for array, parameter in arrays if parameter.default is kinds.empty),
         optional=tuple(array for array, parameter in arrays if parameter.default is not kinds.empty),
         params={parameter.name: parameter.default for parameter in numbers},

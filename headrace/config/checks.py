@@ -277,6 +277,11 @@ def _critic_problems(rl: Rl) -> Iterator[str]:
         )
     if rl.credit_params:
         yield f"'rl.credit_params' are not for \"{rl.credit}\": 'rl.critic.gamma' and 'rl.critic.lam' are its numbers"
+    if rl.critic.trunk == "shared":
+        if rl.critic.path is not None:
+            yield "'rl.critic.path' is for a trunk of its own, but 'rl.critic.trunk' is \"shared\": drop one"
+        if rl.critic.optimizer != Optimizer():
+            yield "'rl.critic.optimizer' is for a trunk of its own; 'rl.optimizer' trains a shared one: leave it out"
     yield from _optimizer_problems("rl.critic", rl.critic.optimizer, rl.steps)
 
 

@@ -229,17 +229,20 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Critic:
-    """A second model, with a trunk of its own and a scalar head, that learns to foretell returns: PPO with GAE."""
+    """A scalar head that learns to foretell returns, on a trunk of its own or on the policy's: PPO with GAE."""
 
-    # folder it starts from, or "reward_model" for the one of this run; unset: the model the stage starts from
+    # "own": a second model, trained beside the policy; "shared": a head on the policy's trunk, trained in one loss
+    trunk: Literal["own", "shared"] = "own"
+    # trunk "own": folder it starts from, or "reward_model" for the one of this run; unset: as the stage does
     path: str | None = None
     gamma: Share = 1.0  # discount of a step
     lam: Share = 0.95  # GAE: 0 trusts the critic alone, 1 the rewards alone
+    value_coef: NonNegativeFloat = 0.5  # factor of the value loss
     value_clip: NonNegativeFloat = 0.2  # how far a value may move in one training step; 0: no limit
     bootstrap: Flag = True  # past a limit an episode is worth what is expected after it; false for whole-episode judges
     whiten: Flag = True  # bring the advantages of a training step to mean 0 and standard deviation 1
     kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model, taken off the reward of every token
-    optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule
+    optimizer: Optimizer = field(default_factory=Optimizer)  # trunk "own": AdamW and its schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

@@ -99,7 +99,7 @@ def available_arrays(fn: LossFn, *, teacher: bool) -> tuple[str, ...]:
 def check_objective(fn: LossFn, params: Mapping[str, float], *, available: Collection[str]) -> None:
     """Raises ConfigError for a loss that is not a policy's, one that needs arrays which nothing can provide (all are
     named), or a number that it does not take."""
-    if loss_inputs(fn).output != "policy_logprobs":
+    if loss_inputs(fn).outputs != ("policy_logprobs",):
         name = getattr(fn, "__name__", "custom")
         raise ConfigError(f"loss {name!r} reads a scalar head: a critic has its own table, [rl.critic]")
     check_inputs(fn, available, params)
@@ -179,9 +179,18 @@ def minibatches(
             constant=constant,
             groups=[batch.group_ids[index] for index in chosen],
         )
+        if "value_weights" in loss_inputs(fn).required:
+            data = with_value_weights(data)
         fold = not takes_behaviour_weights(fn) and any("behaviour_weights" in datum.arrays for datum in data)
         made.append(folded(data) if fold else data)
     return made
+
+
+def with_value_weights(data: Sequence[Datum]) -> tuple[Datum, ...]:
+    """`value_weights`: 1 / their number on the positions whose return a critic is to learn (the array `critic`)."""
+    count = max(sum(int((datum.arrays["critic"] != 0).sum()) for datum in data), 1)
+    shares = [float_array((datum.arrays["critic"] != 0) / count) for datum in data]
+    return with_array(data, "value_weights", shares)
 
 
 def by_groups(group_ids: Sequence[int], parts: int) -> list[list[int]]:

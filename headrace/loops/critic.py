@@ -1,6 +1,7 @@
 """The critic of PPO: values of every token before an update, advantages by GAE, and the value update after it.
 
-Its model has a scalar head and a trunk of its own, behind a TrainBackend. T positions of all data laid end to end.
+Its model has a scalar head, behind a TrainBackend: on a trunk of its own, or on the policy's, whose loss then has the
+value term in it. T positions of all data laid end to end.
 """
 
 import asyncio
@@ -43,11 +44,12 @@ GAE_METHODS = {"token_gae": token_gae, "turn_gae": turn_gae}
 class CriticSettings:
     """`value_clip` 0: values may move freely. `kl_coef`: of the KL to the reference, taken off every token's reward.
     `bootstrap`: an episode that a limit cut off is worth what the critic expects after it; not for rewards that judge
-    the episode as a whole, cut off or not."""
+    the episode as a whole, cut off or not. `value_coef` is the factor of the value loss."""
 
     credit: str = "token_gae"
     gamma: float = 1.0
     lam: float = 0.95
+    value_coef: float = 0.5
     value_clip: float = 0.2
     whiten: bool = True
     kl_coef: float = 0.0
@@ -57,11 +59,12 @@ class CriticSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """`reference` scores the reference policy's log-probs, if the KL to it is part of the reward."""
+    """`updater` None: the values come from the policy's own backend, which learns them in its own updates.
+    `reference` scores the reference policy's log-probs, if the KL to it is part of the reward."""
 
     settings: CriticSettings
     backend: TrainBackend
-    updater: Updater
+    updater: Updater | None
     reference: Score | None = None
 
     async def credit(self, groups: Sequence[Group]) -> StepBatch:
@@ -83,9 +86,12 @@ class Critic:
         return _batch(layout, gae, values_T, whiten=c.whiten)
 
     async def update(self, step: int, batch: StepBatch) -> dict[str, Metric]:
-        """One value update per minibatch of the policy's, on the same data; its metrics are `critic/...`."""
+        """One value update per minibatch of the policy's, on the same data; its metrics are `critic/...`. Nothing is
+        left to do where the policy's own loss has the value term."""
+        if self.updater is None:
+            return {}
         c = self.settings
-        numbers = {"value_clip": c.value_clip} if c.value_clip else {}
+        numbers = {"value_coef": c.value_coef} | ({"value_clip": c.value_clip} if c.value_clip else {})
         loss = LossSpec(fn="value_clipped" if c.value_clip else "value", params=numbers)
         metrics: dict[str, Metric] = {}
         for indices in by_groups(batch.group_ids, c.minibatches):

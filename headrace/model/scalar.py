@@ -66,16 +66,22 @@ def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> L
         setattr(model, model.base_model_prefix, trunk)
         trunk.config = model.config
         trunk.get_input_embeddings().padding_idx = config.pad_token_id  # as it will be when the saved model is loaded
-        model.score = nn.Linear(config.hidden_size, 1, bias=False, device=lm.device, dtype=lm.dtype)
-        nn.init.zeros_(model.score.weight)
+        model.score = new_value_head(lm)
     return replace(prepare(model, lm.tokenizer, source=lm.source), eos_tokens=lm.eos_tokens)
+
+
+def new_value_head(lm: LanguageModel) -> nn.Linear:
+    """A head of zeros for the width of `lm`, beside or in place of its own."""
+    made = nn.Linear(lm.model.config.hidden_size, 1, bias=False, device=lm.device, dtype=lm.dtype)
+    nn.init.zeros_(made.weight)
+    return made
 
 
 def has_scalar_head(lm: LanguageModel) -> bool:
     return hasattr(lm.model, "score")
 
 
-def scalars(lm: LanguageModel, hidden_RD: Tensor) -> Tensor:
+def scalars(head: nn.Module, hidden_RD: Tensor) -> Tensor:
     """One number per row, in float32 (float64 stays float64)."""
-    values_R: Tensor = lm.model.score(hidden_RD)[:, 0]
+    values_R: Tensor = head(hidden_RD)[:, 0]
     return values_R.float() if values_R.dtype in (torch.bfloat16, torch.float16) else values_R

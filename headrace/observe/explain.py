@@ -212,7 +212,9 @@ def _rl(rl: Rl) -> Iterator[str]:
     )
     if rl.algorithm is not None:
         yield algorithm_text(rl)
-    if rl.critic is not None:
+    if rl.critic is not None and rl.critic.trunk == "shared":
+        yield "the critic is a value head on the policy's own trunk, trained in the same loss"
+    elif rl.critic is not None:
         yield "a critic with a trunk of its own is trained beside the policy: as much memory again as the policy takes"
     eta = rl.asynchronous.max_staleness
     if eta:

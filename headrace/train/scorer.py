@@ -53,7 +53,7 @@ class FrozenScorer:
             hidden_RD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))[rows_R.to(device)]
             real = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
             if has_scalar_head(self.lm):
-                values_R = scalars(self.lm, hidden_RD)
+                values_R = scalars(self.lm.model.score, hidden_RD)
             else:
                 targets = packed_targets(batch, rows_R, device=device, dtype=real)
                 values_R, _ = head.logprobs(hidden_RD, self.lm.head_weight(), targets)

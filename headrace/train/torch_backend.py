@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.algo.loss import MODEL_OUTPUTS, LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
 from headrace.algo.losses import find_loss
@@ -52,6 +52,7 @@ from headrace.types import (
 
 R = TypeVar("R")
 OPTIMIZER_FILE, ADAPTER_FILE, STATE_FILE = "optimizer.safetensors", "lora.safetensors", "trainer.json"
+VALUE_HEAD_FILE, VALUE_HEAD = "value_head.safetensors", "value_head.weight"
 
 
 def create_backend(
@@ -76,9 +77,11 @@ def create_backend(
     return TorchBackend(lm, micro_batch_tokens=micro_batch_tokens)
 
 
-def make_optimizer(lm: LanguageModel) -> MasterAdamW:
+def make_optimizer(lm: LanguageModel, value_head: nn.Linear | None = None) -> MasterAdamW:
     """AdamW over the parameters that require a gradient."""
     named = {name: parameter for name, parameter in lm.model.named_parameters() if parameter.requires_grad}
+    if value_head is not None:
+        named[VALUE_HEAD] = value_head.weight
     if not named:
         raise ModelError("no parameter of this model requires a gradient")
     return MasterAdamW(named)
@@ -94,11 +97,21 @@ class _Loss:
     params: Mapping[str, float]
     unit: Unit
 
+    @property
+    def reads_policy(self) -> bool:
+        return "policy_logprobs" in self.inputs.outputs
+
+    @property
+    def reads_scalar(self) -> bool:
+        return any(name != "policy_logprobs" for name in self.inputs.outputs)
+
 
 class TorchBackend:
     """`score_everything`: also return log-probs where the weight is 0 (else NaN there, and the head skips them).
 
-    A model with a scalar head serves the losses of values and scores, and returns those numbers as `logprobs`.
+    A model with a scalar head serves the losses of values and scores, and returns those numbers as `logprobs`. A policy
+    with a `value_head` beside its own serves losses of log-probs, of values, and of both in one forward pass; the head
+    is trained with the policy and saved in a file of its own, and a sampler never sees it.
     `worker`: where requests run, in order with those of others that share it; None: one of the backend's own.
     """
 
@@ -110,13 +123,17 @@ class TorchBackend:
         chunk_tokens: int | None = None,
         score_everything: bool = False,
         worker: Worker | None = None,
+        value_head: nn.Linear | None = None,
     ) -> None:
         assert micro_batch_tokens > 0
+        assert value_head is None or not has_scalar_head(lm)
         self.lm = lm
         self._micro_batch_tokens = micro_batch_tokens
         self._chunk_tokens = chunk_tokens or head.default_chunk(lm.device)
         self._score_everything = score_everything
-        self._optimizer = make_optimizer(lm)
+        self._scalar_head: nn.Module | None = lm.model.score if has_scalar_head(lm) else value_head
+        self._value_head = value_head
+        self._optimizer = make_optimizer(lm, value_head)
         self._has_gradient = False
         self._num_updates = 0
         self.worker = worker or Worker()
@@ -201,7 +218,7 @@ class TorchBackend:
 
     def _run(self, data: Sequence[Datum], spec: LossSpec, *, want_gradient: bool) -> ForwardOut:
         loss = _prepare_loss(spec)
-        _check_head(loss, scalar=has_scalar_head(self.lm))
+        _check_head(loss, policy=not has_scalar_head(self.lm), scalar=self._scalar_head is not None)
         _check_data(data, loss, vocabulary=self.lm.vocabulary, context=self.lm.context)
         batches = pack(
             [datum.num_tokens for datum in data], [datum.unit for datum in data], budget=self._micro_batch_tokens
@@ -227,6 +244,8 @@ class TorchBackend:
         device = self.lm.device
         arrays = _stack(batch, loss)
         weighted = arrays["weights"] != 0
+        if "value_weights" in arrays:
+            weighted = weighted | (arrays["value_weights"] != 0)
         rows_R = torch.nonzero(weighted.any(dim=1) if weighted.ndim == 2 else weighted)[:, 0]
         if self._score_everything:
             rows_R = torch.arange(len(weighted))
@@ -242,7 +261,7 @@ class TorchBackend:
             for name, array in arrays.items()
         }
         rows = _send(rows_R, device)
-        if has_scalar_head(self.lm):
+        if not loss.reads_policy:
             computed = self._scalar(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
         else:
             targets = packed_targets(batch, rows_R, device=device, dtype=real)
@@ -269,10 +288,16 @@ class TorchBackend:
         name = self._head_name() if train_head and weight_VD.is_leaf else None
         buffer = self._optimizer.buffer(name) if name else head.zero_gradient(weight_VD) if train_head else None
         parts: list[tuple[Tensor, Mapping[str, Metric]]] = []
+        values_R = self._values(hidden_TD, rows_R, loss)
+        gradient_R = None if values_R is None else torch.zeros_like(values_R)
 
         def evaluate(span: slice, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-            out = _call(loss, logprobs, entropy, {key: value[span] for key, value in inputs.items()})
+            values = None if values_R is None else values_R[span].detach().requires_grad_(want_gradient)
+            out = _call(loss, logprobs, entropy, {key: value[span] for key, value in inputs.items()}, values)
             parts.append((out.loss.detach(), out.metrics))
+            if want_gradient and values is not None:
+                assert gradient_R is not None
+                (gradient_R[span],) = torch.autograd.grad(out.loss, [values], retain_graph=True, materialize_grads=True)
             return out.loss
 
         fused = head.fused_loss(
@@ -292,6 +317,8 @@ class TorchBackend:
             if train_head and name is None:
                 assert buffer is not None
                 found.append((weight_VD, buffer.to(weight_VD.dtype)))
+            if values_R is not None and gradient_R is not None:
+                found.append((values_R, gradient_R))
             if found:
                 torch.autograd.backward([tensor for tensor, _ in found], [gradient for _, gradient in found])
         return _Computed(
@@ -316,7 +343,7 @@ class TorchBackend:
             want_entropy=loss.inputs.wants_entropy,
             chunk_tokens=self._chunk_tokens,
         )
-        out = _call(loss, logprobs, entropy, inputs)
+        out = _call(loss, logprobs, entropy, inputs, self._values(hidden_TD, rows_R, loss))
         if want_gradient and out.loss.requires_grad:
             out.loss.backward()  # type: ignore[no-untyped-call]
         return _Computed(losses=[out.loss.detach()], metrics=[out.metrics], values=logprobs.detach())
@@ -325,11 +352,19 @@ class TorchBackend:
         self, hidden_RD: Tensor, inputs: Mapping[str, Tensor], loss: _Loss, *, want_gradient: bool
     ) -> "_Computed":
         """Losses of one number per token."""
-        numbers_R = scalars(self.lm, hidden_RD)
-        out = _call(loss, numbers_R, None, inputs)
+        assert self._scalar_head is not None
+        numbers_R = scalars(self._scalar_head, hidden_RD)
+        out = _call(loss, None, None, inputs, numbers_R)
         if want_gradient and out.loss.requires_grad:
             out.loss.backward()  # type: ignore[no-untyped-call]
         return _Computed(losses=[out.loss.detach()], metrics=[out.metrics], values=numbers_R.detach())
+
+    def _values(self, hidden_TD: Tensor, rows_R: Tensor, loss: _Loss) -> Tensor | None:
+        """What the value head beside the policy's says, if the loss asks for it."""
+        if not loss.reads_scalar:
+            return None
+        assert self._value_head is not None
+        return scalars(self._value_head, hidden_TD[rows_R])
 
     def _head_name(self) -> str | None:
         """The parameter name of the head's own weight (the embedding's, when they are tied), if it is trained."""
@@ -371,6 +406,8 @@ class TorchBackend:
             _save_merged(lm, folder)
         else:
             lm.model.save_pretrained(folder)
+        if self._value_head is not None:
+            save_file({VALUE_HEAD: self._value_head.weight.detach().clone()}, folder / VALUE_HEAD_FILE)
         lm.tokenizer.save_pretrained(folder)
         save_file(self._optimizer.state_dict() or {"empty": torch.zeros(1)}, folder / OPTIMIZER_FILE)
         state = {"num_updates": self._num_updates, "lora": bool(adapters), "frozen": self._frozen_fingerprint()}
@@ -386,6 +423,13 @@ class TorchBackend:
                 f"{folder} was saved {'with' if state['lora'] else 'without'} LoRA; set [model.lora] alike"
             )
         weights = load_file(folder / ADAPTER_FILE) if has_lora else _load_weights(folder)
+        if (folder / VALUE_HEAD_FILE).is_file():
+            weights |= load_file(folder / VALUE_HEAD_FILE)
+        if (VALUE_HEAD in weights) != (self._value_head is not None):
+            raise BackendError(
+                f"{folder} was saved {'with' if VALUE_HEAD in weights else 'without'} a value head on the policy's "
+                "trunk; set 'rl.critic.trunk' alike"
+            )
         named = self._optimizer.parameters
         missing = [name for name in named if name not in weights]
         if missing:
@@ -484,14 +528,13 @@ def _prepare_loss(spec: LossSpec) -> _Loss:
     return _Loss(fn=fn, inputs=loss_inputs(fn), parameters=names, params=spec.params, unit=unit_of(fn))
 
 
-def _check_head(loss: _Loss, *, scalar: bool) -> None:
-    """A loss reads what the model computes: log-probs of targets, or one number per token."""
-    reads_scalar = loss.inputs.output != "policy_logprobs"
-    if reads_scalar and not scalar:
+def _check_head(loss: _Loss, *, policy: bool, scalar: bool) -> None:
+    """A loss reads what the model computes: log-probs of targets, one number per token, or both."""
+    if loss.reads_scalar and not scalar:
         raise BackendError("this loss needs a scalar head, which this backend's model does not have")
-    if scalar and not reads_scalar:
+    if loss.reads_policy and not policy:
         raise BackendError("this backend's model has a scalar head: it serves losses of predicted_values or scores")
-    if scalar and loss.inputs.wants_entropy:
+    if loss.inputs.wants_entropy and not loss.reads_policy:
         raise BackendError("this loss asks for the entropy, which a scalar head does not have")
 
 
@@ -545,12 +588,20 @@ def packed_targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.devi
     return head.Targets(tokens, torch.from_numpy(spread).to(dtype)[rows_R].to(device))
 
 
-def _call(loss: _Loss, computed: Tensor, entropy: Tensor | None, inputs: Mapping[str, Tensor]) -> LossOut:
-    """Hand the loss what its signature names; `computed` is what the model has made of the tokens."""
+def _call(
+    loss: _Loss,
+    logprobs: Tensor | None,
+    entropy: Tensor | None,
+    inputs: Mapping[str, Tensor],
+    numbers: Tensor | None = None,
+) -> LossOut:
+    """Hand the loss what its signature names; `numbers` are those of a scalar head."""
     arguments: dict[str, Tensor | float] = dict(loss.params)
     for parameter in loss.parameters:
         bare = parameter.removesuffix("_TK").removesuffix("_T")
         if bare in MODEL_OUTPUTS:
+            computed = logprobs if bare == "policy_logprobs" else numbers
+            assert computed is not None
             arguments[parameter] = computed
         elif bare == "entropy" and entropy is not None:
             arguments[parameter] = entropy

@@ -21,7 +21,37 @@ from headrace.wiring.objective import make_adam, make_correction
 
 
 def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
-    """The value model with its own trunk, and optimiser; it goes on from where the checkpoint left it."""
+    """The value model with its own trunk, and optimiser, or the head on the policy's; either goes on from where
+    the checkpoint left it."""
+    shared = own.trunk == "shared"
+    backend = desk.backend if shared else _own_trunk(c, own, desk)
+    found = desk.found
+    return Critic(
+        settings=CriticSettings(
+            credit=c.credit,
+            gamma=own.gamma,
+            lam=own.lam,
+            value_coef=own.value_coef,
+            value_clip=own.value_clip,
+            whiten=own.whiten,
+            kl_coef=own.kl_coef,
+            bootstrap=own.bootstrap,
+            minibatches=c.minibatches,
+        ),
+        backend=backend,
+        updater=None
+        if shared
+        else Updater(
+            backend=backend,
+            adam=make_adam(own.optimizer, c.steps),
+            max_skips=own.optimizer.max_skips,
+            skips_in_a_row=0 if found is None else int(found.state["critic_skips_in_a_row"]),
+        ),
+        reference=scored_on_thread(_frozen(c, desk, c.reference).score, desk.worker.submit) if own.kl_coef else None,
+    )
+
+
+def _own_trunk(c: Rl, own: CriticConfig, desk: Desk) -> TorchBackend:
     config, found = desk.config, desk.found
     begin = (desk.run.reward_model_path if own.path == REWARD_MODEL else own.path) or desk.run.model_path
     resumed = found is not None and config.model.lora is None
@@ -34,26 +64,7 @@ def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
     desk.others.append(backend)
     if found is not None:
         backend.load_state(found.folder / "critic").result()
-    return Critic(
-        settings=CriticSettings(
-            credit=c.credit,
-            gamma=own.gamma,
-            lam=own.lam,
-            value_clip=own.value_clip,
-            whiten=own.whiten,
-            kl_coef=own.kl_coef,
-            bootstrap=own.bootstrap,
-            minibatches=c.minibatches,
-        ),
-        backend=backend,
-        updater=Updater(
-            backend=backend,
-            adam=make_adam(own.optimizer, c.steps),
-            max_skips=own.optimizer.max_skips,
-            skips_in_a_row=0 if found is None else int(found.state["critic_skips_in_a_row"]),
-        ),
-        reference=scored_on_thread(_frozen(c, desk, c.reference).score, desk.worker.submit) if own.kl_coef else None,
-    )
+    return backend
 
 
 def make_trust(c: Rl, limit: float, desk: Desk, loss: LossSpec) -> TrustRegion:

@@ -16,6 +16,7 @@ from headrace.loops.evaluate import Evaluation
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
 from headrace.loops.update import Updater
+from headrace.model.scalar import new_value_head
 from headrace.model.worker import Worker
 from headrace.observe.progress import Progress
 from headrace.observe.run_folder import RunFolder
@@ -70,7 +71,13 @@ class Desk:
         stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
         assert stage is not None
         self.worker = Worker(threads=run.threads)
-        self.backend = TorchBackend(self.lm, micro_batch_tokens=stage.micro_batch_tokens, worker=self.worker)
+        shared = isinstance(stage, Rl) and stage.critic is not None and stage.critic.trunk == "shared"
+        self.backend = TorchBackend(
+            self.lm,
+            micro_batch_tokens=stage.micro_batch_tokens,
+            worker=self.worker,
+            value_head=new_value_head(self.lm) if shared else None,
+        )
         self.others: list[TorchBackend] = []  # to close besides
         if found is not None:
             self.backend.load_state(found.folder).result()

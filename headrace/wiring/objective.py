@@ -13,14 +13,24 @@ from headrace.rollout.load_function import load_function
 from headrace.train.schedule import make_schedule
 from headrace.types import Adam, LossSpec
 
+VALUE_TERM = "shared_value"
+
 
 def make_loss(c: Rl) -> LossSpec:
-    """The loss of [rl], its own functions loaded. Raises ConfigError when it needs what cannot be provided."""
+    """The loss of [rl], its own functions loaded, with the value term of a shared trunk.
+
+    Raises ConfigError when it needs what cannot be provided.
+    """
     terms = split_sum(c.loss)
     known = all(term in LOSSES for term in terms)
     fn = added([LOSSES[term] if term in LOSSES else load_function(term) for term in terms])
     check_objective(fn, c.loss_params, available=available_arrays(fn, teacher=c.teacher is not None))
-    return LossSpec(fn=c.loss if known else fn, params=c.loss_params)
+    if c.critic is None or c.critic.trunk == "own":
+        return LossSpec(fn=c.loss if known else fn, params=c.loss_params)
+    numbers = {"value_coef": c.critic.value_coef, "value_clip": c.critic.value_clip}
+    return LossSpec(
+        fn=f"{c.loss} + {VALUE_TERM}" if known else added([fn, LOSSES[VALUE_TERM]]), params={**c.loss_params, **numbers}
+    )
 
 
 def make_correction(c: Rl, loss: LossSpec) -> Correction | None:

@@ -95,7 +95,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
 
     def parts() -> dict[str, Any]:
         state: dict[str, Any] = {"executor": executor.state_dict()}
-        if critic is not None:
+        if critic is not None and critic.updater is not None:
             state["critic_skips_in_a_row"] = critic.updater.skips_in_a_row
         if trust is not None:
             state["kl_coef_doublings"] = trust.doublings
@@ -121,7 +121,9 @@ async def run_rl(run: Run, desk: Desk) -> None:
         backend=desk.backend,
         updater=desk.updater,
         sink=desk.sink,
-        keeper=desk.keeper(parts, beside={} if critic is None else {"critic": critic.backend}),
+        keeper=desk.keeper(
+            parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
+        ),
         record=record,
         critic=critic,
         trust=trust,

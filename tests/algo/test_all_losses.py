@@ -46,6 +46,7 @@ def batch(seed: int, spread: float = 0.3) -> dict[str, Tensor]:
         "units": (SEGMENTS_T // 2).to(F64),
         "preferences": BINARY_SIGNS[SEGMENTS_T],
         "weights": weights_T,
+        "value_weights": torch.where(weights_T == 0, 0.0, 0.2 + randn().abs()),
         "entropy": randn().abs(),
         "segments": SEGMENTS_T,
     }
@@ -54,7 +55,7 @@ def batch(seed: int, spread: float = 0.3) -> dict[str, Tensor]:
 def call(name: str, arrays: Mapping[str, Tensor], output: Tensor | None = None, **numbers: float) -> LossOut:
     inputs = loss_inputs(LOSSES[name])
     tensors = {f"{array}_T": arrays[array] for array in inputs.required}
-    first = arrays[inputs.output] if output is None else output
+    first = arrays[inputs.outputs[0]] if output is None else output
     if inputs.wants_entropy:
         tensors["entropy_T"] = arrays["entropy"] - first  # entropy moves when log-probs do
     if inputs.wants_segments:
@@ -63,7 +64,7 @@ def call(name: str, arrays: Mapping[str, Tensor], output: Tensor | None = None, 
 
 
 def output_of(name: str, arrays: Mapping[str, Tensor]) -> Tensor:
-    return arrays[loss_inputs(LOSSES[name]).output].clone().requires_grad_()
+    return arrays[loss_inputs(LOSSES[name]).outputs[0]].clone().requires_grad_()
 
 
 # a loss whose coefficients are held constant is differentiated with them held constant by construction of its formula;
@@ -140,7 +141,7 @@ def test_untrained_positions_can_hold_anything(name: str) -> None:
     arrays = batch(3)
     dead_T = arrays["weights"] == 0
     assert dead_T.any()
-    kept = {"weights", "segments", "units", "preferences"}
+    kept = {"weights", "value_weights", "segments", "units", "preferences"}
     rubbish_of = {"sampler_logprobs": math.nan, "policy_logprobs": -math.inf}
     rubbish = {
         array: values_T if array in kept else torch.where(dead_T, rubbish_of.get(array, 1e30), values_T)

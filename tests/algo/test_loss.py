@@ -22,7 +22,7 @@ def mine(
 
 def test_signature_says_what_a_loss_needs() -> None:
     inputs = loss_inputs(mine)
-    assert inputs.output == "policy_logprobs"
+    assert inputs.outputs == ("policy_logprobs",)
     assert inputs.required == ("weights", "targets")
     assert inputs.optional == ("reference_logprobs",)
     assert inputs.params == {"scale": 2.0}
@@ -91,4 +91,4 @@ def test_losses_are_found_by_name_or_given() -> None:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_every_loss_has_a_readable_signature(name: str) -> None:
     inputs = loss_inputs(LOSSES[name])
-    assert "weights" in inputs.required
+    assert ("value_weights" if name == "shared_value" else "weights") in inputs.required

@@ -104,7 +104,7 @@ def test_what_rl_can_provide() -> None:
         except ConfigError:
             continue
         able.append(name)
-    assert set(LOSSES) - set(able) == {"dpo", "ipo", "bradley_terry", "value", "value_clipped"}
+    assert set(LOSSES) - set(able) == {"dpo", "ipo", "bradley_terry", "value", "value_clipped", "shared_value"}
 
 
 def test_a_users_loss_with_an_unknown_array_is_refused_by_its_name() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from headrace.algo.lookup import lookup
 from headrace.algo.loss import LossFn
 from headrace.algo.losses.compose import added
-from headrace.algo.losses.critic import value, value_clipped
+from headrace.algo.losses.critic import shared_value, value, value_clipped
 from headrace.algo.losses.decoupled import decoupled_ppo, loglinear_ppo, m2po
 from headrace.algo.losses.discriminative import discriminative
 from headrace.algo.losses.preference import bradley_terry, dpo, ipo
@@ -52,6 +52,7 @@ LOSSES: Mapping[str, LossFn] = {
     "bradley_terry": bradley_terry,
     "value": value,
     "value_clipped": value_clipped,
+    "shared_value": shared_value,
     "reference_kl_k2": reference_kl_k2,
     "reference_kl_k3": reference_kl_k3,
     "reference_kl_k3_k2": reference_kl_k3_k2,

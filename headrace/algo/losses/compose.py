@@ -1,4 +1,7 @@
-"""Sums of losses: "ppo + reference_kl_k3 + entropy_bonus" is a loss whose inputs and numbers are those of its terms."""
+"""Sums of losses: "ppo + reference_kl_k3 + entropy_bonus" is a loss whose inputs and numbers are those of its terms.
+
+Terms of the policy and of a value head on its trunk ("ppo + shared_value") make a loss that reads both.
+"""
 
 from collections.abc import Sequence
 from inspect import Parameter, Signature, signature
@@ -11,6 +14,7 @@ from headrace.errors import ConfigError
 from headrace.types import merge_metrics
 
 UNITS = tuple(Unit)  # from the smallest to the largest
+TOGETHER = {"policy_logprobs_T", "predicted_values_T"}  # outputs of one forward pass
 
 
 def added(terms: Sequence[LossFn]) -> LossFn:
@@ -43,7 +47,7 @@ def added(terms: Sequence[LossFn]) -> LossFn:
 
 def _merged(terms: Sequence[LossFn], parameters: Sequence[Sequence[Parameter]]) -> list[Parameter]:
     heads = {own[0].name for own in parameters if own}
-    if len(heads) != 1:
+    if len(heads) != 1 and heads != TOGETHER:
         raise ConfigError(f"losses of different model outputs cannot be added: {', '.join(sorted(heads))}")
     found: dict[str, Parameter] = {}
     for term, own in zip(terms, parameters, strict=True):

@@ -49,3 +49,24 @@ def value_clipped(
             "loss/value_clip_frac": share_of(clipped_error_T**2 > error_T**2, trained_T),
         },
     )
+
+
+def shared_value(
+    predicted_values_T: Tensor,
+    returns_T: Tensor,
+    values_T: Tensor,
+    value_weights_T: Tensor,
+    *,
+    value_coef: float = 0.5,
+    value_clip: float = 0.2,
+) -> LossOut:
+    """The term of a value head on the policy's own trunk: "ppo + shared_value + entropy_bonus" is PPO in one loss.
+
+    As `value_clipped` (`value_clip` 0: as `value`), under weights of its own: not every token that is sampled has a
+    return to learn, and a mean over those that have is another mean than the policy's.
+    """
+    if not value_clip:
+        return value(predicted_values_T, returns_T, value_weights_T, value_coef=value_coef)
+    return value_clipped(
+        predicted_values_T, returns_T, values_T, value_weights_T, value_coef=value_coef, value_clip=value_clip
+    )
