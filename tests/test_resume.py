@@ -383,6 +383,12 @@ VARIANTS = {
     "weights published every second step": ["rl.sync_every=2", "rl.steps=6", "rl.minibatches=2"],
     "plain generate": ["engine.type=generate"],
     "a last step between two publications": ["rl.sync_every=2", "rl.steps=5"],
+    "asynchronous, by the virtual clock": [
+        "rl.steps=6",
+        "rl.async={max_staleness=2, lockstep_tokens=2, behaviour_weight='one_step', oversampling=1.5}",
+        "rl.loss=decoupled_ppo",
+    ],
+    "asynchronous, with masks": ["rl.steps=6", "rl.async={max_staleness=1, lockstep_tokens=3, stale_action='mask'}"],
 }
 
 
