@@ -72,18 +72,40 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Sequences laid end to end; each sees only itself, causally.
+    """Segments laid end to end; each sees itself, causally, and with `parents` the whole of its parent and of what
+    that one sees. Without parents segments are sequences.
 
-    `ends` is [0, running sums of the lengths] on the device; `packed` makes it once for all layers that need it.
+    The rest is made once by `packed` for all layers of a CUDA model: `ends` is [0, running sums of the lengths],
+    `key_rows` the tokens that each segment sees, end to end, and `key_ends` their running sums.
     """
 
     lengths: tuple[int, ...]
+    parents: tuple[int | None, ...] | None = None
     ends: Tensor | None = None
+    key_rows: Tensor | None = None
+    key_ends: Tensor | None = None
+
+    def ancestors(self, segment: int) -> tuple[int, ...]:
+        """What comes before a segment, from the first on."""
+        if self.parents is None or (parent := self.parents[segment]) is None:
+            return ()
+        return (*self.ancestors(parent), parent)
 
 
-def packed(lengths: tuple[int, ...], device: torch.device) -> Packed:
-    """The context of sequences whose tokens are on `device`."""
-    return Packed(lengths, _ends(lengths, device) if device.type == "cuda" else None)
+def packed(lengths: tuple[int, ...], device: torch.device, parents: tuple[int | None, ...] | None = None) -> Packed:
+    """The context of segments whose tokens are on `device`."""
+    if parents is not None and all(parent is None for parent in parents):
+        parents = None
+    if device.type != "cuda":
+        return Packed(lengths, parents)
+    if parents is None:
+        return Packed(lengths, ends=_ends(lengths, device))
+    starts = [sum(lengths[:segment]) for segment in range(len(lengths))]
+    plain = Packed(lengths, parents)
+    seen = [(*plain.ancestors(segment), segment) for segment in range(len(lengths))]
+    rows = torch.cat([torch.arange(starts[s], starts[s] + lengths[s]) for chain in seen for s in chain])
+    sizes = tuple(sum(lengths[s] for s in chain) for chain in seen)
+    return Packed(lengths, parents, _ends(lengths, device), rows.to(device, non_blocking=True), _ends(sizes, device))
 
 
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
@@ -170,25 +192,44 @@ def _attend_packed(
 ) -> Tensor:
     if _varlen_applies(query):
         return _packed_varlen(query, key, value, context, scaling, window)
-    return _packed(query, key, value, context.lengths, scaling, window)
+    return _packed(query, key, value, context, scaling, window)
 
 
 def _packed(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    outputs = []
-    spans = [torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)]
+    """One call for segments of the same length behind the same parent."""
+    q, k, v = (torch.split(tensor, list(context.lengths), dim=2) for tensor in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
-    for q, k, v in zip(*spans, strict=True):
+    outputs: dict[int, Tensor] = {}
+    for members in _alike(context):
+        before, count = context.ancestors(members[0]), len(members)
+        queries, keys, values = (torch.cat([part[member] for member in members]) for part in (q, k, v))
+        if before:
+            keys = torch.cat([_joined(k, before).expand(count, -1, -1, -1), keys], dim=2)
+            values = torch.cat([_joined(v, before).expand(count, -1, -1, -1), values], dim=2)
+        asked, seen = queries.shape[2], keys.shape[2]
         mask = None
-        if window is not None and q.shape[2] > window:
-            mask = causal_mask(q.shape[2], 0, window, q.device)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-            )
+        if before or (window is not None and seen > window):
+            mask = causal_mask(asked, seen - asked, window, query.device)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+        outputs.update(zip(members, torch.split(out, 1), strict=True))
+    return torch.cat([outputs[segment] for segment in range(len(context.lengths))], dim=2).transpose(1, 2)
+
+
+def _joined(parts: tuple[Tensor, ...], segments: tuple[int, ...]) -> Tensor:
+    return torch.cat([parts[segment] for segment in segments], dim=2)
+
+
+def _alike(context: Packed) -> list[list[int]]:
+    """Segments that have the same parent and length, together."""
+    found: dict[tuple[int | None, int], list[int]] = {}
+    for segment, length in enumerate(context.lengths):
+        parent = None if context.parents is None else context.parents[segment]
+        found.setdefault((parent, length), []).append(segment)
+    return list(found.values())
 
 
 def _varlen_applies(query: Tensor) -> bool:
@@ -206,14 +247,24 @@ def _gqa_flag() -> dict[str, Any]:
 def _packed_varlen(
     query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """CUDA half precision: one varlen kernel for all sequences."""
+    """CUDA half precision: one varlen kernel for all segments."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    ends = _ends(context.lengths, query.device) if context.ends is None else context.ends
-    longest = max(context.lengths)
+    if context.ends is None:
+        context = packed(context.lengths, query.device, context.parents)
+    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    assert context.ends is not None
+    ends, key_ends, longest = context.ends, context.ends, max(context.lengths)
+    longest_keys = longest
+    if context.key_rows is not None:
+        assert context.key_ends is not None
+        k, v, key_ends = k[context.key_rows], v[context.key_rows], context.key_ends
+        segments = range(len(context.lengths))
+        longest_keys = max(sum(context.lengths[s] for s in (*context.ancestors(own), own)) for own in segments)
     left = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), **_gqa_flag())
+    out = varlen_attn(
+        q, k, v, ends, key_ends, longest, longest_keys, scale=scaling, window_size=(left, 0), **_gqa_flag()
+    )
     assert isinstance(out, Tensor)
     return out[None]
 

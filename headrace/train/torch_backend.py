@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headrace.algo.loss import MODEL_OUTPUTS, LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
 from headrace.algo.losses import find_loss
-from headrace.algo.packing import pack
+from headrace.algo.packing import lay_out, pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
 from headrace.model import head
 from headrace.model.attention import packed
@@ -251,16 +251,16 @@ class TorchBackend:
             rows_R = torch.arange(len(weighted))
         if not len(rows_R):
             return None
-        lengths = tuple(datum.num_tokens for datum in batch)
-        tokens_T = _send(torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long(), device)
-        positions_T = _send(torch.cat([torch.arange(length) for length in lengths]), device)
-        hidden_TD = self.lm.hidden(tokens_T, positions_T, packed(lengths, device))
+        layout = lay_out([datum.inputs for datum in batch])
+        tokens_T = _send(torch.tensor(layout.tokens, dtype=torch.long), device)
+        positions_T = _send(torch.tensor(layout.positions, dtype=torch.long), device)
+        hidden_TD = self.lm.hidden(tokens_T, positions_T, packed(layout.lengths, device, layout.parents))
         real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
         inputs = {
             name: _send(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
             for name, array in arrays.items()
         }
-        rows = _send(rows_R, device)
+        rows = _send(torch.tensor(layout.place, dtype=torch.long)[rows_R], device)
         if not loss.reads_policy:
             computed = self._scalar(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
         else:
@@ -312,7 +312,7 @@ class TorchBackend:
         )
         if fused.grad_hidden_TD is not None:
             gradient_TD = torch.zeros_like(hidden_TD)
-            gradient_TD[rows_R] = fused.grad_hidden_TD
+            gradient_TD.index_add_(0, rows_R, fused.grad_hidden_TD)  # a token may stand for several
             found = [(hidden_TD, gradient_TD)] if hidden_TD.requires_grad else []  # not when only the head is trained
             if train_head and name is None:
                 assert buffer is not None

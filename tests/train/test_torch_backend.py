@@ -672,3 +672,34 @@ def test_one_call_makes_the_same_backend_as_the_steps(tmp_path: Path) -> None:
             train(one, range(2))
         assert get(made.export_weights()) == get(steps.export_weights())
     made.close()
+
+
+def test_a_shared_beginning_is_computed_once_and_changes_no_gradient() -> None:
+    """Episodes of a group: prompt once, completions behind it; float64, so only rounding may differ."""
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(0, VOCABULARY, size=24)
+    data = []
+    for length in (8, 8, 4, 9):
+        tokens = int_array(np.concatenate([prompt, rng.integers(0, VOCABULARY, size=length)]))
+        weights = np.concatenate([np.zeros(len(prompt) - 1), rng.normal(size=length)])
+        data.append(Datum(inputs=tokens[:-1], targets=tokens[1:], arrays={"weights": float_array(weights)}))
+    found, computed = [], []
+    for budget in (1000, 1):  # all in one micro-batch, and each alone
+        backend = TorchBackend(language_model(torch.float64), micro_batch_tokens=budget)
+        hidden = type(backend.lm).hidden
+        sizes: list[int] = []
+
+        def counted(lm, tokens_T, *rest, sizes=sizes, hidden=hidden):
+            sizes.append(len(tokens_T))
+            return hidden(lm, tokens_T, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(backend.lm), "hidden", counted)
+            out = backend.forward_backward(data, CROSS_ENTROPY).result()
+            found.append((out.loss, backend.gradients().result()))
+        computed.append(sum(sizes))
+        backend.close()
+    assert computed == [24 + (8 - 1) * 2 + (4 - 1) + (9 - 1), sum(datum.num_tokens for datum in data)]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-10, atol=1e-12)
