@@ -378,17 +378,21 @@ def test_changed_data_are_refused(headrace: Headrace, tmp_path: Path) -> None:
 
 
 JSONL_SOURCE = '{ type = "jsonl", path = "talks.jsonl" }'
+LONGER = ("rl.steps=6", "rl.sampling.max_tokens=12")
 VARIANTS = {
     "lora": ["model.lora={rank=4, alpha=8.0}"],
     "weights published every second step": ["rl.sync_every=2", "rl.steps=6", "rl.minibatches=2"],
     "plain generate": ["engine.type=generate"],
     "a last step between two publications": ["rl.sync_every=2", "rl.steps=5"],
-    "asynchronous, by the virtual clock": [
-        "rl.steps=6",
-        "rl.async={max_staleness=2, lockstep_tokens=2, behaviour_weight='one_step', oversampling=1.5}",
+    "asynchronous, segment-wise": [
+        "rl.async={max_staleness=2, lockstep_tokens=3, behaviour_weight='one_step', max_running=3}",
         "rl.loss=decoupled_ppo",
+        *LONGER,
     ],
-    "asynchronous, with masks": ["rl.steps=6", "rl.async={max_staleness=1, lockstep_tokens=3, stale_action='mask'}"],
+    "asynchronous, with masks": [
+        "rl.async={max_staleness=1, lockstep_tokens=2, stale_action='mask', max_running=3, oversampling=1.5}",
+        *LONGER,
+    ],
 }
 
 
@@ -408,6 +412,16 @@ def test_variants_of_a_run_resume_to_the_same_bytes(
     assert resumed.code == 0, resumed.said
     assert_equal(resumed.run, reference.run)
     assert "Traceback" not in reference.said
+    if variant.startswith("asynchronous"):  # sequences were under way when weights were published
+        assert any(len(versions) > 1 for versions in sampled_versions(reference.run))
+
+
+def sampled_versions(run: Path) -> Iterator[list[list[int]]]:
+    """Runs of (version, count) of every turn that was trained on."""
+    for path in sorted((run / "rollouts").glob("step_*.jsonl")):
+        for line in path.read_text().splitlines():
+            for step in json.loads(line)["steps"]:
+                yield step["tokens"]["versions"]
 
 
 def test_a_lora_run_of_two_stages_resumes_on_the_weights_its_second_stage_started_from(
