@@ -14,7 +14,7 @@ from typing import Literal
 
 from headrace.config.algorithms import algorithm_problems
 from headrace.config.keys import default_of
-from headrace.config.paths import NAMED_MODELS, find_path, split_function, split_sum
+from headrace.config.paths import NAMED_MODELS, find_path, is_code_path, split_function, split_sum
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
 
@@ -63,8 +63,10 @@ def check(
         ]
         if rl.critic is not None and rl.critic.path is not None and rl.critic.path != "reward_model":
             problems.append(_frozen_problems("rl.critic.path", rl.critic.path, base))
+        problems += [_reward_fn_problems(i, term.fn, base, rewards) for i, term in enumerate(rl.rewards)]
         problems += [
-            _function_problems(f"rl.rewards[{i}].fn", term.fn, base, rewards) for i, term in enumerate(rl.rewards)
+            _readable_problems(f"rl.reward_runner.readable[{i}]", path, base)
+            for i, path in enumerate(rl.reward_runner.readable)
         ]
         if rl.asynchronous.keep == "best":
             problems.append(_function_problems("rl.async.score", rl.asynchronous.score, base, SCORES))
@@ -378,6 +380,25 @@ def _function_problems(key: str, text: str, base: Path, known: Collection[str]) 
         yield f"'{key}' is \"{text}\", and there is no such file in {base} or the current folder"
     else:
         yield from _file_problems(f"'{key}' is \"{text}\"", found, function)
+
+
+def _reward_fn_problems(position: int, text: str, base: Path, known: Collection[str]) -> Iterator[str]:
+    """As any function, or a folder with main.py, or a file whose one decorated function is meant."""
+    key = f"rl.rewards[{position}].fn"
+    if not is_code_path(text):
+        yield from _function_problems(key, text, base, known)
+    elif (found := find_path(text, base)) is None:
+        yield f"'{key}' is \"{text}\", and there is no such file or folder in {base} or the current folder"
+    elif found.is_dir():
+        if (main := found / "main.py").is_file():
+            yield from _file_problems(f"'{key}' is \"{text}\"", main, "evaluate")
+        else:
+            yield f'\'{key}\' is "{text}", a folder without main.py: write "file.py:function"'
+
+
+def _readable_problems(key: str, text: str, base: Path) -> Iterator[str]:
+    if find_path(text, base) is None:
+        yield f"'{key}' is \"{text}\", and there is no such file or folder in {base} or the current folder"
 
 
 def _file_problems(what: str, file: Path, function: str) -> Iterator[str]:

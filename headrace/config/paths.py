@@ -29,6 +29,11 @@ def split_function(text: str) -> tuple[str, str]:
     return place, function
 
 
+def is_code_path(text: str) -> bool:
+    """A reward given as a folder with main.py or as a file with one decorated function, without ":function"."""
+    return ":" not in text and ("/" in text or text.endswith(".py"))
+
+
 def absolute_paths(config: Config, *, base: Path) -> Config:
     """The same configuration with every path that exists made absolute, so that it holds in any folder."""
     model = config.model
@@ -74,7 +79,8 @@ def _critic(critic: Critic, base: Path) -> Critic:
 
 
 def _term(term: RewardTerm, base: Path) -> RewardTerm:
-    return replace(term, fn=_function(term.fn, base), path=None if term.path is None else _absolute(term.path, base))
+    fn = _absolute(term.fn, base) if is_code_path(term.fn) else _function(term.fn, base)
+    return replace(term, fn=fn, path=None if term.path is None else _absolute(term.path, base))
 
 
 def _rl(rl: Rl, base: Path) -> Rl:
@@ -87,5 +93,8 @@ def _rl(rl: Rl, base: Path) -> Rl:
         critic=None if rl.critic is None else _critic(rl.critic, base),
         generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
         rewards=tuple(_term(term, base) for term in rl.rewards),
+        reward_runner=replace(
+            rl.reward_runner, readable=tuple(_absolute(path, base) for path in rl.reward_runner.readable)
+        ),
         filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),
     )

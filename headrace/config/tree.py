@@ -161,6 +161,28 @@ class RewardTerm:
     path: str | None = None  # reward_model: the folder of a saved one; unset: the one that [reward_model] trains
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its curve; unset: the function's
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments that a user's function gets at every call
+    step_index: Literal["auto", "message", "turn"] = "auto"  # what its step outputs count: docs/rewards.md
+    default_step_reward: Real = 0.0  # of steps without an output, where there are step outputs
+    terminal_score: Literal["auto", "add"] = "auto"  # add: its score counts on the last step beside step outputs
+    score_range: tuple[Real, Real] | None = None  # scores outside are no rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RewardRunner:
+    """Where the functions of users' files run: in sandboxed processes, or, if they are trusted, in this one."""
+
+    type: Literal["process", "inprocess"] = "process"  # sandboxed processes (docs/rewards.md), or this process
+    strict: Flag = False  # refuse to run where files, network or processes cannot be isolated
+    workers: Positive | None = None  # processes for each function; unset: one for each CPU core, at most 8
+    fork: Literal["episode", "group"] = "episode"  # what shares a process; one for all episodes of a group is faster
+    wall_s: PositiveFloat = 10.0  # time of one call
+    cpu_s: Positive = 10  # CPU time of each process of a call
+    memory_mb: Positive = 1024  # memory of a call
+    processes: Positive = 16  # processes and threads of a call
+    import_s: PositiveFloat = 60.0  # time to start a worker and import the file
+    readable: tuple[str, ...] = ()  # files and folders that functions may read, besides code
+    max_invalid_share: Share = 0.1  # of the last 200 evaluations; when more are in vain, the run ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -255,6 +277,7 @@ class Rl:
     minibatches: Positive = 1  # optimiser updates of one training step
     tasks: Source  # what episodes start from
     rewards: tuple[RewardTerm, ...] = (RewardTerm(fn="env"),)  # summed with their weights; unset: what the world gives
+    reward_runner: RewardRunner = field(default_factory=RewardRunner)  # where users' reward functions run
     generate_fn: str | None = None  # "file.py:function": a user's own rollout in place of the episode worker
     max_turns: Positive = 16  # assistant turns of one episode
     max_prompt_tokens: Positive = 512  # tasks with longer prompts are left out, and counted

@@ -24,7 +24,7 @@ from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorbo
 from headrace.observe.trajectories import save_trajectories
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.render import Renderer
-from headrace.reward.terms import Term
+from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.publish import Publisher
 from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
 from headrace.train.torch_backend import TorchBackend
@@ -119,7 +119,7 @@ class Desk:
         self.backend.try_worst_case(min(longest, self.lm.context)).result()
 
     @cached_property
-    def terms(self) -> list[Term]:
+    def terms(self) -> list[Term | GroupTerm]:
         """What judges episodes, in training and evaluation."""
         return make_terms(self.run.config, self.run.reward_model_path)
 

@@ -7,7 +7,7 @@ from headrace.config import Config, Rl, Sampling
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.render import Renderer
-from headrace.reward.terms import Term
+from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import play_group
 from headrace.rollout.load_function import load_function
 from headrace.types import Group, SamplingParams, Task
@@ -18,7 +18,7 @@ Play = Callable[[Task, int], Awaitable[Group]]
 
 
 def play_held_out(
-    config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer, terms: Sequence[Term]
+    config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer, terms: Sequence[Term | GroupTerm]
 ) -> Play:
     """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature."""
     source = config.eval.source

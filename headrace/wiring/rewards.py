@@ -1,48 +1,101 @@
 """`rl.rewards` to terms and their runner; a reward model is one of them."""
 
 import asyncio
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from headrace.algo.scalar_data import scored_datum
-from headrace.config import Config, Model, RewardTerm, Rl
+from headrace.config import Config, Model, RewardRunner, RewardTerm, Rl
+from headrace.config.paths import is_code_path
 from headrace.errors import ModelError
 from headrace.model.scalar import is_scalar_folder
 from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.by_model import reward_by_model
-from headrace.reward.runner import InProcessRewardRunner
-from headrace.reward.terms import BUILTIN, RewardFn, Term
-from headrace.rollout.load_function import load_function
+from headrace.reward.runner import GroupRewardRunner
+from headrace.reward.sandbox.limits import Limits
+from headrace.reward.sandbox.pool import Settings
+from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
+from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term
+from headrace.reward.verdict import Alignment
 from headrace.train.scorer import FrozenScorer
 from headrace.types import IntArray
 from headrace.wiring.models import load_scalar
 
 
-def make_terms(config: Config, reward_model_path: str | None) -> list[Term]:
+def make_terms(config: Config, reward_model_path: str | None) -> list[Term | GroupTerm]:
     """The terms that can judge now: those of [rl] (what the world gives, if there is none), without a reward model
     that is not there yet."""
     rewards = (RewardTerm(fn="env"),) if config.rl is None else config.rl.rewards
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
+    runner = RewardRunner() if config.rl is None else config.rl.reward_runner
     there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
-    return [_term(term, config.model, reward_model_path, tokens) for term in there]
+    own = [term for term in there if term.fn == REWARD_MODEL or term.fn in BUILTIN]
+    return [
+        _term(term, config.model, reward_model_path, tokens) if term in own else _user_term(term, runner)
+        for term in there
+    ]
 
 
-def make_reward_runner(terms: Sequence[Term], rl: Rl) -> InProcessRewardRunner:
+def make_reward_runner(terms: Sequence[Term | GroupTerm], rl: Rl) -> GroupRewardRunner:
     """A reward model judges one episode after another: those that wait for it have as long as an episode has."""
-    if any(term.fn == REWARD_MODEL for term in rl.rewards):
-        return InProcessRewardRunner(terms, timeout_s=rl.asynchronous.task_timeout_s)
-    return InProcessRewardRunner(terms)
+    waits = any(term.fn == REWARD_MODEL for term in rl.rewards)
+    return GroupRewardRunner(
+        terms,
+        timeout_s=rl.asynchronous.task_timeout_s if waits else 60.0,
+        max_invalid_share=rl.reward_runner.max_invalid_share,
+    )
+
+
+async def close_terms(terms: Sequence[Term | GroupTerm]) -> None:
+    """End the processes of users' functions."""
+    for term in terms:
+        if isinstance(term, GroupTerm):
+            await term.close()
+
+
+def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
+    """A function of a user's file. It is imported once now, so that what cannot work ends the run before it begins."""
+    user = UserReward(
+        name=_name(term),
+        spec=term.fn,
+        weight=term.weight,
+        kwargs=term.kwargs,
+        alignment=Alignment(
+            step_index=term.step_index,
+            default_step_reward=term.default_step_reward,
+            terminal_score=term.terminal_score,
+            score_range=term.score_range,
+        ),
+    )
+    if c.type == "inprocess":
+        return trusted_term(user)
+    settings = Settings(
+        limits=Limits(
+            wall_s=c.wall_s, cpu_s=c.cpu_s, memory_mb=c.memory_mb, processes=c.processes, import_s=c.import_s
+        ),
+        workers=c.workers or min(8, os.cpu_count() or 1),
+        strict=c.strict,
+        readable=c.readable,
+    )
+    with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
+        aside.submit(check_importable, user, settings).result()
+    return sandboxed_term(user, settings, fork_groups=c.fork == "group")
+
+
+def _name(term: RewardTerm) -> str:
+    return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
 
 
 def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_batch_tokens: int) -> Term:
-    name = term.name or term.fn.rpartition(":")[2]
+    name = _name(term)
     if term.fn == REWARD_MODEL:
         path = term.path or reward_model_path
         assert path is not None
         return Term(name=name, fn=_model_reward(path, model, micro_batch_tokens), weight=term.weight)
-    fn = BUILTIN[term.fn] if term.fn in BUILTIN else load_function(term.fn)
-    return Term(name=name, fn=fn, weight=term.weight)
+    return Term(name=name, fn=BUILTIN[term.fn], weight=term.weight)
 
 
 def _model_reward(path: str, model: Model, micro_batch_tokens: int) -> RewardFn:

@@ -29,7 +29,7 @@ from headrace.wiring.models import load_policy, make_sampler, starting_model
 from headrace.wiring.objective import make_correction, make_loss
 from headrace.wiring.play import play_held_out
 from headrace.wiring.process import log_to, stop_on_signals
-from headrace.wiring.rewards import make_terms
+from headrace.wiring.rewards import close_terms, make_terms
 from headrace.wiring.sources import tasks_of
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
 
@@ -132,6 +132,7 @@ async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], A
             desk.try_worst_case()
             await body(run, desk)
         finally:
+            await close_terms(desk.__dict__.get("terms", ()))
             desk.close()
         found = at.store.load_latest()
     else:
@@ -185,7 +186,10 @@ async def _evaluate(config: Config) -> dict[str, float]:
         terms = make_terms(config, None)
         if not terms:
             raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
-        out = await evaluate_tasks(tasks, play_held_out(config, sampler, renderer, terms))
+        try:
+            out = await evaluate_tasks(tasks, play_held_out(config, sampler, renderer, terms))
+        finally:
+            await close_terms(terms)
     finally:
         sampler.close()
         worker.close()
