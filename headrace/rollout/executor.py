@@ -452,10 +452,11 @@ class RolloutExecutor:
             paused = " (starting groups is paused)" if self._admission.paused else ""
             raise RolloutError(
                 f"{len(self._ready)} of {self._batch_groups} groups are ready and none ended for {patience_s:g} s; "
-                f"still running: {self._pending()}{paused}: they do not react to being cancelled, or nothing may start"
+                f"still running: {self.pending()}{paused}: they do not react to being cancelled, or nothing may start"
             ) from exc
 
-    def _pending(self) -> str:
+    def pending(self) -> str:
+        """The groups that run, in words: since which version, and how many tokens they have."""
         sampled = (lambda id: 0) if self._journals is None else self._journals.num_sampled
         return pending(self._ledger.tickets(State.RUNNING), sampled)
 
@@ -506,7 +507,7 @@ class RolloutExecutor:
                 while any(id in self._tasks for id in slow) and self._failure is None:
                     await self._wait_for_progress()
         except TimeoutError:
-            logger.warning("publishing without slow tasks: %s", self._pending())
+            logger.warning("publishing without slow tasks: %s", self.pending())
         ready = {group.id for group in self._ready}
         self._urgent |= ready.intersection(slow)
         self._window.slow_missed += len(set(slow) - ready)

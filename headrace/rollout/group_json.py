@@ -44,7 +44,8 @@ def _encode(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
-        return [None if math.isnan(item) else item for item in value.tolist()]  # float32 -> float and back is exact
+        values = value.tolist()  # float32 -> float is exact, and so is the way back
+        return [None if math.isnan(item) else item for item in values] if np.isnan(value).any() else values
     if isinstance(value, tuple | list):
         return [_encode(item) for item in value]
     if isinstance(value, Mapping):
