@@ -32,10 +32,11 @@ from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
 from headrace.infer.slots import Sequence as Sampling
 from headrace.infer.slots import Slots
-from headrace.infer.visits import Decoder, decodable, drawn_by, row_of
+from headrace.infer.visits import STEPS, STEPS_ALONE, Decoder, decodable, drawn_rows, row_of
 from headrace.infer.weights import copy_weights, read_folder
 from headrace.model import head
 from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
+from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.packed import linear
 from headrace.model.worker import Worker
@@ -104,6 +105,7 @@ class EmbeddedEngine:
             self._piece_tokens = self._prefill_tokens = decoder.prompt_tokens
             tokens = max(tokens, min(self._longest_slot(), self._kv_tokens // self._max_rows // ROUND * ROUND))
         self._slots = Slots(self._rows_for(tokens), tokens)
+        self._hidden = direct_forward(lm) or lm.hidden
         self._cache = self._make_cache()
         self._head: Tensor | None = None
         self._arrivals = itertools.count()
@@ -324,7 +326,7 @@ class EmbeddedEngine:
         lengths = tuple(len(sequence) for sequence in batch)
         tokens_T = torch.from_numpy(np.concatenate(batch)).long().to(device)
         positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        hidden_TD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))
+        hidden_TD = self._hidden(tokens_T, positions_T, Packed(lengths))
         scale = None if temperature == 1.0 else torch.full((len(tokens_T),), temperature, device=device)
         targets = head.Targets(torch.roll(tokens_T, -1), scale)
         logprobs_T, _ = head.logprobs(hidden_TD, self._head_weight(), targets)
@@ -362,10 +364,11 @@ class EmbeddedEngine:
             self._record(pieces)
             decoding = self._plan()[1]
         if decoding and all(decodable(sequence) for _, sequence in decoding):
-            visit = decoder.run([row_of(row, each, slot_tokens=self._slots.tokens) for row, each in decoding])
+            rows = [row_of(row, each, slot_tokens=self._slots.tokens) for row, each in decoding]
+            visit = decoder.run(rows, STEPS if self._slots.waiting else STEPS_ALONE)
             self.counters.steps += visit.tokens.shape[1]
-            for index, (row, sequence) in enumerate(decoding):
-                self._append(row, sequence, *drawn_by(visit, index))
+            for (row, sequence), drawn in zip(decoding, drawn_rows(visit), strict=True):
+                self._append(row, sequence, *drawn)
         elif decoding:
             self.counters.steps += 1
             self._sample(self._forward([], decoding), decoding)
@@ -436,7 +439,7 @@ class EmbeddedEngine:
             pieces=tuple(pieces),
             piece_mask=piece_mask,
         )
-        return self.lm.hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
+        return self._hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
 
     def _sample(self, hidden_TD: Tensor, decoding: list[tuple[int, Sampling]]) -> None:
         rows = [row for row, _ in decoding]

@@ -4,7 +4,7 @@ A decoder owns the cache's storage, reads prompts into it, and decodes rows unti
 steps of the call are used up. Sequences join and leave between calls. Nothing here touches a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from headrace.model.attention import KVCache, Piece
 from headrace.types import FloatArray, IntArray
 
 STOPS = 8  # stop tokens that a decoder looks for in a row
+STEPS, STEPS_ALONE = 16, 32  # of a visit while others wait for rows, and while nobody does
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ class Decoder(Protocol):
 
     def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None: ...
 
-    def run(self, rows: Sequence[Row]) -> Visit: ...
+    def run(self, rows: Sequence[Row], steps: int) -> Visit:
+        """At most `steps` tokens of every row, fewer when the decoder has fewer at a time."""
+        ...
 
     def refresh(self) -> None:
         """The model's weights changed."""
@@ -80,10 +83,11 @@ def row_of(slot: int, sequence: Sampling, *, slot_tokens: int) -> Row:
     )
 
 
-def drawn_by(visit: Visit, index: int) -> tuple[list[int], list[float], list[float]]:
-    """Tokens, log-probs and raw log-probs that a row drew. Raises SamplerError when one is not finite."""
-    count = int(visit.drawn[index])
-    logprobs = visit.logprobs[index, :count]
-    if not np.isfinite(logprobs).all():
+def drawn_rows(visit: Visit) -> Iterator[tuple[list[int], list[float], list[float]]]:
+    """Tokens, log-probs and raw log-probs that each row drew. Raises SamplerError when one is not finite."""
+    counts = np.arange(visit.tokens.shape[1]) < visit.drawn[:, None]
+    if not np.isfinite(visit.logprobs[counts]).all():
         raise SamplerError("the model's log-probs are not finite: its weights are damaged")
-    return visit.tokens[index, :count].tolist(), logprobs.tolist(), visit.raw_logprobs[index, :count].tolist()
+    rows = zip(visit.tokens.tolist(), visit.logprobs.tolist(), visit.raw_logprobs.tolist(), strict=True)
+    for count, (tokens, logprobs, raw) in zip(visit.drawn.tolist(), rows, strict=True):
+        yield tokens[:count], logprobs[:count], raw[:count]

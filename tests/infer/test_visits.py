@@ -15,7 +15,7 @@ from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.sampling import sample_rows
-from headrace.infer.visits import STOPS, Row, Visit
+from headrace.infer.visits import STOPS, Row, Visit, drawn_rows
 from headrace.model.attention import Cached, KVCache, Piece
 from headrace.model.load import LanguageModel
 from headrace.model.packed import linear
@@ -56,13 +56,13 @@ class StepDecoder:
     def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
         self._forward(pieces, tokens)
 
-    def run(self, rows: Sequence[Row]) -> Visit:
+    def run(self, rows: Sequence[Row], steps: int) -> Visit:
         drawn = np.zeros(len(rows), dtype=np.int32)
         tokens = np.zeros((len(rows), STEPS), dtype=np.int32)
         logprobs = np.full((2, len(rows), STEPS), np.nan, dtype=np.float32)
         fed = [row.token for row in rows]
         live = list(range(len(rows)))
-        while live and drawn.max() < STEPS:
+        while live and drawn.max() < min(steps, STEPS):
             pieces = [Piece(rows[index].slot, rows[index].position + int(drawn[index]), 1) for index in live]
             hidden = self._forward(pieces, [fed[index] for index in live])
             params = [SamplingParams(max_tokens=1, temperature=rows[index].temperature) for index in live]
@@ -205,8 +205,8 @@ def test_new_weights_reach_the_decoder_s_copies() -> None:
 
 async def test_log_probs_that_are_not_finite_are_an_error() -> None:
     class Broken(StepDecoder):
-        def run(self, rows: Sequence[Row]) -> Visit:
-            visit = super().run(rows)
+        def run(self, rows: Sequence[Row], steps: int) -> Visit:
+            visit = super().run(rows, steps)
             visit.logprobs[0, 0] = np.nan
             return visit
 
@@ -217,13 +217,10 @@ async def test_log_probs_that_are_not_finite_are_an_error() -> None:
 
 
 def test_visits_that_do_not_fill_their_columns_are_read_as_far_as_they_count() -> None:
-    from headrace.infer.visits import drawn_by
-
     visit = Visit(
         drawn=int_array([2, 1]),
         tokens=np.array([[7, 8, 0], [9, 0, 0]], dtype=np.int32),
         logprobs=np.array([[-1.0, -2.0, np.nan], [-3.0, np.inf, 0.0]], dtype=np.float32),
         raw_logprobs=np.array([[-1.5, -2.5, 0.0], [-3.5, 0.0, 0.0]], dtype=np.float32),
     )
-    assert drawn_by(visit, 0) == ([7, 8], [-1.0, -2.0], [-1.5, -2.5])
-    assert drawn_by(visit, 1) == ([9], [-3.0], [-3.5])
+    assert list(drawn_rows(visit)) == [([7, 8], [-1.0, -2.0], [-1.5, -2.5]), ([9], [-3.0], [-3.5])]

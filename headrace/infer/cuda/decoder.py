@@ -24,7 +24,7 @@ from headrace.model.load import LanguageModel
 
 BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # and multiples of 64 above
 PROMPT_TOKENS = 4096
-VISIT_STEPS = 16  # most steps of one call
+VISIT_STEPS = 32  # most steps of one call
 BLOCK = 4096  # of the vocabulary
 TOKEN, POSITION, SLOT, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(8)
 
@@ -120,7 +120,7 @@ class GraphDecoder:
 
     # --- decoding ---
 
-    def run(self, rows: Sequence[Row], steps: int = VISIT_STEPS) -> Visit:
+    def run(self, rows: Sequence[Row], steps: int) -> Visit:
         """Decode up to `steps` tokens of every row, fewer when all have ended."""
         assert 0 < len(rows) <= self._max_rows
         steps = min(steps, VISIT_STEPS, max(row.limit - row.position - 1 for row in rows))

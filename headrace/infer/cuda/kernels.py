@@ -108,14 +108,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    position = tl.load(positions + row).to(tl.int32)
-    if position < 0:
-        return
-    chunk = tl.cdiv(tl.cdiv(position, SPLITS), BLOCK) * BLOCK
-    start = split * chunk
-    end = tl.minimum(start + chunk, position)
-    if (split > 0) & (start >= position):
-        return
     HALF: tl.constexpr = W // 2
     dtype = qkv.dtype.element_ty
     group = tl.arange(0, GP)
@@ -124,11 +116,21 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     base = qkv + row * (Q + 2 * H) * W
     real = group[:, None] < G
     spot = base + (head * G + group)[:, None] * W + half[None, :]
+    position = tl.load(positions + row).to(tl.int32)  # what does not depend on it is on its way before it is looked at
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(slot_tokens).to(tl.int64)
     q1 = tl.load(spot, mask=real, other=0.0)
     q2 = tl.load(spot + HALF, mask=real, other=0.0)
     k1 = tl.load(base + (Q + head) * W + half)
     k2 = tl.load(base + (Q + head) * W + HALF + half)
     value = tl.load(base + (Q + H + head) * W + column)
+    if position < 0:
+        return
+    chunk = tl.cdiv(tl.cdiv(position, SPLITS), BLOCK) * BLOCK
+    start = split * chunk
+    end = tl.minimum(start + chunk, position)
+    if (split > 0) & (start >= position):
+        return
     if NORM:
         f1 = q1.to(tl.float32)
         f2 = q2.to(tl.float32)
@@ -144,8 +146,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     sine = tl.load(sines + position * HALF + half)
     q1, q2 = _turn(q1, q2, cosine[None, :], sine[None, :])
     k1, k2 = _turn(k1, k2, cosine, sine)
-    slot = tl.load(slots + row).to(tl.int64)
-    origin = (slot * H + head) * tl.load(slot_tokens).to(tl.int64) * W
+    origin = (slot * H + head) * length * W
     if split == 0:
         tl.store(keys + origin + position * W + half, k1)
         tl.store(keys + origin + position * W + HALF + half, k2)
