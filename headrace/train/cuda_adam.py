@@ -30,31 +30,36 @@ class Slot:
     master: Tensor
     moment: Tensor
     square: Tensor
-    gradient: Tensor
     half: Tensor | None
 
 
-def adamw_(slots: Sequence[Slot], adam: Adam, *, step: int, factor: float) -> None:
-    """Update number `step` (from 1), with every gradient times `factor`. Decoupled decay, eps outside of the root."""
-    assert step > 0
-    correction1, correction2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
-    alike: dict[tuple[torch.dtype, torch.dtype | None], list[Slot]] = {}
-    for slot in slots:
-        alike.setdefault((slot.gradient.dtype, None if slot.half is None else slot.half.dtype), []).append(slot)
-    for (gradient, half), group in alike.items():
-        rows = [
-            (slot.master, slot.moment, slot.square, slot.gradient, slot.master if slot.half is None else slot.half)
-            for slot in group
-        ]
-        device = group[0].master.device
-        work = _work(tuple(slot.master.numel() for slot in group), device)
-        _adamw_kernel[(len(work.owner_P),)](
-            _addresses(rows, device), work.sizes_N, work.owner_P, work.part_P,
-            factor, 1.0 - adam.learning_rate * adam.weight_decay, adam.learning_rate / correction1,
-            adam.beta1, adam.beta2, adam.eps, correction2**0.5,
-            GRADIENT=TYPES[gradient], HALF=None if half is None else TYPES[half],
-            EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+class CudaAdamW:
+    """Owns the addresses of some parameters' tensors, none of which moves; gradients come with every update."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = tuple(slots)
+        self._device = slots[0].master.device
+        columns = [(slot.master, slot.moment, slot.square, slot.half) for slot in slots]
+        self._fixed = [[0 if tensor is None else _address_of(tensor) for tensor in row] for row in columns]
+        self._sizes = [slot.master.numel() for slot in slots]
+
+    def update(self, gradients: Sequence[Tensor], adam: Adam, *, step: int, factor: float) -> None:
+        """Update number `step` (from 1), every gradient times `factor`. Decoupled decay, eps outside of the root."""
+        assert step > 0
+        correction1, correction2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
+        alike: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+        for index, (slot, gradient) in enumerate(zip(self._slots, gradients, strict=True)):
+            alike.setdefault((gradient.dtype, None if slot.half is None else slot.half.dtype), []).append(index)
+        for (dtype, half), group in alike.items():
+            work = _work(tuple(self._sizes[index] for index in group), self._device)
+            table = [[*self._fixed[index], _address_of(gradients[index])] for index in group]
+            _adamw_kernel[(len(work.owner_P),)](
+                _send(table, self._device), work.sizes_N, work.owner_P, work.part_P,
+                factor, 1.0 - adam.learning_rate * adam.weight_decay, adam.learning_rate / correction1,
+                adam.beta1, adam.beta2, adam.eps, correction2**0.5,
+                GRADIENT=TYPES[dtype], HALF=None if half is None else TYPES[half],
+                EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -66,8 +71,9 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     for dtype, group in alike.items():
         work = _work(tuple(tensor.numel() for tensor in group), group[0].device)
         sums_P = torch.empty(len(work.owner_P), dtype=torch.float32, device=group[0].device)
+        table = _send([[_address_of(tensor)] for tensor in group], group[0].device)
         _square_kernel[(len(sums_P),)](
-            _addresses([(tensor,) for tensor in group], group[0].device), work.sizes_N, work.owner_P, work.part_P,
+            table, work.sizes_N, work.owner_P, work.part_P,
             sums_P, TYPE=TYPES[dtype], EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
         totals.append(sums_P.sum())
@@ -98,12 +104,16 @@ def _work(sizes: tuple[int, ...], device: torch.device) -> _Work:
     )
 
 
-def _addresses(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    """[N, tensors of a row] of int64."""
-    assert all(tensor.is_contiguous() for row in rows for tensor in row)
-    table = torch.tensor([[tensor.data_ptr() for tensor in row] for row in rows])
-    assert not (table % ALIGNED_BYTES).any(), "parameters begin at their allocation"
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+def _address_of(tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    assert tensor.is_contiguous()
+    assert address % ALIGNED_BYTES == 0, "parameters begin at their allocation"
+    return address
+
+
+def _send(table: list[list[int]], device: torch.device) -> Tensor:
+    sent = torch.tensor(table)
+    return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -143,7 +153,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     masters = _address(table, index * 5, tl.float32)
     moments = _address(table, index * 5 + 1, tl.float32)
     squares = _address(table, index * 5 + 2, tl.float32)
-    gradients = _address(table, index * 5 + 3, GRADIENT)
+    gradients = _address(table, index * 5 + 4, GRADIENT)
     first = tl.load(part + program).to(tl.int64) * CHUNK
     for start in tl.static_range(0, CHUNK, BLOCK):
         place = first + start + tl.arange(0, BLOCK)
@@ -159,4 +169,4 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares + place, v, mask=inside)
         tl.store(masters + place, w, mask=inside)
         if HALF is not None:
-            tl.store(_address(table, index * 5 + 4, HALF) + place, w.to(HALF), mask=inside)
+            tl.store(_address(table, index * 5 + 3, HALF) + place, w.to(HALF), mask=inside)

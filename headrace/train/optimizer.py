@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from headrace.model import cuda
 from headrace.types import Adam
@@ -31,6 +32,7 @@ class MasterAdamW:
         masters = self.masters.values()
         self._on_cuda = cuda.available() and all(one.is_cuda and one.dtype == torch.float32 for one in masters)
         self._num_updates = 0
+        self._kernel: Any = None  # a CudaAdamW, made for the first update
         self._before: dict[str, Tensor] | None = None  # the masters before the last reversible update
 
     def buffer(self, name: str) -> Tensor:
@@ -54,7 +56,8 @@ class MasterAdamW:
     def fill(self) -> None:
         """Where no backward pass left anything (no token had a weight), the gradient is zero."""
         for name in self.parameters:
-            self.buffer(name)
+            if name not in self.gradients:
+                self.buffer(name)
 
     def discard(self) -> None:
         self.gradients = {}
@@ -72,7 +75,8 @@ class MasterAdamW:
 
     def remember(self, adam: Adam, *, skipped: bool) -> None:
         """Keep what a reversible update is about to change; a skipped one changes nothing."""
-        kept = {} if skipped else {name: master.clone() for name, master in self.masters.items()}
+        changed = self.masters if adam.reversible and not skipped else {}
+        kept = {name: master.clone() for name, master in changed.items()}
         self._before = kept if adam.reversible else None
 
     def scale_back(self, share: float) -> bool:
@@ -101,6 +105,7 @@ class MasterAdamW:
         for name, leaf in self._leaves.items():
             leaf.grad = self.gradients.get(name)
         self._adam.step()
+        increment_version(list(self.parameters.values()))  # the fused step does not say that it wrote them
         for leaf in self._leaves.values():
             leaf.grad = None
         with torch.no_grad():
@@ -122,31 +127,29 @@ class MasterAdamW:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(leaf), torch.zeros_like(leaf)
 
     def _update_on_cuda(self, adam: Adam, factor: float) -> None:
-        """The same step with torch's state, in one kernel for each parameter."""
-        from headrace.train.cuda_adam import Slot, adamw_  # needs Triton
+        """The same step on torch's state, in one kernel; `step` is written when the state is asked for."""
+        from headrace.train.cuda_adam import CudaAdamW, Slot  # needs Triton
 
-        self.allocate()
-        slots = []
-        for name, leaf in self._leaves.items():
-            state = self._adam.state[leaf]
-            half = self.parameters[name].detach() if self.parameters[name].dtype in HALF else None
-            slots.append(
-                Slot(
-                    master=leaf.detach(),
-                    moment=state["exp_avg"],
-                    square=state["exp_avg_sq"],
-                    gradient=self.gradients[name],
-                    half=half,
-                )
-            )
+        if self._kernel is None:
+            self.allocate()
+            slots = []
+            for name, leaf in self._leaves.items():
+                state, parameter = self._adam.state[leaf], self.parameters[name].detach()
+                half = parameter if parameter.dtype in HALF else None
+                slots.append(Slot(master=leaf.detach(), moment=state["exp_avg"], square=state["exp_avg_sq"], half=half))
+            self._kernel = CudaAdamW(slots)
         self._num_updates += 1
-        torch._foreach_add_([self._adam.state[leaf]["step"] for leaf in self._leaves.values()], 1)
-        adamw_(slots, adam, step=self._num_updates, factor=factor)
+        self._kernel.update(
+            [self.gradients[name] for name in self._leaves], adam, step=self._num_updates, factor=factor
+        )
+        increment_version(list(self.parameters.values()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat tensors: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`, and `/master` for half-precision modules."""
         flat: dict[str, Tensor] = {}
         for name, leaf in self._leaves.items():
+            if self._on_cuda and leaf in self._adam.state:
+                self._adam.state[leaf]["step"].fill_(self._num_updates)
             for key, value in self._adam.state.get(leaf, {}).items():
                 flat[f"{name}/{key}"] = value.detach().clone().reshape(value.shape or (1,))
             if self.parameters[name].dtype in HALF:
@@ -160,7 +163,7 @@ class MasterAdamW:
             name, _, key = full.rpartition("/")
             states.setdefault(name, {})[key] = value
         self.discard()
-        self._before, self._num_updates = None, 0
+        self._before, self._num_updates, self._kernel = None, 0, None
         for name, leaf in self._leaves.items():
             saved: dict[str, Any] = dict(states.get(name, {}))
             master = saved.pop("master", None)

@@ -196,3 +196,15 @@ def test_an_update_is_scaled_back_in_the_masters_and_in_the_parameters(dtype: to
     assert optimizer.scale_back(0.0)
     assert optimizer.parameters["p"].tolist() == [1.0, -2.0]
     assert optimizer.parameters["p"].data_ptr() == storage
+
+
+def test_an_update_is_visible_in_the_version_of_every_parameter() -> None:
+    # whoever keeps something that was made of a weight (a packed copy) looks there
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = MasterAdamW({"a": parameter})
+        before = parameter._version
+        parameter.grad = torch.ones(4, dtype=dtype)
+        optimizer.collect()
+        optimizer.update(Adam(learning_rate=1e-2), norm=optimizer.norm())
+        assert parameter._version > before

@@ -20,7 +20,7 @@ NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Smol
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP")
 HALF = (torch.bfloat16, torch.float16)
-STRIPS = 264  # programs of the norm's backward pass, two for each multiprocessor of an H100 or H200
+STRIPS = 1056  # programs of the norm's backward pass, eight for each multiprocessor of an H100 or H200
 BLOCK = 1024
 
 
@@ -66,7 +66,7 @@ def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: 
     if not (isinstance(context, Packed) and _applies(hidden_states) and cos.shape[-1] == module.head_dim):
         return type(module).forward(module, hidden_states, position_embeddings=position_embeddings, **given)
     query, key, value = (
-        projection(hidden_states)[0].unflatten(-1, (-1, module.head_dim))
+        projection(hidden_states).squeeze(0).unflatten(-1, (-1, module.head_dim))
         for projection in (module.q_proj, module.k_proj, module.v_proj)
     )
     if hasattr(module, "q_norm"):

@@ -1,0 +1,232 @@
+"""Training on CUDA: fused and compiled layers against plain ones, recomputation, determinism, memory, parity."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from headrace.errors import BackendError
+from headrace.infer.engine import EmbeddedEngine
+from headrace.model.compiled import compile_layers
+from headrace.model.load import LanguageModel, prepare, recompute_layers
+from headrace.train.optimizer import MasterAdamW
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+VOCABULARY = 700
+CONFIG = Qwen2Config(
+    vocab_size=VOCABULARY,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+)
+BF16 = 2**-8  # relative rounding of one operation
+
+
+def model_on(device: str, dtype: torch.dtype, *, fused: bool = True) -> LanguageModel:
+    torch.manual_seed(0)
+    lm = prepare(Qwen2ForCausalLM(CONFIG).to(device, dtype), None, source="test")
+    if device == "cuda" and fused:
+        from headrace.model.cuda.layers import fuse_layers
+
+        fuse_layers(lm.model)
+    return lm
+
+
+def batch(seed: int = 0, *, temperature: float = 1.0) -> list[Datum]:
+    rng = np.random.default_rng(seed)
+    data = []
+    for size in rng.integers(10, 200, 16):
+        tokens = rng.integers(0, VOCABULARY, size + 1)
+        weights = rng.normal(size=size) / 1000
+        data.append(
+            Datum(
+                inputs=int_array(tokens[:-1]),
+                targets=int_array(tokens[1:]),
+                arrays={"weights": float_array(weights)},
+                temperature=temperature,
+            )
+        )
+    return data
+
+
+def gradients(lm: LanguageModel, *, micro_batch_tokens: int = 600, temperature: float = 1.0) -> dict[str, Tensor]:
+    backend = TorchBackend(lm, micro_batch_tokens=micro_batch_tokens)
+    try:
+        backend.forward_backward(batch(temperature=temperature), CROSS_ENTROPY).result()
+        return {name: value.float().cpu() for name, value in backend.gradients().result().items()}
+    finally:
+        backend.close()
+
+
+def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Of all gradients together, relative."""
+    assert found.keys() == exact.keys()
+    square = sum(float((found[name] - exact[name]).square().sum()) for name in exact)
+    return float((square / sum(float(value.square().sum()) for value in exact.values())) ** 0.5)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_packed_bf16_gradient_is_the_float32_one_within_rounding(temperature: float) -> None:
+    exact = gradients(model_on("cpu", torch.float32), temperature=temperature)
+    plain = distance(gradients(model_on("cuda", torch.bfloat16, fused=False), temperature=temperature), exact)
+    fused = distance(gradients(model_on("cuda", torch.bfloat16), temperature=temperature), exact)
+    assert plain < 8 * BF16  # about a dozen roundings in a row, each of them half of that at most
+    assert fused < 1.1 * plain  # the fused kernels round no more often
+
+
+def test_float32_on_cuda_is_float32_on_the_cpu() -> None:
+    assert distance(gradients(model_on("cuda", torch.float32)), gradients(model_on("cpu", torch.float32))) < 1e-4
+
+
+def test_micro_batches_do_not_change_the_gradient_beyond_rounding() -> None:
+    whole = gradients(model_on("cuda", torch.bfloat16), micro_batch_tokens=10_000)
+    assert distance(gradients(model_on("cuda", torch.bfloat16), micro_batch_tokens=300), whole) < 2 * BF16
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_recomputed_layers_give_the_same_gradient() -> None:
+    plain, recomputed = model_on("cuda", torch.bfloat16), model_on("cuda", torch.bfloat16)
+    recompute_layers(recomputed.model)
+    expected, found = gradients(plain), gradients(recomputed)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_compiled_layers_give_the_same_gradient_within_rounding() -> None:
+    exact = gradients(model_on("cpu", torch.float32))
+    compiled = model_on("cuda", torch.bfloat16)
+    compile_layers(compiled.model)
+    assert distance(gradients(compiled), exact) < 8 * BF16
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_deterministic_run_repeats_bit_by_bit() -> None:
+    prints = []
+    for _ in range(2):
+        backend = TorchBackend(model_on("cuda", torch.bfloat16), micro_batch_tokens=600)
+        for step in range(4):
+            backend.forward_backward(batch(step), CROSS_ENTROPY).result()
+            backend.optim_step(Adam(learning_rate=1e-3)).result()
+        prints.append(backend.export_weights().result().fingerprint)
+        backend.close()
+    assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_update_is_the_one_of_the_cpu(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(size, generator=generator) for name, size in (("a", 5000), ("b", 48), ("c", 16384))}
+    ours = {}
+    for device in ("cpu", "cuda"):
+        named = {name: torch.nn.Parameter(value.clone().to(device, dtype)) for name, value in start.items()}
+        optimizer = MasterAdamW(named)
+        steps = torch.Generator().manual_seed(1)
+        for number in range(4):
+            for passes in range(1 + number % 2):  # once a half-precision gradient, once a sum of two
+                for name, parameter in named.items():
+                    parameter.grad = torch.randn(start[name].shape, generator=steps).to(device, dtype)
+                optimizer.collect()
+                assert passes < 2
+            norm = optimizer.norm()
+            optimizer.update(Adam(learning_rate=1e-2, weight_decay=0.1, clip_norm=1.0), norm=norm)
+        ours[device] = ({name: value.cpu() for name, value in optimizer.masters.items()}, norm)
+        if dtype == torch.bfloat16:
+            for name, parameter in named.items():
+                assert torch.equal(parameter, optimizer.masters[name].to(dtype))
+    assert ours["cuda"][1] == pytest.approx(ours["cpu"][1], rel=1e-5)
+    for name in start:
+        torch.testing.assert_close(ours["cuda"][0][name], ours["cpu"][0][name], rtol=1e-5, atol=1e-6)
+
+
+def test_optimiser_state_goes_from_cuda_to_the_cpu_and_on() -> None:
+    named = {"a": torch.nn.Parameter(torch.ones(100, device="cuda", dtype=torch.bfloat16))}
+    first = MasterAdamW(named)
+    named["a"].grad = torch.full_like(named["a"], 0.5)
+    first.collect()
+    first.update(Adam(learning_rate=1e-2), norm=1.0)
+    other = {"a": torch.nn.Parameter(named["a"].detach().cpu())}
+    second = MasterAdamW(other)
+    second.load_state_dict({name: value.cpu() for name, value in first.state_dict().items()})
+    for parameters, optimizer in ((named, first), (other, second)):
+        parameters["a"].grad = torch.full_like(parameters["a"], -0.25)
+        optimizer.collect()
+        optimizer.update(Adam(learning_rate=1e-2), norm=1.0)
+    torch.testing.assert_close(first.masters["a"].cpu(), second.masters["a"], rtol=1e-6, atol=1e-7)
+
+
+def test_no_room_says_what_to_lower() -> None:
+    lm = model_on("cuda", torch.bfloat16)
+    backend = TorchBackend(lm, micro_batch_tokens=4_000_000)
+    taken = torch.cuda.memory_allocated() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(taken + 0.02, 1.0))
+    try:
+        with pytest.raises(
+            BackendError, match=r"'micro_batch_tokens', which is 4000000, write 'model.recompute = true'"
+        ):
+            backend.try_worst_case(512).result()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        backend.close()
+    torch.cuda.empty_cache()
+    small = TorchBackend(lm, micro_batch_tokens=2048)
+    before = small.export_weights().result().fingerprint
+    small.try_worst_case(512).result()
+    assert small.export_weights().result().fingerprint == before
+    small.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_sampled_log_probs_are_the_trainers(fused: bool) -> None:
+    lm = model_on("cuda", torch.bfloat16, fused=fused)
+    engine = EmbeddedEngine(lm, max_rows=16)
+    backend = TorchBackend(lm)
+    rng = np.random.default_rng(0)
+    prompts = [int_array(rng.integers(0, VOCABULARY, 20)) for _ in range(24)]
+
+    async def sample() -> list[object]:
+        requests = [
+            SampleRequest(prompt=prompt, params=SamplingParams(max_tokens=60, seed=index, stop_tokens=()))
+            for index, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*(engine.sample(request) for request in requests))
+
+    completions = asyncio.run(sample())
+    engine.close()
+    data = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = np.concatenate([prompt, completion.tokens])  # type: ignore[attr-defined]
+        weights = np.where(np.arange(len(tokens) - 1) >= len(prompt) - 1, 1.0, 0.0)
+        data.append(
+            Datum(
+                inputs=int_array(tokens[:-1]), targets=int_array(tokens[1:]), arrays={"weights": float_array(weights)}
+            )
+        )
+    scored = backend.forward(data, CROSS_ENTROPY).result().logprobs
+    backend.close()
+    differences = np.concatenate(
+        [
+            np.abs(values[-60:] - completion.sampler_logprobs)  # type: ignore[attr-defined]
+            for values, completion in zip(scored, completions, strict=True)
+        ]
+    )
+    print(f"mean |sampler - trainer| = {differences.mean():.5f}, largest {differences.max():.5f}")
+    assert differences.mean() < 0.01
