@@ -417,7 +417,22 @@ class EffectiveShare:
         return float(self.total) ** 2 / below if below else 0.0
 
 
-Metric = Sum | Mean | Max | Min | Deviation | EffectiveShare
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 - Var(error) / Var(target); NaN where all targets are equal, because nothing is to be explained."""
+
+    error: Deviation
+    target: Deviation
+
+    def merge(self, other: "ExplainedVariance") -> "ExplainedVariance":
+        return ExplainedVariance(self.error.merge(other.error), self.target.merge(other.target))
+
+    def value(self) -> float:
+        spread = self.target.value()
+        return 1.0 - (self.error.value() / spread) ** 2 if spread > 0 else float("nan")
+
+
+Metric = Sum | Mean | Max | Min | Deviation | EffectiveShare | ExplainedVariance
 Metrics = Mapping[str, Metric]
 
 

@@ -37,6 +37,7 @@ from headrace.types import (
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+SAID = ("loss/total", "loss/explained_variance")  # the first is critic/value; the second is of the whole step before it
 GAE_METHODS = {"token_gae": token_gae, "turn_gae": turn_gae}
 
 
@@ -98,7 +99,7 @@ class Critic:
             data = reweight([_critic_datum(batch.data[index]) for index in indices], weighting="token_mean")
             updated = await self.updater.update(step, data, loss)
             metrics = merge_metrics(metrics, updated.metrics)
-        return {f"critic/{name.partition('/')[2]}": metric for name, metric in metrics.items() if name != "loss/total"}
+        return {f"critic/{name.partition('/')[2]}": metric for name, metric in metrics.items() if name not in SAID}
 
     async def _values(self, data: Sequence[Datum]) -> Sequence[FloatArray]:
         """One value after every token; the last one is of what comes after the episode's last token."""

@@ -134,10 +134,12 @@ def test_a_sum_of_losses_is_a_loss() -> None:
     assert all(values[name] == metric.value() for part in parts for name, metric in part.metrics.items())
 
 
-def test_a_sum_has_the_largest_unit_and_one_model_output() -> None:
+def test_a_sum_has_the_largest_unit_and_the_outputs_of_one_forward_pass() -> None:
     assert unit_of(added([LOSSES["dpo"], LOSSES["cross_entropy"]])) == "pair"
-    with pytest.raises(ConfigError, match="different model outputs"):
-        find_loss("ppo + value")
+    assert set(loss_inputs(find_loss("ppo + shared_value")).outputs) == {"policy_logprobs", "predicted_values"}
+    for terms in ("ppo + bradley_terry", "value + bradley_terry"):
+        with pytest.raises(ConfigError, match="different model outputs"):
+            find_loss(terms)
     with pytest.raises(ConfigError, match="'clip_low' of loss 'gspo'"):
         find_loss("ppo + gspo")
     with pytest.raises(ConfigError, match="did you mean 'entropy_bonus'"):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut
-from headrace.algo.losses.ratios import mean_over, share_of, weighted_sum
+from headrace.algo.losses.ratios import explained_over, mean_over, share_of, weighted_sum
 from headrace.types import Sum
 
 
@@ -20,6 +20,7 @@ def value(predicted_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, *, v
             "loss/value": Sum(loss.detach()),
             "loss/value_error": mean_over(error_T.abs(), trained_T),
             "loss/value_mean": mean_over(predicted_values_T, trained_T),
+            "loss/explained_variance": explained_over(predicted_values_T, returns_T, trained_T),
         },
     )
 
@@ -46,6 +47,7 @@ def value_clipped(
             "loss/value": Sum(loss.detach()),
             "loss/value_error": mean_over(error_T.abs(), trained_T),
             "loss/value_mean": mean_over(predicted_values_T, trained_T),
+            "loss/explained_variance": explained_over(predicted_values_T, returns_T, trained_T),
             "loss/value_clip_frac": share_of(clipped_error_T**2 > error_T**2, trained_T),
         },
     )

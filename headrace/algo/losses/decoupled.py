@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.algo.loss import LossOut
 from headrace.algo.losses.ratios import (
+    advantage_metrics,
     divergence_metrics,
     log_ratio,
     ratio_metrics,
@@ -50,8 +51,10 @@ def decoupled_ppo(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             **weight_metrics(behaviour_weights_T, trained_T),
+            "loss/dropped_behaviour": share_of(behaviour_weights_T == 0, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="proximal"),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
         },
@@ -86,6 +89,7 @@ def loglinear_ppo(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             **weight_metrics(behaviour_T, trained_T),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
@@ -109,6 +113,7 @@ def m2po(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             "loss/dropped_m2": share_of(~kept_T, trained_T),
             **ratio_metrics(log_ratio_T, kept_T),
             **divergence_metrics(log_ratio_T, kept_T, name="sampler"),

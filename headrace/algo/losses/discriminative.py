@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut, Unit, per
+from headrace.algo.losses.ratios import advantage_metrics
 from headrace.algo.segments import dense_index, segment_any, segment_logsumexp, segment_mean, segment_sum
 from headrace.types import Mean, Sum
 
@@ -44,6 +45,7 @@ def discriminative(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             "loss/score_gap": Mean(gap_G.detach().sum(), both_G.sum()),
             "loss/contrast_share": Mean(both_G.sum(), segment_any(trained_T, group_T).sum()),
         },

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.types import EffectiveShare, Max, Mean, Metric
+from headrace.types import Deviation, EffectiveShare, ExplainedVariance, Max, Mean, Metric
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: beyond it a ratio says only that something is broken, and overflow would say less
 
@@ -43,14 +43,40 @@ def max_over(values_T: Tensor, counted_T: Tensor) -> Max:
     return Max(kept_T.amax() if kept_T.numel() else kept_T.new_zeros(()))
 
 
-def weight_metrics(weights_T: Tensor, counted_T: Tensor) -> Mapping[str, Metric]:
-    """Mean, maximum and effective sample size (as a share of the counted tokens) of weights that are never negative."""
+def effective_over(weights_T: Tensor, counted_T: Tensor) -> EffectiveShare:
+    """Effective sample size of weights as a share of the counted tokens."""
     kept_T = torch.where(counted_T, weights_T.detach(), 0.0)
+    return EffectiveShare(kept_T.sum(), (kept_T * kept_T).sum(), counted_T.sum())
+
+
+def deviation_over(values_T: Tensor, counted_T: Tensor) -> Deviation:
+    """Standard deviation over counted tokens. Sums of squares lose digits, so they are taken in float64 where the
+    device has it."""
+    wide = torch.float32 if values_T.device.type == "mps" else torch.float64
+    kept_T = torch.where(counted_T, values_T.detach(), 0.0).to(wide)
+    return Deviation(kept_T.sum(), (kept_T * kept_T).sum(), counted_T.sum())
+
+
+def weight_metrics(weights_T: Tensor, counted_T: Tensor) -> Mapping[str, Metric]:
+    """Mean, maximum and effective sample size of weights that are never negative."""
     return {
         "loss/weight_mean": mean_over(weights_T, counted_T),
         "loss/weight_max": max_over(weights_T, counted_T),
-        "loss/weight_effective": EffectiveShare(kept_T.sum(), (kept_T * kept_T).sum(), counted_T.sum()),
+        "loss/weight_effective": effective_over(weights_T, counted_T),
     }
+
+
+def advantage_metrics(advantages_T: Tensor, counted_T: Tensor) -> Mapping[str, Metric]:
+    """Of the advantages as tokens see them."""
+    return {
+        "loss/advantage_mean": mean_over(advantages_T, counted_T),
+        "loss/advantage_std": deviation_over(advantages_T, counted_T),
+    }
+
+
+def explained_over(predicted_T: Tensor, targets_T: Tensor, counted_T: Tensor) -> ExplainedVariance:
+    """How much of the targets' variance the predictions explain."""
+    return ExplainedVariance(deviation_over(targets_T - predicted_T, counted_T), deviation_over(targets_T, counted_T))
 
 
 def divergence_metrics(log_ratio_T: Tensor, counted_T: Tensor, *, name: str) -> Mapping[str, Metric]:
@@ -63,8 +89,13 @@ def divergence_metrics(log_ratio_T: Tensor, counted_T: Tensor, *, name: str) -> 
 
 
 def ratio_metrics(log_ratio_T: Tensor, counted_T: Tensor) -> Mapping[str, Metric]:
+    """Mean, maximum and effective sample size of importance ratios."""
     ratio_T = log_ratio_T.detach().exp()
-    return {"loss/ratio_mean": mean_over(ratio_T, counted_T), "loss/ratio_max": max_over(ratio_T, counted_T)}
+    return {
+        "loss/ratio_mean": mean_over(ratio_T, counted_T),
+        "loss/ratio_max": max_over(ratio_T, counted_T),
+        "loss/ratio_effective": effective_over(ratio_T, counted_T),
+    }
 
 
 def clip_metrics(below_T: Tensor, above_T: Tensor, counted_T: Tensor) -> Mapping[str, Metric]:

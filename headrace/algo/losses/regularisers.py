@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut
-from headrace.algo.losses.ratios import log_ratio, mean_over, weighted_sum
+from headrace.algo.losses.ratios import divergence_metrics, log_ratio, mean_over, weighted_sum
 from headrace.types import Sum
 
 
@@ -64,7 +64,10 @@ def sampler_kl(
     trained_T = weights_T != 0
     d_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)
     loss = sampler_kl_coef * weighted_sum(weights_T, torch.expm1(d_T) - d_T, trained_T)
-    return LossOut(loss=loss, metrics={"loss/sampler_kl": Sum(loss.detach())})
+    return LossOut(
+        loss=loss,
+        metrics={"loss/sampler_kl": Sum(loss.detach()), **divergence_metrics(d_T, trained_T, name="sampler")},
+    )
 
 
 def entropy_bonus(

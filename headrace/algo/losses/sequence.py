@@ -5,6 +5,7 @@ from torch import Tensor
 from headrace.algo.loss import LossOut, Unit, per
 from headrace.algo.losses.ratios import (
     MAX_LOG_RATIO,
+    advantage_metrics,
     divergence_metrics,
     log_ratio,
     weighted_sum,
@@ -91,6 +92,7 @@ def _clipped(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **clipped_metrics(sequence_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             **divergence_metrics(token_T, trained_T, name="sampler"),
         },

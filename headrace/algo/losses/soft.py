@@ -4,7 +4,13 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut
-from headrace.algo.losses.ratios import divergence_metrics, log_ratio, ratio_metrics, weighted_sum
+from headrace.algo.losses.ratios import (
+    advantage_metrics,
+    divergence_metrics,
+    log_ratio,
+    ratio_metrics,
+    weighted_sum,
+)
 from headrace.types import Sum
 
 
@@ -31,6 +37,7 @@ def sapo(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **ratio_metrics(log_ratio_T, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
         },
@@ -58,6 +65,7 @@ def dro(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **ratio_metrics(log_ratio_T, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
         },

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut
-from headrace.algo.losses.ratios import log_ratio, mean_over, weighted_sum
+from headrace.algo.losses.ratios import divergence_metrics, log_ratio, mean_over, ratio_metrics, weighted_sum
 from headrace.types import Mean, Sum
 
 
@@ -37,10 +37,16 @@ def distillation(
     """
     assert policy_logprobs_T.shape == teacher_logprobs_T.shape == sampler_logprobs_T.shape == weights_T.shape
     trained_T = weights_T != 0
-    ratio_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T).exp()
+    sampler_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)
     excess_T = log_ratio(policy_logprobs_T, teacher_logprobs_T, trained_T).detach()
-    loss = weighted_sum(weights_T, ratio_T * excess_T, trained_T)
+    loss = weighted_sum(weights_T, sampler_T.exp() * excess_T, trained_T)
     return LossOut(
         loss=loss,
-        metrics={"loss/distillation": Sum(loss.detach()), "loss/kl_teacher_k1": mean_over(excess_T, trained_T)},
+        metrics={
+            "loss/distillation": Sum(loss.detach()),
+            "loss/kl_teacher_k1": mean_over(excess_T, trained_T),
+            "loss/kl_teacher_k3": mean_over(torch.expm1(-excess_T) + excess_T, trained_T),
+            **ratio_metrics(sampler_T, trained_T),
+            **divergence_metrics(sampler_T, trained_T, name="sampler"),
+        },
     )

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss import LossOut
-from headrace.algo.losses.ratios import clip_metrics, divergence_metrics, log_ratio, ratio_metrics, weighted_sum
+from headrace.algo.losses.ratios import (
+    advantage_metrics,
+    clip_metrics,
+    divergence_metrics,
+    log_ratio,
+    ratio_metrics,
+    weighted_sum,
+)
 from headrace.types import Metric, Sum
 
 
@@ -23,6 +30,7 @@ def importance_sampling(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **ratio_metrics(log_ratio_T, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
         },
@@ -56,6 +64,7 @@ def ppo(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             **divergence_metrics(log_ratio_T, trained_T, name="sampler"),
         },

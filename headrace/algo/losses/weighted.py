@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.algo.loss import LossOut, Unit, per
 from headrace.algo.losses.ratios import (
     MAX_LOG_RATIO,
+    advantage_metrics,
     clip_metrics,
     divergence_metrics,
     log_ratio,
@@ -207,6 +208,7 @@ def _score_function(
         loss=loss,
         metrics={
             "loss/policy": Sum(loss.detach()),
+            **advantage_metrics(advantages_T, trained_T),
             **metrics,
             **weight_metrics(coefficient_T, trained_T),
             **ratio_metrics(log_ratio_T, trained_T),
