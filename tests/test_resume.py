@@ -416,6 +416,34 @@ def test_variants_of_a_run_resume_to_the_same_bytes(
         assert any(len(versions) > 1 for versions in sampled_versions(reference.run))
 
 
+def test_an_asynchronous_run_in_real_time_is_resumed_soundly(headrace: Headrace, whole: Path, tmp_path: Path) -> None:
+    """Not to the byte: where sequences are cut is a matter of time. But the bound holds, every group is accounted for,
+    and none is trained twice."""
+    config = CONFIG[: CONFIG.index("[sft]")] + CONFIG[CONFIG.index("[rl]\n") :]
+    start = f"model.path={json.dumps(str(whole / 'start'))}"
+    options = (start, "rl.async={max_staleness=2, behaviour_weight='one_step'}", "rl.loss=decoupled_ppo", *LONGER)
+    sets = [part for override in options for part in ("--set", override)]
+    folder = prepare(tmp_path, config)
+    assert headrace(folder, "train", "run.toml", *sets, points=[(TAKE, 4), (UPDATE, 1)]).code == -signal.SIGKILL
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    groups: list[int] = []
+    for path in sorted((resumed.run / "rollouts").glob("step_*.jsonl")):
+        groups += {json.loads(line)["group_id"] for line in path.read_text().splitlines()}
+    assert len(groups) == len(set(groups)) == 6 * 2
+    read = [record.values for record in read_metrics(resumed.run / "metrics.jsonl")]
+    records = [values for values in read if "rollout/lag_max" in values]
+    assert len(records) == 6
+    assert all(values["rollout/lag_max"] <= 2 for values in records)
+    assert all(values["correction/missing_next"] == 0 for values in records)
+    executor = json.loads((resumed.run / "checkpoints" / "rl" / "step_000006" / "state.json").read_text())["state"][
+        "executor"
+    ]
+    ledger = executor["ledger"]
+    assert ledger["started"] == ledger["consumed"] + sum(ledger["dropped"].values()) + len(ledger["live"])
+    assert ledger["consumed"] == 12
+
+
 def sampled_versions(run: Path) -> Iterator[list[list[int]]]:
     """Runs of (version, count) of every turn that was trained on."""
     for path in sorted((run / "rollouts").glob("step_*.jsonl")):
