@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from headrace.algo.staleness import HeadBound, SegmentWise, StalenessPolicy, Verdict
+from headrace.algo.staleness import StalenessPolicy, Verdict
 from headrace.errors import CheckpointError, DataError, HeadraceError, RolloutError, boundary
 from headrace.rollout.admission import Admission, Limit
 from headrace.rollout.buffer import ReadyBuffer
@@ -69,6 +69,8 @@ class RolloutExecutor:
         cursor: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         assert batch_groups > 0
+        rounds = 0 if journals is None else journals.gate.lockstep_tokens
+        assert settings.lockstep_tokens == rounds, "the journals and the executor go by different clocks"
         self._play = play
         self._next_task = next_task
         self._batch_groups = batch_groups
@@ -76,7 +78,7 @@ class RolloutExecutor:
         self._publisher = publisher
         self._filters = tuple(filters)
         self._keep = keep or KeepFirst()
-        self._policy = policy or _policy_of(settings)
+        self._policy = policy or settings.policy
         self._journals = journals
         self._cursor = cursor
         self._ledger = Ledger()
@@ -516,11 +518,3 @@ class RolloutExecutor:
         """Score tokens of the version before under this one: of ready, replayed and running groups."""
         if self._scorer is not None:
             await fill_all(self._scorer, (self._ready, self._replay), self._journals, version=self.version)
-
-
-def _policy_of(settings: AsyncSettings) -> StalenessPolicy:
-    match settings.stale_action:
-        case StaleAction.DROP:
-            return HeadBound(settings.max_staleness)
-        case StaleAction.MASK:
-            return SegmentWise(settings.max_staleness)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.algo.staleness import HeadBound, SegmentWise, StalenessPolicy
+
 
 class StaleAction(StrEnum):
     """What becomes of a group with a token that is older than the bound."""
@@ -53,3 +55,11 @@ class AsyncSettings:
         assert self.max_consecutive_drops > 0
         assert self.grace_s > 0
         assert self.lockstep_tokens >= 0
+
+    @property
+    def policy(self) -> StalenessPolicy:
+        match self.stale_action:
+            case StaleAction.DROP:
+                return HeadBound(self.max_staleness)
+            case StaleAction.MASK:
+                return SegmentWise(self.max_staleness)
