@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 
@@ -24,6 +25,14 @@ CALLS = []
 
 def good(messages, ground_truth, **kwargs):
     return float(messages[-1]["content"] == ground_truth)
+
+
+def uses_temporary_files(messages, **kwargs):
+    """Not an attack: what is allowed."""
+    with tempfile.NamedTemporaryFile("w+") as file:
+        file.write("x")
+        file.seek(0)
+        return float(len(file.read()))
 
 
 # --- resources -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from headrace.errors import ConfigError
 from headrace.reward.sandbox import pool
 from headrace.reward.sandbox.limits import EVERY_LAYER, Answer, Layer, Limits, Outcome, essential_missing, missing
 from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.walls import AROUND, environment
 
 ATTACKS = Path(attacks.__file__)
 NAMESPACES = frozenset({Layer.USER, Layer.MOUNT, Layer.NETWORK, Layer.IPC, Layer.PID})
@@ -189,7 +190,7 @@ async def test_the_environment_is_these_variables(mode: Mode, monkeypatch: pytes
     monkeypatch.setenv("HF_TOKEN", "a token")
     answer = await call(f"{ATTACKS}:environment", mode.settings(limits=LIMITS))
     [verdict] = json.loads(answer.result)
-    assert set(verdict["parts"]) - {"LC_CTYPE"} == {*pool.environment(), "HOME", "TMPDIR"}
+    assert set(verdict["parts"]) - {"LC_CTYPE"} == {*environment(), AROUND, "HOME", "TMPDIR"}
 
 
 async def test_what_a_function_prints_comes_back(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ BATCH = ("too_few", "too_many", "slow_batch")
 # attack: how it ends, and the score it gets or what its error says
 ENDS: dict[str, tuple[Outcome, float | str]] = {
     "good": (RETURNED, 1.0),
+    "uses_temporary_files": (RETURNED, 1.0),
     # `processes` is 8: the call itself and seven more
     "fork_bomb": (RETURNED, 7.0),
     "thread_bomb": (RETURNED, 7.0),

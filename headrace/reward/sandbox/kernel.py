@@ -10,6 +10,7 @@ import platform
 import struct
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 available = sys.platform == "linux"
@@ -223,12 +224,23 @@ def seccomp(*, may_nest_pids: bool) -> None:
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(0, f"no seccomp filter for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
-    program = _program(column, architecture, may_nest_pids=may_nest_pids)
-    code = b"".join(struct.pack("=HBBI", *line) for line in program)
+    code = _assembled(column, architecture, may_nest_pids)
     buffer = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("=HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     no_new_privileges()
     _call("prctl", ctypes.c_int(22), ctypes.c_ulong(2), header, ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+@cache
+def _assembled(column: int, architecture: int, may_nest_pids: bool) -> bytes:
+    """Kept, because every call's process installs it."""
+    return b"".join(struct.pack("=HBBI", *line) for line in _program(column, architecture, may_nest_pids=may_nest_pids))
+
+
+def warm_up() -> None:
+    """Before forking: what every call's process would have to assemble again."""
+    if platform.machine() in _ARCHITECTURES:
+        _assembled(*_ARCHITECTURES[platform.machine()], False)
 
 
 def _program(column: int, architecture: int, *, may_nest_pids: bool) -> list[tuple[int, int, int, int]]:

@@ -35,7 +35,7 @@ from headrace.reward.sandbox.limits import (
     missing,
 )
 from headrace.reward.sandbox.supervisor import OVER_MEMORY
-from headrace.reward.sandbox.walls import interpreter_paths, package_folder
+from headrace.reward.sandbox.walls import environment, interpreter_paths, package_folder
 from headrace.reward.sandbox.worker import OUT_OF_MEMORY, RAISED, RETURNED
 
 logger = logging.getLogger(__name__)
@@ -61,20 +61,6 @@ class Settings:
     layers: frozenset[Layer] = EVERY_LAYER
     python: str = sys.executable
     user: int | None = None
-
-
-def environment() -> dict[str, str]:
-    """All that foreign code sees of it. One thread for numerical libraries, and hashes that are the same everywhere."""
-    return {
-        "PATH": "/usr/bin:/bin",
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "2",  # otherwise every thread reserves 64 MB of the address space that is limited
-    }
 
 
 class Worker:

@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.reward.sandbox import kernel
-from headrace.reward.sandbox.walls import Plan, Walls, inner_walls, outer_walls
+from headrace.reward.sandbox.walls import AROUND, Plan, Walls, inner_walls, outer_walls
 
-OVER_MEMORY = 77  # exit status of the supervisor: it ended the first process inside, which used too much memory
+OVER_CPU, OVER_MEMORY = 76, 77  # exit status of the supervisor: the first process inside used too much
 _LOOK_EVERY_MS = 50
 
 Body = Callable[[Walls, str], int]  # gets the walls and the writable folder; returns an exit status
 
 
 def supervise(plan: Plan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -> int:
-    """Run `body` inside the walls and return its exit status (negative: a signal ended it).
+    """Run `body` inside the walls and return its exit status (above 128: a signal ended it).
 
     `keep` are descriptors that only `body` gets; they are closed on this side.
     """
@@ -59,16 +59,19 @@ def _build(plan: Plan, body: Body, lifeline: int) -> None:
                     os.setsid()  # a signal to "my group" must not reach the builder
                 inner_walls(walls, plan, scratch)
                 os.chdir(scratch)
-                os.environ.update(HOME=scratch, TMPDIR=scratch)
+                os.environ.update({"HOME": scratch, "TMPDIR": scratch, AROUND: ",".join(sorted(walls.standing))})
+                tempfile.tempdir = scratch  # the module remembers the folder it found outside
                 status = body(walls, scratch)
         if kernel.available:
             kernel.die_with_parent()
         for descriptor in range(3, 64):
             with suppress(OSError):
                 os.close(descriptor)
-        status = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
-        if status < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        _, raw, used = os.wait4(inside, 0)
+        status = os.waitstatus_to_exitcode(raw)
+        if status == -signal.SIGKILL and used.ru_utime + used.ru_stime > plan.limits.cpu_s - 0.5:
+            status = OVER_CPU
+        status = status if status >= 0 else 128 - status
 
 
 class _exit_with:

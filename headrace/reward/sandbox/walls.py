@@ -22,6 +22,7 @@ from headrace.reward.sandbox.limits import Layer, Limits, may_fork
 SCRATCH = "/scratch"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 INSIDE_ID = 1000
+AROUND = "HEADRACE_WALLS"  # in the environment inside: the layers that stand, for walls within walls
 _FRESH_IDS = 0x40000000  # users above this are nobody's on any machine we know of
 
 
@@ -124,7 +125,7 @@ def inner_walls(walls: Walls, plan: Plan, scratch: str) -> None:
 def call_walls(plan: Plan, standing: Collection[Layer]) -> None:
     """In a call's own process: CPU time of its own, no rights left, no further namespaces."""
     if Layer.RLIMITS in standing:
-        resource.setrlimit(resource.RLIMIT_CPU, (plan.limits.cpu_s, plan.limits.cpu_s))
+        _lower(resource.RLIMIT_CPU, plan.limits.cpu_s)
     if kernel.available:
         kernel.keep_capabilities(0)
     if Layer.SECCOMP in standing:
@@ -215,6 +216,20 @@ def interpreter_paths() -> list[str]:
     return sorted({os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix), str(package_folder())})
 
 
+def environment() -> dict[str, str]:
+    """All that foreign code sees of it. One thread for numerical libraries, and hashes that are the same everywhere."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",  # otherwise every thread reserves 64 MB of the address space that is limited
+    }
+
+
 def package_folder() -> Path:
     return Path(__file__).resolve().parents[2]
 
@@ -231,9 +246,14 @@ def _limit(walls: Walls, limits: Limits) -> None:
         others = 2  # the first process inside, and the builder that waits for it
         pairs.append((resource.RLIMIT_NPROC, limits.processes + others))
     for which, value in pairs:
-        hard = resource.getrlimit(which)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (value, value))
+        _lower(which, value)
+
+
+def _lower(which: int, value: int) -> None:
+    """Within other walls a limit may be lower already."""
+    hard = resource.getrlimit(which)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
 
 
 # --- a root of its own -----------------------------------------------------------------------------------------------

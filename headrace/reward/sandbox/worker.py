@@ -6,6 +6,7 @@ code was imported are bound to names here first, so that code which patches `os`
 only. Standard library only.
 """
 
+import gc
 import json
 import os
 import resource
@@ -55,7 +56,7 @@ def main(control: int, lifeline: int) -> int:
         limits=limits_from(order["limits"]),
     )
     body = partial(_serve, plan=plan, order=order, control=control)
-    return abs(supervise(plan, body, lifeline=lifeline, keep=(control,)))
+    return supervise(plan, body, lifeline=lifeline, keep=(control,))
 
 
 def _serve(walls: Walls, scratch: str, *, plan: Plan, order: dict[str, Any], control: int) -> int:
@@ -71,6 +72,10 @@ def _serve(walls: Walls, scratch: str, *, plan: Plan, order: dict[str, Any], con
     frames.send(control, {"about": loaded[0].about} if loaded else {"failed": failure.text})
     if not loaded:
         return 0
+    if warm:
+        kernel.warm_up()
+        gc.collect()
+        gc.freeze()  # a collection in a call would copy every page that holds an object
     here = os.pidfd_open(os.getpid()) if warm else -1
     while (request := frames.receive(control)) is not None:
         nonce = request["nonce"].encode()

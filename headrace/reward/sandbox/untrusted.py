@@ -1,0 +1,172 @@
+"""Runs a program that nobody has read, such as one that a model wrote, and says how it ended.
+
+For authors of reward functions: code executed in the function's own process could forge its score. `run_untrusted`
+starts another interpreter behind walls of its own. Within the sandbox these are walls within walls: Landlock, seccomp
+and limits are added to what stands around (other namespaces cannot be made there), so the program sees neither the
+reward function's files nor its memory. Standard library only.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from headrace.reward.sandbox import frames
+from headrace.reward.sandbox.limits import EVERY_LAYER, Layer, Limits, Outcome, limits_from
+from headrace.reward.sandbox.supervisor import OVER_CPU, OVER_MEMORY, supervise
+from headrace.reward.sandbox.walls import (
+    AROUND,
+    Plan,
+    Walls,
+    call_walls,
+    environment,
+    inner_walls,
+    interpreter_paths,
+    package_folder,
+)
+
+SMALL = Limits(wall_s=5.0, cpu_s=5, memory_mb=512, processes=4)
+_PROGRAM = "main.py"
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from headrace.reward.sandbox.untrusted import main; \
+sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
+_NOT_WITHIN = frozenset({Layer.USER, Layer.UID})  # of the walls around: what a process inside has no part in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """`outcome` is RETURNED whenever the program ended by itself; then `status` is its exit status. What it printed is
+    its own claim: it is up to the caller what that proves."""
+
+    outcome: Outcome
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run_untrusted(code: str, stdin: str = "", limits: Limits = SMALL) -> Ended:
+    """Run Python source text with this standard input. Blocks for as long as the program runs, within the limits.
+
+    OUTPUT, TIMEOUT, CPU and MEMORY are the program's doing; NOT_RUN is not: then nothing is known about it.
+    """
+    ours, theirs = socket.socketpair()
+    began, begins = os.pipe()
+    with ours, open(began, "rb") as began_file, tempfile.TemporaryFile() as given:
+        given.write(stdin.encode())
+        given.seek(0)
+        with theirs:
+            process = _spawn((theirs.fileno(), begins), given.fileno())
+        os.close(begins)
+        around = [layer for layer in os.environ.get(AROUND, "").split(",") if layer]
+        order = {"code": code, "limits": asdict(limits), "around": around, "scratch": tempfile.gettempdir()}
+        with process:
+            with suppress(ConnectionError):  # it ended before it read its order: it has not begun
+                frames.send(ours.fileno(), order)
+            ended = _followed(process, ours, limits, within=bool(around))
+            ours.close()
+        return ended if began_file.read(1) else replace(ended, outcome=Outcome.NOT_RUN)
+
+
+def _spawn(inherited: tuple[int, int], stdin: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-s", "-P", "-c", _START, str(package_folder().parent), *map(str, inherited)],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        cwd=tempfile.gettempdir(),
+        pass_fds=inherited,
+        start_new_session=True,
+    )
+
+
+def _followed(process: "subprocess.Popen[bytes]", lifeline: socket.socket, limits: Limits, *, within: bool) -> Ended:
+    """Read what it prints, up to the limits, until it has ended; then end what is left of it."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    taken = {process.stdout: bytearray(), process.stderr: bytearray()}
+    deadline = time.monotonic() + limits.wall_s
+    over: Outcome | None = None
+    with selectors.DefaultSelector() as ready:
+        for stream in taken:
+            ready.register(stream, selectors.EVENT_READ)
+        while ready.get_map() and over is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                over = Outcome.TIMEOUT
+            for key, _ in ready.select(max(0.0, left)):
+                stream = process.stdout if key.fileobj is process.stdout else process.stderr
+                part = os.read(stream.fileno(), 65_536)
+                taken[stream] += part
+                if not part:
+                    ready.unregister(stream)
+                if len(taken[stream]) > limits.output_bytes:
+                    over = Outcome.OUTPUT
+    if over is not None:
+        _end(process, lifeline, within=within)
+    status = process.wait()
+    out, err = (bytes(data[: limits.output_bytes]).decode(errors="replace") for data in taken.values())
+    return Ended(outcome=over or _outcome(status), status=status, stdout=out, stderr=err)
+
+
+def _end(process: "subprocess.Popen[bytes]", lifeline: socket.socket, *, within: bool) -> None:
+    """Outside, the supervisor ends everything when its lifeline is cut; within walls, their own end does the rest."""
+    lifeline.close()
+    if within:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _outcome(status: int) -> Outcome:
+    if status in (OVER_CPU, -signal.SIGKILL):  # within walls there is no supervisor to say it
+        return Outcome.CPU
+    if status == OVER_MEMORY:
+        return Outcome.MEMORY
+    return Outcome.CRASHED if status < 0 or status > 128 else Outcome.RETURNED
+
+
+# --- in the new process ----------------------------------------------------------------------------------------------
+
+
+def main(control: int, begins: int) -> int:
+    """`begins` gets a byte when the program takes over: whatever ends before that was not its doing."""
+    order = frames.receive(control)
+    if order is None:
+        return 1
+    around = frozenset(map(Layer, order["around"])) - _NOT_WITHIN
+    within = bool(order["around"])
+    plan = Plan(
+        layers=frozenset({Layer.LANDLOCK, Layer.SECCOMP, Layer.RLIMITS}) if within else EVERY_LAYER,
+        readable=tuple(interpreter_paths()),
+        scratch=order["scratch"],
+        uid_offset=os.getpid(),
+        limits=limits_from(order["limits"]),
+        around=around,
+    )
+    if not within:
+        return supervise(
+            plan, lambda walls, _: _become(order["code"], plan, walls, begins), lifeline=control, keep=(begins,)
+        )
+    walls = Walls(standing=set(around), reasons={})
+    scratch = tempfile.mkdtemp(dir=plan.scratch)
+    os.close(control)
+    inner_walls(walls, plan, scratch)
+    os.chdir(scratch)
+    os.environ.update(HOME=scratch, TMPDIR=scratch)
+    return _become(order["code"], plan, walls, begins)
+
+
+def _become(code: str, plan: Plan, walls: Walls, begins: int) -> int:
+    """Never returns: an interpreter that knows nothing of this one takes its place."""
+    Path(_PROGRAM).write_text(code, encoding="utf-8")
+    call_walls(plan, walls.standing)
+    os.environ.pop(AROUND, None)
+    os.write(begins, b"b")
+    os.set_inheritable(begins, False)
+    os.execv(sys.executable, [sys.executable, "-s", "-P", _PROGRAM])
