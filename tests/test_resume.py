@@ -416,6 +416,26 @@ def test_variants_of_a_run_resume_to_the_same_bytes(
         assert any(len(versions) > 1 for versions in sampled_versions(reference.run))
 
 
+def test_an_asynchronous_run_stopped_and_killed_again_and_again_resumes_to_the_same_bytes(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    """Asked to stop in the middle of sequences, then killed in sampling, in training and in the middle of saving."""
+    config = CONFIG[: CONFIG.index("[sft]")] + CONFIG[CONFIG.index("[rl]\n") :]
+    options = [f"model.path={json.dumps(str(whole / 'start'))}", *VARIANTS["asynchronous, segment-wise"]]
+    sets = [part for override in options for part in ("--set", override)]
+    reference = headrace(prepare(tmp_path / "whole", config), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "killed", config)
+    stopped = headrace(folder, "train", "run.toml", *sets, points=[(TAKE, 2), (SAMPLE, 5)], number=signal.SIGTERM)
+    assert stopped.code == 75, stopped.said
+    points: list[Points] = [[(TAKE, 2), (SAMPLE, 7)], [(TAKE, 3), (UPDATE, 1)], [(TAKE, 2), (SAVE_FILE, 1)]]
+    for where in points:
+        assert headrace(folder, "train", "run.toml", "--resume", *sets, points=where).code == -signal.SIGKILL
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run, besides=["rl/step_000001"])
+
+
 def test_an_asynchronous_run_in_real_time_is_resumed_soundly(headrace: Headrace, whole: Path, tmp_path: Path) -> None:
     """Not to the byte: where sequences are cut is a matter of time. But the bound holds, every group is accounted for,
     and none is trained twice."""
