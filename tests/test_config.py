@@ -468,13 +468,20 @@ def test_paths_are_made_absolute_so_that_a_resumed_run_finds_them(tmp_path: Path
         (tmp_path / name).mkdir()
     text = RL + "[model]\npath = 'model'\n" + '[[rl.rewards]]\nfn = "mine.py:score"\n[[rl.rewards]]\nfn = "env"\n'
     resolved = absolute_paths(
-        load(text, 'sft={steps=1, sources=[{type="jsonl", path="rows.jsonl"}]}', "rl.loss=pkg.mod:fn"), base=tmp_path
+        load(
+            text,
+            'sft={steps=1, sources=[{type="jsonl", path="rows.jsonl"}]}',
+            "rl.loss=pkg.mod:fn",
+            "rl.async.score=mine.py:f",
+        ),
+        base=tmp_path,
     )
     assert resolved.rl is not None
     assert resolved.sft is not None
     assert resolved.model.path == str(tmp_path / "model")
     assert resolved.sft.sources[0].path == str(tmp_path / "rows.jsonl")
     assert [term.fn for term in resolved.rl.rewards] == [f"{tmp_path / 'mine.py'}:score", "env"]
+    assert resolved.rl.asynchronous.score == f"{tmp_path / 'mine.py'}:f"
     assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", Source(type="world", name="keys"))
     assert absolute_paths(load(RL), base=tmp_path) == load(RL)
 

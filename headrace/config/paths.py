@@ -97,4 +97,5 @@ def _rl(rl: Rl, base: Path) -> Rl:
             rl.reward_runner, readable=tuple(_absolute(path, base) for path in rl.reward_runner.readable)
         ),
         filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),
+        asynchronous=replace(rl.asynchronous, score=_function(rl.asynchronous.score, base)),
     )

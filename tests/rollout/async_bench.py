@@ -34,6 +34,8 @@ HANDLE = Shared(fingerprint="abc")
 class HandSampler(FakeSampler):
     """Samples one token of every open sequence per `step()`; a score is -1 - version, so it says who scored."""
 
+    holds_in_flight = True
+
     def __init__(self) -> None:
         self._beat = asyncio.Event()
         self.scored: list[tuple[int, list[int]]] = []  # (version, tokens) of every scored sequence

@@ -8,6 +8,8 @@ from async_bench import HANDLE, HandSampler, executor_of, turns
 
 from headrace.errors import RolloutError, SamplerError
 from headrace.rollout.next_version import NextVersionScorer, Sampled, filled, lacking
+from headrace.rollout.publish import Publisher
+from headrace.rollout.settings import Interrupt
 from headrace.testing import FakeSampler
 from headrace.types import Completion, FloatArray, IntArray, Step, Stop, float_array, int_array
 
@@ -91,7 +93,8 @@ async def test_a_failing_score_leaves_everything_as_it_was_and_is_named() -> Non
 # --- in the executor -------------------------------------------------------------------------------------------------
 
 
-async def test_ready_and_running_groups_are_scored_at_publish() -> None:
+@pytest.mark.parametrize("interrupt", [Interrupt.ABORT, Interrupt.INFLIGHT])
+async def test_ready_and_running_groups_are_scored_at_publish(interrupt: Interrupt) -> None:
     """eta = 2, B = 1. The short task waits in the buffer, the long one runs on, across two updates."""
     sampler = HandSampler()
     executor = executor_of(
@@ -99,6 +102,7 @@ async def test_ready_and_running_groups_are_scored_at_publish() -> None:
         max_staleness=2,
         next_logprobs=True,
         names=["a", "b", "long"],
+        publisher=Publisher([sampler], interrupt=interrupt),
         tokens=lambda t: (9,) if t.id == "long" else (2,),
     )
     async with executor:
