@@ -1,0 +1,92 @@
+"""A token's version is the one that was loaded when it was sampled, through interruptions and continuations.
+
+The engine writes its version into every token it samples, so what is recorded can be compared with what happened.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+from executor_world import TOKEN_S, ShowingSampler, score_of
+
+from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.journal import Journals
+from headrace.rollout.publish import Publisher
+from headrace.rollout.settings import AsyncSettings
+from headrace.testing import VERSION_STRIDE, run_virtual
+from headrace.types import (
+    Completion,
+    Episode,
+    Group,
+    Reward,
+    SampleRequest,
+    SamplingParams,
+    ScoredEpisode,
+    Shared,
+    Step,
+    Task,
+    int_array,
+)
+
+LONG, SHORT = 20, 2
+
+
+async def through_updates(publish_at_s: list[float]) -> Completion:
+    """One long sequence, while weights are published at the given moments for short ones that come and go."""
+    sampler, journals = ShowingSampler(), Journals()
+    lengths = {"t0": LONG}
+
+    async def play(task: Task, id: int) -> Group:
+        request = SampleRequest(prompt=int_array([5]), params=SamplingParams(max_tokens=lengths.get(task.id, SHORT)))
+        completion = await journals.open(id, 1)[0].sample(sampler, request)
+        step = Step(prompt=request.prompt, completion=completion, action="")
+        episode = Episode(id=str(id), task=task, seed=0, steps=(step,), messages=(), temperature=1.0)
+        return Group(id=id, task=task, episodes=(ScoredEpisode(episode=episode, reward=Reward(total=0.0)),))
+
+    names = iter(range(100))
+    executor = RolloutExecutor(
+        play=play,
+        next_task=lambda: Task(id=f"t{next(names)}"),
+        batch_groups=1,
+        settings=AsyncSettings(max_staleness=len(publish_at_s) + 1, next_logprobs=True),
+        publisher=Publisher([sampler]),
+        journals=journals,
+    )
+    loop = asyncio.get_running_loop()
+    async with executor:
+        began_s = loop.time()
+        for number, at_s in enumerate(publish_at_s):
+            executor.done(await executor.take_batch())
+            await asyncio.sleep(began_s + at_s - loop.time())
+            await executor.publish(Shared(fingerprint=f"w{number}"))
+        await asyncio.sleep(LONG * TOKEN_S)  # it has ended by now
+        while True:
+            groups = await executor.take_batch()
+            executor.done(groups)
+            if groups[0].task.id == "t0":
+                return groups[0].episodes[0].episode.steps[0].completion
+            await executor.publish(Shared(fingerprint="later"))
+
+
+@pytest.mark.parametrize(
+    ("publish_at_s", "segments"),
+    [
+        ([4.5], [5, 15]),
+        ([4.5, 9.5], [5, 5, 10]),
+        ([4.5, 6.5, 9.5], [5, 2, 3, 10]),
+        ([4.5, 4.75, 5.0], [5, 1, 1, 13]),  # the token that was being made when the update came belongs to before it
+    ],
+)
+def test_every_token_has_the_version_that_sampled_it(publish_at_s: list[float], segments: list[int]) -> None:
+    completion = run_virtual(through_updates(publish_at_s))
+    expected = [version for version, length in enumerate(segments) for _ in range(length)]
+    written = completion.tokens // VERSION_STRIDE
+    assert completion.versions.tolist() == written.tolist()
+    assert written.tolist() == expected, "what happened is not what the clock says"
+    assert (completion.tokens % VERSION_STRIDE).tolist() == list(range(LONG)), "nothing is lost or sampled twice"
+    assert completion.next_logprobs is not None
+    for version, next_logprob in zip(completion.versions, completion.next_logprobs, strict=True):
+        if not np.isnan(next_logprob):
+            assert next_logprob == pytest.approx(score_of(int(version) + 1))
+    scored = ~np.isnan(completion.next_logprobs)
+    assert scored[completion.versions < len(publish_at_s)].all(), "all that saw an update were scored under the next"
