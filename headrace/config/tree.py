@@ -264,6 +264,7 @@ class Critic:
     bootstrap: Flag = True  # past a limit an episode is worth what is expected after it; false for whole-episode judges
     whiten: Flag = True  # bring the advantages of a training step to mean 0 and standard deviation 1
     kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model, taken off the reward of every token
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # of that KL; k1 is the one whose policy gradient is the KL's
     optimizer: Optimizer = field(default_factory=Optimizer)  # trunk "own": AdamW and its schedule
 
 

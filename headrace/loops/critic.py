@@ -54,6 +54,7 @@ class CriticSettings:
     value_clip: float = 0.2
     whiten: bool = True
     kl_coef: float = 0.0
+    kl_estimator: str = "k1"
     bootstrap: bool = True
     minibatches: int = 1
 
@@ -80,7 +81,7 @@ class Critic:
             assert self.reference is not None
             reference_T = _end_to_end(await self.reference(layout.data))
             sampler_T = _end_to_end([datum.arrays["sampler_logprobs"] for datum in layout.data])
-            shaped_T = kl_rewards(rewards_T, sampler_T, reference_T, coef=c.kl_coef)
+            shaped_T = kl_rewards(rewards_T, sampler_T, reference_T, coef=c.kl_coef, estimator=c.kl_estimator)
             rewards_T = np.where(layout.turns_T == NOT_SAMPLED, 0.0, shaped_T)
         bootstrap_E = _bootstrap(layout, values) if c.bootstrap else np.zeros(len(layout.episodes))
         gae = _gae(layout, rewards_T, values_T, bootstrap_E, c)

@@ -35,6 +35,7 @@ def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
             value_clip=own.value_clip,
             whiten=own.whiten,
             kl_coef=own.kl_coef,
+            kl_estimator=own.kl_estimator,
             bootstrap=own.bootstrap,
             minibatches=c.minibatches,
         ),

@@ -67,9 +67,10 @@ def output_of(name: str, arrays: Mapping[str, Tensor]) -> Tensor:
     return arrays[loss_inputs(LOSSES[name]).outputs[0]].clone().requires_grad_()
 
 
-# a loss whose coefficients are held constant is differentiated with them held constant by construction of its formula;
-# finite differences see their change too, so these are compared with their closed form in their own tests
+# a loss that holds some of its factors constant is differentiated with these held constant; finite differences would
+# see them move, so these losses are evaluated with the factors of the point where the gradient is taken
 STOPS_GRADIENTS = {
+    "reference_kl_k1_k2",
     "cispo",
     "aipo",
     "tis",
@@ -90,6 +91,46 @@ STOPS_GRADIENTS = {
 def test_gradient_is_that_of_finite_differences(name: str, seed: int) -> None:
     arrays = batch(seed)
     assert torch.autograd.gradcheck(lambda output: call(name, arrays, output).loss, (output_of(name, arrays),))
+
+
+class Held:
+    """Stands for Tensor.detach: the first evaluation records what it cut off, every later one gets the same again."""
+
+    def __init__(self) -> None:
+        self._detach, self._recorded = Tensor.detach, list[Tensor]()
+        self._next: int | None = None
+
+    def again(self) -> None:
+        self._next = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if self._next is None:
+            self._recorded.append(self._detach(tensor).clone())
+            return self._recorded[-1]
+        self._next += 1
+        return self._recorded[self._next - 1]
+
+
+@pytest.mark.parametrize("name", sorted(STOPS_GRADIENTS))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gradient_is_that_of_finite_differences_with_stopped_factors_held(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = batch(seed)
+    output_T = output_of(name, arrays)
+    held = Held()
+    monkeypatch.setattr(Tensor, "detach", lambda tensor: held(tensor))
+    call(name, arrays, output_T).loss.backward()
+    assert output_T.grad is not None
+    at_T, found_T = output_T.data.clone(), output_T.grad.clone()
+    for place in range(NUM):
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved_T = at_T.clone()
+            moved_T[place] += step
+            held.again()
+            ends.append(float(call(name, arrays, moved_T).loss))
+        assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(float(found_T[place]), rel=1e-6, abs=1e-8), place
 
 
 def gradient(name: str, arrays: Mapping[str, Tensor], pieces: list[Tensor]) -> tuple[Tensor, dict[str, float]]:

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from headrace.algo.advantages import credit, grpo, token_gae
+from headrace.algo.datum import shifted
 from headrace.algo.loss import loss_inputs
 from headrace.algo.losses import LOSSES
-from headrace.types import Episode, Group, Reward, ScoredEpisode, Task
+from headrace.types import Episode, Group, Reward, ScoredEpisode, Task, float_array, int_array
 
 
 @pytest.mark.parametrize("name", ["ppo", "importance_sampling", "cispo", "sapo", "dro", "cross_entropy"])
@@ -63,3 +64,21 @@ def test_equal_rewards_in_float32_stay_equal(value: float, count: int) -> None:
     # in float32, (x - mean) / (std + 1e-6) of these gives 0.31 and 0.48
     rewards = np.full(count, value, dtype=np.float32)
     assert grpo(rewards, np.zeros(count, dtype=int)).values.tolist() == [0.0] * count
+
+
+def test_labels_are_shifted_once_and_only_once() -> None:
+    # position t reads tokens up to t and is asked for token t + 1, with the log-prob and the weight of that token
+    tokens = int_array([11, 12, 13, 14])
+    arrays = {"weights": float_array([0.0, 0.0, 1.0, 2.0]), "sampler_logprobs": float_array([9.0, 9.0, -0.3, -0.4])}
+    datum = shifted(tokens, arrays)
+    assert (datum.inputs.tolist(), datum.targets.tolist()) == ([11, 12, 13], [12, 13, 14])
+    assert datum.arrays["weights"].tolist() == [0.0, 1.0, 2.0]
+    assert datum.arrays["sampler_logprobs"].tolist() == pytest.approx([9.0, -0.3, -0.4])
+    # a model that knows the next token has no loss; one that repeats its input (right for unshifted labels) has
+    next_token = torch.zeros(3, 20).scatter_(1, torch.tensor(datum.targets).long()[:, None], 50.0)
+    same_token = torch.zeros(3, 20).scatter_(1, torch.tensor(datum.inputs).long()[:, None], 50.0)
+    losses = []
+    for logits in (next_token, same_token):
+        picked = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(datum.targets).long()[:, None])[:, 0]
+        losses.append(float(LOSSES["cross_entropy"](picked, torch.tensor(datum.arrays["weights"])).loss))
+    assert losses == [pytest.approx(0.0, abs=1e-6), pytest.approx(150.0)]

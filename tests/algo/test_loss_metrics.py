@@ -55,6 +55,7 @@ REPORTED: dict[str, Table] = {
     "value": VALUE,
     "value_clipped": VALUE | {"value_clip_frac": Mean},
     "shared_value": VALUE | {"value_clip_frac": Mean},
+    "reference_kl_k1_k2": REFERENCE,
     "reference_kl_k2": REFERENCE,
     "reference_kl_k3": REFERENCE,
     "reference_kl_k3_k2": REFERENCE,

@@ -23,7 +23,11 @@ def rows(heading: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("heading", "names"),
-    [("Credit", METHODS), ("Weightings", WEIGHTINGS), ("Losses", LOSSES)],
+    [
+        ("Credit", {**METHODS, **dict.fromkeys(("token_gae", "turn_gae"))}),
+        ("Weightings", WEIGHTINGS),
+        ("Losses", LOSSES),
+    ],
     ids=lambda v: str(v)[:9],
 )
 def test_one_row_for_each(heading: str, names: dict[str, object]) -> None:

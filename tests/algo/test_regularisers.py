@@ -12,6 +12,7 @@ from headrace.algo.losses.compose import added
 from headrace.algo.losses.critic import value, value_clipped
 from headrace.algo.losses.regularisers import (
     entropy_bonus,
+    reference_kl_k1_k2,
     reference_kl_k2,
     reference_kl_k3,
     reference_kl_k3_k2,
@@ -56,12 +57,20 @@ def test_what_each_estimator_reads_and_follows() -> None:
     k2_value, k2_gradient = expected(reference_kl_k2, on_policy, REFERENCE_V)
     k3_value, k3_gradient = expected(reference_kl_k3, on_policy, REFERENCE_V)
     both_value, both_gradient = expected(reference_kl_k3_k2, on_policy, REFERENCE_V)
+    k1_value, k1_gradient = expected(reference_kl_k1_k2, on_policy, REFERENCE_V)
+    assert k1_value == pytest.approx(forward.item())
+    torch.testing.assert_close(k1_gradient, gradient(forward))
     torch.testing.assert_close(k2_gradient, gradient(forward))
     assert k2_value != pytest.approx(forward.item(), rel=0.01)  # biased
     assert k3_value == pytest.approx(forward.item())
     torch.testing.assert_close(k3_gradient, gradient(kl(REFERENCE_V, policy_V())))
     assert both_value == pytest.approx(forward.item())
     torch.testing.assert_close(both_gradient, gradient(forward))
+
+
+def test_the_value_of_k1_has_either_sign_token_by_token() -> None:
+    out = reference_kl_k1_k2(row(-1.0, -2.0), row(-2.0, -1.5), row(1.0, 1.0), kl_coef=0.1)
+    assert out.loss.item() == pytest.approx(0.1 * (1.0 - 0.5))
 
 
 def test_weighted_form_is_unbiased_on_another_samplers_tokens() -> None:

@@ -132,6 +132,16 @@ async def test_the_kl_to_the_reference_is_taken_off_every_tokens_reward() -> Non
     batch = await shaped.credit([one_turn(1.0)])
     # sampler -0.5, reference -2.5: 0.1 * 2 off each token; returns to go 1 - 0.4 and 1 - 0.2
     assert sampled(batch.data[0], "advantages") == pytest.approx([0.6, 0.8])
+    squared = replace(shaped, settings=replace(shaped.settings, kl_estimator="k2"))
+    batch = await squared.credit([one_turn(1.0)])
+    # 2^2 / 2 is 2 as well; with reference -1.5, k2 is 0.5: 0.05 off each
+    assert sampled(batch.data[0], "advantages") == pytest.approx([0.6, 0.8])
+
+    async def nearer(data: Sequence[Datum]) -> Sequence[FloatArray]:
+        return [float_array(np.where(datum.arrays["weights"] != 0, -1.5, 0.0)) for datum in data]
+
+    batch = await replace(squared, reference=nearer).credit([one_turn(1.0)])
+    assert sampled(batch.data[0], "advantages") == pytest.approx([0.9, 0.95])
 
 
 async def test_the_value_update_learns_returns_and_explains_their_variance(tmp_path: Path) -> None:

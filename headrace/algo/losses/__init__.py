@@ -12,6 +12,7 @@ from headrace.algo.losses.discriminative import discriminative
 from headrace.algo.losses.preference import bradley_terry, dpo, ipo
 from headrace.algo.losses.regularisers import (
     entropy_bonus,
+    reference_kl_k1_k2,
     reference_kl_k2,
     reference_kl_k3,
     reference_kl_k3_k2,
@@ -53,6 +54,7 @@ LOSSES: Mapping[str, LossFn] = {
     "value": value,
     "value_clipped": value_clipped,
     "shared_value": shared_value,
+    "reference_kl_k1_k2": reference_kl_k1_k2,
     "reference_kl_k2": reference_kl_k2,
     "reference_kl_k3": reference_kl_k3,
     "reference_kl_k3_k2": reference_kl_k3_k2,

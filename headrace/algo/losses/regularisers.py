@@ -3,7 +3,7 @@
 For samples of the policy, d = policy - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1 and k3
 estimate KL(policy || reference). As terms to differentiate they differ: the expected gradient of k1 is zero, that of k2
 is the gradient of KL(policy || reference), that of k3 the gradient of KL(reference || policy). So value and gradient
-are named apart here. k1 belongs into the reward (`shaping.kl_rewards`).
+are named apart here. As a term of the reward all three are `shaping.kl_rewards`.
 """
 
 import torch
@@ -12,6 +12,15 @@ from torch import Tensor
 from headrace.algo.loss import LossOut
 from headrace.algo.losses.ratios import divergence_metrics, log_ratio, mean_over, weighted_sum
 from headrace.types import Sum
+
+
+def reference_kl_k1_k2(
+    policy_logprobs_T: Tensor, reference_logprobs_T: Tensor, weights_T: Tensor, *, kl_coef: float = 0.01
+) -> LossOut:
+    """Value of k1, gradient of k2: the unbiased value, of either sign, with the pull of KL(policy || reference)."""
+    d_T = log_ratio(policy_logprobs_T, reference_logprobs_T, weights_T != 0)
+    k2_T = 0.5 * d_T**2
+    return _penalty(d_T.detach() + k2_T - k2_T.detach(), d_T, weights_T, kl_coef)
 
 
 def reference_kl_k2(
