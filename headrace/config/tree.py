@@ -81,6 +81,8 @@ class Engine:
     max_rows: Positive = 32  # sequences that are decoded together
     kv_tokens: Positive | None = None  # room for keys and values; unset: twice `max_rows` sequences of the longest kind
     piece_tokens: Positive = 128  # long prompts are read in pieces of this size
+    # cuda: decode in captured graphs, several tokens at a time; auto: in half precision, if its layers are known
+    graphs: FlagOrAuto = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

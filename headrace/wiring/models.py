@@ -8,6 +8,7 @@ import torch
 
 from headrace.config import Config, Model
 from headrace.errors import ConfigError
+from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
 from headrace.infer.generate import GenerateSampler
 from headrace.model import cuda
@@ -124,11 +125,19 @@ def make_sampler(config: Config, lm: LanguageModel, worker: Worker) -> EmbeddedE
     separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
     own = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
     longest = min(rl.max_episode_tokens if rl is not None else lm.context, lm.context)
+    kv_tokens = engine.kv_tokens or default_kv_tokens(engine.max_rows, longest)
     return EmbeddedEngine(
         own,
         max_rows=engine.max_rows,
-        kv_tokens=engine.kv_tokens or default_kv_tokens(engine.max_rows, longest),
+        kv_tokens=kv_tokens,
         piece_tokens=engine.piece_tokens,
         source=lm if separate else None,
         worker=None if separate else worker,
+        decoder=graph_decoder(
+            own,
+            max_rows=engine.max_rows,
+            kv_tokens=kv_tokens,
+            graphs=None if engine.graphs == "auto" else engine.graphs,
+            deterministic=config.run.deterministic,
+        ),
     )

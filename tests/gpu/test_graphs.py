@@ -1,0 +1,259 @@
+"""Decoding in CUDA graphs: what the plain path samples, in any crowd, through preemption and weight updates."""
+
+import asyncio
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from headrace.errors import SamplerError
+from headrace.infer.cuda import graph_decoder
+from headrace.infer.engine import EmbeddedEngine
+from headrace.model.load import LanguageModel, prepare
+from headrace.model.lora import add_lora, lora_layers
+from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+VOCABULARY = 9000  # three blocks of the drawing kernel
+KV_TOKENS = 32 * 512
+
+
+def model_of(kind: str = "qwen2", dtype: torch.dtype = torch.float32, *, seed: int = 0) -> LanguageModel:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 384,
+        "intermediate_size": 640,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    model: Any = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)),
+    }[kind]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.normal_(mean=1.0, std=0.2)
+    return prepare(model.to("cuda", dtype), None, source="test")
+
+
+@contextmanager
+def opened(
+    lm: LanguageModel, *, graphs: bool, max_rows: int = 32, kv_tokens: int = KV_TOKENS, **options: Any
+) -> Iterator[EmbeddedEngine]:
+    decoder = graph_decoder(lm, max_rows=max_rows, kv_tokens=kv_tokens, graphs=graphs, **options)
+    assert (decoder is not None) == graphs
+    engine = EmbeddedEngine(lm, max_rows=max_rows, kv_tokens=kv_tokens, decoder=decoder)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def requests_of(count: int, *, size: int = 70, tokens: int = 50, **params: Any) -> list[SampleRequest]:
+    """Prompts of 1 to `size` tokens, the first third equal; temperatures 1, 0.7 and 0."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, VOCABULARY, size)
+    return [
+        SampleRequest(
+            prompt=int_array(shared if index < count // 3 else rng.integers(0, VOCABULARY, rng.integers(1, size + 1))),
+            params=SamplingParams(
+                max_tokens=tokens - index % 7,
+                seed=2**63 + index,
+                **{"temperature": (1.0, 0.7, 0.0)[index % 3], "stop_tokens": (), **params},
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def sample_all(engine: EmbeddedEngine, requests: Sequence[SampleRequest]) -> list[Completion]:
+    async def run() -> list[Completion]:
+        async with asyncio.timeout(100):
+            return await asyncio.gather(*(engine.sample(request) for request in requests))
+
+    return asyncio.run(run())
+
+
+def mean_difference(engine: EmbeddedEngine, requests: Sequence[SampleRequest], got: Sequence[Completion]) -> float:
+    """Of the raw log-probs to the trainer's forward pass."""
+    whole = [int_array(np.concatenate([r.prompt, c.tokens])) for r, c in zip(requests, got, strict=True)]
+    scores = asyncio.run(engine.score(whole))
+    return float(
+        np.concatenate(
+            [np.abs(s[len(r.prompt) :] - c.raw_logprobs) for s, r, c in zip(scores, requests, got, strict=True)]
+        ).mean()
+    )
+
+
+def same_share(left: Sequence[Completion], right: Sequence[Completion]) -> float:
+    """Share of tokens before the first that differs, over all sequences."""
+    total = equal = 0
+    for a, b in zip(left, right, strict=True):
+        differs = a.tokens != b.tokens
+        total += len(a.tokens)
+        equal += int(differs.argmax()) if differs.any() else len(a.tokens)
+    return equal / total
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_in_float32_the_tokens_are_those_of_the_plain_path(kind: str) -> None:
+    lm, requests = model_of(kind), requests_of(48)
+    with opened(lm, graphs=True) as engine:
+        graphed = sample_all(engine, requests)
+        assert engine.counters.shared > 0
+        assert mean_difference(engine, requests, graphed) < 1e-4
+    with opened(lm, graphs=False) as engine:
+        plain = sample_all(engine, requests)
+    assert [c.stop for c in graphed] == [c.stop for c in plain]
+    assert same_share(graphed, plain) > 0.98  # a uniform number may fall on an edge that rounding moved
+    for a, b in zip(graphed, plain, strict=True):
+        if (a.tokens == b.tokens).all():
+            np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=2e-3)
+            np.testing.assert_allclose(a.raw_logprobs, b.raw_logprobs, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_in_bfloat16_the_log_probs_are_those_of_the_trainer(kind: str) -> None:
+    lm, requests = model_of(kind, torch.bfloat16), requests_of(48, temperature=1.0)
+    with opened(lm, graphs=True) as engine:
+        graphed = sample_all(engine, requests)
+        by_graph = mean_difference(engine, requests, graphed)
+    with opened(lm, graphs=False) as engine:
+        by_plain = mean_difference(engine, requests, sample_all(engine, requests))
+    print(kind, by_graph, by_plain)
+    assert by_graph < max(0.01, 1.2 * by_plain)
+
+
+def test_rows_stop_at_their_tokens_and_limits() -> None:
+    lm = model_of()
+    [free] = requests_of(1, tokens=60)
+    with opened(lm, graphs=True) as engine:
+        [whole] = sample_all(engine, [free])
+        for place in (0, 15, 16, 40):
+            wanted = int(whole.tokens[place])
+            end = whole.tokens.tolist().index(wanted) + 1
+            stopped = SampleRequest(
+                prompt=free.prompt,
+                params=SamplingParams(max_tokens=60, seed=2**63, stop_tokens=(VOCABULARY - 1, wanted)),
+            )
+            [short] = sample_all(engine, [stopped])
+            assert (short.stop, short.tokens.tolist()) == (Stop.STOP, whole.tokens[:end].tolist())
+
+
+def test_preempted_sequences_go_on() -> None:
+    # 16 slots of 128 tokens fit; at 100 + 60 tokens slots must have 256, of which 8 fit: 8 of 16 are preempted
+    lm = model_of()
+    rng = np.random.default_rng(1)
+    requests = [
+        SampleRequest(
+            prompt=int_array(rng.integers(0, VOCABULARY, 100)),
+            params=SamplingParams(max_tokens=60, seed=seed, stop_tokens=()),
+        )
+        for seed in range(20)
+    ]
+    with opened(lm, graphs=True, max_rows=16, kv_tokens=2048) as engine:
+        tight = sample_all(engine, requests)
+        assert engine.counters.preempted >= 8
+        assert engine.counters.decoded == 20 * 60
+        assert mean_difference(engine, requests, tight) < 1e-4
+    with opened(lm, graphs=True) as engine:
+        roomy = sample_all(engine, requests)
+    assert same_share(tight, roomy) > 0.98
+
+
+def test_graphs_survive_a_weight_update_in_flight() -> None:
+    lm = model_of(dtype=torch.bfloat16)
+    source = prepare(copy.deepcopy(lm.model), None, source="test")
+    requests = requests_of(24, tokens=200, temperature=1.0)
+    decoder = graph_decoder(lm, max_rows=32, kv_tokens=KV_TOKENS, graphs=True)
+    engine = EmbeddedEngine(lm, max_rows=32, kv_tokens=KV_TOKENS, source=source, decoder=decoder)
+
+    async def run() -> list[Completion]:
+        calls = [asyncio.ensure_future(engine.sample(request)) for request in requests]
+        while engine.counters.decoded < 500:  # noqa: ASYNC110 the engine is a thread that tells nobody about a token
+            await asyncio.sleep(0)
+        await engine.pause(interrupt=True)
+        partials = await asyncio.gather(*calls)
+        with torch.no_grad():
+            for parameter in source.model.parameters():
+                parameter.mul_(1.25)
+        await engine.load(Shared(fingerprint=""), 1)
+        await engine.resume()
+        return await asyncio.gather(
+            *(
+                engine.sample(SampleRequest(prompt=r.prompt, params=r.params, continue_from=p))
+                for r, p in zip(requests, partials, strict=True)
+            )
+        )
+
+    whole = asyncio.run(run())
+    sequences = [int_array(np.concatenate([r.prompt, c.tokens])) for r, c in zip(requests, whole, strict=True)]
+    scores = asyncio.run(engine.score(sequences))  # under the new weights
+    engine.close()
+    old, new = [], []
+    for request, completion, score in zip(requests, whole, scores, strict=True):
+        difference = np.abs(score[len(request.prompt) :] - completion.raw_logprobs)
+        old.append(difference[completion.versions == 0])
+        new.append(difference[completion.versions == 1])
+    assert len(np.concatenate(new)) > 500
+    assert np.concatenate(new).mean() < 0.05 < np.concatenate(old).mean()
+
+
+def test_an_adapter_is_part_of_what_is_decoded() -> None:
+    lm = model_of()
+    add_lora(lm.model, rank=4, alpha=8.0, targets=("q_proj", "gate_proj", "down_proj"), seed=0)
+    requests = requests_of(8)
+    with opened(lm, graphs=True) as engine:
+        before = sample_all(engine, requests)
+        with torch.no_grad():
+            for _, layer in lora_layers(lm.model):
+                layer.up.normal_(std=0.2)
+        asyncio.run(engine.load(Shared(fingerprint=""), 1))
+        after = sample_all(engine, requests)
+        assert mean_difference(engine, requests, after) < 1e-3
+    assert same_share(before, after) < 0.5
+
+
+def test_a_deterministic_decoder_repeats_itself_in_any_crowd() -> None:
+    lm, requests = model_of(dtype=torch.bfloat16), requests_of(40)
+    with opened(lm, graphs=True, deterministic=True) as engine:
+        first = sample_all(engine, requests)
+    with opened(lm, graphs=True, deterministic=True) as engine:
+        again = sample_all(engine, list(reversed(requests)))[::-1]
+        few = [sample_all(engine, [request])[0] for request in requests[:5]]
+    for one, other in [*zip(first, again, strict=True), *zip(first, few, strict=False)]:
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.sampler_logprobs.tobytes() == other.sampler_logprobs.tobytes()
+
+
+def test_the_same_requests_have_the_same_tokens_again() -> None:
+    lm, requests = model_of(dtype=torch.bfloat16), requests_of(32)
+    runs = []
+    for _ in range(2):
+        with opened(lm, graphs=True) as engine:
+            runs.append(sample_all(engine, requests))
+    assert same_share(*runs) > 0.9
+
+
+def test_what_cannot_be_graphed_is_said() -> None:
+    lm = model_of()
+    lm.model.config.model_type = "olmo2"
+    with pytest.raises(SamplerError, match="olmo2"):
+        graph_decoder(lm, max_rows=8, kv_tokens=4096, graphs=True)
+    assert graph_decoder(lm, max_rows=8, kv_tokens=4096) is None
