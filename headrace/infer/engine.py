@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -116,6 +117,7 @@ class EmbeddedEngine:
         self._drained: list[Future[None]] = []
         self._closed = False
         self._failure: str | None = None
+        self._stream = self._make_stream()
         self._lock = threading.Lock()
         self._scheduled = False  # a turn is waiting for the worker or running on it
         self._worker = worker or Worker()
@@ -164,6 +166,15 @@ class EmbeddedEngine:
             self._end(CLOSED)
         if self._owns_worker:
             self._worker.close()
+
+    def _make_stream(self) -> torch.cuda.Stream | None:
+        """On CUDA, a copy of the trainer's model samples beside the training: on a stream of its own, which comes first
+        because its kernels are small."""
+        if self._source is None or self.lm.device.type != "cuda":
+            return None
+        stream: torch.cuda.Stream = torch.cuda.Stream(self.lm.device, priority=-1)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.lm.device))
+        return stream
 
     # --- admission ---
 
@@ -224,7 +235,7 @@ class EmbeddedEngine:
     def _turn(self) -> None:
         """Handle messages and take one step; then whoever else waits for the worker comes first."""
         try:
-            with boundary(SamplerError, "the engine stopped"), torch.inference_mode():
+            with boundary(SamplerError, "the engine stopped"), torch.inference_mode(), self._on_stream():
                 while self._inbox and not self._closed:
                     self._inbox[0].run()  # it stays in the inbox until it is done, so that a failure reaches its future
                     self._inbox.popleft()
@@ -237,6 +248,9 @@ class EmbeddedEngine:
             self._scheduled = False
             if not self._closed and (self._inbox or self._busy()):
                 self._schedule()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _end(self, why: str) -> None:
         """Nothing runs any more: tell everyone who waits."""
@@ -296,6 +310,8 @@ class EmbeddedEngine:
             raise SamplerError("weights cannot be loaded while sequences are being sampled: call pause first")
         if version <= self._version:
             raise SamplerError(f"version {version} is not newer than {self._version}")
+        if self._stream is not None:  # the trainer's kernels that make these weights
+            self._stream.wait_stream(torch.cuda.default_stream(self.lm.device))
         if isinstance(handle, Folder):
             copy_weights(read_folder(handle.path), self.lm.model)
         elif self._source is not None:
