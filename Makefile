@@ -6,7 +6,8 @@
 #   make test        the tests, without those marked slow
 #   make test-slow   the tests marked slow
 #   make check       formatting, lint, types, import layers, then make test
-#   make bench       every script in bench/; the last line of each is JSON
+#   make bench       every script in bench/ but the slow one; the last line of each is JSON
+#   make bench-slow  bench/staleness_quality.py: sixty training runs, an hour or more of two cores
 #
 # Variables: PYTHON (an interpreter to build .venv from), PYTEST_ARGS (e.g. PYTEST_ARGS="-k checkpoint").
 
@@ -20,8 +21,9 @@ CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 CHROMIUM := $(VENV)/.looked-for-chromium
 PYTEST_ARGS ?=
+SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow check check-static bench
+.PHONY: help install demo test test-slow check check-static bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -48,7 +50,10 @@ check-static: $(DEV)
 	$(BIN)/lint-imports
 
 bench: $(DEV)
-	set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	set -e; for script in $(filter-out $(SLOW_BENCHES),$(wildcard bench/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+bench-slow: $(DEV)
+	set -e; for script in $(SLOW_BENCHES); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 # Some distributions ship Python without ensurepip; then the system's pip puts pip into the new environment.
 $(BIN)/python:

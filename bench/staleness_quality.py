@@ -1,0 +1,309 @@
+"""How much does the age of tokens cost, and which weights of stale tokens make up for it? eta in {0, 2, 8} times
+coupled PPO and decoupled PPO with full, one-step (segment-wise) and log-linear weights, on the demo's world.
+
+    PYTHONPATH=. python3 bench/staleness_quality.py --jobs 16 --out staleness.json    # 60 runs of a minute or two each
+    PYTHONPATH=. python3 bench/staleness_quality.py --read staleness.json --markdown  # the same figures as tables
+
+Every token is as old as its bound allows: the real executor fills all its room before each update, so a batch that is
+trained at version V was sampled at V - eta (less in the first eta steps), and next-version log-probs are scored by the
+engine at each publish. Nothing depends on a clock, so a run repeats itself, and all runs of a seed start from the same
+short SFT checkpoint with the same tasks and sampling seeds: differences are taken within a seed.
+
+Figures, over the seeds with their standard deviation: area under the curve of training success (its mean over the
+steps), success in the last quarter of the steps, held-out success at the end; and by lag the spread of log w and the
+effective sample size of the weights as used. The last line is JSON; `ratio` is the mean area of decoupled PPO with full
+weights over that of coupled PPO at the largest eta.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from credit import DEMO, EVAL_SEED, WORLD, Budget, Weights, demo_adam, demo_model, start_process, table, train_sft
+
+from headrace.algo.advantages.credit import credit
+from headrace.algo.correction import Behaviour
+from headrace.algo.lags import staleness_metrics
+from headrace.algo.losses import find_loss
+from headrace.infer.engine import EmbeddedEngine
+from headrace.loops.arrays import Correction, Score, minibatches, provide, scored_by_backend, step_batch
+from headrace.loops.evaluate import evaluate
+from headrace.render import Renderer
+from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.terms import BUILTIN, Term
+from headrace.rollout.build import build_executor
+from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.group import play_group
+from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.tasks import TaskSource
+from headrace.rollout.worlds import WORLDS, world_tasks
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import LossSpec, Metric, SamplingParams, merge_metrics, metric_values
+
+ETAS = (0, 2, 8)
+VARIANTS: Mapping[str, Behaviour | None] = {
+    "coupled": None,
+    "full": Behaviour.FULL,
+    "one_step": Behaviour.ONE_STEP,
+    "loglinear": Behaviour.LOGLINEAR,
+}
+WEIGHTS = ("log_weight_std", "effective_share")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One run. `weights`: "<figure> lag <d>" to its mean over the steps, of the weights as used."""
+
+    seed: int
+    eta: int
+    variant: str
+    curve: tuple[float, ...]
+    held_out: float
+    weights: Mapping[str, float]
+    seconds: float
+
+    @property
+    def area(self) -> float:
+        return statistics.fmean(self.curve)
+
+    @property
+    def final(self) -> float:
+        """Training success in the last quarter of the steps."""
+        return statistics.fmean(self.curve[-max(1, len(self.curve) // 4) :])
+
+
+# --- one run, in a process of its own --------------------------------------------------------------------------------
+
+
+def train_rl(seed: int, eta: int, variant: str, start: Weights, budget: Budget, parts: int) -> Trained:
+    return asyncio.run(_train_rl(seed, eta, variant, start, budget, parts))
+
+
+async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: Budget, parts: int) -> Trained:
+    began_s = time.monotonic()
+    c, lm = DEMO["rl"], demo_model(start, seed=seed)
+    backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
+    engine = EmbeddedEngine(lm, max_rows=DEMO["engine"]["max_rows"])
+    play = partial(
+        play_group,
+        make_env=WORLDS[WORLD].make_env,
+        sampler=engine,
+        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
+        reward_runner=InProcessRewardRunner([Term(name="env", fn=BUILTIN["env"])]),
+        sampling=SamplingParams(max_tokens=c["sampling"]["max_tokens"]),
+        max_turns=c["max_turns"],
+        max_episode_tokens=c["max_episode_tokens"],
+        timeout_s=3600.0,
+    )
+    behaviour = VARIANTS[variant]
+    executor = build_executor(
+        AsyncSettings(max_staleness=eta, task_timeout_s=3600.0, next_logprobs=behaviour is Behaviour.ONE_STEP),
+        batch_groups=budget.groups,
+        samplers=[engine],
+        play=partial(play, group_size=budget.group_size, run_seed=seed),
+        source=TaskSource(world_tasks(WORLD, c["tasks"]["size"], c["tasks"]["seed"], {}), seed),
+    )
+    adam = demo_adam(c["optimizer"], budget.steps, peak=budget.learning_rate)
+    loss = LossSpec(fn="ppo" if behaviour is None else "decoupled_ppo")
+    correction = None if behaviour is None else Correction(behaviour=behaviour)
+    scorers: dict[str, Score] = {} if behaviour is None else {"proximal_logprobs": scored_by_backend(backend)}
+    curve: list[float] = []
+    weights: dict[str, list[float]] = {}
+    async with executor:
+        for step in range(budget.steps):
+            groups = await executor.take_batch()
+            await all_room_filled(executor)
+            batch = step_batch(credit(groups, method=c["credit"]))
+            batch = await provide(batch, find_loss(loss.fn), scorers, correction=correction, version=executor.version)
+            made = minibatches(batch, parts, find_loss(loss.fn), weighting=c["weighting"], constant=1.0)
+            metrics: dict[str, Metric] = dict(batch.metrics)
+            for part, data in enumerate(made):
+                out = backend.forward_backward(data, loss).result()
+                backend.optim_step(adam(step)).result()
+                if part == 0:
+                    metrics = merge_metrics(metrics, staleness_metrics(data, out.logprobs, version=executor.version))
+            keep_weights(weights, metric_values(metrics), area="staleness" if behaviour is None else "correction")
+            executor.done(groups)
+            await executor.publish(backend.export_weights().result())
+            curve.append(statistics.fmean(bool(scored.success) for group in groups for scored in group.episodes))
+    held_out = DEMO["eval"]["source"]
+    rooms = world_tasks(WORLD, budget.eval_tasks, held_out["seed"], held_out["options"])
+    after = (await evaluate(rooms, partial(play, group_size=1, run_seed=EVAL_SEED))).score
+    engine.close()
+    backend.close()
+    return Trained(
+        seed=seed,
+        eta=eta,
+        variant=variant,
+        curve=tuple(curve),
+        held_out=after,
+        weights={name: statistics.fmean(values) for name, values in weights.items()},
+        seconds=time.monotonic() - began_s,
+    )
+
+
+async def all_room_filled(executor: RolloutExecutor) -> None:
+    """Wait until nothing runs: what will be trained later has been sampled by the weights of now."""
+    while executor.metrics()["rollout/running"]:  # noqa: ASYNC110 (a group that ends sets nothing to wait for)
+        await asyncio.sleep(0.005)
+
+
+def keep_weights(kept: dict[str, list[float]], values: Mapping[str, float], *, area: str) -> None:
+    """Figures of the weights by lag, under "<figure> lag <d>"."""
+    for name, value in values.items():
+        for figure in WEIGHTS:
+            if name.startswith(f"{area}/{figure}_lag_"):
+                lag = name.removeprefix(f"{area}/{figure}_lag_")
+                kept.setdefault(f"{figure} lag {lag}", []).append(value)
+
+
+def train_all(
+    budget: Budget, *, seeds: int, etas: Sequence[int], variants: Sequence[str], parts: int, jobs: int
+) -> list[Trained]:
+    """Every seed's SFT first; its runs are queued as soon as it is there."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that are started below
+    spawn = multiprocessing.get_context("spawn")
+    trained: list[Trained] = []
+    with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, initializer=start_process) as pool:
+        starts = {pool.submit(train_sft, seed, budget): seed for seed in range(seeds)}
+        runs: list[Future[Trained]] = []
+        for start in as_completed(starts):
+            seed, weights = starts[start], start.result()
+            runs += [
+                pool.submit(train_rl, seed, eta, variant, weights, budget, parts)
+                for eta in etas
+                for variant in variants
+            ]
+        for run in as_completed(runs):
+            trained.append(run.result())
+            print(line(trained[-1]), flush=True)
+    return sorted(trained, key=lambda one: (one.eta, variants.index(one.variant), one.seed))
+
+
+def line(one: Trained) -> str:
+    return (
+        f"seed {one.seed} eta {one.eta} {one.variant:<9} area {one.area:.3f}  training {one.curve[0]:.3f} -> "
+        f"{one.curve[-1]:.3f}  held out {one.held_out:.3f}  {one.seconds:.0f} s"
+    )
+
+
+# --- what came of it -------------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": round(statistics.fmean(values), 4),
+        "std": round(statistics.stdev(values), 4) if len(values) > 1 else 0.0,
+    }
+
+
+def cells(trained: Sequence[Trained]) -> dict[tuple[int, str], list[Trained]]:
+    found: dict[tuple[int, str], list[Trained]] = {}
+    for one in trained:
+        found.setdefault((one.eta, one.variant), []).append(one)
+    return found
+
+
+def mean_weights(runs: Sequence[Trained]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in runs for name in one.weights)
+    return {
+        name: round(statistics.fmean(one.weights[name] for one in runs if name in one.weights), 4) for name in names
+    }
+
+
+def summary(budget: Budget, parts: int, trained: Sequence[Trained]) -> dict[str, Any]:
+    found = cells(trained)
+    figures = {
+        f"eta {eta}, {variant}": {
+            **{name: spread([getattr(one, name) for one in runs]) for name in ("area", "final", "held_out")},
+            "weights": mean_weights(runs),
+        }
+        for (eta, variant), runs in found.items()
+    }
+    most = max(eta for eta, _ in found)
+    areas = {name: figures.get(f"eta {most}, {name}", {}).get("area", {}).get("mean") for name in ("full", "coupled")}
+    ratio = round(areas["full"] / areas["coupled"], 3) if areas["full"] and areas["coupled"] else None
+    return {
+        "bench": "staleness_quality",
+        "seeds": len({one.seed for one in trained}),
+        "minibatches": parts,
+        **asdict(budget),
+        "cases": figures,
+        "ratio": ratio,
+    }
+
+
+def tables(trained: Sequence[Trained], *, markdown: bool) -> str:
+    found = cells(trained)
+
+    def shown(runs: Sequence[Trained], name: str) -> str:
+        figure = spread([getattr(one, name) for one in runs])
+        return f"{figure['mean']:.3f} ± {figure['std']:.3f}"
+
+    rows = [
+        (str(eta), variant, *(shown(runs, name) for name in ("area", "final", "held_out")))
+        for (eta, variant), runs in found.items()
+    ]
+    first = table(("eta", "loss", "area", "last quarter", "held out"), rows, markdown=markdown)
+    lags = [
+        (str(eta), variant, lag, *(f"{weights.get(f'{figure} lag {lag}', 0.0):.3f}" for figure in WEIGHTS))
+        for (eta, variant), runs in found.items()
+        if (weights := mean_weights(runs))
+        for lag in sorted({name.split()[-1] for name in weights}, key=lambda lag: int(lag.split("_")[0]))
+    ]
+    second = table(("eta", "loss", "lag", "std of log w", "effective share"), lags, markdown=markdown)
+    return f"{first}\n\n{second}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, one thread each")
+    parser.add_argument("--etas", type=int, nargs="+", default=ETAS)
+    parser.add_argument("--variants", nargs="+", default=tuple(VARIANTS), choices=tuple(VARIANTS))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--minibatches", type=int, default=2, help="updates of one training step")
+    parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument("--sft-steps", type=int, default=70)
+    parser.add_argument("--eval-tasks", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="keep every curve in this JSON file")
+    parser.add_argument("--read", type=Path, help="train nothing; show what --out has kept")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a document")
+    given = parser.parse_args()
+    if given.read is not None:
+        kept = json.loads(given.read.read_text())
+        budget, parts = Budget(**kept["budget"]), int(kept["minibatches"])
+        trained = [Trained(**{**one, "curve": tuple(one["curve"])}) for one in kept["trained"]]
+    else:
+        parts = given.minibatches
+        names = ("steps", "groups", "group_size", "learning_rate", "sft_steps", "eval_tasks")
+        budget = Budget(**{name: getattr(given, name) for name in names})
+        trained = train_all(
+            budget,
+            seeds=given.seeds,
+            etas=tuple(given.etas),
+            variants=tuple(given.variants),
+            parts=parts,
+            jobs=given.jobs,
+        )
+    if given.out is not None:
+        kept = {"budget": asdict(budget), "minibatches": parts, "trained": [asdict(one) for one in trained]}
+        given.out.write_text(json.dumps(kept) + "\n")
+    print(f"\n{tables(trained, markdown=given.markdown)}\n")
+    print(json.dumps(summary(budget, parts, trained)))
+
+
+if __name__ == "__main__":
+    main()
