@@ -14,7 +14,7 @@ from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel
 from headrace.model.lora import ADAPTER
 from headrace.model.scalar import has_scalar_head, scalars
-from headrace.train.torch_backend import packed_targets
+from headrace.train.request import packed_targets
 from headrace.types import Datum, FloatArray, float_array
 
 

@@ -7,7 +7,6 @@ Shape letters: T packed tokens, R tokens that have a weight (rows of the head), 
 """
 
 import copy
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,8 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from headrace.algo.loss import MODEL_OUTPUTS, LossFn, LossInputs, LossOut, Unit, check_inputs, loss_inputs, unit_of
-from headrace.algo.losses import find_loss
+from headrace.algo.loss import Unit
 from headrace.algo.packing import lay_out, pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
 from headrace.model import head
@@ -31,6 +29,7 @@ from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_
 from headrace.model.scalar import has_scalar_head, scalars
 from headrace.model.worker import Worker
 from headrace.train.optimizer import MasterAdamW
+from headrace.train.request import ReadyLoss, call_loss, check_data, check_head, packed_targets, ready_loss, stack
 from headrace.types import (
     CROSS_ENTROPY,
     Adam,
@@ -85,25 +84,6 @@ def make_optimizer(lm: LanguageModel, value_head: nn.Linear | None = None) -> Ma
     if not named:
         raise ModelError("no parameter of this model requires a gradient")
     return MasterAdamW(named)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loss:
-    """A loss made ready: its function, what it asks for, and its numbers."""
-
-    fn: LossFn
-    inputs: LossInputs
-    parameters: tuple[str, ...]  # of the signature
-    params: Mapping[str, float]
-    unit: Unit
-
-    @property
-    def reads_policy(self) -> bool:
-        return "policy_logprobs" in self.inputs.outputs
-
-    @property
-    def reads_scalar(self) -> bool:
-        return any(name != "policy_logprobs" for name in self.inputs.outputs)
 
 
 class TorchBackend:
@@ -217,9 +197,9 @@ class TorchBackend:
         return out
 
     def _run(self, data: Sequence[Datum], spec: LossSpec, *, want_gradient: bool) -> ForwardOut:
-        loss = _prepare_loss(spec)
-        _check_head(loss, policy=not has_scalar_head(self.lm), scalar=self._scalar_head is not None)
-        _check_data(data, loss, vocabulary=self.lm.vocabulary, context=self.lm.context)
+        loss = ready_loss(spec)
+        check_head(loss, policy=not has_scalar_head(self.lm), scalar=self._scalar_head is not None)
+        check_data(data, loss, vocabulary=self.lm.vocabulary, context=self.lm.context)
         batches = pack(
             [datum.num_tokens for datum in data], [datum.unit for datum in data], budget=self._micro_batch_tokens
         )
@@ -240,9 +220,9 @@ class TorchBackend:
         metrics["loss/total"] = Sum(total)
         return ForwardOut(loss=total, logprobs=tuple(logprobs), metrics=metrics)
 
-    def _micro_batch(self, batch: Sequence[Datum], loss: _Loss, *, want_gradient: bool) -> "_Part | None":
+    def _micro_batch(self, batch: Sequence[Datum], loss: ReadyLoss, *, want_gradient: bool) -> "_Part | None":
         device = self.lm.device
-        arrays = _stack(batch, loss)
+        arrays = stack(batch, loss)
         weighted = arrays["weights"] != 0
         if "value_weights" in arrays:
             weighted = weighted | (arrays["value_weights"] != 0)
@@ -278,7 +258,7 @@ class TorchBackend:
         rows_R: Tensor,
         targets: head.Targets,
         inputs: Mapping[str, Tensor],
-        loss: _Loss,
+        loss: ReadyLoss,
         *,
         want_gradient: bool,
     ) -> "_Computed":
@@ -293,7 +273,7 @@ class TorchBackend:
 
         def evaluate(span: slice, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
             values = None if values_R is None else values_R[span].detach().requires_grad_(want_gradient)
-            out = _call(loss, logprobs, entropy, {key: value[span] for key, value in inputs.items()}, values)
+            out = call_loss(loss, logprobs, entropy, {key: value[span] for key, value in inputs.items()}, values)
             parts.append((out.loss.detach(), out.metrics))
             if want_gradient and values is not None:
                 assert gradient_R is not None
@@ -331,7 +311,7 @@ class TorchBackend:
         rows_R: Tensor,
         targets: head.Targets,
         inputs: Mapping[str, Tensor],
-        loss: _Loss,
+        loss: ReadyLoss,
         *,
         want_gradient: bool,
     ) -> "_Computed":
@@ -343,23 +323,23 @@ class TorchBackend:
             want_entropy=loss.inputs.wants_entropy,
             chunk_tokens=self._chunk_tokens,
         )
-        out = _call(loss, logprobs, entropy, inputs, self._values(hidden_TD, rows_R, loss))
+        out = call_loss(loss, logprobs, entropy, inputs, self._values(hidden_TD, rows_R, loss))
         if want_gradient and out.loss.requires_grad:
             out.loss.backward()  # type: ignore[no-untyped-call]
         return _Computed(losses=[out.loss.detach()], metrics=[out.metrics], values=logprobs.detach())
 
     def _scalar(
-        self, hidden_RD: Tensor, inputs: Mapping[str, Tensor], loss: _Loss, *, want_gradient: bool
+        self, hidden_RD: Tensor, inputs: Mapping[str, Tensor], loss: ReadyLoss, *, want_gradient: bool
     ) -> "_Computed":
         """Losses of one number per token."""
         assert self._scalar_head is not None
         numbers_R = scalars(self._scalar_head, hidden_RD)
-        out = _call(loss, None, None, inputs, numbers_R)
+        out = call_loss(loss, None, None, inputs, numbers_R)
         if want_gradient and out.loss.requires_grad:
             out.loss.backward()  # type: ignore[no-untyped-call]
         return _Computed(losses=[out.loss.detach()], metrics=[out.metrics], values=numbers_R.detach())
 
-    def _values(self, hidden_TD: Tensor, rows_R: Tensor, loss: _Loss) -> Tensor | None:
+    def _values(self, hidden_TD: Tensor, rows_R: Tensor, loss: ReadyLoss) -> Tensor | None:
         """What the value head beside the policy's says, if the loss asks for it."""
         if not loss.reads_scalar:
             return None
@@ -520,94 +500,6 @@ def _send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _prepare_loss(spec: LossSpec) -> _Loss:
-    fn = find_loss(spec.fn)
-    names = tuple(inspect.signature(fn).parameters)
-    return _Loss(fn=fn, inputs=loss_inputs(fn), parameters=names, params=spec.params, unit=unit_of(fn))
-
-
-def _check_head(loss: _Loss, *, policy: bool, scalar: bool) -> None:
-    """A loss reads what the model computes: log-probs of targets, one number per token, or both."""
-    if loss.reads_scalar and not scalar:
-        raise BackendError("this loss needs a scalar head, which this backend's model does not have")
-    if loss.reads_policy and not policy:
-        raise BackendError("this backend's model has a scalar head: it serves losses of predicted_values or scores")
-    if loss.inputs.wants_entropy and not loss.reads_policy:
-        raise BackendError("this loss asks for the entropy, which a scalar head does not have")
-
-
-def _check_data(data: Sequence[Datum], loss: _Loss, *, vocabulary: int, context: int) -> None:
-    """Everything that can be wrong with a request is found before any gradient is touched."""
-    if not data:
-        raise BackendError("there is nothing to train on: the batch is empty")
-    kinds = {datum.targets.shape[1:] for datum in data}
-    if len(kinds) > 1:
-        raise BackendError("data with one target per token and with several cannot be mixed in one request")
-    for name in loss.inputs.optional:
-        if len({name in datum.arrays for datum in data}) > 1:
-            raise BackendError(f"some data have the array '{name}' and some have not: give it to all or to none")
-    for index, datum in enumerate(data):
-        check_inputs(loss.fn, datum.arrays, loss.params)
-        if not datum.num_tokens:
-            raise BackendError(f"datum {index} has no tokens")
-        if not datum.temperature > 0:
-            raise BackendError(f"datum {index}: its temperature is {datum.temperature}; it must be above 0")
-        if datum.num_tokens > context:
-            raise BackendError(f"datum {index} has {datum.num_tokens} tokens; the model's context is {context}")
-        for name, tokens in (("inputs", datum.inputs), ("targets", datum.targets)):
-            if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary):
-                raise BackendError(f"datum {index}: {name} outside of the vocabulary of {vocabulary}")
-        used = [name for name in (*loss.inputs.required, *loss.inputs.optional) if name in datum.arrays]
-        for name in used:
-            if name != "next_logprobs" and not np.isfinite(datum.arrays[name]).all():
-                raise BackendError(f"datum {index}: array '{name}' holds a value that is not finite")
-
-
-def _stack(batch: Sequence[Datum], loss: _Loss) -> dict[str, Tensor]:
-    """The arrays the loss takes, end to end, plus the datum index of every token."""
-    names = {"weights", *loss.inputs.required, *loss.inputs.optional}
-    there = [name for name in names if all(name in datum.arrays for datum in batch)]
-    if "weights" not in there:
-        raise BackendError("a datum has no array named 'weights'")
-    arrays = {name: torch.from_numpy(np.concatenate([datum.arrays[name] for datum in batch])) for name in there}
-    if loss.inputs.wants_segments:
-        arrays["segments"] = torch.repeat_interleave(
-            torch.arange(len(batch)), torch.tensor([datum.num_tokens for datum in batch])
-        )
-    return arrays
-
-
-def packed_targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.device, dtype: torch.dtype) -> head.Targets:
-    """Targets of the chosen rows of some data laid end to end, with their temperatures."""
-    tokens = torch.from_numpy(np.concatenate([datum.targets for datum in batch])).long()[rows_R].to(device)
-    if all(datum.temperature == 1.0 for datum in batch):
-        return head.Targets(tokens)
-    spread = np.concatenate([np.full(datum.num_tokens, datum.temperature) for datum in batch])
-    return head.Targets(tokens, torch.from_numpy(spread).to(dtype)[rows_R].to(device))
-
-
-def _call(
-    loss: _Loss,
-    logprobs: Tensor | None,
-    entropy: Tensor | None,
-    inputs: Mapping[str, Tensor],
-    numbers: Tensor | None = None,
-) -> LossOut:
-    """Hand the loss what its signature names; `numbers` are those of a scalar head."""
-    arguments: dict[str, Tensor | float] = dict(loss.params)
-    for parameter in loss.parameters:
-        bare = parameter.removesuffix("_TK").removesuffix("_T")
-        if bare in MODEL_OUTPUTS:
-            computed = logprobs if bare == "policy_logprobs" else numbers
-            assert computed is not None
-            arguments[parameter] = computed
-        elif bare == "entropy" and entropy is not None:
-            arguments[parameter] = entropy
-        elif bare in inputs:
-            arguments[parameter] = inputs[bare]
-    return loss.fn(**arguments)
 
 
 def _save_merged(lm: LanguageModel, folder: Path) -> None:
