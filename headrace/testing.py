@@ -330,7 +330,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now_s = 0.0
         selector = _NoWaiting()
-        selector.skip = self._skip  # type: ignore[method-assign]
+        selector.skip = self._skip
         super().__init__(selector)
 
     def time(self) -> float:
