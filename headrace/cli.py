@@ -250,7 +250,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     from headrace.algo.weights import WEIGHTINGS
     from headrace.loops.critic import GAE_METHODS
     from headrace.reward.by_model import NAME as REWARD_MODEL
-    from headrace.reward.terms import BUILTIN
+    from headrace.reward.terms import BUILTIN, JUDGE
     from headrace.rollout.filters import FILTERS
     from headrace.rollout.worlds import WORLDS
 
@@ -263,7 +263,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         credits=(*METHODS, *GAE_METHODS),
         weightings=WEIGHTINGS,
         worlds=WORLDS,
-        rewards=(*BUILTIN, REWARD_MODEL),
+        rewards=(*BUILTIN, REWARD_MODEL, JUDGE),
         filters=FILTERS,
     )
     if config.rl is not None:

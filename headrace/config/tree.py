@@ -157,9 +157,10 @@ class RewardModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardTerm:
-    """`fn`: "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", or "file.py:function"."""
+    """`fn`: "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", "judge", or a user's."""
 
-    fn: str  # "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", or "file.py:function"
+    # "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", "judge", or "file.py:function"
+    fn: str
     path: str | None = None  # reward_model: the folder of a saved one; unset: the one that [reward_model] trains
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its curve; unset: the function's

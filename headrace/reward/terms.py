@@ -18,6 +18,7 @@ from headrace.types import Episode, Reward
 Verdict = float | bool | Reward | Mapping[str, Any]
 RewardFn = Callable[[Episode], Verdict | Awaitable[Verdict]]
 
+JUDGE = "judge"  # in `rl.rewards`: a language model behind an endpoint, see `judge.py`
 TOTAL_KEYS = ("score", "total")
 
 

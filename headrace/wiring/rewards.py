@@ -4,21 +4,22 @@ import asyncio
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from headrace.algo.scalar_data import scored_datum
 from headrace.config import Config, Model, RewardRunner, RewardTerm, Rl
 from headrace.config.paths import is_code_path
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError, boundary
 from headrace.model.scalar import is_scalar_folder
 from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.by_model import reward_by_model
+from headrace.reward.judge import Judge, ask_endpoint, judge_term
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.limits import Limits
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
-from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term
+from headrace.reward.terms import BUILTIN, JUDGE, GroupTerm, RewardFn, Term
 from headrace.reward.verdict import Alignment
 from headrace.train.scorer import FrozenScorer
 from headrace.types import IntArray
@@ -32,7 +33,7 @@ def make_terms(config: Config, reward_model_path: str | None) -> list[Term | Gro
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     runner = RewardRunner() if config.rl is None else config.rl.reward_runner
     there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
-    own = [term for term in there if term.fn == REWARD_MODEL or term.fn in BUILTIN]
+    own = [term for term in there if term.fn in (REWARD_MODEL, JUDGE, *BUILTIN)]
     return [
         _term(term, config.model, reward_model_path, tokens) if term in own else _user_term(term, runner)
         for term in there
@@ -89,8 +90,19 @@ def _name(term: RewardTerm) -> str:
     return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
 
 
-def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_batch_tokens: int) -> Term:
+def _judge_term(term: RewardTerm) -> GroupTerm:
+    """Of `kwargs`, the judge's own keys go to it, and the others to the endpoint."""
+    own = {field.name for field in fields(Judge)}
+    judge = {key: value for key, value in term.kwargs.items() if key in own}
+    endpoint = {key: value for key, value in term.kwargs.items() if key not in own}
+    with boundary(ConfigError, 'a reward with fn = "judge" needs kwargs url, model and rubric, and these are wrong'):
+        return judge_term(_name(term), ask_endpoint(**endpoint), Judge(**judge), weight=term.weight)
+
+
+def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_batch_tokens: int) -> Term | GroupTerm:
     name = _name(term)
+    if term.fn == JUDGE:
+        return _judge_term(term)
     if term.fn == REWARD_MODEL:
         path = term.path or reward_model_path
         assert path is not None
