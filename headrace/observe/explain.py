@@ -3,6 +3,7 @@
 Formatting only. Sizes come from `model/estimate.py`, facts about the machine from the caller; nothing is loaded.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -221,8 +222,28 @@ def _rl(rl: Rl) -> Iterator[str]:
         yield f"asynchronous: sampling runs ahead, and a trained token is at most {eta} versions old (eta = {eta})"
     else:
         yield "synchronous: a step trains on tokens sampled with the newest published weights (eta = 0)"
+    yield from _async_options(rl)
     if rl.sync_every > 1:
         yield f"new weights are published to the sampler every {rl.sync_every} training steps"
+
+
+def _async_options(rl: Rl) -> Iterator[str]:
+    c = rl.asynchronous
+    if c.max_staleness and c.stale_action == "mask":
+        yield "older tokens are not trained; a group stays while it has younger ones"
+    if c.max_staleness >= 2 and c.behaviour_weight == "one_step":
+        yield "every publish scores waiting and running groups under the new weights (segment-wise)"
+    if c.oversampling > 1:
+        live = math.ceil(c.oversampling * rl.groups)
+        left = "goes into the next" if c.max_staleness else "is cancelled"
+        yield f"{live} groups are started for a batch of {rl.groups}; the {c.keep} are kept, what is left over {left}"
+    if c.replay_groups:
+        yield f"{c.replay_groups} groups of earlier batches are added to every batch"
+    if c.lockstep_tokens:
+        yield (
+            f"virtual clock: sequences advance by {c.lockstep_tokens} tokens together; runs repeat exactly, and "
+            "sampling and training do not overlap"
+        )
 
 
 def _memory(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:

@@ -106,6 +106,14 @@ def test_the_resolved_configuration_in_it_loads_to_the_same() -> None:
     ("overrides", "sentence"),
     [
         (["rl.async.max_staleness=2"], "a trained token is at most 2 versions old (eta = 2)"),
+        (["rl.async={max_staleness=1, stale_action='mask'}"], "a group stays while it has younger ones"),
+        (
+            ["rl.async={max_staleness=2, behaviour_weight='one_step'}"],
+            "scores waiting and running groups under the new",
+        ),
+        (["rl.groups=8", "rl.async.oversampling=1.3"], "11 groups are started for a batch of 8; the first are kept"),
+        (["rl.async={max_staleness=1, replay_groups=2}"], "2 groups of earlier batches are added to every batch"),
+        (["rl.async.lockstep_tokens=4"], "sequences advance by 4 tokens together"),
         (["rl.sync_every=4"], "published to the sampler every 4 training steps"),
         (["eval.every=5"], "evaluation every 5 training steps and at the end of a stage"),
         (["checkpoint.every=5"], "written every 5 training steps and at the end of a stage"),
