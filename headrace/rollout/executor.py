@@ -129,10 +129,11 @@ class RolloutExecutor:
         assert self._settler is None, "an executor is entered once"
         self._settler = asyncio.create_task(self._settle_forever(), name="rollout-settler")
         self._settler.add_done_callback(lambda _: self._progress.set())  # its death wakes who waits for a batch
-        if self._journals is not None:
+        if self._journals is not None and self._lockstep:
             self._journals.gate.changed = self._progress.set
         for ticket in self._ledger.tickets(State.RUNNING):  # restored
             self._runner.spawn(ticket.id, partial(self._play, self._tasks[ticket.id], ticket.id))
+        self._cancel_late()
         return self
 
     async def __aexit__(
@@ -213,6 +214,7 @@ class RolloutExecutor:
                     await self._journals.collected(timeout_s=self._settings.grace_s)
                 self._window.drains_cut += self._publisher.drains_cut - cut_before
                 self._sweep()
+                self._cancel_late()
                 await self._fill()
                 self._barrier = self._state()
         except RolloutError as exc:
@@ -468,16 +470,19 @@ class RolloutExecutor:
         return self._policy.verdict(group, version=self.version)
 
     def _sweep(self) -> None:
-        """Drop ready groups that have become too old, which frees their slots; running ones that have are cancelled."""
+        """Drop ready groups that have become too old, which frees their slots."""
         self._replay.sweep(self._decide)
         stale = self._ready.sweep(self._decide)
         for group in stale:
             self._drop_stale(group.task, group.id, mean_length(group))
-        if self._settings.stale_action is StaleAction.DROP:
-            late = [ticket for ticket in self._ledger.tickets(State.RUNNING) if self._head(ticket) < self.oldest]
-            self._cancel(late if self._journals is not None else (), Drop.STALE)
         if stale:
             self._admit()
+
+    def _cancel_late(self) -> None:
+        """Running groups that have a token which is too old can only be dropped: that need not wait for their end."""
+        if self._journals is not None and self._settings.stale_action is StaleAction.DROP:
+            late = [ticket for ticket in self._ledger.tickets(State.RUNNING) if self._head(ticket) < self.oldest]
+            self._cancel(late, Drop.STALE)
 
     def _head(self, ticket: Ticket) -> int:
         """Version of the oldest token of a running group; without journals, of its start."""
