@@ -116,6 +116,24 @@ def test_rewards_of_a_file_have_curves_of_their_own(tmp_path: Path) -> None:
     assert 0.0 <= last["reward/close_enough/is_number"] <= 1.0
 
 
+def test_the_asynchronous_example_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
+    sizes = ("sft.steps=11", "sft.batch_size=2", "rl.groups=2", "rl.group_size=2", "rl.max_turns=3", "eval.tasks=2")
+    steps = [
+        r
+        for r in train(ROOT / "examples" / "segment_wise.toml", tmp_path, *sizes, "rl.steps=8")
+        if "rollout/lag_max" in r
+    ]
+    assert len(steps) == 8
+    assert 0 < max(record["rollout/lag_max"] for record in steps) <= 4
+    for record in steps:
+        shares = [value for name, value in record.items() if name.startswith("histogram/lag_")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert 0.0 < record["correction/effective_share"] <= 1.0 + 1e-6
+        assert record["correction/missing_next"] == 0.0, "every token that needs one has a next-version log-prob"
+    (report,) = tmp_path.glob("segment_wise_*/report.html")
+    assert "Age of the tokens" in report.read_text(encoding="utf-8")
+
+
 def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
