@@ -34,7 +34,7 @@ def build_executor(
     keep: Keep | None = None,
     around: Callable[[Play], Play] = lambda play: play,
 ) -> RolloutExecutor:
-    """An executor over `play(task, group_id, journals=...)` (`rollout.group.play_group`) and its journals.
+    """An executor over `play(task, group_id, journals=..., timeout_s=...)`, such as `rollout.group.play_group`.
 
     `around` wraps what plays. Raises ConfigError when a sampler cannot do what `interrupt` asks for.
     """
@@ -44,6 +44,8 @@ def build_executor(
             'write rl.async.interrupt = "abort"'
         )
     journals = Journals(lockstep_tokens=settings.lockstep_tokens)
+    if settings.lockstep_tokens:
+        play = partial(play, timeout_s=settings.group_limit_s)
     return RolloutExecutor(
         play=around(partial(play, journals=journals)),
         next_task=source.next,

@@ -89,7 +89,7 @@ class RolloutExecutor:
             oversampling=settings.oversampling,
             limits=tuple(limits),
         )
-        self._runner = TaskRunner(timeout_s=settings.task_timeout_s)
+        self._runner = TaskRunner(timeout_s=settings.group_limit_s)
         self._ready = ReadyBuffer(max_groups=self._admission.max_live)
         self._replay = ReplayBuffer(max_groups=REPLAY_BATCHES * settings.replay_groups)
         self._scorer = NextVersionScorer(publisher.samplers) if settings.next_logprobs else None

@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from headrace.algo.staleness import HeadBound, SegmentWise, StalenessPolicy
 
+NO_LIMIT_S = 1e8
+
 
 class StaleAction(StrEnum):
     """What becomes of a group with a token that is older than the bound."""
@@ -28,7 +30,8 @@ class AsyncSettings:
     to end. `slow_wait_s`: how long a publish waits for a task that was
     dropped as stale twice. `grace_s`: how long a cancelled group may take to end, and how much later than its timeout
     the wait for it is given up. `lockstep_tokens` above 0: a virtual clock, by which every open sequence samples that
-    many tokens and then waits for all others."""
+    many tokens and then waits for all others. A group's time is then not measured, for it would pass while the trainer
+    works; a round in which nothing moves for `task_timeout_s` ends the run."""
 
     max_staleness: int = 0
     max_running: int | None = None
@@ -55,6 +58,11 @@ class AsyncSettings:
         assert self.max_consecutive_drops > 0
         assert self.grace_s > 0
         assert self.lockstep_tokens >= 0
+
+    @property
+    def group_limit_s(self) -> float:
+        """How long a group may take by the real clock."""
+        return NO_LIMIT_S if self.lockstep_tokens else self.task_timeout_s
 
     @property
     def policy(self) -> StalenessPolicy:

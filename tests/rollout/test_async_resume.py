@@ -12,11 +12,11 @@ from async_bench import HANDLE, HandSampler, executor_of, ids, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import CheckpointError, EpisodeError
+from headrace.errors import CheckpointError, EpisodeError, RolloutError
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group_json import group_to_json
 from headrace.rollout.journal import EpisodeJournal, Gate, Journals, Turn
-from headrace.testing import FakeSampler
+from headrace.testing import FakeSampler, run_virtual
 from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, Task, float_array, int_array
 
 
@@ -277,3 +277,26 @@ async def test_the_end_of_a_round_is_not_the_end_of_a_sequence_but_its_own_limit
         assert not journals.quiet(0)
     assert (await sampling).stop is Stop.LENGTH
     assert journals.head_version(0) == 0
+
+
+def test_in_lockstep_the_time_a_trainer_takes_does_not_count() -> None:
+    """Hours pass between two batches, more than a group may take; nothing is dropped for it."""
+
+    async def run() -> None:
+        options = {"batch": 1, "max_staleness": 2, "lockstep": 2, "task_timeout_s": 60.0}
+        async with make(Cursor(), Scoring(), options) as executor:
+            for _ in range(3):
+                executor.done(await executor.take_batch())
+                await executor.publish(HANDLE)
+                assert executor.metrics()["rollout/running"] > 0
+                await asyncio.sleep(3600.0)
+            assert executor.metrics()["rollout/dropped_timeout"] == 0
+
+    run_virtual(run())
+
+
+async def test_a_round_in_which_nothing_moves_ends_the_run() -> None:
+    sampler = HandSampler()  # nobody beats it
+    async with executor_of(sampler, lockstep=2, task_timeout_s=0.02, grace_s=0.02) as executor:
+        with pytest.raises(RolloutError, match=r"none ended for 0\.04 s; still running: group 0 of task t0"):
+            await executor.take_batch()
