@@ -169,6 +169,7 @@ class RewardTerm:
     default_step_reward: Real = 0.0  # of steps without an output, where there are step outputs
     terminal_score: Literal["auto", "add"] = "auto"  # add: its score counts on the last step beside step outputs
     score_range: tuple[Real, Real] | None = None  # scores outside are no rewards
+    keep_invalid: Flag = False  # take scores with is_score_valid = False, with which some functions mark wrong answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

@@ -405,15 +405,17 @@ _NOT_PARTS = ("score", "total", "success", "steps", "step_outputs", "metrics", "
 
 def _from_mapping(answer: Mapping[str, Any]) -> dict[str, Any]:
     key = next((key for key in ("score", "total") if answer.get(key) is not None), None)
-    if answer.get("is_score_valid") is False or (key is not None and answer.get("error")):
-        return {"invalid": str(answer.get("error") or answer.get("reason") or "the score is marked as not valid")}
+    if answer.get("error"):
+        return {"invalid": str(answer["error"])}
     if key is None:
         raise TypeError(f'a reward given as a dict needs "score"; this one has {", ".join(answer) or "nothing"}')
     success = answer.get("success")
     if success is not None and not isinstance(success, bool):
         raise TypeError(f'"success" of a reward is {success!r}: it must be True, False or None')
     others = {name: value for name, value in answer.items() if name not in _NOT_PARTS}
+    marked = answer.get("is_score_valid") is False
     return {
+        **({"invalid": f"the score is marked as not valid: {answer.get('reason') or 'no reason'}"} if marked else {}),
         "score": _number(answer[key], f'"{key}"'),
         "parts": _numbers({**others, **(answer.get("metrics") or {})}),
         **_optional("success", success),

@@ -23,19 +23,21 @@ class Alignment:
 
     `step_index`: "message" (place in the conversation), "turn" (count of assistant messages), or "auto" to find out.
     Steps without an output get `default_step_reward`. `terminal_score`: whether the score also counts on the last step
-    ("add"), or only if there are no step outputs ("auto"). `score_range` rejects scores outside.
+    ("add"), or only if there are no step outputs ("auto"). `score_range` rejects scores outside. `keep_invalid` takes a
+    score that is marked as not valid: some functions mark wrong answers so.
     """
 
     step_index: Literal["auto", "message", "turn"] = "auto"
     default_step_reward: float = 0.0
     terminal_score: Literal["auto", "add"] = "auto"
     score_range: tuple[float, float] | None = None
+    keep_invalid: bool = False
 
 
 def reward_of(verdict: object, episode: Episode, alignment: Alignment) -> Reward:
     """Raises RewardError when the function said that it could not tell, or said something that is no reward."""
     fields = _checked_fields(verdict)
-    if "invalid" in fields:
+    if "invalid" in fields and not (alignment.keep_invalid and "score" in fields):
         raise RewardError(str(fields["invalid"])[:2000])
     score = _number(fields.get("score"), "the score")
     low, high = alignment.score_range or (-math.inf, math.inf)

@@ -69,6 +69,7 @@ def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
             default_step_reward=term.default_step_reward,
             terminal_score=term.terminal_score,
             score_range=term.score_range,
+            keep_invalid=term.keep_invalid,
         ),
     )
     if c.type == "inprocess":

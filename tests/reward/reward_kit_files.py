@@ -36,7 +36,7 @@ from reward_kit import EvaluateResult, Message, reward_function
 @reward_function(mode="batch")
 def rank(rollouts_messages: List[List[Message]], ground_truths=None, **kwargs) -> List[EvaluateResult]:
     lengths = [len(messages[-1].content) for messages in rollouts_messages]
-    return [EvaluateResult(score=length / max(lengths), reason=str(truth))
+    return [EvaluateResult(score=length / max(1, *lengths), reason=str(truth))
             for length, truth in zip(lengths, ground_truths)]
 """
 

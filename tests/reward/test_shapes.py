@@ -155,7 +155,10 @@ def test_one_parameter_is_an_episode_unless_it_is_called_text() -> None:
         ((0.5, {"a": 1}), {"score": 0.5, "parts": {"a": 1.0}}),
         ({"total": 2, "b": 3.0}, {"score": 2.0, "parts": {"b": 3.0}}),
         (Reward(total=1.0, parts={"a": 2.0}, steps=(1.0,)), {"score": 1.0, "parts": {"a": 2.0}, "steps": [1.0]}),
-        ({"score": 1.0, "is_score_valid": False, "reason": "the judge is out"}, {"invalid": "the judge is out"}),
+        (
+            {"score": 1.0, "is_score_valid": False, "reason": "out"},
+            {"score": 1.0, "parts": {}, "invalid": "the score is marked as not valid: out"},
+        ),
         ({"score": 0.0, "error": "no key"}, {"invalid": "no key"}),
         ({"score": 1.0, "metrics": {"m": {"score": 0.5, "is_score_valid": False}}}, {"score": 1.0, "parts": {}}),
     ],

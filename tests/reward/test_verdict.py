@@ -142,6 +142,15 @@ def test_what_is_not_a_verdict_is_refused(verdict: object, message: str) -> None
         reward_of(verdict, TWO, Alignment())
 
 
+def test_a_score_that_is_marked_as_not_valid_counts_only_if_asked_for() -> None:
+    verdict = {"score": 0.0, "invalid": "the score is marked as not valid: wrong"}
+    with pytest.raises(RewardError, match="marked as not valid: wrong"):
+        reward_of(verdict, TWO, Alignment())
+    assert reward_of(verdict, TWO, Alignment(keep_invalid=True)).total == 0.0
+    with pytest.raises(RewardError, match="it returned None"):
+        reward_of({"invalid": "it returned None"}, TWO, Alignment(keep_invalid=True))
+
+
 def test_a_score_outside_of_its_range_is_refused() -> None:
     assert reward_of({"score": 1.0}, TWO, Alignment(score_range=(0.0, 1.0))).total == 1.0
     with pytest.raises(RewardError, match=r"the score 1\.5 is outside of 0 to 1"):
