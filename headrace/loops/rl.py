@@ -69,11 +69,11 @@ async def train_rl(
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
-    meter = meter or Meter()
     async with executor:
         for step in range(start, c.steps):
             laps = Laps()
-            meter.lap()
+            if meter is not None:
+                meter.lap()
             taking = executor.take_batch()  # task -> rollout -> reward
             groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
@@ -114,7 +114,8 @@ async def train_rl(
             laps.lap("publish")
             counts = executor.metrics()
             values = metric_values(metrics) | counts | drop_shares(counts) | laps.values()
-            sink.log(step + 1, values | _rates(metrics, laps) | meter.lap())
+            played = {} if meter is None else meter.lap()
+            sink.log(step + 1, values | played | _rates(metrics, laps, played))
             if not published:
                 continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
             score = None
@@ -124,11 +125,14 @@ async def train_rl(
     return values
 
 
-def _rates(metrics: Mapping[str, Metric], laps: Laps) -> dict[str, float]:
-    """Tokens a second, sampled and computed, and the share of the step in which the trainer waited for a batch."""
+def _rates(metrics: Mapping[str, Metric], laps: Laps, played: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second, sampled (while something was played) and computed, and the share of the step in which the
+    trainer waited for a batch."""
     sampled, computed = metrics["rollout/sampled_tokens"].value(), metrics["train/computed_tokens"].value()
+    step_s, waited_s = laps.values()["time/step_s"], laps.parts["time/rollout_s"]
+    playing_s = (1.0 - played["perf/sampler_idle"]) * step_s if played else waited_s
     return {
-        "perf/sampled_tokens_per_s": sampled / max(laps.parts["time/rollout_s"], 1e-9),
+        "perf/sampled_tokens_per_s": sampled / max(playing_s, 1e-9),
         "perf/trained_tokens_per_s": computed / max(laps.parts["time/train_s"], 1e-9),
-        "perf/trainer_idle": laps.parts["time/rollout_s"] / max(laps.values()["time/step_s"], 1e-9),
+        "perf/trainer_idle": waited_s / max(step_s, 1e-9),
     }
