@@ -23,8 +23,8 @@ VOCABULARY = 9000  # three blocks of the drawing kernel
 KV_TOKENS = 32 * 512
 
 
-def model_of(kind: str = "qwen2", dtype: torch.dtype = torch.float32, *, seed: int = 0) -> LanguageModel:
-    torch.manual_seed(seed)
+def model_of(kind: str = "qwen2", dtype: torch.dtype = torch.float32, *, spread: float = 0.1) -> LanguageModel:
+    torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 384,
@@ -34,7 +34,7 @@ def model_of(kind: str = "qwen2", dtype: torch.dtype = torch.float32, *, seed: i
         "num_key_value_heads": 2,
         "head_dim": 64,
         "max_position_embeddings": 512,
-        "initializer_range": 0.1,
+        "initializer_range": spread,
         "eos_token_id": None,
         "bos_token_id": None,
     }
@@ -121,7 +121,7 @@ def test_in_float32_the_tokens_are_those_of_the_plain_path(kind: str) -> None:
     with opened(lm, graphs=False) as engine:
         plain = sample_all(engine, requests)
     assert [c.stop for c in graphed] == [c.stop for c in plain]
-    assert same_share(graphed, plain) > 0.98  # a uniform number may fall on an edge that rounding moved
+    assert same_share(graphed, plain) > 0.9  # a uniform number may fall on an edge that rounding moved
     for a, b in zip(graphed, plain, strict=True):
         if (a.tokens == b.tokens).all():
             np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=2e-3)
@@ -130,14 +130,15 @@ def test_in_float32_the_tokens_are_those_of_the_plain_path(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_in_bfloat16_the_log_probs_are_those_of_the_trainer(kind: str) -> None:
-    lm, requests = model_of(kind, torch.bfloat16), requests_of(48, temperature=1.0)
+    lm, requests = model_of(kind, torch.bfloat16, spread=0.02), requests_of(48, temperature=1.0)
     with opened(lm, graphs=True) as engine:
         graphed = sample_all(engine, requests)
         by_graph = mean_difference(engine, requests, graphed)
     with opened(lm, graphs=False) as engine:
         by_plain = mean_difference(engine, requests, sample_all(engine, requests))
     print(kind, by_graph, by_plain)
-    assert by_graph < max(0.01, 1.2 * by_plain)
+    assert by_plain < 0.01
+    assert by_graph < 0.01
 
 
 def test_rows_stop_at_their_tokens_and_limits() -> None:
@@ -174,11 +175,11 @@ def test_preempted_sequences_go_on() -> None:
         assert mean_difference(engine, requests, tight) < 1e-4
     with opened(lm, graphs=True) as engine:
         roomy = sample_all(engine, requests)
-    assert same_share(tight, roomy) > 0.98
+    assert same_share(tight, roomy) > 0.9
 
 
 def test_graphs_survive_a_weight_update_in_flight() -> None:
-    lm = model_of(dtype=torch.bfloat16)
+    lm = model_of(dtype=torch.bfloat16, spread=0.02)
     source = prepare(copy.deepcopy(lm.model), None, source="test")
     requests = requests_of(24, tokens=200, temperature=1.0)
     decoder = graph_decoder(lm, max_rows=32, kv_tokens=KV_TOKENS, graphs=True)
@@ -192,7 +193,7 @@ def test_graphs_survive_a_weight_update_in_flight() -> None:
         partials = await asyncio.gather(*calls)
         with torch.no_grad():
             for parameter in source.model.parameters():
-                parameter.mul_(1.25)
+                parameter.mul_(1.5)
         await engine.load(Shared(fingerprint=""), 1)
         await engine.resume()
         return await asyncio.gather(
@@ -212,7 +213,7 @@ def test_graphs_survive_a_weight_update_in_flight() -> None:
         old.append(difference[completion.versions == 0])
         new.append(difference[completion.versions == 1])
     assert len(np.concatenate(new)) > 500
-    assert np.concatenate(new).mean() < 0.05 < np.concatenate(old).mean()
+    assert np.concatenate(new).mean() < 0.03 < 0.1 < np.concatenate(old).mean()
 
 
 def test_an_adapter_is_part_of_what_is_decoded() -> None:
