@@ -183,7 +183,12 @@ class RolloutExecutor:
         finally:
             self._waiting = False
         if not self._settings.max_staleness:
-            await self._drop_surplus()
+            try:
+                await self._drop_surplus()
+            except asyncio.CancelledError:  # nobody will train on them
+                for group in groups:
+                    self._ledger.drop(group.id, Drop.CANCELLED)
+                raise
         again = self._replay.draw(self._settings.replay_groups)
         self._window.replayed += len(again)
         self._window.take((*groups, *again), version=self.version, oldest=self.oldest)

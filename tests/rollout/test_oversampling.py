@@ -108,6 +108,37 @@ async def test_the_best_are_kept_when_all_have_ended() -> None:
         assert executor.metrics()["rollout/dropped_surplus"] == 2
 
 
+async def test_a_batch_given_up_while_its_surplus_ends_is_counted_and_the_next_one_comes() -> None:
+    release = asyncio.Event()
+
+    async def play(task: object, group_id: int) -> Group:
+        while group_id == 1 and not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        return group(group_id)
+
+    source = tasks()
+    executor = RolloutExecutor(
+        play=play,
+        next_task=lambda: next(source),
+        batch_groups=1,
+        settings=AsyncSettings(oversampling=2.0, task_timeout_s=5.0, grace_s=0.5),
+        publisher=Publisher(),
+    )
+    async with executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        release.set()
+        await turns()
+        assert ids(await executor.take_batch()) == [2]
+        counts = executor.metrics()
+        assert (counts["rollout/dropped_cancelled"], counts["rollout/dropped_surplus"]) == (1, 2)
+
+
 async def test_surplus_that_does_not_end_is_named() -> None:
     release = asyncio.Event()
 
