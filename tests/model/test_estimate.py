@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.errors import ModelError
 from headrace.model.estimate import (
+    CUDA_HEAD_CHUNK_TOKENS,
     HEAD_CHUNK_TOKENS,
     SMOLLM2_135M,
+    KvRoom,
+    Memory,
     Shape,
     checkpoint_bytes,
+    fit,
     kv_bytes_per_token,
     num_lora_parameters,
     num_parameters,
@@ -22,7 +27,7 @@ from headrace.model.estimate import (
     tiny_shape,
     training_memory,
 )
-from headrace.model.head import CHUNK_TOKENS
+from headrace.model.head import CHUNK_TOKENS, CUDA_CHUNK_TOKENS
 from headrace.model.load import choose_dtype
 from headrace.model.lora import add_lora
 from headrace.model.support import SUPPORTED
@@ -146,6 +151,101 @@ def test_activations_are_near_a_measured_peak() -> None:
 
 def test_the_chunk_is_the_one_the_head_uses() -> None:
     assert HEAD_CHUNK_TOKENS == CHUNK_TOKENS
+    assert CUDA_HEAD_CHUNK_TOKENS == CUDA_CHUNK_TOKENS
+
+
+QWEN_1_5B = Shape(
+    model_type="qwen2",
+    width=1536,
+    layers=28,
+    heads=12,
+    kv_heads=2,
+    head_width=128,
+    mlp_width=8960,
+    vocabulary=151936,
+    tied=True,
+    context=32768,
+    biased=("q_proj", "k_proj", "v_proj"),
+    norm_sizes=(1536, 1536),
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "recompute", "peak_gib"),
+    [(16_384, False, 55.0), (32_768, False, 86.4), (16_384, True, 31.7)],
+)
+def test_fused_training_is_near_its_measured_peaks(tokens: int, recompute: bool, peak_gib: float) -> None:
+    # Measured on an H200 with bench/gpu/train.py: one micro-batch, whose gradients stay in bfloat16.
+    parameters = num_parameters(QWEN_1_5B)
+    memory = training_memory(
+        QWEN_1_5B,
+        dtype="bfloat16",
+        trainable=parameters,
+        frozen=0,
+        micro_batch_tokens=tokens,
+        kv_tokens=0,
+        device="cuda",
+        recompute=recompute,
+    )
+    assert memory.total / 2**30 == pytest.approx(peak_gib, rel=0.1)
+
+
+def test_memory_on_a_gpu_by_hand() -> None:
+    memory = training_memory(
+        TWO_BY_TWO, dtype="bfloat16", trainable=388, frozen=0, micro_batch_tokens=10, kv_tokens=0, device="cuda"
+    )
+    # per token 2 layers x (4 x 4 + 2 x (4 + 2) + 3 x 8) x 2 bytes = 2 x 52 x 2 = 208; logits in float32, once
+    assert memory.activations == 10 * 208
+    assert memory.head == 10 * 10 * 4
+    again = training_memory(
+        TWO_BY_TWO,
+        dtype="bfloat16",
+        trainable=388,
+        frozen=0,
+        micro_batch_tokens=10,
+        kv_tokens=0,
+        device="cuda",
+        recompute=True,
+        beside=7,
+    )
+    assert again.activations == 10 * (104 + 2 * 4 * 2)  # one layer, and the input of each
+    assert again.total == memory.total - 2080 + 1200 + 7
+
+
+def memory_of(recompute: bool, kv_tokens: int) -> Memory:
+    """600 bytes, or 200 when layers are recomputed, and 2 for each cached token."""
+    return Memory(
+        weights=100,
+        gradients=0,
+        masters=0,
+        moments=0,
+        activations=100 if recompute else 500,
+        head=0,
+        kv=2 * kv_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "recompute", "again", "kv_tokens"),
+    [
+        (None, "auto", False, 50),  # no GPU: nothing is decided by its size
+        (None, True, True, 50),
+        (1000, "auto", False, 50),  # 600 + 100 fit into 920
+        (760, "auto", True, 50),  # 700 do not fit into 699
+        (761, "auto", False, 50),  # 700 fit into 700
+        (700, False, False, 22),  # 644 - 600 = 44 bytes are left
+        (600, False, False, 10),  # nothing is left: as much as must be
+        (1000, True, True, 50),
+        (250, "auto", True, 15),  # 230 - 200 = 30 bytes are left
+    ],
+)
+def test_what_does_not_fit_is_recomputed_and_the_cache_gets_the_rest(
+    gpu_bytes: int | None, recompute: bool | Literal["auto"], again: bool, kv_tokens: int
+) -> None:
+    found = fit(memory_of, KvRoom(wanted=50, least=10), recompute=recompute, kv_bytes=2, gpu_bytes=gpu_bytes)
+    assert (found.recompute, found.kv_tokens) == (again, kv_tokens)
+    assert found.memory == memory_of(again, kv_tokens)
+    assert found.without_recompute == 700
 
 
 def test_a_config_that_says_too_little_is_refused(tmp_path: Path) -> None:

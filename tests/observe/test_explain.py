@@ -3,6 +3,7 @@
 import pytest
 
 from headrace.config import load_config
+from headrace.infer.engine import default_kv_tokens, min_kv_tokens
 from headrace.model.estimate import Shape, place
 from headrace.observe.explain import Machine, chosen_text, explain, num_kv_tokens, plan, size_text, support_table
 
@@ -155,3 +156,56 @@ def test_sizes_are_readable() -> None:
 def test_the_choice_and_the_model_types_are_listed_with_reasons() -> None:
     assert chosen_text(CPU).startswith("  cpu in float32, because torch sees no GPU")
     assert support_table({"llama": "Llama"}, {"gemma2": "caps"}) == ("  llama   Llama\nnot supported\n  gemma2  caps")
+
+
+GPU = place(device="cuda", dtype="auto", gpus=("a GPU",), mps=False)
+
+
+def on_gpu(memory_bytes: int, *overrides: str) -> str:
+    config = load_config(TEXT, file="run.toml", overrides=overrides)
+    machine = Machine(memory_bytes=memory_bytes, disk_free_bytes=2**40)
+    return explain(config, file="run.toml", shape=SHAPE, placement=GPU, machine=machine)
+
+
+def test_what_is_recomputed_is_said_with_its_reason() -> None:
+    assert "nothing is recomputed in the backward pass" in explained()
+    assert "because model.recompute is true" in explained("model.recompute=true")
+    # 388 x (2 + 4 + 4 + 8) bytes of state, 300 x 208 of activations, 300 x 10 x 4 of logits, 9,216 x 16 cached:
+    # 6,984 + 62,400 + 12,000 + 147,456 = 228,840 bytes
+    assert "nothing is recomputed" in on_gpu(250_000)
+    assert (
+        "every decoder layer is computed again in the backward pass, because without it 223.5 KiB would be needed"
+        in on_gpu(240_000, "engine.kv_tokens=9216")
+    )
+    assert "nothing is recomputed" in on_gpu(240_000, "engine.kv_tokens=9216", "model.recompute=false")
+
+
+def test_the_cache_gets_what_a_gpu_has_left() -> None:
+    config = load_config(TEXT, file="run.toml", overrides=["model.recompute=false", "engine.max_rows=64"])
+    room = plan(config, SHAPE, GPU, gpu_bytes=2**40)
+    assert room.kv_tokens == 2 * 64 * 200
+    tight = plan(config, SHAPE, GPU, gpu_bytes=200_000)
+    assert tight.kv_tokens == (184_000 - tight.memory.training) // 16
+    least = plan(config, SHAPE, GPU, gpu_bytes=1_000)
+    assert least.kv_tokens == min_kv_tokens(200)
+    assert "room for the keys and values of 2,048 tokens" in on_gpu(1_000)
+
+
+def test_the_default_cache_is_the_engines() -> None:
+    for rows, longest in ((8, 200), (1, 50), (32, 1024)):
+        config = load_config(
+            TEXT,
+            file="run.toml",
+            overrides=[f"engine.max_rows={rows}", f"rl.max_episode_tokens={longest}", "rl.max_prompt_tokens=1"],
+        )
+        assert plan(config, SHAPE, CPU).kv_tokens == default_kv_tokens(rows, longest)
+
+
+def test_other_models_are_counted() -> None:
+    def beside(*overrides: str) -> int:
+        return plan(load_config(TEXT, file="run.toml", overrides=overrides), SHAPE, GPU).memory.beside
+
+    assert beside() == 0
+    assert beside("rl.sync_every=2") == 388 * 2  # a copy that samples
+    assert beside("rl.async.max_staleness=1", 'rl.reference="x"') == 2 * 388 * 2
+    assert beside("rl.critic={}") == 388 * (2 + 4 + 4 + 8)  # weights, masters, gradients and moments
