@@ -8,6 +8,7 @@ import torch
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
 from headrace.config import Tiny
+from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.verify import verify as prove
 from headrace.loops.verify.parts import WORLD as VERIFY_WORLD
@@ -20,6 +21,8 @@ from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, LossSpec
+
+ROWS, LONGEST = 16, 4096  # of the engine that is looked at
 
 
 def verify(*, model: str | None, device: str) -> Iterator[Proof]:
@@ -37,12 +40,19 @@ def verify_parts(lm: LanguageModel) -> Parts:
         lm=lm,
         renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
         make_trainer=TorchBackend,
-        make_engine=partial(EmbeddedEngine, max_rows=16),
+        make_engine=_make_engine,
         cross_entropy=CROSS_ENTROPY,
         ppo=LossSpec(fn="ppo"),
         credit=partial(credit, method="dr_grpo"),
         to_data=to_data,
     )
+
+
+def _make_engine(lm: LanguageModel) -> EmbeddedEngine:
+    """As a run has it: in half precision on CUDA it decodes in graphs, which are not the trainer's code."""
+    kv_tokens = ROWS * -(-min(lm.context + 1, LONGEST) // 64) * 64
+    decoder = graph_decoder(lm, max_rows=ROWS, kv_tokens=kv_tokens)
+    return EmbeddedEngine(lm, max_rows=ROWS, kv_tokens=kv_tokens, decoder=decoder)
 
 
 def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
