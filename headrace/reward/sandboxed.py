@@ -12,7 +12,7 @@ from headrace.reward import calling
 from headrace.reward.calling import Shape
 from headrace.reward.rows import row_of
 from headrace.reward.sandbox.limits import Answer, Limits, Outcome
-from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.pool import Sandbox, Settings, warn_once
 from headrace.reward.terms import GroupTerm
 from headrace.reward.verdict import Alignment, reward_of
 from headrace.types import Episode, Reward
@@ -160,6 +160,6 @@ def _declared(alignment: Alignment, about: Mapping[str, Any]) -> Alignment:
     return replace(alignment, step_index=own)
 
 
-def _say_notices(user: UserReward, about: dict[str, Any]) -> None:
-    for notice in about.pop("notices", ()):
-        logger.warning("reward %s: %s", user.name, notice)
+def _say_notices(user: UserReward, about: Mapping[str, Any]) -> None:
+    for notice in about["notices"]:
+        warn_once(f"reward {user.name}: {notice}")

@@ -92,7 +92,7 @@ async def test_every_layer_stands_here_or_strict_refuses(mode: Mode) -> None:
 async def test_a_gap_is_said_once_and_strict_refuses(
     mode: Mode, layers: frozenset[Layer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool._warn_once.cache_clear()
+    pool.warn_once.cache_clear()
     for _ in range(2):
         answer = await call(f"{ATTACKS}:good", mode.settings(limits=LIMITS, layers=layers))
         assert json.loads(answer.result) == [{"score": 1.0}]
@@ -209,6 +209,16 @@ async def test_code_beside_the_file_can_be_imported_and_data_only_if_listed(tmp_
     assert json.loads(answer.result) == [{"score": 15.0}]
 
 
+async def test_modules_of_this_path_are_found_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judging").mkdir()
+    written(tmp_path / "judging", "", "__init__.py")
+    written(tmp_path / "judging", "def f(text): return 0.5\n", "strict.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    for spec in ("judging.strict:f", "judging.strict.f"):
+        answer = await call(spec, Settings(limits=LIMITS))
+        assert json.loads(answer.result) == [{"score": 0.5}]
+
+
 async def test_a_cancelled_call_leaves_nothing() -> None:
     sandbox = Sandbox({"spec": f"{ATTACKS}:endless_sleep"}, Settings(limits=Limits(wall_s=600.0)))
     await sandbox.describe()
@@ -291,5 +301,6 @@ async def test_hundreds_of_calls_leak_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 async def test_ten_thousand_calls_leak_nothing() -> None:
     await many_calls(10_000)

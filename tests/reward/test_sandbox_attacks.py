@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +81,7 @@ class Aftermath:
     left: list[int]  # processes that were still inside after all calls, before the workers were closed
     descriptors: tuple[int, int]  # open in this process before and after
     running: list[int]  # of the workers' processes, after they were closed
+    files: list[str]  # new ones in the folder for temporary files
 
     def one(self, name: str) -> Answer:
         [answer] = self.answers[name]
@@ -88,7 +90,7 @@ class Aftermath:
 
 async def attack(mode: Mode, target: Target) -> Aftermath:
     """All of a kind on the same two warm workers: what one breaks must not reach the next."""
-    before = len(os.listdir("/proc/self/fd"))
+    before, files = len(os.listdir("/proc/self/fd")), set(os.listdir(tempfile.gettempdir()))
     single = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS))
     hasty = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=HASTY))
     batch = Sandbox({"spec": f"{ATTACKS}:group"}, mode.settings(limits=HASTY, workers=1))
@@ -110,6 +112,7 @@ async def attack(mode: Mode, target: Target) -> Aftermath:
         answers=answers,
         left=[process.pid for below in tree.values() for process in below[2:]],  # the builder, the first inside
         descriptors=(before, len(os.listdir("/proc/self/fd"))),
+        files=[name for name in set(os.listdir(tempfile.gettempdir())) - files if name.startswith("headrace")],
         running=[process.pid for below in tree.values() for process in below if process.is_running()],
     )
 
@@ -202,8 +205,9 @@ def test_nothing_a_call_changes_is_there_in_the_next(after: Aftermath) -> None:
     assert [verdict["score"] for verdict in verdicts] == [0.5, 0.5, 0.5]
 
 
-def test_no_process_and_no_descriptor_is_left(after: Aftermath) -> None:
+def test_no_process_no_file_and_no_descriptor_is_left(after: Aftermath) -> None:
     assert after.left == []
+    assert after.files == []
     assert after.running == []
     assert after.descriptors[0] == after.descriptors[1]
 

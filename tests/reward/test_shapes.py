@@ -11,7 +11,7 @@ from reward_kit_files import written
 from headrace.errors import ConfigError
 from headrace.reward.calling import Shape, find, plain_verdict, shape_of
 from headrace.reward.runner import GroupRewardRunner
-from headrace.reward.sandbox.pool import Settings
+from headrace.reward.sandbox.pool import Settings, warn_once
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
 from headrace.reward.terms import GroupTerm
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
@@ -87,6 +87,7 @@ async def test_configured_arguments_reach_the_function(make_term: MakeTerm, file
 
 
 async def test_a_requirement_that_is_not_met_is_reported(files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
     term = sandboxed_term(UserReward(name="mine", spec=str(files / "pointwise.py")), Settings(workers=1))
     with caplog.at_level(logging.WARNING):
         await judged(term, RIGHT)

@@ -60,7 +60,10 @@ def unmount(target: str) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    _syscall({"x86_64": 155, "aarch64": 41}[platform.machine()], new.encode(), old.encode())
+    number = {"x86_64": 155, "aarch64": 41}.get(platform.machine())
+    if number is None:
+        raise OSError(0, f"pivot_root has no number here for {platform.machine()}")
+    _syscall(number, new.encode(), old.encode())
 
 
 def make_read_only(path: str) -> None:

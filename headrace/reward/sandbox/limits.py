@@ -88,6 +88,10 @@ def may_fork(layers: Collection[Layer]) -> bool:
     return Layer.USER in layers and Layer.PID in layers
 
 
+OVER_CPU, OVER_MEMORY = 76, 77  # exit status of a supervisor: the first process inside used too much
+RETURNED, RAISED, OUT_OF_MEMORY = b"R", b"E", b"M"  # what follows the nonce of a result
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """One call's end. `result` is JSON text as the code's side wrote it: unverified. The tails are of its output."""

@@ -27,6 +27,10 @@ from headrace.errors import ConfigError, RewardError
 from headrace.reward.sandbox import frames
 from headrace.reward.sandbox.limits import (
     EVERY_LAYER,
+    OUT_OF_MEMORY,
+    OVER_MEMORY,
+    RAISED,
+    RETURNED,
     Answer,
     Layer,
     Limits,
@@ -34,9 +38,7 @@ from headrace.reward.sandbox.limits import (
     essential_missing,
     missing,
 )
-from headrace.reward.sandbox.supervisor import OVER_MEMORY
 from headrace.reward.sandbox.walls import environment, interpreter_paths, package_folder
-from headrace.reward.sandbox.worker import OUT_OF_MEMORY, RAISED, RETURNED
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ class Worker:
             "limits": asdict(self._settings.limits),
             "warm": self._settings.warm,
             "target": dict(target),
+            "path": path_entries(),
         }
         await self._send(order)
         walls = await self._receive()
@@ -249,11 +252,12 @@ def announce(layers: frozenset[Layer], reasons: Mapping[str, str], *, strict: bo
             "allow what is missing, or set strict = false"
         )
     if gaps:
-        _warn_once(f"the sandbox of reward functions has gaps: {'; '.join(gaps)}{f' ({because})' if because else ''}")
+        warn_once(f"the sandbox of reward functions has gaps: {'; '.join(gaps)}{f' ({because})' if because else ''}")
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """However many workers have reason for it."""
     logger.warning("%s", text)
 
 
@@ -266,17 +270,22 @@ def readable_paths(spec: str, extra: Sequence[str]) -> tuple[str, ...]:
     Beside a file, Python files and packages of its folder can be imported; data files are not visible unless listed.
     """
     found = {sys.prefix, sys.base_prefix, *interpreter_paths()}
-    roots = tuple(found)
     place = Path(spec if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")[0])
     if place.is_dir():
         found.add(str(place.resolve()))
     elif place.suffix == ".py":
         found.update((str(place.resolve()), *code_in(place.resolve().parent)))
-    for entry in map(Path, sys.path):
-        if entry.is_dir() and not any(entry.is_relative_to(root) for root in roots):
-            found.update(code_in(entry))
+    for entry in path_entries():
+        found.update(code_in(Path(entry)))
     found.update(str(Path(path).resolve()) for path in extra)
     return tuple(sorted(found))
+
+
+def path_entries() -> list[str]:
+    """Folders of this process's path that another start of the interpreter would not have."""
+    roots = (sys.prefix, sys.base_prefix, *interpreter_paths())
+    folders = [Path(entry).resolve() for entry in sys.path]
+    return [str(item) for item in folders if item.is_dir() and not any(item.is_relative_to(root) for root in roots)]
 
 
 def code_in(folder: Path) -> list[str]:
@@ -295,11 +304,13 @@ class Sandbox:
     """Calls one piece of code, at most `workers` at a time. Workers start when they are needed and stay."""
 
     def __init__(self, target: Mapping[str, Any], settings: Settings) -> None:
+        self._idle: list[Worker] = []
+        self._busy: set[Worker] = set()
+        if sys.platform == "win32":
+            raise ConfigError('there is no sandbox on Windows: set rl.reward_runner.type = "inprocess"')
         self._target = {**target, "alone": True}
         self._settings = settings
         self._readable = readable_paths(target["spec"], settings.readable)
-        self._idle: list[Worker] = []
-        self._busy: set[Worker] = set()
         self._room = asyncio.Semaphore(settings.workers)
         self._warm = settings.warm
         self.about: dict[str, Any] = {}
@@ -345,7 +356,7 @@ class Sandbox:
         worker = await Worker.start(replace(self._settings, warm=self._warm), self._target, self._readable)
         self.about = worker.about
         if worker.warm and (threads := await asyncio.to_thread(lambda: worker.num_threads)) > 1:
-            _warn_once(
+            warn_once(
                 f"importing {self._target['spec']} left {threads - 1} threads behind, so its worker cannot be forked: "
                 "every call imports it again; start threads inside the function, or limit the library to one"
             )

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.reward.sandbox import kernel
+from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY
 from headrace.reward.sandbox.walls import AROUND, Plan, Walls, inner_walls, outer_walls
 
-OVER_CPU, OVER_MEMORY = 76, 77  # exit status of the supervisor: the first process inside used too much
 _LOOK_EVERY_MS = 50
 
 Body = Callable[[Walls, str], int]  # gets the walls and the writable folder; returns an exit status

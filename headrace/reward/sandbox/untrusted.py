@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headrace.reward.sandbox import frames
-from headrace.reward.sandbox.limits import EVERY_LAYER, Layer, Limits, Outcome, limits_from
-from headrace.reward.sandbox.supervisor import OVER_CPU, OVER_MEMORY, supervise
+from headrace.reward.sandbox.limits import EVERY_LAYER, OVER_CPU, OVER_MEMORY, Layer, Limits, Outcome, limits_from
+from headrace.reward.sandbox.supervisor import supervise
 from headrace.reward.sandbox.walls import (
     AROUND,
     Plan,

@@ -7,7 +7,6 @@ to mount.
 """
 
 import os
-import resource
 import stat
 import sys
 import tempfile
@@ -18,6 +17,9 @@ from pathlib import Path
 
 from headrace.reward.sandbox import kernel
 from headrace.reward.sandbox.limits import Layer, Limits, may_fork
+
+if sys.platform != "win32":
+    import resource
 
 SCRATCH = "/scratch"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")

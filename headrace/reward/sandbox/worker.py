@@ -23,15 +23,21 @@ from typing import Any, Protocol
 
 from headrace.reward import calling
 from headrace.reward.sandbox import frames, kernel
-from headrace.reward.sandbox.limits import Layer, Outcome, limits_from, may_fork
+from headrace.reward.sandbox.limits import (
+    OUT_OF_MEMORY,
+    RAISED,
+    RETURNED,
+    Layer,
+    Outcome,
+    limits_from,
+    may_fork,
+)
 from headrace.reward.sandbox.supervisor import supervise
 from headrace.reward.sandbox.walls import Plan, Walls, call_walls
 
 _fork, _write, _exit, _dumps = os.fork, os.write, os._exit, json.dumps
 _RESULT = 3  # the private descriptor, in a call's process
 _MESSAGE_CHARS = 2000
-
-RETURNED, RAISED, OUT_OF_MEMORY = b"R", b"E", b"M"
 
 
 class Loaded(Protocol):
@@ -67,6 +73,7 @@ def _serve(walls: Walls, scratch: str, *, plan: Plan, order: dict[str, Any], con
         return 0
     if not warm:
         call_walls(plan, walls.standing)
+    sys.path += [entry for entry in order["path"] if entry not in sys.path]
     loaded: list[Loaded] = []
     failure = _Caught(lambda: loaded.append(calling.load(order["target"])))
     frames.send(control, {"about": loaded[0].about} if loaded else {"failed": failure.text})
