@@ -39,6 +39,7 @@ from headrace.model import head
 from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
 from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
+from headrace.model.packed import linear
 from headrace.model.worker import Worker
 from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle, float_array
 
@@ -459,7 +460,7 @@ class EmbeddedEngine:
     def _sample(self, hidden_TD: Tensor, decoding: list[tuple[int, Sampling]]) -> None:
         rows = [row for row, _ in decoding]
         padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
-        logits_BV = head.logits(hidden_TD[padded], self._head_weight())[: len(rows)]
+        logits_BV = linear(hidden_TD[padded], self._head_weight())[: len(rows)]
         params = [sequence.request.params for _, sequence in decoding]
         numbers = uniforms([row.seed for row in params], [sequence.num_sampled for _, sequence in decoding])
         drawn = sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device))

@@ -14,7 +14,7 @@ from headrace.errors import ModelError
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
-CUDA_HEAD_CHUNK_TOKENS = 4096  # the same on CUDA, where logits are overwritten by what follows them
+CUDA_HEAD_CHUNK_TOKENS = 4096  # the same on CUDA, where half-precision logits are overwritten by what follows them
 HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
 USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
@@ -198,7 +198,7 @@ def training_memory(
         masters=trainable * FP32 if size < FP32 else 0,
         moments=2 * trainable * state,
         activations=micro_batch_tokens * layers_kept,
-        head=chunk * shape.vocabulary * state * (1 if fused else HEAD_COPIES),
+        head=chunk * shape.vocabulary * (size if fused else state * HEAD_COPIES),
         kv=kv_tokens * kv_bytes_per_token(shape, size),
         beside=beside,
     )

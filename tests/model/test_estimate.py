@@ -194,9 +194,9 @@ def test_memory_on_a_gpu_by_hand() -> None:
     memory = training_memory(
         TWO_BY_TWO, dtype="bfloat16", trainable=388, frozen=0, micro_batch_tokens=10, kv_tokens=0, device="cuda"
     )
-    # per token 2 layers x (4 x 4 + 2 x (4 + 2) + 3 x 8) x 2 bytes = 2 x 52 x 2 = 208; logits in float32, once
+    # per token 2 layers x (4 x 4 + 2 x (4 + 2) + 3 x 8) x 2 bytes = 2 x 52 x 2 = 208; logits once, in bfloat16
     assert memory.activations == 10 * 208
-    assert memory.head == 10 * 10 * 4
+    assert memory.head == 10 * 10 * 2
     again = training_memory(
         TWO_BY_TWO,
         dtype="bfloat16",

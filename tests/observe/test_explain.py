@@ -170,11 +170,11 @@ def on_gpu(memory_bytes: int, *overrides: str) -> str:
 def test_what_is_recomputed_is_said_with_its_reason() -> None:
     assert "nothing is recomputed in the backward pass" in explained()
     assert "because model.recompute is true" in explained("model.recompute=true")
-    # 388 x (2 + 4 + 4 + 8) bytes of state, 300 x 208 of activations, 300 x 10 x 4 of logits, 9,216 x 16 cached:
-    # 6,984 + 62,400 + 12,000 + 147,456 = 228,840 bytes
+    # 388 x (2 + 4 + 4 + 8) bytes of state, 300 x 208 of activations, 300 x 10 x 2 of logits, 9,216 x 16 cached:
+    # 6,984 + 62,400 + 6,000 + 147,456 = 222,840 bytes
     assert "nothing is recomputed" in on_gpu(250_000)
     assert (
-        "every decoder layer is computed again in the backward pass, because without it 223.5 KiB would be needed"
+        "every decoder layer is computed again in the backward pass, because without it 217.6 KiB would be needed"
         in on_gpu(240_000, "engine.kv_tokens=9216")
     )
     assert "nothing is recomputed" in on_gpu(240_000, "engine.kv_tokens=9216", "model.recompute=false")

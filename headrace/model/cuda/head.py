@@ -1,6 +1,6 @@
-"""Softmax of a chunk of float32 logits in place: half-precision probabilities take the first half of each row.
+"""Softmax of a chunk of half-precision logits in place, without a float32 copy of it.
 
-Logits of a real model are 20 and more, where bfloat16 is a tenth off; the product therefore writes float32. Each row is
+`model/head.py` does the same in torch, where a chunk goes through memory in float32 several times. Here each row is
 read for its maximum and denominator, then read again, mostly out of the cache, and overwritten by its probabilities.
 
 Shape letters: C tokens of a chunk, V vocabulary.
@@ -14,24 +14,21 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def softmax_(logits_CV: Tensor, temperature_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """softmax(logits / temperature) in `dtype`, in the storage of the logits, and the logs of the denominators [C]."""
+def softmax_(logits_CV: Tensor, temperature_C: Tensor | None) -> Tensor:
+    """Overwrite the logits by softmax(logits / temperature); returns the logs of the denominators [C], in float32."""
     assert logits_CV.is_contiguous()
-    assert logits_CV.dtype == torch.float32
     tokens, vocabulary = logits_CV.shape
     lse_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
-    probs_CV = logits_CV.view(dtype)[:, :vocabulary]
     if tokens:
         _softmax_kernel[(tokens,)](
-            logits_CV, temperature_C, lse_C, probs_CV, vocabulary,
-            TEMPERED=temperature_C is not None, BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
-    return probs_CV, lse_C
+            logits_CV, temperature_C, lse_C, vocabulary, TEMPERED=temperature_C is not None, BLOCK=BLOCK, num_warps=8
+        )
+    return lse_C
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_kernel(  # type: ignore[no-untyped-def]
-    logits, temperature, lse, probs, vocabulary, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
+    logits, temperature, lse, vocabulary, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -42,7 +39,8 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + lane
-        z = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=-float("inf")) / tau
+        z = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
+        z = z / tau
         high = tl.maximum(top, z)
         kept = tl.where(top == -float("inf"), 0.0, tl.exp(top - high))
         total = total * kept + tl.where(z == -float("inf"), 0.0, tl.exp(z - high))
@@ -54,6 +52,6 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         column = start + lane
         inside = column < vocabulary
-        z = tl.load(logits + row * vocabulary + column, mask=inside, other=-float("inf")) / tau
-        tl.debug_barrier()  # what is written lies on what this block and those before it have read
-        tl.store(probs + row * 2 * vocabulary + column, tl.exp(z - denominator).to(probs.dtype.element_ty), mask=inside)
+        raw = tl.load(logits + row * vocabulary + column, mask=inside, other=-float("inf"))
+        p = tl.exp(raw.to(tl.float32) / tau - denominator)
+        tl.store(logits + row * vocabulary + column, p.to(raw.dtype), mask=inside)
