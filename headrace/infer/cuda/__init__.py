@@ -1,7 +1,7 @@
 """Sampling on CUDA: a dense decoder in Triton kernels and matrix products, captured in graphs.
 
-`weights` (what is read of a model), `kernels` and `draw` (Triton), `forward` (one pass), `decoder` (state and graphs).
-Whoever imports one of the last four has asked `graph_decoder` first.
+`weights` (what is read of a model), `layout` (how work is cut up), `kernels` and `draw` (Triton), `forward` (one pass),
+`decoder` (state and graphs). The last four need Triton; `graph_decoder` looks whether it is there.
 """
 
 import logging

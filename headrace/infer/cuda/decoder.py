@@ -1,8 +1,8 @@
 """Decoding in CUDA graphs: some steps per call, drawing included, over slots that rows join and leave between calls.
 
 The decoder owns everything a graph points to: the rows' state, intermediate buffers, keys and values, and copies of
-weights. A graph is one decode step for up to so many rows (`BUCKETS`); it is captured when first needed and replayed
-from then on. Rows that stop go quiet on the device. It must not know requests, queues or versions.
+weights. A graph is one decode step for up to so many rows (`layout.BUCKETS`); it is captured when first needed and
+replayed from then on. Rows that stop go quiet on the device. It must not know requests, queues or versions.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
 
 from headrace.infer.cuda import draw, forward
 from headrace.infer.cuda.forward import Buffers, DecodeAttention, Places
+from headrace.infer.cuda.layout import bucket_for, prompt_blocks
 from headrace.infer.cuda.weights import DenseWeights
 from headrace.infer.visits import STOPS, Row, Visit
 from headrace.model.attention import KVCache, Piece
 from headrace.model.load import LanguageModel
 
-BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # and multiples of 64 above
 PROMPT_TOKENS = 4096
 VISIT_STEPS = 32  # most steps of one call
 BLOCK = 4096  # of the vocabulary
@@ -228,19 +227,3 @@ class GraphDecoder:
             STOPS=STOPS,
             num_warps=8,
         )
-
-
-def bucket_for(rows: int) -> int:
-    """The smallest number of rows a graph is captured for that holds `rows`."""
-    return next((bucket for bucket in BUCKETS if rows <= bucket), -(-rows // 64) * 64)
-
-
-def prompt_blocks(pieces: Sequence[Piece]) -> npt.NDArray[np.int32]:
-    """[blocks, 4]: slot, index of the first token, its position, tokens; the longest first."""
-    blocks, first = [], 0
-    for piece in pieces:
-        for start in range(0, piece.length, forward.PROMPT_ROWS):
-            count = min(forward.PROMPT_ROWS, piece.length - start)
-            blocks.append((piece.row, first + start, piece.offset + start, count))
-        first += piece.length
-    return np.array(blocks, dtype=np.int32)

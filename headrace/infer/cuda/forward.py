@@ -14,14 +14,12 @@ import triton
 from torch import Tensor
 
 from headrace.infer.cuda import kernels
+from headrace.infer.cuda.layout import PROMPT_ROWS, splits_for
 from headrace.infer.cuda.weights import DenseWeights, Shape
 from headrace.model.attention import KVCache
 
 GATE_BLOCK = 1024
-PROMPT_ROWS = 64  # query tokens of one program
 DECODE_BLOCK = 64  # keys that a decode program reads at a time
-FULL = 528  # programs that keep all processors of a large card busy
-MOST_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +158,6 @@ class DecodeAttention:
             num_warps=4,
             num_stages=2,
         )
-
-
-def splits_for(rows: int, heads: int) -> int:
-    """Into how many chunks a row's keys are cut at most, so that few rows still use the whole card."""
-    return min(MOST_SPLITS, int(triton.next_power_of_2(max(1, FULL // (rows * heads)))))
 
 
 def precision(like: Tensor) -> str:
