@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types import Datum, Deviation, EffectiveShare, FloatArray, Mean, Metric, Metrics, merge_metrics
+from headrace.types import Datum, Deviation, EffectiveShare, FloatArray, Max, Mean, Metric, Metrics, merge_metrics
 
 MAX_NAMED_LAG = 16  # older tokens share one name
 MAX_LOG_WEIGHT = 20.0
@@ -51,16 +51,20 @@ def lag_metrics(data: Sequence[Datum], *, version: int) -> dict[str, Metric]:
 def staleness_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
     """What the lag of tokens has done to their weights w = exp(proximal - sampler); `logprobs` are the proximal ones.
 
-    Standard deviation of log w and effective sample size, over all tokens and for each lag. It is measured whatever
-    the loss makes of stale tokens.
+    Mean and maximum of w, standard deviation of log w and effective sample size, the last two also for each lag. It is
+    measured whatever the loss makes of stale tokens.
     """
     merged: dict[str, Metric] = {}
     for datum, scored in zip(data, logprobs, strict=True):
         trained = datum.arrays["weights"] != 0
         log_weights = scored[trained].astype(np.float64) - datum.arrays["sampler_logprobs"][trained]
-        merged = merge_metrics(
-            merged, by_lag("staleness", log_weights, datum_lags(datum, version=version), np.exp(_bounded(log_weights)))
-        )
+        weights = np.exp(_bounded(log_weights))
+        figures: dict[str, Metric] = {
+            "staleness/weight_mean": Mean(float(weights.sum()), len(weights)),
+            "staleness/weight_max": Max(float(weights.max(initial=0.0))),
+            **by_lag("staleness", log_weights, datum_lags(datum, version=version), weights),
+        }
+        merged = merge_metrics(merged, figures)
     return merged
 
 

@@ -54,6 +54,8 @@ def test_staleness_by_hand() -> None:
     data = [datum([5, 3, -1], weights=[1, 1, 0]), datum([3], sampler=[-LOG2])]
     scored = [float_array([0, LOG2, math.nan]), float_array([LOG2])]
     values = metric_values(staleness_metrics(data, scored, version=5))
+    assert values["staleness/weight_mean"] == pytest.approx(7 / 3)
+    assert values["staleness/weight_max"] == pytest.approx(4)
     assert values["staleness/effective_share"] == pytest.approx(7**2 / 21 / 3)
     assert values["staleness/effective_share_lag_0"] == pytest.approx(1)
     assert values["staleness/effective_share_lag_2"] == pytest.approx(6**2 / 20 / 2)
