@@ -186,7 +186,9 @@ def doctor() -> None:
 
     print(f"model types\n{support_table(SUPPORTED, REFUSED)}\n")
     from headrace.infer.selfcheck import check_bit_equality
+    from headrace.reward.sandboxed import sandbox_text
 
+    print(f"reward sandbox: {sandbox_text()}")
     result = check_bit_equality()
     print(f"reproducible sampling: {'yes' if result.ok else 'NO'}, {result.detail}")
     if not result.ok:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.errors import ConfigError, RewardError, boundary
+from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
 from headrace.reward import calling
 from headrace.reward.calling import Shape
 from headrace.reward.rows import row_of
-from headrace.reward.sandbox.limits import Answer, Limits, Outcome
-from headrace.reward.sandbox.pool import Sandbox, Settings, warn_once
+from headrace.reward.sandbox.limits import Answer, Layer, Limits, Outcome, may_fork, missing
+from headrace.reward.sandbox.pool import Sandbox, Settings, Worker, readable_paths, warn_once
 from headrace.reward.terms import GroupTerm
 from headrace.reward.verdict import Alignment, reward_of
 from headrace.types import Episode, Reward
@@ -99,6 +99,24 @@ def check_importable(user: UserReward, settings: Settings) -> dict[str, Any]:
             await sandbox.close()
 
     return asyncio.run(look())
+
+
+def sandbox_text() -> str:
+    """What the sandbox of reward functions can isolate on this machine, in words. Blocks; raises nothing."""
+    user = UserReward(name="probe", spec="headrace.reward.calling:last_text")
+
+    async def look() -> frozenset[Layer]:
+        worker = await Worker.start(Settings(), {**user.target, "alone": True}, readable_paths(user.spec, ()))
+        await worker.stop()
+        return worker.layers
+
+    try:
+        layers = asyncio.run(look())
+    except HeadraceError as exc:
+        return f"does not work: {exc}"
+    gaps = missing(layers)
+    cold = "" if may_fork(layers) else "; every call starts a process of its own"
+    return f"{'; '.join(gaps) if gaps else 'files, network, processes and system calls are isolated'}{cold}"
 
 
 async def _judge(
