@@ -81,6 +81,7 @@ class World:
         trouble: float = 0.0,
         longest: int = 12,
         stale_action: StaleAction = StaleAction.DROP,
+        oversampling: float = 1.0,
         most_drops: int = 10**6,
     ) -> None:
         self.seed, self.eta, self.batch, self.trouble, self.longest = seed, eta, batch, trouble, longest
@@ -88,12 +89,14 @@ class World:
             max_staleness=eta,
             max_running=max_running,
             stale_action=stale_action,
+            oversampling=oversampling,
             next_logprobs=eta >= 2,
             task_timeout_s=TIMEOUT_S,
             max_consecutive_drops=most_drops,
             slow_wait_s=50.0,
         )
-        self.max_running = max_running or (eta + 1) * batch
+        self.max_live = math.ceil((eta + oversampling) * batch)
+        self.max_running = max_running or self.max_live
         self.drawn = 0
         self.started: list[int] = []
         self.playing: set[int] = set()
@@ -208,7 +211,9 @@ class World:
         await asyncio.sleep(LONG_S)
         values = self.measured()
         room = (self.eta + bool(self.training)) * self.batch - len(self.training)
-        assert not self.asked or (values["running"], values["ready"]) == (0, room), "room was lost"
+        spare = self.max_live - (self.eta + 1) * self.batch  # what over-sampling left behind may wait besides
+        assert values["running"] == 0, "something runs for ever"
+        assert not self.asked or room <= values["ready"] <= room + spare, "room was lost"
         self.check()
 
     async def restart(self) -> None:
@@ -250,9 +255,9 @@ class World:
         dropped = sum(count for name, count in self.totals.items() if name.startswith("dropped_"))
         assert self.totals["started"] == live + self.totals["consumed"] + dropped, "groups were lost"
         assert values["running"] <= self.max_running
-        assert live <= (self.eta + 1) * self.batch, "more groups are live than the bound admits"
+        assert live <= self.max_live, "more groups are live than the bound admits"
         assert values["running"] >= len(self.playing), "a group is played that nobody counts"
-        assert len(self.executor.state_dict()["ready"]) <= (self.eta + 1) * self.batch
+        assert len(self.executor.state_dict()["ready"]) <= self.max_live
 
     def check_batch(self, groups: Sequence[Group]) -> None:
         ids = [group.id for group in groups]
@@ -340,16 +345,18 @@ SCRIPT = (
 
 def trials() -> None:
     """The script in a few worlds, with all checks: small batches and large, with and without trouble and a limit."""
-    for seed, (eta, batch, max_running, trouble, longest, action) in enumerate(
+    for seed, (eta, batch, max_running, trouble, longest, action, oversampling) in enumerate(
         [
-            (0, 3, None, 0.3, 12, StaleAction.DROP),
-            (1, 2, None, 0.0, 12, StaleAction.DROP),
-            (1, 3, 4, 0.3, 12, StaleAction.DROP),
-            (1, 3, None, 0.0, 30, StaleAction.DROP),
-            (2, 2, None, 0.3, 12, StaleAction.DROP),
-            (2, 3, None, 0.0, 40, StaleAction.DROP),
-            (3, 3, None, 0.0, 20, StaleAction.DROP),
-            (2, 3, 5, 0.0, 20, StaleAction.MASK),
+            (0, 3, None, 0.3, 12, StaleAction.DROP, 1.0),
+            (1, 2, None, 0.0, 12, StaleAction.DROP, 1.0),
+            (1, 3, 4, 0.3, 12, StaleAction.DROP, 1.0),
+            (1, 3, None, 0.0, 30, StaleAction.DROP, 1.0),
+            (2, 2, None, 0.3, 12, StaleAction.DROP, 1.0),
+            (2, 3, None, 0.0, 40, StaleAction.DROP, 1.0),
+            (3, 3, None, 0.0, 20, StaleAction.DROP, 1.0),
+            (2, 3, 5, 0.0, 20, StaleAction.MASK, 1.0),
+            (0, 3, None, 0.3, 12, StaleAction.DROP, 1.5),
+            (2, 2, None, 0.0, 20, StaleAction.DROP, 1.5),
         ]
     ):
         batches = run_script(
@@ -361,6 +368,7 @@ def trials() -> None:
             trouble=trouble,
             longest=longest,
             stale_action=action,
+            oversampling=oversampling,
         )
         assert len(batches) == sum(verb == "take" for verb, _ in SCRIPT)
 

@@ -31,6 +31,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         max_running=st.none() | st.integers(1, 6),
         trouble=st.sampled_from([0.0, 0.3]),
         action=st.sampled_from(list(StaleAction)),
+        oversampling=st.sampled_from([1.0, 1.5]),
     )
     def begin(self, **options: Any) -> None:
         self.runner = asyncio.Runner(loop_factory=VirtualLoop)
