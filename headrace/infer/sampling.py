@@ -17,7 +17,7 @@ from headrace.model.head import picked_logprobs
 from headrace.types import SampleRequest, SamplingParams
 
 BLOCK = 128
-CACHED = 2**19  # logits that stay in a CPU's cache from one pass over them to the next
+CACHED = 2**21  # logits that stay in a CPU's cache from one pass over them to the next
 COLDEST = 1e-4  # logits divided by less would overflow
 
 
@@ -76,11 +76,10 @@ def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B:
 def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Sampled:
     logits_BV = logits_BV.float()
     raw_BV = torch.softmax(logits_BV, dim=-1)
-    tempered_logits_BV, tempered_BV = logits_BV, raw_BV
+    tempered_BV = raw_BV
     if any(row.temperature not in (0.0, 1.0) for row in params):
         scale = torch.tensor([row.temperature or 1.0 for row in params], device=logits_BV.device)
-        tempered_logits_BV = logits_BV / scale[:, None]
-        tempered_BV = torch.softmax(tempered_logits_BV, dim=-1)
+        tempered_BV = torch.softmax(logits_BV / scale[:, None], dim=-1)
     kept_BV = tempered_BV
     if any(row.truncated for row in params):
         kept_BV = tempered_BV.clone()
@@ -91,10 +90,11 @@ def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B
     greedy = [index for index, row in enumerate(params) if row.temperature == 0.0]
     if greedy:
         tokens_B[greedy] = logits_BV[greedy].argmax(dim=-1)
-    raw_B = _logprobs(logits_BV, raw_BV, tokens_B)
+    drawn_B = tempered_BV.gather(1, tokens_B[:, None])[:, 0].log()  # above 0, or it would not have been drawn
     if tempered_BV is raw_BV:
-        return Sampled(tokens_B, raw_B, raw_B)
-    return Sampled(tokens_B, _logprobs(tempered_logits_BV, tempered_BV, tokens_B), raw_B)
+        return Sampled(tokens_B, drawn_B, drawn_B)
+    plain_B = torch.tensor([row.temperature in (0.0, 1.0) for row in params], device=logits_BV.device)
+    return Sampled(tokens_B, drawn_B, torch.where(plain_B, drawn_B, _logprobs(logits_BV, raw_BV, tokens_B)))
 
 
 def _logprobs(logits_BV: Tensor, probs_BV: Tensor, tokens_B: Tensor) -> Tensor:

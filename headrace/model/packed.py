@@ -8,6 +8,7 @@ it, `torch.backends.mkldnn.flags(enabled=False)`), the product is torch's own.
 Shape letters: T rows, I inputs, O outputs.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -50,7 +51,7 @@ def packed_weight(weight_OI: Tensor) -> Tensor | None:
         return None
     if not (torch.backends.mkldnn.enabled and available()):
         return None
-    state = (weight_OI.data_ptr(), None if weight_OI.is_inference() else weight_OI._version)
+    state = _state(weight_OI)
     known: tuple[Any, Tensor] | None = getattr(weight_OI, ATTRIBUTE, None)
     if known is None or known[0] != state:
         known = (state, _pack(weight_OI.detach()))
@@ -71,6 +72,39 @@ def available() -> bool:
     except (AttributeError, NotImplementedError, RuntimeError):  # builds differ in what they register
         return False
     return torch.allclose(found, x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+class Product:
+    """Several linear layers of the same input as one product, without a gradient: their outputs side by side."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._layers = tuple(layers)
+        self._state: Any = None
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._packed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        state = [_state(parameter) for layer in self._layers for parameter in layer.parameters()]
+        if state != self._state:
+            self._refresh()
+            self._state = state
+        if self._packed is not None:
+            return _product(x, self._packed, self._bias)
+        assert self._weight is not None
+        return F.linear(x, self._weight, self._bias)
+
+    def _refresh(self) -> None:
+        joined = torch.cat([layer.weight.detach() for layer in self._layers])
+        biases = [layer.bias for layer in self._layers]
+        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        packed = packed_weight(joined)
+        self._weight, self._packed = (joined, None) if packed is None else (None, packed)
+
+
+def _state(weight: Tensor) -> tuple[int, int | None]:
+    """Changes when the weight does."""
+    return weight.data_ptr(), None if weight.is_inference() else weight._version
 
 
 def _pack(weight_OI: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import LanguageModel, prepare
@@ -17,9 +18,12 @@ VOCABULARY = len(WORDS) + 8  # with the tokenizer's special tokens
 CONTEXT = 512
 
 
-def small_model(seed: int = 0, *, context: int = CONTEXT, layers: int = 2) -> LanguageModel:
+def small_model(
+    seed: int = 0, *, context: int = CONTEXT, layers: int = 2, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """In float32 the engine reads its parameters; in float64 it calls its modules, which a test can tamper with."""
     model = make_model(vocab_size=VOCABULARY, width=32, layers=layers, heads=4, kv_heads=2, context=context, seed=seed)
-    lm = prepare(model, make_tokenizer(WORDS), source="tests")
+    lm = prepare(model.to(dtype), make_tokenizer(WORDS), source="tests")
     assert lm.eos_tokens == (END_ID,)
     return lm
 

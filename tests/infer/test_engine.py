@@ -418,7 +418,7 @@ async def test_a_call_cancelled_while_paused_is_forgotten(engine: EmbeddedEngine
 
 
 async def test_a_model_that_fails_fails_every_open_call_with_the_cause() -> None:
-    lm = small_model(seed=5)
+    lm = small_model(seed=5, dtype=torch.float64)
     with opened(lm, max_rows=8) as engine:
         tasks = [asyncio.create_task(engine.sample(request)) for request in long_requests(12)]
         await decoded(engine, 8)
@@ -439,7 +439,7 @@ async def test_a_model_that_fails_fails_every_open_call_with_the_cause() -> None
 
 
 async def test_a_failed_score_leaves_the_engine_usable() -> None:
-    lm = small_model(seed=5)
+    lm = small_model(seed=5, dtype=torch.float64)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("too large")

@@ -14,7 +14,7 @@ def test_this_machine_keeps_the_contract() -> None:
 
 
 def test_a_model_whose_rows_depend_on_the_batch_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = small_model()
+    lm = small_model(dtype=torch.float64)
     norm = lm.model.model.norm
     forward = norm.forward
 
