@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace import wiring
 from headrace.algo.advantages.credit import Credited, credit
@@ -22,10 +22,11 @@ from headrace.errors import BackendError, ModelError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.selfcheck import CheckResult, check_bit_equality
 from headrace.loops.verify import PROOFS, verify
-from headrace.loops.verify.gradients import padded, relative_error
+from headrace.loops.verify.gradients import compared, padded, relative_error, yardstick
 from headrace.loops.verify.parts import Parts
 from headrace.loops.verify.proof import Figure, Proof, failures, rows
 from headrace.loops.verify.records import trained_tokens
+from headrace.loops.verify.reference import Gradient, Reference
 from headrace.loops.verify.resume import moved_apart
 from headrace.model import attention
 from headrace.model.load import LanguageModel, prepare
@@ -89,11 +90,36 @@ def test_a_loss_with_a_wrong_normalisation(parts: Parts) -> None:
     assert failed(replace(parts, ppo=LossSpec(fn=half_of_it))) == ("loss and gradient are right",)
 
 
+def a_ten_thousandth_more(
+    policy_logprobs_T: Tensor, sampler_logprobs_T: Tensor, advantages_T: Tensor, weights_T: Tensor
+) -> LossOut:
+    return LOSSES["ppo"](policy_logprobs_T, sampler_logprobs_T, advantages_T, weights_T * 1.0001)
+
+
+def test_an_error_just_above_rounding_is_seen(parts: Parts) -> None:
+    assert failed(replace(parts, ppo=LossSpec(fn=a_ten_thousandth_more))) == ("loss and gradient are right",)
+
+
+def test_bounds_are_ten_times_what_plain_transformers_is_off_by() -> None:
+    def reference(terms: list[float], gradient: list[float]) -> Reference:
+        made = Gradient(loss=sum(terms) / len(terms), of={"w": torch.tensor(gradient, dtype=torch.float64)})
+        return Reference(gradient=made, terms_N=torch.tensor(terms, dtype=torch.float64))
+
+    exact = reference([1.0, 3.0], [3.0, 4.0])
+    # the two losses are both 2, by luck: the tokens are off by 0.5 each, a quarter of the loss; |(0, 0.5)| / |(3, 4)|
+    rounding = yardstick(exact, reference([1.5, 2.5], [3.0, 4.5]))
+    assert (rounding.loss, rounding.gradient) == (pytest.approx(0.25), pytest.approx(0.1))
+    figures = compared("loss", exact.gradient, exact.gradient, rounding)
+    assert [figure.bound for figure in figures] == [pytest.approx(2.5), pytest.approx(1.0)]
+    none = yardstick(exact, exact)
+    assert none.loss == none.gradient == 2.0**-24
+
+
 def test_attention_that_leaks_into_the_next_sequence(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = attention._packed
 
-    def leaky(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], *rest: Any) -> Tensor:
-        return alone(query, key, value, (sum(lengths),), *rest)
+    def leaky(query: Tensor, key: Tensor, value: Tensor, context: attention.Packed, *rest: Any) -> Tensor:
+        return alone(query, key, value, attention.Packed((sum(context.lengths),)), *rest)
 
     monkeypatch.setattr(attention, "_packed", leaky)
     packed = {"packing changes nothing", "the first step is on policy", "sampler and trainer agree"}
@@ -168,16 +194,17 @@ def test_a_sampler_that_records_other_logprobs(parts: Parts) -> None:
     assert failed(replace(parts, make_engine=Imprecise)) == ("sampler and trainer agree",)
 
 
-def test_a_machine_whose_sums_depend_on_the_batch(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = parts.lm.model.model.norm
-    forward = norm.forward
+def uneven(module: nn.Module, inputs: tuple[Tensor], out: Tensor) -> Tensor:
+    return out * (1 + 2.0**-22) if out.shape[1] > 8 else out
 
-    def uneven(hidden: Tensor) -> Tensor:
-        out: Tensor = forward(hidden)
-        return out * (1 + 2.0**-22) if hidden.shape[1] > 8 else out
 
-    monkeypatch.setattr(norm, "forward", uneven)
-    assert failed(replace(parts, check_bits=check_bit_equality)) == ("a crowd changes no bit",)
+def test_a_machine_whose_sums_depend_on_the_batch() -> None:
+    """In float64, where sampling runs through the model's own modules."""
+    single = small()
+    lm = prepare(single.model.double(), single.tokenizer, source="tests")
+    lm.model.model.norm.register_forward_hook(uneven)
+    parts = replace(wiring.verify_parts(lm), check_bits=check_bit_equality)
+    assert failed(parts) == ("a crowd changes no bit",)
 
 
 class OffByOne(Renderer):

@@ -1,5 +1,6 @@
 """The slow truth: transformers' own forward in float64, one sequence at a time, full logits, torch's autograd, and the
-two losses written out. It shares no attention, no head, no packing and no loss function with the trainer.
+two losses written out. It shares no attention, no head, no packing and no loss function with the trainer. The same in
+the model's own precision is the yardstick: what it is off by is what rounding costs this model on this machine.
 
 Shape letters: T tokens of a sequence, N trained tokens of the batch, V vocabulary.
 """
@@ -11,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.model.load import LanguageModel, prepare
+from headrace.model.packed import PackedLinear
 from headrace.types import Datum
 
 
@@ -25,9 +27,27 @@ class Gradient:
     of: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """`terms_N` are the tokens' shares in the loss, before the mean."""
+
+    gradient: Gradient
+    terms_N: Tensor
+
+
 def reference_model(lm: LanguageModel) -> Any:
     """A float64 copy of the weights under transformers' own attention."""
     model = prepare(copy.deepcopy(lm.model).double(), lm.tokenizer, source=lm.source).model
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def plain_model(lm: LanguageModel) -> Any:
+    """A copy of the weights in their own precision under transformers' own attention and torch's own products."""
+    model = copy.deepcopy(lm.model)
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.__class__ = nn.Linear  # type: ignore[assignment]
     model.set_attn_implementation("sdpa")
     return model
 
@@ -36,28 +56,29 @@ def reference_logprobs(model: Any, datum: Datum) -> Tensor:
     """log softmax(z / temperature) at every target [T]."""
     device = next(model.parameters()).device
     logits_TV = model(input_ids=torch.tensor(datum.inputs, device=device).long()[None], use_cache=False).logits[0]
-    assert logits_TV.dtype == torch.float64
+    if logits_TV.dtype in (torch.bfloat16, torch.float16):
+        logits_TV = logits_TV.float()
     logp_TV = torch.log_softmax(logits_TV / datum.temperature, dim=-1)
     targets_T = torch.tensor(datum.targets, device=device).long()
     return logp_TV.gather(1, targets_T[:, None])[:, 0]
 
 
-def reference_gradients(model: Any, data: Sequence[Datum], *, clip: float) -> tuple[Gradient, Gradient]:
+def reference_gradients(model: Any, data: Sequence[Datum], *, clip: float) -> tuple[Reference, Reference]:
     """Of the mean over trained tokens of cross-entropy, and of PPO's clipped objective."""
     logprobs_N = torch.cat([reference_logprobs(model, datum)[_trained(datum)] for datum in data])
     ratio_N = (logprobs_N - _column(data, "sampler_logprobs", logprobs_N)).exp()
     advantages_N = _column(data, "advantages", logprobs_N)
     clipped_N = ratio_N.clamp(1 - clip, 1 + clip)
-    losses = (-logprobs_N.mean(), -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N).mean())
     named = dict(model.named_parameters())
     made = []
-    for loss in losses:
+    for terms_N in (-logprobs_N, -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)):
+        loss = terms_N.mean()
         found = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
         of = {
             name: torch.zeros_like(value) if gradient is None else gradient
             for (name, value), gradient in zip(named.items(), found, strict=True)
         }
-        made.append(Gradient(loss=float(loss.detach()), of=of))
+        made.append(Reference(gradient=Gradient(loss=float(loss.detach()), of=of), terms_N=terms_N.detach()))
     return made[0], made[1]
 
 
