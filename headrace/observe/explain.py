@@ -11,6 +11,7 @@ from headrace.config import Config, RewardModel, Rl, Sft, algorithm_text, to_map
 from headrace.model.estimate import (
     DTYPE_BYTES,
     FP32,
+    FUSED_TYPES,
     KvRoom,
     Memory,
     Placement,
@@ -69,7 +70,7 @@ def plan(config: Config, shape: Shape, placement: Placement, *, gpu_bytes: int |
             kv_tokens=kv_tokens,
             device=placement.device,
             recompute=recompute,
-            beside=_beside(config, parameters, placement.dtype),
+            beside=_beside(config, parameters, placement.dtype) + _joined_copies(config, shape, placement),
         )
 
     fitted = fit(
@@ -101,6 +102,17 @@ def _beside(config: Config, parameters: int, dtype: str) -> int:
     frozen = sum(path is not None for path in (rl.reference, rl.teacher)) + judges + own_weights
     critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if rl.critic is not None else 0
     return frozen * parameters * size + critic
+
+
+def _joined_copies(config: Config, shape: Shape, placement: Placement) -> int:
+    """Bytes of the weights that decoding in graphs holds joined: queries, keys and values, and gate and up."""
+    sampled = config.rl is not None or config.eval.source is not None
+    in_graphs = config.engine.type == "embedded" and config.engine.graphs is not False
+    if placement.device != "cuda" or not (sampled and in_graphs) or shape.model_type not in FUSED_TYPES:
+        return 0
+    joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    sizes = [inputs * outputs for name, (inputs, outputs) in shape.projections.items() if name in joined]
+    return shape.layers * sum(sizes) * DTYPE_BYTES[placement.dtype]
 
 
 def _kv_room(config: Config) -> KvRoom:

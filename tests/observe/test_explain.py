@@ -171,10 +171,10 @@ def test_what_is_recomputed_is_said_with_its_reason() -> None:
     assert "nothing is recomputed in the backward pass" in explained()
     assert "because model.recompute is true" in explained("model.recompute=true")
     # 388 x (2 + 4 + 4 + 8) bytes of state, 300 x 208 of activations, 300 x 10 x 2 of logits, 9,216 x 16 cached:
-    # 6,984 + 62,400 + 6,000 + 147,456 = 222,840 bytes
+    # 6,984 + 62,400 + 6,000 + 147,456 + 384 of joined weights = 223,224 bytes
     assert "nothing is recomputed" in on_gpu(250_000)
     assert (
-        "every decoder layer is computed again in the backward pass, because without it 217.6 KiB would be needed"
+        "every decoder layer is computed again in the backward pass, because without it 218.0 KiB would be needed"
         in on_gpu(240_000, "engine.kv_tokens=9216")
     )
     assert "nothing is recomputed" in on_gpu(240_000, "engine.kv_tokens=9216", "model.recompute=false")
@@ -205,7 +205,9 @@ def test_other_models_are_counted() -> None:
     def beside(*overrides: str) -> int:
         return plan(load_config(TEXT, file="run.toml", overrides=overrides), SHAPE, GPU).memory.beside
 
-    assert beside() == 0
-    assert beside("rl.sync_every=2") == 388 * 2  # a copy that samples
-    assert beside("rl.async.max_staleness=1", 'rl.reference="x"') == 2 * 388 * 2
-    assert beside("rl.critic={}") == 388 * (2 + 4 + 4 + 8)  # weights, masters, gradients and moments
+    joined = 2 * (4 * (4 + 2 + 2) + 2 * 4 * 8) * 2  # two layers: queries, keys, values; gate and up
+    assert beside() == joined
+    assert beside("engine.graphs=false") == 0
+    assert beside("rl.sync_every=2") == joined + 388 * 2  # a copy that samples
+    assert beside("rl.async.max_staleness=1", 'rl.reference="x"') == joined + 2 * 388 * 2
+    assert beside("rl.critic={}") == joined + 388 * (2 + 4 + 4 + 8)  # weights, masters, gradients and moments
