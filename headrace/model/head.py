@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.model import cuda
-from headrace.model.packed import linear
+from headrace.model.packed import back, linear
 
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 128
@@ -122,7 +122,7 @@ def backward_chunk(
         scale_C = scale_C / targets.temperature
         grad_CK = grad_CK / targets.temperature[:, None]
     probs_CV = probs_CV.to(weight_VD.dtype)
-    grad_hidden_CD = (probs_CV @ weight_VD).mul_(-scale_C[:, None].to(weight_VD.dtype))
+    grad_hidden_CD = back(probs_CV, weight_VD).mul_(-scale_C[:, None].to(weight_VD.dtype))
     for k in range(flat.shape[1]):
         grad_hidden_CD += grad_CK[:, k, None].to(weight_VD.dtype) * weight_VD[flat[:, k]]
     if grad_weight_VD is not None:

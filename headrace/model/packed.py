@@ -47,9 +47,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 def packed_weight(weight_OI: Tensor) -> Tensor | None:
     """The packed copy of a weight as it is now; None where plain products are to be used."""
-    if weight_OI.dtype != torch.float32 or weight_OI.device.type != "cpu" or weight_OI.numel() < SMALLEST:
-        return None
-    if not (torch.backends.mkldnn.enabled and available()):
+    if not _applies(weight_OI):
         return None
     state = _state(weight_OI)
     known: tuple[Any, Tensor] | None = getattr(weight_OI, ATTRIBUTE, None)
@@ -57,6 +55,17 @@ def packed_weight(weight_OI: Tensor) -> Tensor | None:
         known = (state, _pack(weight_OI.detach()))
         setattr(weight_OI, ATTRIBUTE, known)
     return known[1]
+
+
+def back(grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+    """grad @ weight, without a gradient of its own; oneDNN reads a weight that is used once as it is."""
+    return _product(grad_TO, weight_OI.detach().T, None) if _applies(weight_OI) else grad_TO @ weight_OI
+
+
+def _applies(weight_OI: Tensor) -> bool:
+    if weight_OI.dtype != torch.float32 or weight_OI.device.type != "cpu" or weight_OI.numel() < SMALLEST:
+        return False
+    return bool(torch.backends.mkldnn.enabled) and available()
 
 
 @cache
@@ -129,7 +138,7 @@ class _Linear(torch.autograd.Function):
         x, weight_OI = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad @ weight_OI if wants_x else None
+        grad_x = back(grad, weight_OI) if wants_x else None
         grad_weight = flat.T @ x.reshape(-1, x.shape[-1]) if wants_weight else None
         grad_bias = flat.sum(dim=0) if wants_bias and ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headrace.model.packed import ATTRIBUTE, SMALLEST, PackedLinear, available, linear, pack_linears, packed_weight
+from headrace.model.packed import (
+    ATTRIBUTE,
+    SMALLEST,
+    PackedLinear,
+    available,
+    back,
+    linear,
+    pack_linears,
+    packed_weight,
+)
 
 pytestmark = pytest.mark.skipif(not available(), reason="this torch has no oneDNN")
 
@@ -71,3 +80,9 @@ def test_other_types_small_weights_and_switched_off_onednn_stay_plain() -> None:
     with torch.backends.mkldnn.flags(enabled=False):
         assert packed_weight(w) is None
         assert torch.equal(linear(x, w), F.linear(x, w))
+
+
+def test_the_way_back_is_the_plain_product() -> None:
+    w, grad = weight(), inputs(9, 512)
+    torch.testing.assert_close(back(grad, w).double(), grad.double() @ w.double(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(back(grad.double(), w.double()), grad.double() @ w.double())
