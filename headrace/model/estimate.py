@@ -18,6 +18,7 @@ CUDA_HEAD_CHUNK_TOKENS = 4096  # the same on CUDA, where half-precision logits a
 HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
 USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
+CACHE_PART = 4  # keys and values that get this part of it have enough
 FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers keep less on CUDA (`model/cuda/layers.py`)
 
 
@@ -231,7 +232,7 @@ class Fit:
     recompute: bool
     kv_tokens: int
     memory: Memory
-    without_recompute: int  # bytes in all, had nothing been recomputed and everything wanted been cached
+    without_recompute: int  # bytes in all, had nothing been recomputed
 
 
 def fit(
@@ -240,10 +241,12 @@ def fit(
 ) -> Fit:  # fmt: skip
     """Decide what is left open. `memory_of(recompute, kv_tokens)`; `kv_bytes` of one token; no GPU: nothing is.
 
-    Layers are recomputed when everything wanted would not fit otherwise; then the cache gets what is left.
+    Layers are recomputed when they would not leave the cache what it wants, or a quarter of the GPU if that is less.
+    Then the cache gets what is left.
     """
-    plain = memory_of(False, kv.wanted).total
     usable = None if gpu_bytes is None else int(USABLE * gpu_bytes)
+    enough = kv.wanted if usable is None else min(kv.wanted, max(kv.least, usable // CACHE_PART // kv_bytes))
+    plain = memory_of(False, enough).total
     again = recompute is True or (recompute == "auto" and usable is not None and plain > usable)
     tokens = kv.wanted
     if usable is not None:

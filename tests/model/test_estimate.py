@@ -245,7 +245,6 @@ def test_what_does_not_fit_is_recomputed_and_the_cache_gets_the_rest(
     found = fit(memory_of, KvRoom(wanted=50, least=10), recompute=recompute, kv_bytes=2, gpu_bytes=gpu_bytes)
     assert (found.recompute, found.kv_tokens) == (again, kv_tokens)
     assert found.memory == memory_of(again, kv_tokens)
-    assert found.without_recompute == 700
 
 
 def test_a_config_that_says_too_little_is_refused(tmp_path: Path) -> None:
@@ -275,3 +274,12 @@ def test_the_device_is_the_one_that_is_there() -> None:
 def test_the_dtype_is_the_one_that_loading_takes(device: str, dtype: str) -> None:
     placed = place(device=device, dtype=dtype, gpus=("x",), mps=True)
     assert f"torch.{placed.dtype}" == str(choose_dtype(dtype, device))
+
+
+def test_a_cache_that_wants_too_much_gets_a_quarter_first() -> None:
+    much = KvRoom(wanted=5000, least=10)
+    roomy = fit(memory_of, much, recompute="auto", kv_bytes=2, gpu_bytes=900)  # 600 + 828 / 4 fit into 828
+    assert (roomy.recompute, roomy.kv_tokens) == (False, (828 - 600) // 2)
+    tight = fit(memory_of, much, recompute="auto", kv_bytes=2, gpu_bytes=860)  # 600 + 791 / 4 do not fit into 791
+    assert (tight.recompute, tight.kv_tokens) == (True, (791 - 200) // 2)
+    assert tight.without_recompute == 600 + 2 * (791 // 4 // 2)
