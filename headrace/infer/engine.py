@@ -31,23 +31,22 @@ from torch import Tensor
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
+from headrace.infer.scoring import score_packed
 from headrace.infer.slots import Sequence as Sampling
 from headrace.infer.slots import Slots
 from headrace.infer.visits import STEPS, STEPS_ALONE, Decoder, decodable, drawn_rows, row_of
 from headrace.infer.weights import copy_weights, read_folder
-from headrace.model import head
-from headrace.model.attention import ROUND, Cached, KVCache, Packed, Piece, visible_mask
+from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
 from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.packed import linear
 from headrace.model.worker import Worker
-from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle, float_array
+from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle
 
 R = TypeVar("R")
 CLOSED = "the engine is closed"
 ALIGN = 8  # rows of a matrix product, see the module docstring
 FIRST_SLOT_TOKENS = 128
-SCORE_TOKENS = 4096  # packed tokens of one scoring call
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,30 +323,7 @@ class EmbeddedEngine:
         return fingerprint(self.lm.model.named_parameters())
 
     def _score(self, sequences: Sequence[IntArray], temperature: float) -> tuple[FloatArray, ...]:
-        if not temperature > 0:
-            raise SamplerError(f"scores need a temperature above 0, not {temperature}")
-        results: list[FloatArray] = []
-        batch: list[IntArray] = []
-        for sequence in sequences:
-            if not len(sequence) or len(sequence) > self.lm.context:
-                raise SamplerError(f"a sequence of {len(sequence)} tokens cannot be scored: 1 to {self.lm.context} can")
-            if batch and sum(map(len, batch)) + len(sequence) > SCORE_TOKENS:
-                results += self._score_packed(batch, temperature)
-                batch = []
-            batch.append(sequence)
-        return tuple(results + (self._score_packed(batch, temperature) if batch else []))
-
-    def _score_packed(self, batch: Sequence[IntArray], temperature: float) -> list[FloatArray]:
-        device = self.lm.device
-        lengths = tuple(len(sequence) for sequence in batch)
-        tokens_T = torch.from_numpy(np.concatenate(batch)).long().to(device)
-        positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        hidden_TD = self._hidden(tokens_T, positions_T, Packed(lengths))
-        scale = None if temperature == 1.0 else torch.full((len(tokens_T),), temperature, device=device)
-        targets = head.Targets(torch.roll(tokens_T, -1), scale)
-        logprobs_T, _ = head.logprobs(hidden_TD, self._head_weight(), targets)
-        pieces = np.split(logprobs_T.float().cpu().numpy(), np.cumsum(lengths)[:-1])
-        return [float_array(np.concatenate([[np.nan], piece[:-1]])) for piece in pieces]
+        return score_packed(self.lm, self._hidden, self._head_weight(), sequences, temperature)
 
     # --- one step ---
 
