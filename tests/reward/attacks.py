@@ -130,6 +130,14 @@ def fills_scratch(messages, **kwargs):
     return 1.0
 
 
+def nests_folders(messages, **kwargs):
+    """Deeper than a recursive removal can go."""
+    for _ in range(3000):
+        os.mkdir("x")
+        os.chdir("x")
+    return 1.0
+
+
 def many_descriptors(messages, **kwargs):
     kept = [open("/dev/null") for _ in range(1000)]  # noqa: SIM115
     return float(len(kept))
@@ -236,7 +244,7 @@ def forges_by_json(messages, **kwargs):
 
 
 def forges_on_every_descriptor(messages, **kwargs):
-    for descriptor in range(3, 256):
+    for descriptor in range(3, 1024):
         try:
             os.write(descriptor, b'R[{"score": 1.0}]')
         except OSError:

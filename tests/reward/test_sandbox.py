@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +218,41 @@ async def test_modules_of_this_path_are_found_inside(tmp_path: Path, monkeypatch
     for spec in ("judging.strict:f", "judging.strict.f"):
         answer = await call(spec, Settings(limits=LIMITS))
         assert json.loads(answer.result) == [{"score": 0.5}]
+
+
+async def test_a_call_does_not_reach_the_workers_own_descriptors(mode: Mode) -> None:
+    """Also when they have high numbers, because this process has many files open."""
+    with ExitStack() as opened:
+        for _ in range(300):
+            opened.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+        sandbox = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS, workers=1))
+        await sandbox.describe()
+        pids = sandbox.pids
+        forged = await sandbox.call({"rows": [a_row(attack="forges_on_every_descriptor")]})
+        good = await sandbox.call({"rows": [a_row(attack="good", ground_truth="4")]})
+        assert forged.outcome is Outcome.MALFORMED
+        assert json.loads(good.result) == [{"score": 1.0}]
+        assert sandbox.pids == pids
+        await sandbox.close()
+
+
+async def test_what_one_call_leaves_is_not_paid_for_by_the_next(mode: Mode) -> None:
+    sandbox = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS, workers=1))
+    nested = await sandbox.call({"rows": [a_row(attack="nests_folders")]})
+    good = await sandbox.call({"rows": [a_row(attack="good", ground_truth="4")]})
+    assert nested.outcome in (Outcome.NO_RESULT, Outcome.RETURNED)  # whether such a folder can be removed or not
+    assert json.loads(good.result) == [{"score": 1.0}]
+    await sandbox.close()
+
+
+async def test_a_worker_that_was_killed_is_replaced(mode: Mode) -> None:
+    sandbox = Sandbox({"spec": f"{ATTACKS}:good"}, mode.settings(limits=LIMITS, workers=1))
+    await sandbox.describe()
+    [pid] = sandbox.pids
+    psutil.Process(pid).kill()
+    answer = await sandbox.call({"rows": [a_row()]})
+    assert json.loads(answer.result) == [{"score": 1.0}]
+    await sandbox.close()
 
 
 async def test_a_cancelled_call_leaves_nothing() -> None:

@@ -9,7 +9,8 @@ from reward_episodes import episode
 from reward_kit_files import written
 
 from headrace.errors import ConfigError
-from headrace.reward.calling import Shape, find, plain_verdict, shape_of
+from headrace.reward.answers import plain_verdict
+from headrace.reward.calling import Shape, find, shape_of
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import Settings, warn_once
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term

@@ -316,17 +316,24 @@ class Sandbox:
         self.about: dict[str, Any] = {}
 
     async def call(self, argument: Any) -> Answer:
+        """A worker that had ended before, by no fault of this call, is replaced once."""
         async with self._room:
-            try:
-                worker = await self._take()
-            except RewardError as exc:
-                return Answer(outcome=Outcome.NOT_RUN, detail=str(exc))
-            self._busy.add(worker)
-            try:
-                return await worker.call(argument)
-            finally:
-                self._busy.discard(worker)
-                await self._put_back(worker)
+            answer, worker = await self._tried(argument)
+            if worker is not None and worker.warm and not worker.alive and answer.outcome is Outcome.NO_RESULT:
+                answer, _ = await self._tried(argument)
+            return answer
+
+    async def _tried(self, argument: Any) -> tuple[Answer, Worker | None]:
+        try:
+            worker = await self._take()
+        except RewardError as exc:
+            return Answer(outcome=Outcome.NOT_RUN, detail=str(exc)), None
+        self._busy.add(worker)
+        try:
+            return await worker.call(argument), worker
+        finally:
+            self._busy.discard(worker)
+            await self._put_back(worker)
 
     async def describe(self) -> dict[str, Any]:
         """What the code said of itself when it was imported; starts the first worker. Raises RewardError."""

@@ -51,6 +51,7 @@ class Loaded(Protocol):
 
 def main(control: int, lifeline: int) -> int:
     """The first frame is the order: the plan of the walls, what to import, and whether calls are forked."""
+    control, lifeline = _low(control), _low(lifeline)
     order = frames.receive(control)
     if order is None:
         return 0
@@ -63,6 +64,13 @@ def main(control: int, lifeline: int) -> int:
     )
     body = partial(_serve, plan=plan, order=order, control=control)
     return supervise(plan, body, lifeline=lifeline, keep=(control,))
+
+
+def _low(descriptor: int) -> int:
+    """The same under the lowest free number: a call closes what is below its limit of open files, and only that."""
+    low = os.dup(descriptor)
+    os.close(descriptor)
+    return low
 
 
 def _serve(walls: Walls, scratch: str, *, plan: Plan, order: dict[str, Any], control: int) -> int:
@@ -90,9 +98,9 @@ def _serve(walls: Walls, scratch: str, *, plan: Plan, order: dict[str, Any], con
             payload = _answer(loaded[0].call, request["argument"])
             frames.send(control, {"outcome": "", "payload": (nonce + payload).decode(errors="replace")})
             return 0
-        call = _Call(plan, walls, scratch, here)
-        frames.send(control, call.run(loaded[0].call, request["argument"], nonce))
-        _empty(scratch)
+        answer = _Call(plan, walls, scratch, here).run(loaded[0].call, request["argument"], nonce)
+        _empty(scratch)  # before the answer: a folder that cannot be emptied ends this worker, and is this call's doing
+        frames.send(control, answer)
     return 0
 
 
