@@ -182,9 +182,11 @@ def doctor() -> None:
     broken = [name for name in ("torch", "transformers") if not facts["packages"][name]["ok"]]
     if broken:
         raise HeadraceError(f"{' and '.join(broken)} cannot be imported, so nothing can run: run  pip install headrace")
+    from headrace.infer.cuda.weights import TYPES
     from headrace.model.support import REFUSED, SUPPORTED
 
     print(f"model types\n{support_table(SUPPORTED, REFUSED)}\n")
+    print(f"decoded in CUDA graphs: {', '.join(TYPES)}; other types step by step\n")
     from headrace.infer.selfcheck import check_bit_equality
     from headrace.reward.sandboxed import sandbox_text
 
