@@ -125,24 +125,20 @@ BY_FILTERS = {
 @pytest.mark.parametrize("name", BY_FILTERS)
 async def test_attacks_without_namespaces(mode: Mode, name: str, tmp_path: Path) -> None:
     secret = written(tmp_path, "a token", "secret.txt")
-    before = {process.pid for process in psutil.process_iter()}
     data = {"secret": str(secret), "folder": str(tmp_path), "trainer": os.getpid(), "port": 9, "abstract": "x"}
     limits = replace(LIMITS, wall_s=1.0) if name == "endless_sleep" else LIMITS
     settings = mode.settings(limits=limits, layers=EVERY_LAYER - NAMESPACES)
-    answer = await call(f"{ATTACKS}:one", settings, attack=name, **data)
+    running = asyncio.ensure_future(call(f"{ATTACKS}:one", settings, attack=name, **data))
+    seen: set[psutil.Process] = set()
+    while not running.done():
+        seen.update(psutil.Process().children(recursive=True))
+        await asyncio.sleep(0.005)
+    answer = running.result()
     outcome, detail = BY_FILTERS[name]
     assert answer.outcome == outcome, answer
     assert detail in answer.detail
-    assert [left for left in _sleepers() if left.pid not in before] == []
-
-
-def _sleepers() -> list[psutil.Process]:
-    """Workers and what they started; both have this package's start command."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any("headrace.reward.sandbox" in part for part in process.info["cmdline"] or ()):
-            found.append(process)
-    return found
+    assert len(seen) >= 3
+    assert [process for process in seen if process.is_running()] == []
 
 
 # --- workers ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def supervise(plan: Plan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -
     """
     if kernel.available:
         kernel.adopt_orphans()
-    scratch = tempfile.mkdtemp(prefix="headrace-", dir=plan.scratch or None)
+    scratch = tempfile.mkdtemp(prefix=f"headrace-{os.getppid()}-", dir=plan.scratch or None)
     builder = os.fork()
     if builder == 0:
         _build(replace(plan, scratch=scratch), body, lifeline)
