@@ -148,7 +148,8 @@ def num_lora_parameters(shape: Shape, *, rank: int, targets: Sequence[str]) -> i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes on the training device. `masters` are float32 copies of weights that are held in less, `beside` is what
-    other models take: a copy for sampling, a frozen reference, a critic."""
+    other models take: a copy for sampling, a frozen reference, a critic; `packed` are the copies of weights that a CPU's
+    products read (`model/packed.py`): the trainer's, and the engine's of what it joins."""
 
     weights: int
     gradients: int
@@ -158,12 +159,13 @@ class Memory:
     head: int
     kv: int
     beside: int = 0
+    packed: int = 0
 
     @property
     def training(self) -> int:
         """Without keys and values."""
         state = self.weights + self.gradients + self.masters + self.moments
-        return state + self.activations + self.head + self.beside
+        return state + self.activations + self.head + self.beside + self.packed
 
     @property
     def total(self) -> int:
@@ -202,7 +204,15 @@ def training_memory(
         head=chunk * shape.vocabulary * (size if fused else state * HEAD_COPIES),
         kv=kv_tokens * kv_bytes_per_token(shape, size),
         beside=beside,
+        packed=packed_numbers(shape) * FP32 if device == "cpu" and dtype == "float32" else 0,
     )
+
+
+def packed_numbers(shape: Shape) -> int:
+    """Every linear layer once, those that the engine joins (query, key and value; gate and up) twice, and the head."""
+    sizes = {name: inputs * outputs for name, (inputs, outputs) in shape.projections.items()}
+    joined = sum(sizes[name] for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+    return shape.layers * (sum(sizes.values()) + joined) + shape.vocabulary * shape.width
 
 
 def activation_bytes_per_token(shape: Shape, size: int, *, fused: bool = False) -> int:

@@ -268,6 +268,7 @@ def _memory(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:
         "activations of one micro-batch": memory.activations,
         "log-prob head, one chunk": memory.head,
         f"keys and values of {planned.kv_tokens:,} tokens": memory.kv,
+        "packed copies of weights": memory.packed,
         "other models": memory.beside,
         "together": memory.total,
     }

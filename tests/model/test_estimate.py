@@ -190,6 +190,14 @@ def test_fused_training_is_near_its_measured_peaks(tokens: int, recompute: bool,
     assert memory.total / 2**30 == pytest.approx(peak_gib, rel=0.1)
 
 
+def test_packed_weights_are_counted_on_a_cpu_in_float32_only() -> None:
+    sizes = {"trainable": 388, "frozen": 0, "micro_batch_tokens": 10, "kv_tokens": 0}
+    # 2 layers x (q 16 + k 8 + v 8 + o 16 + 3 x 32, and q, k, v, gate and up once more) + head 10 x 4
+    assert training_memory(TWO_BY_TWO, dtype="float32", **sizes).packed == 4 * (2 * (144 + 96) + 40)
+    assert training_memory(TWO_BY_TWO, dtype="float64", **sizes).packed == 0
+    assert training_memory(TWO_BY_TWO, dtype="float32", device="cuda", **sizes).packed == 0
+
+
 def test_memory_on_a_gpu_by_hand() -> None:
     memory = training_memory(
         TWO_BY_TWO, dtype="bfloat16", trainable=388, frozen=0, micro_batch_tokens=10, kv_tokens=0, device="cuda"
