@@ -69,7 +69,7 @@ class Model:
     tiny: Tiny = field(default_factory=Tiny)  # the shape of path = "tiny"
     # keep only each layer's input for the backward pass: less memory, a quarter more time; auto: on cuda, if it must be
     recompute: FlagOrAuto = "auto"
-    compile: Flag = False  # cuda: train decoder layers through torch.compile, a few percent faster after half a minute
+    compile: Flag = False  # cuda: train layers through torch.compile, for models without fused kernels; 20 s once
     trust_remote_code: Flag = False  # run Python code that lies in the model's folder
 
 
