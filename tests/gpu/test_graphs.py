@@ -11,9 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
+from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora, lora_layers
 from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
@@ -111,6 +113,36 @@ def same_share(left: Sequence[Completion], right: Sequence[Completion]) -> float
     return equal / total
 
 
+def unexplained(
+    lm: LanguageModel, requests: Sequence[SampleRequest], left: Sequence[Completion], right: Sequence[Completion]
+) -> list[tuple[int, int, float]]:
+    """Sequences that part at a token for which rounding is no reason: (request, place, how far from an edge).
+
+    Two draws may differ only where the uniform number lies on the edge between their tokens, or, greedily, at a tie.
+    """
+    found = []
+    for index, (request, a, b) in enumerate(zip(requests, left, right, strict=True)):
+        differs = a.tokens != b.tokens
+        if not differs.any():
+            continue
+        place = int(differs.argmax())
+        tokens = torch.tensor([*request.prompt.tolist(), *a.tokens[:place].tolist()], device=lm.device)
+        with torch.no_grad():
+            hidden = lm.hidden(tokens, torch.arange(len(tokens), device=lm.device), Packed((len(tokens),)))
+            logits = (hidden[-1] @ lm.head_weight().T).double()
+        low, high = sorted((int(a.tokens[place]), int(b.tokens[place])))
+        allowed = 1e-4 if request.params.temperature == 0.0 else 2e-5  # a fifth of a token's mean share
+        if request.params.temperature == 0.0:
+            distance = float((logits[low] - logits[high]).abs())
+        else:
+            edges = torch.softmax(logits / request.params.temperature, dim=-1).cumsum(0)
+            number = float(uniforms([request.params.seed], [place])[0])
+            distance = max(abs(float(edges[low]) - number), abs(float(edges[high - 1]) - number))
+        if distance > allowed:
+            found.append((index, place, distance))
+    return found
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_in_float32_the_tokens_are_those_of_the_plain_path(kind: str) -> None:
     lm, requests = model_of(kind), requests_of(48)
@@ -121,7 +153,7 @@ def test_in_float32_the_tokens_are_those_of_the_plain_path(kind: str) -> None:
     with opened(lm, graphs=False) as engine:
         plain = sample_all(engine, requests)
     assert [c.stop for c in graphed] == [c.stop for c in plain]
-    assert same_share(graphed, plain) > 0.9  # a uniform number may fall on an edge that rounding moved
+    assert unexplained(lm, requests, graphed, plain) == []
     for a, b in zip(graphed, plain, strict=True):
         if (a.tokens == b.tokens).all():
             np.testing.assert_allclose(a.sampler_logprobs, b.sampler_logprobs, atol=2e-3)
@@ -175,7 +207,7 @@ def test_preempted_sequences_go_on() -> None:
         assert mean_difference(engine, requests, tight) < 1e-4
     with opened(lm, graphs=True) as engine:
         roomy = sample_all(engine, requests)
-    assert same_share(tight, roomy) > 0.9
+    assert unexplained(lm, requests, tight, roomy) == []
 
 
 def test_graphs_survive_a_weight_update_in_flight() -> None:
