@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,14 @@ def mode(request: pytest.FixtureRequest) -> Mode:
     return chosen
 
 
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder that any user may enter; pytest's own are closed to others whenever another pytest starts."""
+    with tempfile.TemporaryDirectory(prefix="public-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 async def call(spec: str, settings: Settings, **data: object) -> Answer:
     sandbox = Sandbox({"spec": spec}, settings)
     answer = await sandbox.call({"rows": [a_row(**data)]})
@@ -42,8 +52,6 @@ async def call(spec: str, settings: Settings, **data: object) -> Answer:
 
 
 def written(folder: Path, text: str, name: str = "mine.py") -> Path:
-    for parent in (folder, *folder.parents[:2]):
-        parent.chmod(0o755)
     file = folder / name
     file.write_text(text)
     return file
