@@ -39,7 +39,7 @@ from headrace.infer.weights import copy_weights, read_folder
 from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
 from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
-from headrace.model.packed import linear
+from headrace.model.packed import forget, linear
 from headrace.model.worker import Worker
 from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle
 
@@ -316,6 +316,7 @@ class EmbeddedEngine:
         elif self._source is not None:
             copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None
+        forget(self.lm.model)
         if self._decoder is not None:
             self._decoder.refresh()
         self._slots.forget()

@@ -148,8 +148,8 @@ def num_lora_parameters(shape: Shape, *, rank: int, targets: Sequence[str]) -> i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes on the training device. `masters` are float32 copies of weights that are held in less, `beside` is what
-    other models take: a copy for sampling, a frozen reference, a critic; `packed` are the copies of weights that a CPU's
-    products read (`model/packed.py`): the trainer's, and the engine's of what it joins."""
+    other models take: a copy for sampling, a frozen reference, a critic; `packed` are the copies of weights that
+    products on a CPU read (`model/packed.py`): the trainer's, and the engine's of what it joins."""
 
     weights: int
     gradients: int

@@ -1,14 +1,19 @@
 """Matrix products on the CPU with weights that oneDNN has packed once, in place of at every call.
 
 A weight is reordered when it is first used and again when it has changed; the packed copy lives on the tensor it was
-made from and dies with it. With few rows that is two to five times as fast, because nothing is rearranged per call,
-and a row has the same bits whatever the other rows are. Where oneDNN cannot (another device or type, a build without
-it, `torch.backends.mkldnn.flags(enabled=False)`), the product is torch's own.
+made from and dies with it. A change is seen by torch's version of the tensor and, because not every way of writing one
+raises that (fused optimisers do not, nor does `.data`), by a few of its numbers. The engine, for which looking at them
+would be too slow, calls `forget` when it loads weights.
+
+With few rows that is two to five times as fast, because nothing is rearranged per call, and a row has the same bits
+whatever the other rows are. Where oneDNN cannot (another device or type, a build without it,
+`torch.backends.mkldnn.flags(enabled=False)`), the product is torch's own.
 
 Shape letters: T rows, I inputs, O outputs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -50,11 +55,25 @@ def packed_weight(weight_OI: Tensor) -> Tensor | None:
     if not _applies(weight_OI):
         return None
     state = _state(weight_OI)
-    known: tuple[Any, Tensor] | None = getattr(weight_OI, ATTRIBUTE, None)
-    if known is None or known[0] != state:
-        known = (state, _pack(weight_OI.detach()))
-        setattr(weight_OI, ATTRIBUTE, known)
-    return known[1]
+    known: _Packed | None = getattr(weight_OI, ATTRIBUTE, None)
+    if known is not None and known.state == state and known.still_like(weight_OI):
+        return known.packed
+    known = _Packed(state, _some_numbers(weight_OI), _pack(weight_OI.detach()))
+    setattr(weight_OI, ATTRIBUTE, known)
+    return known.packed
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A packed copy, and what the weight was like when it was made."""
+
+    state: tuple[int, int | None]
+    numbers: list[float]
+    packed: Tensor
+
+    def still_like(self, weight: Tensor) -> bool:
+        """In inference mode nobody looks."""
+        return torch.is_inference_mode_enabled() or self.numbers == _some_numbers(weight)
 
 
 def back(grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
@@ -83,8 +102,18 @@ def available() -> bool:
     return torch.allclose(found, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
+def forget(model: nn.Module) -> None:
+    """The model's weights may have changed unseen: pack them anew when they are next used."""
+    for parameter in model.parameters():
+        if hasattr(parameter, ATTRIBUTE):
+            delattr(parameter, ATTRIBUTE)
+
+
 class Product:
-    """Several linear layers of the same input as one product, without a gradient: their outputs side by side."""
+    """Several linear layers of the same input as one product, without a gradient: their outputs side by side.
+
+    Changes that torch's version of a parameter does not show are seen after `forget` of the model that it belongs to.
+    """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = tuple(layers)
@@ -94,10 +123,14 @@ class Product:
         self._packed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        state = [_state(parameter) for layer in self._layers for parameter in layer.parameters()]
-        if state != self._state:
+        parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        state = [_state(parameter) for parameter in parameters]
+        if state != self._state or not hasattr(parameters[0], ATTRIBUTE):
             self._refresh()
             self._state = state
+            for parameter in parameters:
+                if not hasattr(parameter, ATTRIBUTE):
+                    setattr(parameter, ATTRIBUTE, None)
         if self._packed is not None:
             return _product(x, self._packed, self._bias)
         assert self._weight is not None
@@ -109,6 +142,13 @@ class Product:
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         packed = packed_weight(joined)
         self._weight, self._packed = (joined, None) if packed is None else (None, packed)
+
+
+def _some_numbers(weight: Tensor) -> list[float]:
+    """An optimiser changes all of a weight, so a few of its numbers give it away."""
+    flat = weight.detach().flatten()
+    numbers: list[float] = flat[:: max(1, len(flat) // 8)].tolist()
+    return numbers
 
 
 def _state(weight: Tensor) -> tuple[int, int | None]:

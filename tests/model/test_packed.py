@@ -10,8 +10,10 @@ from headrace.model.packed import (
     ATTRIBUTE,
     SMALLEST,
     PackedLinear,
+    Product,
     available,
     back,
+    forget,
     linear,
     pack_linears,
     packed_weight,
@@ -86,3 +88,32 @@ def test_the_way_back_is_the_plain_product() -> None:
     w, grad = weight(), inputs(9, 512)
     torch.testing.assert_close(back(grad, w).double(), grad.double() @ w.double(), rtol=1e-5, atol=1e-4)
     assert torch.equal(back(grad.double(), w.double()), grad.double() @ w.double())
+
+
+def test_a_change_that_torch_does_not_count_is_seen() -> None:
+    """Fused optimisers and `.data` write a tensor without raising its version."""
+    w, x = torch.nn.Parameter(weight()), inputs(8)
+    with torch.no_grad():
+        linear(x, w)
+        before = w._version
+        w.data.mul_(2.0)
+        assert w._version == before
+        torch.testing.assert_close(linear(x, w), x @ w.T)
+    optimizer = torch.optim.AdamW([w], lr=0.1, fused=True)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    torch.testing.assert_close(linear(x, w), x @ w.T)
+
+
+def test_in_inference_mode_such_a_change_needs_to_be_announced() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(192, 512, bias=False), torch.nn.Linear(192, 512, bias=False))
+    pack_linears(layers)
+    product, x = Product(list(layers)), inputs(8)
+    with torch.inference_mode():
+        for factor in (1.0, 3.0):
+            for layer in layers:
+                layer.weight.data.mul_(factor)
+            forget(layers)
+            expected = torch.cat([x @ layer.weight.T for layer in layers], dim=1)
+            torch.testing.assert_close(product(x), expected)
+            torch.testing.assert_close(layers[0](x), x @ layers[0].weight.T)
