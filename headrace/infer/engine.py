@@ -47,6 +47,7 @@ R = TypeVar("R")
 CLOSED = "the engine is closed"
 ALIGN = 8  # rows of a matrix product, see the module docstring
 FIRST_SLOT_TOKENS = 128
+READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class EmbeddedEngine:
     `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
     `worker`: the trainer's when `lm` is its own model; None: one of the engine's own.
     `decoder`: reads prompts and decodes several steps per turn, for at least as many rows and tokens; None: one step.
+    `hold_in_flight`: sequences that are interrupted keep their keys and values when weights are loaded (see `Sampler`).
     """
 
     def __init__(
@@ -87,10 +89,12 @@ class EmbeddedEngine:
         source: LanguageModel | None = None,
         worker: Worker | None = None,
         decoder: Decoder | None = None,
+        hold_in_flight: bool = False,
     ) -> None:
         assert max_rows > 0
         assert piece_tokens > 0
         self.lm = lm
+        self.holds_in_flight = hold_in_flight
         self._source = source
         self.counters = Counters()
         self._max_rows = -(-max_rows // ALIGN) * ALIGN
@@ -288,7 +292,7 @@ class EmbeddedEngine:
         self._drained.append(done)
         if interrupt:
             for _, sequence in list(self._slots.active()):
-                self._slots.leave(sequence)
+                self._slots.interrupt(sequence)
                 self._resolve(sequence, Stop.INTERRUPTED)
             while self._slots.waiting:
                 self._resolve(self._slots.waiting.popleft(), Stop.INTERRUPTED)
@@ -319,7 +323,7 @@ class EmbeddedEngine:
         forget(self.lm.model)
         if self._decoder is not None:
             self._decoder.refresh()
-        self._slots.forget()
+        self._slots.forget(hold=self.holds_in_flight)
         self._version = version
         return fingerprint(self.lm.model.named_parameters())
 
@@ -418,7 +422,7 @@ class EmbeddedEngine:
         mask = piece_mask = None
         if decode_rows:
             longest = max(len(sequence.tokens) for _, sequence in decoding)
-            filled = min(_round_up(longest), self._slots.tokens)
+            filled = min(-(-longest // READ) * READ, self._slots.tokens)
             visible = positions_T[:decode_rows].clamp_max(filled - 1)
             mask = visible_mask(visible, filled, self._cache.keys[0].dtype)
         if pieces:

@@ -3,6 +3,9 @@
 A sequence waits, sits in a slot, or has ended. A slot remembers the tokens whose keys and values it holds, also after
 its sequence has left, so a later sequence with the same beginning starts from there. Only `tokens - 1` positions of a
 slot are used: the last takes the writes of slots that have nothing to say in a decode step.
+
+With sequences held in flight, a slot whose sequence was interrupted keeps its keys and values over a change of weights.
+It is *old* then: what continues that very sequence goes on in it, and nobody else shares it, then or later.
 """
 
 from collections import deque
@@ -78,6 +81,8 @@ class Slots:
         self.filled = [0] * rows
         self._held = np.zeros((rows, tokens), dtype=np.int32)
         self._used_at = [0] * rows  # orders slots by when they were last of use
+        self._old = [False] * rows  # some keys and values are of earlier weights
+        self._interrupted: set[int] = set()  # slots whose sequence was cut and may come back
         self._clock = 0
 
     @property
@@ -116,24 +121,29 @@ class Slots:
         wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
         differs = self._held[:, : len(wanted)] != wanted
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
-        filled = np.array(self.filled)
+        filled, old = np.array(self.filled), np.array(self._old)
         coming = np.array([0 if other is None else len(other.tokens) - 1 for other in self.seated])
-        shares = np.minimum(common, filled)
+        coming[old] = 0
+        empty = np.array([other is None for other in self.seated])
+        own = old & empty & (common >= filled) & (sequence.num_sampled > 0)  # it sat there before it was cut
+        shares = np.where(old & ~own, 0, np.minimum(common, filled))
         donor = int(shares.argmax())
         shared = int(shares[donor])
         if np.minimum(common, coming).max(where=coming > filled, initial=0) >= shared + WORTH_WAITING:
             return None
-        if shared and self.seated[donor] is None and 2 * shared >= self.filled[donor]:
+        if shared and (own[donor] or (self.seated[donor] is None and 2 * shared >= self.filled[donor])):
             row = donor  # take it over as it is; a slot that holds much more is kept for whom it belongs to
         else:
             free = [row for row, other in enumerate(self.seated) if other is None]
             row = min(free, key=lambda row: (self.filled[row] > 0, self._used_at[row], row))
+        self._old[row] = bool(own[donor])
         self._seat(sequence, row, shared)
         return Placed(row, donor, shared)
 
     def _seat(self, sequence: Sequence, row: int, filled: int) -> None:
         self._clock += 1
         self.seated[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
+        self._interrupted.discard(row)
         self._held[row, : len(sequence.tokens) - 1] = sequence.tokens[:-1]
         sequence.row = row
 
@@ -155,10 +165,18 @@ class Slots:
         self.leave(sequence)
         self.waiting.appendleft(sequence)
 
-    def forget(self) -> None:
-        """New weights: nothing in the cache is valid any more."""
+    def interrupt(self, sequence: Sequence) -> None:
+        """The sequence is cut, and may be continued."""
+        assert sequence.row is not None
+        self._interrupted.add(sequence.row)
+        self.leave(sequence)
+
+    def forget(self, *, hold: bool = False) -> None:
+        """New weights: nothing in the cache is valid any more, except (`hold`) for sequences that were interrupted."""
         assert not any(True for _ in self.active())
-        self.filled = [0] * self.rows
+        kept = self._interrupted if hold else set()
+        self.filled = [filled if row in kept else 0 for row, filled in enumerate(self.filled)]
+        self._old = [row in kept for row in range(self.rows)]
 
     def move(self, source: int, target: int) -> int:
         """Seat the sequence of `source` in the free slot `target`; returns the positions to copy."""
@@ -167,6 +185,9 @@ class Slots:
         assert self.seated[target] is None
         self.seated[source] = None
         self._seat(sequence, target, filled)
+        self._old[target] = self._old[source]
+        if self._old[source]:
+            self._old[source], self.filled[source] = False, 0
         return filled
 
     def resize(self, rows: int, tokens: int) -> None:
@@ -184,3 +205,5 @@ class Slots:
         self.seated = self.seated[:rows] + [None] * new
         self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new
         self._used_at = self._used_at[:rows] + [0] * new
+        self._old = self._old[:rows] + [False] * new
+        self._interrupted = {row for row in self._interrupted if row < rows}

@@ -140,4 +140,5 @@ def make_sampler(config: Config, lm: LanguageModel, worker: Worker) -> EmbeddedE
             graphs=None if engine.graphs == "auto" else engine.graphs,
             deterministic=config.run.deterministic,
         ),
+        hold_in_flight=rl is not None and rl.asynchronous.interrupt == "inflight",
     )
