@@ -30,10 +30,16 @@ def _world(name: str, plans: Sequence[str]) -> EnvCase:
     return EnvCase(name=name, open=WORLDS[name].make_env, task=task, plans=plans)
 
 
+SLIPPERY = Task(id="slippery", data={"map": ["A...", "....", "....", "...G"], "max_turns": 20, "slip": 0.6})
 ENVS: Sequence[EnvCase] = (
     EnvCase(name="fake", open=FakeEnv, task=Task(id="count"), plans=("up", "down", "")),
     _world("key_door", ("go north", "go south", "go east", "go west", "take key", "open door", "nonsense", "")),
     _world("add", ("1 2", "")),
+    _world("frozen_lake", ("go north", "go south", "go east", "go west", "nonsense", "")),
+    EnvCase(name="slippery", open=WORLDS["frozen_lake"].make_env, task=SLIPPERY, plans=("go north", "go east", "go")),
+    _world("sokoban", ("go north", "go south", "go east", "go west", "push", "")),
+    _world("calculator", ("calc 1 + 2", "calc 3", "answer 1", "answer", "")),
+    _world("guess_number", ("1 7", "42", "0", "seven", "")),
 )
 
 

@@ -232,3 +232,48 @@ def test_a_mistake_rate_that_is_no_share_is_refused(name: str, rate: object) -> 
 def test_a_single_turn_task_needs_a_prompt() -> None:
     with pytest.raises(DataError, match="needs a prompt"):
         SingleTurnEnv().reset(Task(id="x"), seed=0)
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+SOLVED = ("key_door", "frozen_lake", "sokoban", "calculator", "guess_number")
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_demonstrations_are_what_the_environment_shows_and_succeed(name: str) -> None:
+    tasks = world_tasks(name, 30, 3, {})
+    for task, talk in zip(tasks, world_demonstrations(name, 30, 3, {}), strict=True):
+        observation = (env := WORLDS[name].make_env()).reset(task, seed=0)
+        for shown, said in zip(talk[::2], talk[1::2], strict=True):
+            assert observation.messages == (shown,)
+            result = env.step(said.content)
+            observation = result.observation
+        assert result.success
+        assert len(talk) // 2 <= task.data["optimal"]  # of a guess: at worst
+        assert name == "guess_number" or len(talk) // 2 == task.data["optimal"]
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_mistakes_make_demonstrations_fail(name: str) -> None:
+    assert world_demonstrations(name, 20, 0, {"mistake_rate": 1.0}) != world_demonstrations(name, 20, 0, {})
+    assert (
+        world_demonstrations(name, 5, 0, {"mistake_rate": 0.5})
+        == world_demonstrations(name, 20, 0, {"mistake_rate": 0.5})[:5]
+    )
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_all_that_is_said_is_in_the_vocabulary(name: str) -> None:
+    words = WORLDS[name].vocabulary()
+    assert len(set(words)) == len(words)
+    talks = world_demonstrations(name, 100, 7, {"mistake_rate": 0.6})
+    said = {word for talk in talks for message in talk for word in message.content.split()}
+    assert said <= set(words)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_task_and_a_seed_give_one_first_observation(name: str) -> None:
+    for task in world_tasks(name, 5, 0, {}):
+        first = WORLDS[name].make_env().reset(task, seed=4)
+        assert WORLDS[name].make_env().reset(task, seed=4) == first
+        assert first.state is not None

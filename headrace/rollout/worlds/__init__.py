@@ -3,12 +3,14 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace.algo.lookup import hint, lookup
 from headrace.errors import ConfigError
 from headrace.protocols import Env
-from headrace.rollout.worlds import key_door, single_turn
+from headrace.rollout.worlds import calculator, frozen_lake, guess_number, key_door, single_turn, sokoban
+from headrace.rollout.worlds.making import SolvedEnv, demonstrate
 from headrace.types import Message, Task
 
 
@@ -23,6 +25,21 @@ class World:
     vocabulary: Callable[[], tuple[str, ...]]
 
 
+def _solved(
+    name: str,
+    make_env: Callable[[], SolvedEnv],
+    generate_tasks: Callable[..., list[Task]],
+    vocabulary: Callable[[], tuple[str, ...]],
+) -> World:
+    """A world whose environment plays itself."""
+    return World(
+        make_env=make_env,
+        generate_tasks=generate_tasks,
+        demonstrations=partial(demonstrate, name, make_env),
+        vocabulary=vocabulary,
+    )
+
+
 WORLDS: Mapping[str, World] = {
     "key_door": World(
         make_env=key_door.KeyDoorEnv,
@@ -35,6 +52,14 @@ WORLDS: Mapping[str, World] = {
         generate_tasks=single_turn.addition_tasks,
         demonstrations=single_turn.addition_demonstrations,
         vocabulary=single_turn.addition_vocabulary,
+    ),
+    "frozen_lake": _solved(
+        "frozen_lake", frozen_lake.FrozenLakeEnv, frozen_lake.generate_tasks, frozen_lake.vocabulary
+    ),
+    "sokoban": _solved("sokoban", sokoban.SokobanEnv, sokoban.generate_tasks, sokoban.vocabulary),
+    "calculator": _solved("calculator", calculator.CalculatorEnv, calculator.generate_tasks, calculator.vocabulary),
+    "guess_number": _solved(
+        "guess_number", guess_number.GuessNumberEnv, guess_number.generate_tasks, guess_number.vocabulary
     ),
 }
 
