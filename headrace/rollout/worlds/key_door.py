@@ -13,24 +13,20 @@ The reward is 1 when the goal is reached and 0 otherwise. Everything follows fro
 no part. This file knows nothing of models or tokens beyond the closed list of words it speaks.
 """
 
-import hashlib
 import random
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from headrace.algo.random import derive_seed
 from headrace.errors import ConfigError, DataError
+from headrace.rollout.worlds import grid
+from headrace.rollout.worlds.grid import MAX_SIDE, MOVES, Cell, neighbour, offset, the_one
+from headrace.rollout.worlds.making import draw_tasks
 from headrace.types import Message, Observation, StepResult, Task
 
-Cell = tuple[int, int]  # row, column
-
-MOVES: dict[str, Cell] = {"go north": (-1, 0), "go south": (1, 0), "go east": (0, 1), "go west": (0, -1)}
 ACTIONS = (*MOVES, "take key", "open door")  # among equally short ways, the solver takes the first
-MAX_SIDE = 10  # of a map, walls included: distances are one digit
-HELD_OUT_SHARE = 0.2
-MAX_MISSES = 5000  # random maps in a row that give no new task before the search ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +59,8 @@ class State:
 
 def parse_map(rows: Sequence[str]) -> Layout:
     """The layout a map shows; raises DataError on an unknown sign or when A, K, D or G is not there exactly once."""
-    cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
-    unknown = sorted(set(cells.values()) - set("#.AKDG"))
-    if unknown:
-        raise DataError(f"the map has the sign {unknown[0]!r}: use only # . A K D G")
-    if len(rows) > MAX_SIDE or any(len(row) > MAX_SIDE for row in rows):
-        raise DataError(f"the map is larger than {MAX_SIDE} x {MAX_SIDE}: make it smaller")
-    found: dict[str, Cell] = {}
-    for sign in "AKDG":
-        places = [cell for cell, value in cells.items() if value == sign]
-        if len(places) != 1:
-            raise DataError(f"the map has {sign} {len(places)} times: put it there exactly once")
-        found[sign] = places[0]
+    cells = grid.read_map(rows, "#.AKDG")
+    found = {sign: the_one(cells, sign) for sign in "AKDG"}
     floor = frozenset(cell for cell, sign in cells.items() if sign != "#")
     return Layout(floor=floor, start=found["A"], key=found["K"], door=found["D"], goal=found["G"])
 
@@ -82,39 +68,30 @@ def parse_map(rows: Sequence[str]) -> Layout:
 def advance(layout: Layout, state: State, action: str) -> State:
     """The state after an action of `ACTIONS`; one that cannot be done here changes nothing."""
     if action in MOVES:
-        cell = _neighbour(state.cell, action)
+        cell = neighbour(state.cell, action)
         return State(cell=cell, held=state.held, opened=state.opened) if _walkable(layout, state, cell) else state
     if action == "take key":
         return replace(state, held=True) if state.cell == layout.key else state
     assert action == "open door"
-    beside = any(_neighbour(state.cell, move) == layout.door for move in MOVES)
+    beside = any(neighbour(state.cell, move) == layout.door for move in MOVES)
     return replace(state, opened=True) if beside and state.held else state
 
 
 def describe(layout: Layout, state: State) -> str:
     """What the agent is told, in the words of `vocabulary`."""
-    key = "held" if state.held else _offset(state.cell, layout.key)
-    blocked = [move for move in MOVES if not _walkable(layout, state, _neighbour(state.cell, move))]
+    key = "held" if state.held else offset(state.cell, layout.key)
+    blocked = [move for move in MOVES if not _walkable(layout, state, neighbour(state.cell, move))]
     return " ".join(
         [
-            f"key {key} door {_offset(state.cell, layout.door)} {'open' if state.opened else 'locked'}",
-            f"goal {_offset(state.cell, layout.goal)} blocked",
+            f"key {key} door {offset(state.cell, layout.door)} {'open' if state.opened else 'locked'}",
+            f"goal {offset(state.cell, layout.goal)} blocked",
             *(move[3].upper() for move in blocked),  # "go north" -> N
         ]
     )
 
 
-def _neighbour(cell: Cell, move: str) -> Cell:
-    return (cell[0] + MOVES[move][0], cell[1] + MOVES[move][1])
-
-
 def _walkable(layout: Layout, state: State, cell: Cell) -> bool:
     return cell in layout.floor and (cell != layout.door or state.opened)
-
-
-def _offset(here: Cell, there: Cell) -> str:
-    south, east = there[0] - here[0], there[1] - here[1]
-    return f"{abs(south)}{'S' if south > 0 else 'N'} {abs(east)}{'W' if east < 0 else 'E'}"
 
 
 def vocabulary() -> tuple[str, ...]:
@@ -129,26 +106,11 @@ def vocabulary() -> tuple[str, ...]:
 
 def distances(layout: Layout) -> dict[State, int]:
     """Fewest actions to the goal from every state that can be reached and from which the goal can be."""
-    start = State(cell=layout.start)
-    before: dict[State, list[State]] = {start: []}
-    queue = deque([start])
-    while queue:
-        state = queue.popleft()
-        for action in () if state.cell == layout.goal else ACTIONS:
-            after = advance(layout, state, action)
-            if after not in before:
-                before[after] = []
-                queue.append(after)
-            before[after].append(state)
-    reached = {state: 0 for state in before if state.cell == layout.goal}
-    queue = deque(reached)
-    while queue:
-        state = queue.popleft()
-        for earlier in before[state]:
-            if earlier not in reached:
-                reached[earlier] = reached[state] + 1
-                queue.append(earlier)
-    return reached
+    return grid.distances(
+        State(cell=layout.start),
+        lambda state: [advance(layout, state, action) for action in ACTIONS],
+        lambda state: state.cell == layout.goal,
+    )
 
 
 def solve(layout: Layout, state: State, to_goal: dict[State, int] | None = None) -> str:
@@ -232,35 +194,29 @@ def generate_tasks(
     A map belongs to one split by its hash, whatever the seed, so train and held-out tasks never meet. `walls` floor
     cells are walled up at random. Raises ConfigError when that many maps cannot be found.
     """
-    if split not in ("train", "held_out"):
-        raise ConfigError(f'split is {split!r}: write "train" or "held_out"')
     if room_width * height < 2 or room_width < 1 or 2 * room_width + 3 > MAX_SIDE or height + 2 > MAX_SIDE:
         raise ConfigError(f"rooms of {room_width} x {height} do not fit into a map of {MAX_SIDE} x {MAX_SIDE}")
     if max_turns < max_optimal:
         raise ConfigError(f"max_turns is {max_turns}: it must be at least max_optimal, {max_optimal}")
-    rng = random.Random(derive_seed("key_door", seed))
-    tasks: list[Task] = []
-    tried: set[str] = set()
-    misses = 0
-    while len(tasks) < size and misses < MAX_MISSES:
-        misses += 1
-        rows = _random_map(rng, room_width=room_width, height=height, walls=walls)
-        digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=8).hexdigest()
-        if digest in tried or (_is_held_out(digest) != (split == "held_out")):
-            continue
-        tried.add(digest)
-        layout = parse_map(rows)
-        optimal = distances(layout).get(State(cell=layout.start)) if _at_least(layout) <= max_optimal else None
-        if optimal is None or not min_optimal <= optimal <= max_optimal:
-            continue
-        data = {"map": rows, "max_turns": max_turns, "optimal": optimal}
-        tasks.append(Task(id=f"key_door/{digest}", data=data))
-        misses = 0
-    if len(tasks) < size:
-        raise ConfigError(
-            f"only {len(tasks)} of {size} different maps were found: ask for fewer, larger rooms, or more turns"
-        )
-    return tasks
+    return draw_tasks(
+        "key_door",
+        size,
+        seed,
+        split=split,
+        draw=partial(_random_map, room_width=room_width, height=height, walls=walls),
+        data_of=partial(_data_of, max_turns=max_turns, min_optimal=min_optimal, max_optimal=max_optimal),
+        what="maps",
+        remedy="ask for fewer, larger rooms, or more turns",
+    )
+
+
+def _data_of(text: str, *, max_turns: int, min_optimal: int, max_optimal: int) -> dict[str, Any] | None:
+    rows = text.split("\n")
+    layout = parse_map(rows)
+    optimal = distances(layout).get(State(cell=layout.start)) if _at_least(layout) <= max_optimal else None
+    if optimal is None or not min_optimal <= optimal <= max_optimal:
+        return None
+    return {"map": rows, "max_turns": max_turns, "optimal": optimal}
 
 
 def _at_least(layout: Layout) -> int:
@@ -269,11 +225,7 @@ def _at_least(layout: Layout) -> int:
     return 2 + sum(abs(a[0] - b[0]) + abs(a[1] - b[1]) for a, b in ways)  # 2: take key, open door
 
 
-def _is_held_out(digest: str) -> bool:
-    return int(digest, 16) < HELD_OUT_SHARE * 2**64
-
-
-def _random_map(rng: random.Random, *, room_width: int, height: int, walls: int) -> list[str]:
+def _random_map(rng: random.Random, *, room_width: int, height: int, walls: int) -> str:
     """Two rooms side by side; the agent and the key are in one of them, west or east, and the goal in the other."""
     wall_column = room_width + 1
     rooms = [
@@ -290,7 +242,7 @@ def _random_map(rng: random.Random, *, room_width: int, height: int, walls: int)
     free = sorted(cell for cell, sign in signs.items() if sign == ".")
     for cell in rng.sample(free, min(walls, len(free))):
         signs[cell] = "#"
-    return ["".join(signs.get((r, c), "#") for c in range(2 * room_width + 3)) for r in range(height + 2)]
+    return "\n".join("".join(signs.get((r, c), "#") for c in range(2 * room_width + 3)) for r in range(height + 2))
 
 
 def demonstrations(tasks: Sequence[Task], seed: int, mistake_rate: float) -> list[tuple[Message, ...]]:
