@@ -121,7 +121,7 @@ class EmbeddedEngine:
         self._closed = False
         self._failure: str | None = None
         self._stream = self._make_stream()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever schedules a turn may learn that there will be none
         self._scheduled = False  # a turn is waiting for the worker or running on it
         self._worker = worker or Worker()
         self._owns_worker = worker is None
@@ -216,10 +216,20 @@ class EmbeddedEngine:
             self._schedule()
 
     def _schedule(self) -> None:
-        """With the lock held: the worker is to take a turn."""
-        if not self._scheduled:
-            self._scheduled = True
-            self._worker.submit(self._turn)
+        """With the lock held: the worker is to take a turn. A worker that is closed will not, and nobody is to wait."""
+        if self._scheduled:
+            return
+        try:
+            turn = self._worker.submit(self._turn)
+        except BackendError as exc:
+            self._end(str(exc))
+            return
+        self._scheduled = True
+        turn.add_done_callback(self._turn_ended)
+
+    def _turn_ended(self, turn: "Future[None]") -> None:
+        if (exc := turn.exception()) is not None:  # the worker was closed before its turn
+            self._end(str(exc))
 
     async def _ask(self, run: Callable[[], R]) -> R:
         future: Future[R] = Future()

@@ -17,6 +17,7 @@ import torch
 from headrace.errors import BackendError
 
 R = TypeVar("R")
+CLOSED = "this worker is closed: nothing can be computed on it any more"
 
 
 class Worker:
@@ -27,17 +28,26 @@ class Worker:
         self._pool = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="headrace-compute", initializer=_begin, initargs=(count,)
         )
+        self._closed = False
 
     def submit(self, run: Callable[[], R]) -> "Future[R]":
         """Raises BackendError after `close`."""
+        ordered = _after_what_is_queued(run)
+
+        def unless_closed() -> R:
+            if self._closed:
+                raise BackendError(CLOSED)
+            return ordered()
+
         try:
-            return self._pool.submit(_after_what_is_queued(run))
+            return self._pool.submit(unless_closed)
         except RuntimeError as exc:
-            raise BackendError("this worker is closed: nothing can be computed on it any more") from exc
+            raise BackendError(CLOSED) from exc
 
     def close(self) -> None:
-        """Wait for the request that runs; those behind it are cancelled."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for the request that runs; those behind it fail with BackendError."""
+        self._closed = True
+        self._pool.shutdown(wait=True)
 
 
 def _begin(threads: int) -> None:

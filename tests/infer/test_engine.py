@@ -16,6 +16,7 @@ from headrace.errors import SamplerError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.tiny import make_model, make_tokenizer
+from headrace.model.worker import Worker
 from headrace.types import Completion, Folder, SampleRequest, Shared, Stop, int_array
 from infer.engines import CONTEXT, VOCABULARY, WORDS, alone, bits, opened, request_of, sample_all, small_model
 
@@ -180,10 +181,14 @@ def test_the_prompt_of_a_group_is_prefilled_once(engine: EmbeddedEngine) -> None
     assert (engine.counters.prefilled, engine.counters.shared) == (39, 19 * 39)
 
 
-def test_groups_that_arrive_together_are_prefilled_together() -> None:
+async def test_groups_that_arrive_together_are_prefilled_together() -> None:
     groups = [request_of(prompt_of(40, seed // 4), 5, seed=seed) for seed in range(16)]
     with opened(LM, max_rows=16) as engine:
-        sample_all(engine, groups)
+        await engine.pause(interrupt=True)  # or it would begin with those that are there first
+        calls = [asyncio.create_task(engine.sample(request)) for request in groups]
+        await asyncio.sleep(0)
+        await engine.resume()
+        await asyncio.gather(*calls)
         assert (engine.counters.prefilled, engine.counters.shared) == (4 * 39, 12 * 39)
         # one step fills in four prompts; the next ones decode: first members and copies together, 5 tokens each
         assert engine.counters.steps <= 1 + 5 + 2
@@ -499,6 +504,29 @@ async def test_a_call_cancelled_after_closing_is_cancelled() -> None:
     engine.close()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_worker_that_is_closed_fails_whoever_waits_for_it_now_and_later() -> None:
+    worker = Worker()
+    with opened(LM, max_rows=8, worker=worker) as engine:
+        open_calls = [asyncio.create_task(engine.sample(request)) for request in long_requests(12)]
+        await decoded(engine, 8)
+        await asyncio.to_thread(worker.close)
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(*open_calls, return_exceptions=True)
+        assert ["this worker is closed" in str(result) for result in results] == [True] * 12
+        for _ in range(2):
+            with pytest.raises(SamplerError, match="this worker is closed"):
+                await asyncio.wait_for(engine.sample(request_of([1], 3)), 10)
+
+
+async def test_a_worker_closed_under_an_idle_engine_fails_every_call() -> None:
+    worker = Worker()
+    with opened(LM, max_rows=8, worker=worker) as engine:
+        worker.close()
+        for _ in range(2):
+            with pytest.raises(SamplerError, match="this worker is closed"):
+                await asyncio.wait_for(engine.sample(request_of([1], 3)), 10)
 
 
 async def test_every_request_of_a_flood_is_answered() -> None:
