@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 SMALLEST = 2**16  # elements of a weight; below, the call costs more than the packing saves
 ATTRIBUTE = "_headrace_packed"
+FORGOTTEN = "_headrace_forgotten"  # how often `forget` was called for a weight
 
 
 class PackedLinear(nn.Linear):
@@ -67,7 +68,7 @@ def packed_weight(weight_OI: Tensor) -> Tensor | None:
 class _Packed:
     """A packed copy, and what the weight was like when it was made."""
 
-    state: tuple[int, int | None]
+    state: tuple[int, int | None, int]
     numbers: list[float]
     packed: Tensor
 
@@ -105,6 +106,7 @@ def available() -> bool:
 def forget(model: nn.Module) -> None:
     """The model's weights may have changed unseen: pack them anew when they are next used."""
     for parameter in model.parameters():
+        setattr(parameter, FORGOTTEN, getattr(parameter, FORGOTTEN, 0) + 1)
         if hasattr(parameter, ATTRIBUTE):
             delattr(parameter, ATTRIBUTE)
 
@@ -123,14 +125,10 @@ class Product:
         self._packed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
-        state = [_state(parameter) for parameter in parameters]
-        if state != self._state or not hasattr(parameters[0], ATTRIBUTE):
+        state = [_state(parameter) for layer in self._layers for parameter in layer.parameters()]
+        if state != self._state:
             self._refresh()
             self._state = state
-            for parameter in parameters:
-                if not hasattr(parameter, ATTRIBUTE):
-                    setattr(parameter, ATTRIBUTE, None)
         if self._packed is not None:
             return _product(x, self._packed, self._bias)
         assert self._weight is not None
@@ -151,9 +149,9 @@ def _some_numbers(weight: Tensor) -> list[float]:
     return numbers
 
 
-def _state(weight: Tensor) -> tuple[int, int | None]:
-    """Changes when the weight does."""
-    return weight.data_ptr(), None if weight.is_inference() else weight._version
+def _state(weight: Tensor) -> tuple[int, int | None, int]:
+    """Changes when the weight does, or may have."""
+    return weight.data_ptr(), None if weight.is_inference() else weight._version, getattr(weight, FORGOTTEN, 0)
 
 
 def _pack(weight_OI: Tensor) -> Tensor:

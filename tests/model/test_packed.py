@@ -117,3 +117,17 @@ def test_in_inference_mode_such_a_change_needs_to_be_announced() -> None:
             expected = torch.cat([x @ layer.weight.T for layer in layers], dim=1)
             torch.testing.assert_close(product(x), expected)
             torch.testing.assert_close(layers[0](x), x @ layers[0].weight.T)
+
+
+def test_an_announced_change_is_seen_by_a_product_whose_layers_were_used_first() -> None:
+    """Trainer and engine share layers: the one may pack a weight anew before the other looks."""
+    layers = torch.nn.Sequential(torch.nn.Linear(192, 512, bias=False), torch.nn.Linear(192, 512, bias=False))
+    pack_linears(layers)
+    product, x = Product(list(layers)), inputs(8)
+    with torch.inference_mode():
+        product(x)
+        for layer in layers:
+            layer.weight.data.mul_(3.0)
+        forget(layers)
+        layers[0](x)
+        torch.testing.assert_close(product(x), torch.cat([x @ layer.weight.T for layer in layers], dim=1))
