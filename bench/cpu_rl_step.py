@@ -1,9 +1,9 @@
 """One RL step of ours against TRL's GRPOTrainer on the CPU, alternating, same model, sizes and loss.
 
 A random-weight Llama (256 wide, 6 layers, 4 heads, 2 KV heads, 49,152 vocabulary, tied), 4 prompts x 8 completions,
-32 prompt + 64 completion tokens, clipped surrogate averaged over tokens, AdamW. Both sides start from equal weights, each in a process of its own (so that neither's threads
-slow the other's), and take turns step by step. Prints seconds split into generation and the rest; the last line is
-JSON, `ratio` = TRL's seconds per real token over ours (medians).
+32 prompt + 64 completion tokens, clipped surrogate averaged over tokens, AdamW. Both sides start from equal weights,
+each in a process of its own (so that neither's threads slow the other's), and take turns step by step. Prints seconds
+split into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over ours (medians).
 
     python bench/cpu_rl_step.py [--steps 5] [--trl-recompute]
 """
@@ -241,11 +241,12 @@ def run_trl(pipe: Connection, steps: int, recompute: bool) -> None:
 
 def run(steps: int, *, recompute: bool) -> dict[str, float]:
     start = multiprocessing.get_context("spawn")
-    sides = {}
+    sides, processes = {}, []
     for name, body, extra in (("trl", run_trl, (recompute,)), ("ours", run_ours, ())):
         here, there = start.Pipe()
         process = start.Process(target=body, args=(there, steps, *extra), daemon=True)
         process.start()
+        processes.append(process)
         there.close()
         sides[name] = here
     taken = {name: [] for name in sides}
@@ -255,6 +256,8 @@ def run(steps: int, *, recompute: bool) -> dict[str, float]:
             generation_s, rest_s, tokens = pipe.recv()
             taken[name].append((generation_s, rest_s, tokens))
             print(f"{name:5} {step + 1}: generation {generation_s:6.2f} s, rest {rest_s:6.2f} s, {tokens} tokens")
+    for process in processes:  # TRL's trainer waits for a step that never comes
+        process.terminate()
     figures: dict[str, float] = {}
     for name, rows in taken.items():
         counted = rows[1:]  # the first step warms up

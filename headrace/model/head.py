@@ -22,6 +22,7 @@ from headrace.model.packed import back, linear
 
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 128
+UNLIKELY = -80.0  # a log-prob below which float32 probabilities are no longer whole
 CUDA_CHUNK_TOKENS = 4096  # fewer rows leave the matrix units of a large GPU waiting for work
 
 
@@ -67,12 +68,16 @@ def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_e
         probs_CV = logp_CV.exp()
         entropy_C = -(probs_CV * logp_CV).sum(dim=-1)
         return Chunk(probs_CV, logp_CV, logp_CV.gather(1, flat).view(targets.tokens.shape), entropy_C)
-    top_C1, raw_CK = logits_CV.amax(dim=-1, keepdim=True), logits_CV.gather(1, flat)
     if logits_CV.device.type == "cpu":
         probs_CV = torch.softmax(logits_CV, dim=-1, out=logits_CV)  # half the memory: more of it stays in the cache
+        picked = probs_CV.gather(1, flat).log()
+        if bool((unlikely_C := (picked < UNLIKELY).any(dim=1)).any()):  # their probabilities have few bits, or none
+            few = Targets(flat[unlikely_C], None if targets.temperature is None else targets.temperature[unlikely_C])
+            picked[unlikely_C] = read_chunk(hidden_CD[unlikely_C], weight_VD, few, want_entropy=True).logprobs
     else:
+        top_C1, raw_CK = logits_CV.amax(dim=-1, keepdim=True), logits_CV.gather(1, flat)
         probs_CV = torch.softmax(logits_CV, dim=-1)
-    picked = picked_logprobs(raw_CK, top_C1, probs_CV)
+        picked = picked_logprobs(raw_CK, top_C1, probs_CV)
     return Chunk(probs_CV, None, picked.view(targets.tokens.shape), None)
 
 

@@ -58,11 +58,12 @@ class LanguageModel:
     def vocabulary(self) -> int:
         return int(self.model.config.vocab_size)
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, attention: Context) -> Tensor:
-        """Last hidden states [T, D] of packed tokens."""
-        out = self.model.base_model(
-            input_ids=tokens_T[None], position_ids=positions_T[None], attention=attention, use_cache=False
-        )
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, attention: Context, *, embedded_TD: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states [T, D] of packed tokens; `embedded_TD`: their embeddings, if they are at hand."""
+        given = {"input_ids": tokens_T[None]} if embedded_TD is None else {"inputs_embeds": embedded_TD[None]}
+        out = self.model.base_model(**given, position_ids=positions_T[None], attention=attention, use_cache=False)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def head_weight(self) -> Tensor:

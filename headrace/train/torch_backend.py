@@ -180,7 +180,9 @@ class TorchBackend:
         lengths = [longest] * count + ([rest] if rest else [])
         try:  # two of them, so that gradients have to add up
             self._run(
-                [_any_datum(length, self.lm) for length in lengths + lengths], _any_loss(self.lm), want_gradient=True
+                [_any_datum(length, first, self.lm) for first, length in enumerate(lengths + lengths)],
+                _any_loss(self.lm),
+                want_gradient=True,
             )
         finally:
             self._optimizer.discard()
@@ -234,7 +236,9 @@ class TorchBackend:
         layout = lay_out([datum.inputs for datum in batch])
         tokens_T = _send(torch.tensor(layout.tokens, dtype=torch.long), device)
         positions_T = _send(torch.tensor(layout.positions, dtype=torch.long), device)
-        hidden_TD = self.lm.hidden(tokens_T, positions_T, packed(layout.lengths, device, layout.parents))
+        context = packed(layout.lengths, device, layout.parents)
+        embedded_TD = self._embedded(tokens_T) if want_gradient else None
+        hidden_TD = self.lm.hidden(tokens_T, positions_T, context, embedded_TD=embedded_TD)
         real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
         inputs = {
             name: _send(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
@@ -250,7 +254,29 @@ class TorchBackend:
 
         if want_gradient:
             self._optimizer.collect()
+        if embedded_TD is not None:
+            self._collect_embedding(tokens_T, embedded_TD)
         return _Part(rows_R=rows_R, computed=computed)
+
+    def _embedded(self, tokens_T: Tensor) -> Tensor | None:
+        """Embeddings whose gradient goes straight into the rows that it is for; on a CPU, where a gradient of the size
+        of the vocabulary for every micro-batch takes as long as a layer. None: let autograd do it."""
+        layer = self.lm.model.get_input_embeddings()
+        if tokens_T.device.type != "cpu" or type(layer) is not torch.nn.Embedding or layer.max_norm is not None:
+            return None
+        if self._name_of(layer.weight) is None:
+            return None
+        return torch.nn.functional.embedding(tokens_T, layer.weight.detach()).requires_grad_()
+
+    def _collect_embedding(self, tokens_T: Tensor, embedded_TD: Tensor) -> None:
+        layer, gradient_TD = self.lm.model.get_input_embeddings(), embedded_TD.grad
+        name = self._name_of(layer.weight)
+        if gradient_TD is None or name is None:
+            return
+        if layer.padding_idx is not None:  # as in torch's own layer, this row learns nothing here
+            gradient_TD = gradient_TD.masked_fill((tokens_T == layer.padding_idx)[:, None], 0.0)
+        buffer_VD = self._optimizer.buffer(name)
+        buffer_VD.index_add_(0, tokens_T, gradient_TD.to(buffer_VD.dtype))
 
     def _fused(
         self,
@@ -348,7 +374,9 @@ class TorchBackend:
 
     def _head_name(self) -> str | None:
         """The parameter name of the head's own weight (the embedding's, when they are tied), if it is trained."""
-        weight = self.lm.model.lm_head.weight
+        return self._name_of(self.lm.model.lm_head.weight)
+
+    def _name_of(self, weight: Tensor) -> str | None:
         return next((name for name, known in self._optimizer.parameters.items() if known is weight), None)
 
     def _step(self, update: Adam | Discard | ScaleBack) -> StepOut:
@@ -477,9 +505,9 @@ def _any_loss(lm: LanguageModel) -> LossSpec:
     return LossSpec(fn="value") if has_scalar_head(lm) else CROSS_ENTROPY
 
 
-def _any_datum(length: int, lm: LanguageModel) -> Datum:
-    """Tokens in a row, every one of them trained."""
-    tokens = int_array(np.arange(length + 1) % lm.vocabulary)
+def _any_datum(length: int, first: int, lm: LanguageModel) -> Datum:
+    """Tokens in a row, every one of them trained; data that begin with other tokens share nothing."""
+    tokens = int_array(np.arange(first, first + length + 1) % lm.vocabulary)
     ones = float_array(np.ones(length))
     return Datum(inputs=tokens[:-1], targets=tokens[1:], arrays={"weights": ones, "returns": ones})
 

@@ -285,7 +285,7 @@ def test_half_precision_logprobs_are_float32_of_half_precision_logits() -> None:
     logits = (problem.hidden_TD @ problem.weight_VD.T).float()
     expected = torch.log_softmax(logits, dim=-1)[torch.arange(7), problem.targets.tokens]
     assert picked.dtype == torch.float32
-    assert torch.equal(picked, expected)
+    torch.testing.assert_close(picked, expected, rtol=0, atol=2e-6)  # half precision would be off by 1e-2
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -316,3 +316,16 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(path: str) -> None:
     with Largest() as full:
         plain(problem)
     assert full.numel == tokens * vocabulary
+
+
+@pytest.mark.parametrize("gap", [50.0, 90.0, 400.0])
+def test_tokens_of_no_probability_have_log_probs(gap: float) -> None:
+    """exp(-90) has few bits in float32 and exp(-400) none; the log-prob is still what it is."""
+    weight = torch.zeros(6, 4)
+    weight[0, 0], weight[3, 0] = 1.0, -1.0
+    hidden = torch.zeros(3, 4)
+    hidden[:, 0] = torch.tensor([gap / 2, 0.0, gap / 2])
+    targets = Targets(torch.tensor([3, 1, 0]), torch.tensor([1.0, 1.0, 2.0]))
+    expected = torch.log_softmax(hidden.double() @ weight.double().T / targets.temperature[:, None], dim=-1)
+    found, _ = logprobs(hidden, weight, targets)
+    torch.testing.assert_close(found.double(), expected.gather(1, targets.tokens[:, None])[:, 0], rtol=1e-6, atol=1e-6)

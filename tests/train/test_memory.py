@@ -29,11 +29,11 @@ def with_room_for(lm: LanguageModel, tokens: int) -> list[int]:
     seen: list[int] = []
     plain = lm.model.base_model.forward
 
-    def forward(*, input_ids: torch.Tensor, **given: Any) -> Any:
-        seen.append(input_ids.shape[1])
-        if input_ids.shape[1] > tokens:
+    def forward(*, position_ids: torch.Tensor, **given: Any) -> Any:
+        seen.append(position_ids.shape[1])
+        if position_ids.shape[1] > tokens:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return plain(input_ids=input_ids, **given)
+        return plain(position_ids=position_ids, **given)
 
     lm.model.base_model.forward = forward
     return seen

@@ -689,9 +689,9 @@ def test_a_shared_beginning_is_computed_once_and_changes_no_gradient() -> None:
         hidden = type(backend.lm).hidden
         sizes: list[int] = []
 
-        def counted(lm, tokens_T, *rest, sizes=sizes, hidden=hidden):
+        def counted(lm, tokens_T, *rest, sizes=sizes, hidden=hidden, **more):
             sizes.append(len(tokens_T))
-            return hidden(lm, tokens_T, *rest)
+            return hidden(lm, tokens_T, *rest, **more)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(backend.lm), "hidden", counted)
