@@ -116,6 +116,15 @@ class Renderer:
         kept = [int(token) for token in tokens if int(token) not in self.eos_tokens]
         return str(self._tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def spoken(self, tokens: IntArray | Sequence[int]) -> str:
+        """As `decode`, with the special tokens in it that do not end a turn: the marks of a tool call, for example."""
+        kept = [int(token) for token in tokens if int(token) not in self.eos_tokens]
+        return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+
+    def token_texts(self, tokens: IntArray | Sequence[int]) -> list[str]:
+        """Each token by itself; a part of a character shows as the replacement character."""
+        return [str(self._tokenizer.decode([int(token)], clean_up_tokenization_spaces=False)) for token in tokens]
+
     def _turn(self, messages: Sequence[Message], tools: Tools | None) -> tuple[list[int], list[int]]:
         """The prompt of the last message, an assistant's, and the tokens it has to produce after that prompt."""
         prompt = self._tokens(messages[:-1], tools, generate=True)

@@ -1,0 +1,145 @@
+"""The endpoint as an ASGI application: one base URL for each open episode, errors in OpenAI's shape.
+
+    POST {root}/episodes/{id}/v1/chat/completions
+    GET  {root}/episodes/{id}/v1/models
+
+Ids cannot be guessed, so one program does not reach another's episode. Owns no socket: `server.serve` does.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from headrace.errors import HeadraceError
+from headrace.infer.endpoint.record import Call, EpisodeRecord, Samples
+from headrace.infer.endpoint.replies import completion_body, stream_events
+from headrace.infer.endpoint.wire import Refused, parse_request
+from headrace.render import Renderer
+from headrace.tool_calls import find_form
+from headrace.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+MODEL = "policy"  # any other name is served as well, and repeated in the reply
+
+
+class Endpoint:
+    """The open episodes, and the application that finds them by their URL."""
+
+    def __init__(self, renderer: Renderer, *, root_url: str = "http://endpoint") -> None:
+        self._renderer = renderer
+        self._form = find_form(renderer)
+        self._root_url = root_url.rstrip("/")
+        self._records: dict[str, EpisodeRecord] = {}
+        self.app = self._make_app()
+
+    def open(
+        self,
+        *,
+        sampler: Samples,
+        sampling: SamplingParams,
+        seed: int,
+        max_calls: int,
+        max_tokens: int,
+        pinned: bool = True,
+    ) -> EpisodeRecord:
+        """A new episode with a base URL of its own; whoever opens it passes it to `close`."""
+        id = secrets.token_urlsafe(16)
+        self._records[id] = EpisodeRecord(
+            base_url=f"{self._root_url}/episodes/{id}/v1",
+            sampler=sampler,
+            renderer=self._renderer,
+            form=self._form,
+            sampling=sampling,
+            seed=seed,
+            max_calls=max_calls,
+            max_tokens=max_tokens,
+            pinned=pinned,
+        )
+        return self._records[id]
+
+    def close(self, record: EpisodeRecord) -> None:
+        """Its URL is unknown from now on; the record stays readable."""
+        record.close()
+        self._records = {id: known for id, known in self._records.items() if known is not record}
+
+    def _make_app(self) -> FastAPI:
+        app = FastAPI(title="headrace agent endpoint", docs_url=None, redoc_url=None, openapi_url=None)
+
+        async def chat(request: Request) -> Response:
+            return await self._chat(request)
+
+        async def models(request: Request) -> Response:
+            self._find(request)
+            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "headrace"}
+            return JSONResponse({"object": "list", "data": [model]})
+
+        async def refuse(request: Request, exc: Exception) -> Response:
+            assert isinstance(exc, Refused | HTTPException)
+            refused = exc if isinstance(exc, Refused) else Refused(str(exc.detail), status=exc.status_code)
+            # failures repeat themselves here, and a client that tries again would only take longer to say so
+            return JSONResponse(refused.body(), status_code=refused.status, headers={"x-should-retry": "false"})
+
+        app.add_api_route("/episodes/{id}/v1/chat/completions", chat, methods=["POST"])
+        app.add_api_route("/episodes/{id}/v1/models", models, methods=["GET"])
+        app.add_exception_handler(Refused, refuse)
+        app.add_exception_handler(HTTPException, refuse)
+        return app
+
+    def _find(self, request: Request) -> EpisodeRecord:
+        record = self._records.get(request.path_params["id"])
+        if record is None:
+            raise Refused("there is no such episode, or it is over", status=404, code="unknown_episode")
+        return record
+
+    async def _chat(self, request: Request) -> Response:
+        record = self._find(request)
+        asked = parse_request(await _read(request))
+        try:
+            call = await _while_connected(request, record.answer(asked))
+        except Refused:
+            raise
+        except HeadraceError as exc:
+            logger.warning("a call of an agent program failed: %s", exc)
+            raise Refused(str(exc), status=500) from exc
+        id, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+        if asked.stream:
+            events = stream_events(call, asked, self._renderer, id=id, created=created)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return JSONResponse(completion_body(call, asked, self._renderer, id=id, created=created))
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
+    return bytes(body)
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Call]) -> Call:
+    """The work's result; it is cancelled when the program hangs up, because a reply nobody reads is no step."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refused("the program hung up", status=499)
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,291 @@
+"""One episode behind the endpoint: from a program's messages to the tokens the engine sees, and a record of both.
+
+A call whose messages begin with those of an earlier call and its reply goes on from the very tokens of that call;
+where the messages were rewritten, or the chat template shows the past otherwise, the call starts from a prompt of its
+own. What is recorded is what the sampler was given and returned; the text that the program gets, cut at stop strings
+and split into content and tool calls, is never turned into tokens that count as sampled.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.algo.random import derive_seed
+from headrace.errors import DataError, EpisodeError, HeadraceError, SamplerError, boundary
+from headrace.infer.endpoint.wire import ChatRequest, Refused
+from headrace.render import Renderer
+from headrace.tool_calls import Parsed, ToolForm, parse_reply
+from headrace.types import Completion, IntArray, Message, SampleRequest, SamplingParams, Step, Stop, int_array
+
+MAX_INTERRUPTS = 1000
+
+
+class Samples(Protocol):
+    """The one verb of a `Sampler` that is needed here."""
+
+    async def sample(self, request: SampleRequest) -> Completion: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One answered call. `told` are its messages as the engine saw them, where a reply is the whole of its text."""
+
+    number: int
+    messages: tuple[Message, ...]
+    told: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None
+    prompt: IntArray
+    params: SamplingParams
+    completion: Completion
+    text: str  # all that was sampled, special tokens too, but for the end of the turn
+    reply: Message  # what the program was given
+
+    @property
+    def finish_reason(self) -> str:
+        if self.reply.tool_calls:
+            return "tool_calls"
+        return "length" if self.completion.stop is Stop.LENGTH else "stop"
+
+
+class EpisodeRecord:
+    """An open episode and all its calls so far. Calls may overlap; they count in the order in which they came.
+
+    `sampling` are the parameters of a call that asks for none, and its `max_tokens` the most that one may ask for.
+    With `pinned`, temperature and top_p are those of `sampling` and no others, as training needs it. A call's seed
+    follows from the episode's and the call's number, or from the episode's and the `seed` that the call asks for.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        sampler: Samples,
+        renderer: Renderer,
+        form: ToolForm | None,
+        sampling: SamplingParams,
+        seed: int,
+        max_calls: int,
+        max_tokens: int,
+        pinned: bool,
+    ) -> None:
+        assert max_calls > 0
+        assert max_tokens > 0
+        self.base_url = base_url
+        self.error: HeadraceError | None = None  # the first failure of the sampler
+        self._sampler, self._renderer, self._form = sampler, renderer, form
+        self._sampling, self._seed, self._pinned = sampling, seed, pinned
+        self._max_calls, self._max_tokens = max_calls, max_tokens
+        self._calls: dict[int, Call] = {}
+        self._begun = 0
+        self.at_limit = False  # a call was refused for want of room or of calls
+        self._open: set[asyncio.Task[Call]] = set()
+        self._closed = False
+
+    # --- what was recorded -------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(self._calls[number] for number in sorted(self._calls))
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """One for each call: exactly what the sampler was given, and what it returned."""
+        return tuple(
+            Step(prompt=call.prompt, completion=call.completion, action=self._renderer.decode(call.completion.tokens))
+            for call in self.calls
+        )
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said: of each call what comes after the last reply that it repeats, then its own reply."""
+        said: list[Message] = []
+        replies: list[tuple[Any, ...]] = []
+        for call in self.calls:
+            repeated = [index for index, message in enumerate(call.messages) if _key(message) in replies]
+            said += [*call.messages[max(repeated, default=-1) + 1 :], call.reply]
+            replies.append(_key(call.reply))
+        return tuple(said)
+
+    @property
+    def temperature(self) -> float:
+        """Of all calls; raises EpisodeError when they differ, for an episode is trained at one temperature."""
+        found = sorted({call.params.temperature for call in self._calls.values()})
+        if len(found) > 1:
+            raise EpisodeError(
+                f"the program sampled at the temperatures {', '.join(f'{value:g}' for value in found)}: use one of them"
+            )
+        return found[0] if found else self._sampling.temperature
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it: the last reply was cut, or a call was refused because of a limit."""
+        return self.at_limit or (bool(self._calls) and self.calls[-1].completion.stop is Stop.LENGTH)
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    async def answer(self, request: ChatRequest) -> Call:
+        """Sample one reply and record it. Raises Refused, and SamplerError when sampling failed.
+
+        A call that is cancelled, because the program no longer waits for it, leaves no trace.
+        """
+        if self._closed:
+            raise _unknown_episode()
+        task = asyncio.ensure_future(self._answer(request))
+        self._open.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:  # and not the caller
+                raise _unknown_episode() from None
+            raise
+        finally:
+            task.cancel()
+            self._open.discard(task)
+
+    def close(self) -> None:
+        """Calls from now on, and those that are still open, are refused."""
+        self._closed = True
+        for task in self._open:
+            task.cancel()
+
+    async def _answer(self, request: ChatRequest) -> Call:
+        if self._begun >= self._max_calls:
+            self.at_limit = True
+            raise Refused(f"the episode has had its {self._max_calls} calls", code="too_many_calls")
+        messages = tuple(message.to_message() for message in request.messages)
+        tools = request.shown_tools
+        prompt, told = self._prompt(messages, tools)
+        params = self._params(request, self._begun, len(prompt))
+        number, self._begun = self._begun, self._begun + 1
+        completion = await self._sample(SampleRequest(prompt=prompt, params=params))
+        text, reply = self._reply(request, number, params, completion)
+        call = Call(
+            number=number,
+            messages=messages,
+            told=told,
+            tools=tools,
+            prompt=prompt,
+            params=params,
+            completion=completion,
+            text=text,
+            reply=reply,
+        )
+        self._calls[number] = call
+        return call
+
+    def _prompt(
+        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None
+    ) -> tuple[IntArray, tuple[Message, ...]]:
+        """The tokens to sample after, and the messages as they stand in them."""
+        try:
+            before = self._before(messages, tools)
+            if before is not None:
+                new = messages[len(before.messages) + 1 :]
+                seen = int_array(np.concatenate([before.prompt, before.completion.tokens]))
+                # as it was sampled; else as the template writes it, which may be the same tokens under another name
+                for reply in (Message(role="assistant", content=before.text), before.reply):
+                    told = (*before.told, reply)
+                    prompt = self._renderer.continue_prompt(seen, told, new, tools)
+                    if prompt is not None:
+                        return prompt, (*told, *new)
+            prompt = self._renderer.prompt(messages, tools)
+            if tools is not None and np.array_equal(prompt, self._renderer.prompt(messages)):
+                raise Refused(
+                    "this model's chat template shows no tools: describe them in a message and leave tools out",
+                    param="tools",
+                )
+        except DataError as exc:
+            raise Refused(str(exc), param="messages") from exc
+        return prompt, messages
+
+    def _before(self, messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None) -> Call | None:
+        """The latest call whose messages and reply these messages begin with."""
+        keys = [_key(message) for message in messages]
+        for call in reversed(self.calls):
+            known = [_key(message) for message in (*call.messages, call.reply)]
+            if call.tools == tools and keys[: len(known)] == known:
+                return call
+        return None
+
+    def _params(self, request: ChatRequest, number: int, prompt_tokens: int) -> SamplingParams:
+        room = self._max_tokens - prompt_tokens
+        if room <= 0:
+            self.at_limit = True
+            raise Refused(
+                f"the messages have {prompt_tokens} tokens, and with the reply there may be {self._max_tokens}",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        chosen = self._sampling
+        for name in ("temperature", "top_p"):
+            asked, own = getattr(request, name), getattr(chosen, name)
+            if self._pinned and asked is not None and asked != own:
+                raise Refused(f"{name} is {own:g} in this episode, which may be trained on: leave it out", param=name)
+        seed = derive_seed(self._seed, number)
+        return replace(
+            chosen,
+            max_tokens=min(chosen.max_tokens, room, request.asked_tokens or room),
+            temperature=chosen.temperature if request.temperature is None else request.temperature,
+            top_p=chosen.top_p if request.top_p is None else request.top_p,
+            stop_strings=(*chosen.stop_strings, *request.stops),
+            seed=seed if request.seed is None else derive_seed(self._seed, "asked", request.seed),
+        )
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        """To the end of the sequence, across weight updates."""
+        try:
+            with boundary(SamplerError, "sampling failed"):
+                completion = await self._sampler.sample(request)
+                for _ in range(MAX_INTERRUPTS):
+                    if completion.stop is not Stop.INTERRUPTED:
+                        return completion
+                    completion = await self._sampler.sample(replace(request, continue_from=completion))
+                raise SamplerError(f"a sequence was interrupted {MAX_INTERRUPTS} times: publish less often")
+        except HeadraceError as exc:
+            self.error = self.error or exc
+            raise
+
+    def _reply(
+        self, request: ChatRequest, number: int, params: SamplingParams, completion: Completion
+    ) -> tuple[str, Message]:
+        text = self._renderer.spoken(completion.tokens)
+        parsed = Parsed(content="")
+        if request.callable_tools:
+            parsed = parse_reply(_cut(text, params.stop_strings), self._form, request.callable_tools)
+        if not parsed.calls:
+            content = _cut(self._renderer.decode(completion.tokens), params.stop_strings)
+            return text, Message(role="assistant", content=content)
+        calls = tuple(
+            replace(call, id=f"{derive_seed(self._seed, number, index) % 10**9:09d}")  # some templates want nine
+            for index, call in enumerate(parsed.calls)
+        )
+        return text, Message(role="assistant", content=parsed.content, tool_calls=calls)
+
+
+def _unknown_episode() -> Refused:
+    return Refused("there is no such episode, or it is over", status=404, code="unknown_episode")
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """
+    >>> _cut("one. two; three", (";", "."))
+    'one'
+    """
+    return text[: min((place for place in (text.find(stop) for stop in stops) if place >= 0), default=len(text))]
+
+
+def _key(message: Message) -> tuple[Any, ...]:
+    """Equal for messages that say the same: a program may write a call's arguments with other spaces."""
+    calls = tuple((call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls)
+    return message.role, message.content, message.name, calls, message.tool_call_id
+
+
+def _arguments(text: str) -> str:
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,195 @@
+"""What a chat-completions request may say, and how one is refused; parsed once here, types from here on.
+
+A parameter that this endpoint cannot honour is refused by name, never dropped: a program would otherwise be trained on
+something else than it asked for. Values that ask for nothing (null, a penalty of 0) pass.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.errors import HeadraceError
+from headrace.types import Message, ToolCall
+
+IGNORED = frozenset(  # they change nothing in what is sampled
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+NEUTRAL: Mapping[str, Any] = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "response_format": {"type": "text"},
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+}
+MAX_STOPS = 16
+
+
+class Refused(HeadraceError):
+    """A request that gets an error for an answer; `param` is the field that has to change, as OpenAI names it."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class _In(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    def refuse_unknown(self, place: str = "") -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or value in ([], {}) or name in IGNORED or (name in NEUTRAL and value == NEUTRAL[name]):
+                continue
+            raise Refused(
+                f"{name} is not supported here: leave it out", param=place + name, code="unsupported_parameter"
+            )
+
+
+class PartIn(_In):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCallIn(_In):
+    name: str
+    arguments: str
+
+
+class ToolCallIn(_In):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCallIn
+
+
+class MessageIn(_In):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[PartIn] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallIn] | None = None
+    tool_call_id: str | None = None
+
+    def to_message(self) -> Message:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        return Message(
+            role="system" if self.role == "developer" else self.role,  # one role under two names
+            content=text,
+            name=self.name,
+            tool_calls=tuple(
+                ToolCall(name=call.function.name, arguments=call.function.arguments, id=call.id)
+                for call in self.tool_calls or ()
+            ),
+            tool_call_id=self.tool_call_id,
+        )
+
+
+class FunctionIn(_In):
+    name: str = Field(min_length=1)
+
+
+class ToolIn(_In):
+    type: Literal["function"]
+    function: FunctionIn
+
+
+class StreamOptionsIn(_In):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # a padding against eavesdroppers, which this endpoint never adds
+
+
+class ChatRequest(_In):
+    """The body of a call. Fields that are null mean the same as fields that are not there."""
+
+    model: str
+    messages: list[MessageIn] = Field(min_length=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, gt=0)
+    max_completion_tokens: int | None = Field(default=None, gt=0)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    n: int | None = None
+    tools: list[ToolIn] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptionsIn | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def shown_tools(self) -> tuple[dict[str, Any], ...] | None:
+        """As the program sent them, for the chat template."""
+        return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools) if self.tools else None
+
+    @property
+    def callable_tools(self) -> frozenset[str]:
+        """Those whose calls are looked for in the reply."""
+        return frozenset() if self.tool_choice == "none" else frozenset(tool.function.name for tool in self.tools or ())
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """Raises Refused with the name of the first field that cannot be honoured."""
+    try:
+        raw = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise Refused(f"the body is not JSON ({exc})") from exc
+    if not isinstance(raw, dict):
+        raise Refused("the body must be a JSON object")
+    try:
+        request = ChatRequest.model_validate(raw)
+    except ValidationError as exc:
+        found = exc.errors(include_url=False, include_context=False)
+        first = max(found, key=lambda error: len(error["loc"]))  # of a union's members, the one that came closest
+        param = _param(first["loc"])
+        raise Refused(f"{param}: {first['msg']}", param=param, code="invalid_value") from exc
+    _check(request)
+    return request
+
+
+def _check(request: ChatRequest) -> None:
+    request.refuse_unknown()
+    for index, message in enumerate(request.messages):
+        message.refuse_unknown(f"messages[{index}].")
+    if request.n not in (None, 1):
+        raise Refused("n must be 1: a call is one turn of an episode, so ask again for another", param="n")
+    if request.top_logprobs:
+        raise Refused(
+            "top_logprobs must be 0: only the log-probability of the sampled token is known", param="top_logprobs"
+        )
+    if request.tool_choice not in (None, "auto", "none"):
+        raise Refused(
+            'tool_choice must be "auto" or "none": what is sampled cannot be forced to be a call', param="tool_choice"
+        )
+    both = (request.max_tokens, request.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise Refused("max_tokens and max_completion_tokens differ: write one of them", param="max_tokens")
+    if "" in request.stops or len(request.stops) > MAX_STOPS:
+        raise Refused(f"stop must be a text or a list of at most {MAX_STOPS} texts, none of them empty", param="stop")
+    if request.stream_options is not None:
+        request.stream_options.refuse_unknown("stream_options.")
+        if not request.stream:
+            raise Refused("stream_options are for stream = true only", param="stream_options")
+
+
+def _param(loc: tuple[int | str, ...]) -> str:
+    """As OpenAI writes it: messages[0].content. The members of a union are not part of it."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "dict", "int", "float", "bool"):
+            path += f".{part}" if path else part
+    return path or "body"

@@ -1,0 +1,153 @@
+"""Agent programs that call the model themselves: run one against an endpoint and take what was recorded as an episode.
+
+A program is `agent(base_url, task)`, async or plain, and talks to the model at `base_url` by OpenAI's API. What it
+returns is its reward: None, a number, or True and False for success. `program_fn` makes of it what `play_group` calls
+in place of the episode worker, so groups, rewards and weight updates are as ever. Knows no HTTP: the endpoint is
+passed in.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from headrace.errors import EpisodeError, HeadraceError, boundary
+from headrace.render import Renderer
+from headrace.rollout.group import GenerateFn
+from headrace.rollout.journal import JournalSampler
+from headrace.types import Completion, Episode, Message, SampleRequest, SamplingParams, Step, Task
+
+Outcome = bool | float | None
+Program = Callable[[str, Task], Outcome | Awaitable[Outcome]]
+
+
+class Samples(Protocol):
+    async def sample(self, request: SampleRequest) -> Completion: ...
+
+
+class Record(Protocol):
+    """What an endpoint kept of one episode (`infer.endpoint.EpisodeRecord`)."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+
+    @property
+    def messages(self) -> tuple[Message, ...]: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def truncated(self) -> bool: ...
+
+    @property
+    def at_limit(self) -> bool: ...
+
+    @property
+    def error(self) -> HeadraceError | None: ...
+
+
+class Endpoint(Protocol):
+    """What gives an episode its base URL (`infer.endpoint.Endpoint`)."""
+
+    def open(
+        self, *, sampler: Samples, sampling: SamplingParams, seed: int, max_calls: int, max_tokens: int
+    ) -> Any: ...
+
+    def close(self, record: Any) -> None: ...
+
+
+async def play_program(
+    program: Program,
+    *,
+    task: Task,
+    endpoint: Endpoint,
+    sampler: Samples,
+    sampling: SamplingParams,
+    seed: int,
+    max_turns: int,
+    max_episode_tokens: int,
+    id: str = "",
+) -> Episode:
+    """Run the program to its end; every call it made is a step, and what it returns is the reward of the last one.
+
+    A program that fails after it was refused a call for want of room, or of turns, ends as an episode does at a limit:
+    truncated. Any other failure is an EpisodeError, and a failure of the sampler is raised as it was. The caller sets
+    the time limit; when it cancels, calls that are open are cancelled too. A plain function runs on a thread.
+    """
+    record: Record = endpoint.open(
+        sampler=sampler, sampling=sampling, seed=seed, max_calls=max_turns, max_tokens=max_episode_tokens
+    )
+    outcome: Outcome = None
+    try:
+        with boundary(EpisodeError, f"task {task.id}: the agent program failed"):
+            outcome = await _run(program, record.base_url, task)
+    except EpisodeError:
+        if record.error is None and not (record.at_limit and record.steps):
+            raise
+    finally:
+        endpoint.close(record)
+    if record.error is not None:  # also when the program made do without the reply
+        raise record.error
+    return _episode(record, _checked(outcome, task), id=id, task=task, seed=seed)
+
+
+def program_fn(
+    program: Program, endpoint: Endpoint, *, sampling: SamplingParams, max_turns: int, max_episode_tokens: int
+) -> GenerateFn:
+    """The program as a `generate_fn` of `play_group`."""
+
+    async def generate(task: Task, sampler: JournalSampler, renderer: Renderer, seed: int) -> Episode:
+        return await play_program(
+            program,
+            task=task,
+            endpoint=endpoint,
+            sampler=sampler,
+            sampling=sampling,
+            seed=seed,
+            max_turns=max_turns,
+            max_episode_tokens=max_episode_tokens,
+        )
+
+    return generate
+
+
+async def _run(program: Program, base_url: str, task: Task) -> Outcome:
+    if inspect.iscoroutinefunction(program):
+        outcome: Outcome = await program(base_url, task)
+        return outcome
+    returned = await asyncio.to_thread(program, base_url, task)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def _checked(outcome: Outcome, task: Task) -> Outcome:
+    number = outcome is None or (isinstance(outcome, bool | int | float) and math.isfinite(outcome))
+    if not number:
+        raise EpisodeError(
+            f"task {task.id}: the agent program returned {str(outcome)[:60]!r}: return None, a finite number, or True "
+            "or False"
+        )
+    return outcome
+
+
+def _episode(record: Record, outcome: Outcome, *, id: str, task: Task, seed: int) -> Episode:
+    steps = record.steps
+    if not steps:
+        raise EpisodeError(f"task {task.id}: the agent program never called the model: let it use its base_url")
+    if outcome is not None:
+        steps = (*steps[:-1], replace(steps[-1], reward=float(outcome)))
+    return Episode(
+        id=id,
+        task=task,
+        seed=seed,
+        steps=steps,
+        messages=record.messages,
+        temperature=record.temperature,
+        truncated=record.truncated,
+        success=outcome if isinstance(outcome, bool) else None,
+    )

@@ -1,0 +1,159 @@
+"""Tool calls in what a model wrote: in the form its own chat template writes them, or as plain JSON in OpenAI's shapes.
+
+The form is read off the template: what stands around the JSON of a call that it renders. What is not a well-formed
+call of a known tool is text, all of it; nothing is repaired. Knows nothing of requests, episodes or engines.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import DataError, ModelError
+from headrace.render import Renderer
+from headrace.types import Message, ToolCall
+
+_DECODER = json.JSONDecoder()
+_PROBE = ToolCall(name="probe_tool", arguments='{"probe_argument": 17}', id="abcdefghi")  # some templates want nine
+_ARGUMENTS = ("arguments", "parameters")
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolForm:
+    """What a chat template puts before and after the JSON of a call; never white space at the ends, `opening` never
+    empty."""
+
+    opening: str
+    closing: str
+
+    def __post_init__(self) -> None:
+        assert self.opening == self.opening.strip() != ""
+        assert self.closing == self.closing.strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A reply: `content` is what is not a call. Calls have no ids yet."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+def find_form(renderer: Renderer) -> ToolForm | None:
+    """How the chat template writes a call; None: as bare JSON, as something else than JSON, or not at all."""
+    question = Message(role="user", content="a")
+    try:
+        plain = _reply(renderer, question, Message(role="assistant", content=""))
+        called = _reply(renderer, question, Message(role="assistant", content="", tool_calls=(_PROBE,)))
+    except (DataError, ModelError):  # the template takes no calls
+        return None
+    shared = next((index for index, pair in enumerate(zip(plain, called, strict=False)) if len(set(pair)) > 1), None)
+    text = called[len(plain) if shared is None else shared :]
+    for start in (match.start() for match in re.finditer(r"[\[{]", text)):
+        found = _decode(text, start)
+        if found is not None and [call.name for call in _calls(found[0], text[start : found[1]]) or ()] == [
+            "probe_tool"
+        ]:
+            opening, closing = text[:start].strip(), text[found[1] :].strip()
+            return ToolForm(opening=opening, closing=closing) if opening else None
+    return None
+
+
+def parse_reply(text: str, form: ToolForm | None, tools: Collection[str]) -> Parsed:
+    """The calls in `text` and what is said around them; without a call, the text as it is.
+
+    >>> form = ToolForm(opening="<call>", closing="</call>")
+    >>> parse_reply('ok <call>{"name": "add", "arguments": {"a": 1}}</call>', form, {"add"})
+    Parsed(content='ok', calls=(ToolCall(name='add', arguments='{"a": 1}', id=''),))
+    """
+    if form is not None and form.opening in text:
+        return _formed(text, form, tools) or Parsed(content=text)
+    found = _decode(text, _after_space(text, 0))
+    if found is None or text[found[1] :].strip():
+        return Parsed(content=text)
+    calls = _known(_calls(found[0], text[: found[1]]), tools)
+    return Parsed(content="", calls=calls) if calls else Parsed(content=text)
+
+
+def _formed(text: str, form: ToolForm, tools: Collection[str]) -> Parsed | None:
+    """None as soon as one call is malformed: a program must not act on half of what was meant."""
+    said: list[str] = []
+    calls: list[ToolCall] = []
+    place = 0
+    while (opened := text.find(form.opening, place)) >= 0:
+        said.append(text[place:opened])
+        start = _after_space(text, opened + len(form.opening))
+        found = _decode(text, start)
+        if found is None:
+            return None
+        place = _after_space(text, found[1])
+        known = _known(_calls(found[0], text[start : found[1]]), tools)
+        if not known or not text.startswith(form.closing, place):
+            return None
+        calls += known
+        place += len(form.closing)
+    said.append(text[place:])
+    return Parsed(content="".join(said).strip(), calls=tuple(calls))
+
+
+def _known(calls: Iterable[ToolCall] | None, tools: Collection[str]) -> tuple[ToolCall, ...] | None:
+    found = tuple(calls or ())
+    return found if found and all(call.name in tools for call in found) else None
+
+
+def _calls(value: Any, written: str) -> tuple[ToolCall, ...] | None:
+    """One call, a list of them, or {"tool_calls": [...]}; None if anything in it is not a call."""
+    if isinstance(value, dict) and list(value) == ["tool_calls"]:
+        value = value["tool_calls"]
+    items = value if isinstance(value, list) else [value]
+    calls = [_call(item, written) for item in items]
+    return tuple(call for call in calls if call is not None) if calls and None not in calls else None
+
+
+def _call(item: Any, written: str) -> ToolCall | None:
+    if isinstance(item, dict) and isinstance(item.get("function"), dict):
+        item = item["function"]
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        return None
+    key = next((key for key in _ARGUMENTS if key in item), None)
+    arguments = item[key] if key is not None else {}
+    if isinstance(arguments, str):  # OpenAI's own shape: JSON in a string
+        whole = _decode(arguments, _after_space(arguments, 0))
+        ended = whole is not None and isinstance(whole[0], dict) and not arguments[whole[1] :].strip()
+        return ToolCall(name=item["name"], arguments=arguments) if ended else None
+    if not isinstance(arguments, dict):
+        return None
+    text = next(_written(arguments, written), json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name=item["name"], arguments=text)
+
+
+def _written(arguments: dict[str, Any], written: str) -> Iterator[str]:
+    """The arguments as the model wrote them, spaces and all."""
+    for key in re.finditer(r'"(?:arguments|parameters)"\s*:\s*', written):
+        found = _decode(written, key.end())
+        if found is not None and found[0] == arguments:
+            yield written[key.end() : found[1]]
+
+
+def _decode(text: str, start: int) -> tuple[Any, int] | None:
+    """The JSON object or list that starts there, and where it ends."""
+    if text[start : start + 1] not in ("{", "["):
+        return None
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    assert found is not None
+    return found.end()
+
+
+def _reply(renderer: Renderer, question: Message, answer: Message) -> str:
+    rendered = renderer.conversation([question, answer])
+    assert len(rendered) == 1
+    return renderer.spoken(rendered[0].tokens[rendered[0].trained])
