@@ -120,6 +120,11 @@ class RolloutExecutor:
         return self._policy.oldest(self.version)
 
     @property
+    def _used_up(self) -> bool:
+        """No task is left: the source has failed and none is to be tried again."""
+        return self._source_failure is not None and not self._again
+
+    @property
     def _lockstep(self) -> bool:
         return self._settings.lockstep_tokens > 0
 
@@ -317,10 +322,12 @@ class RolloutExecutor:
     def _admit(self) -> None:
         """Start as many groups as may start now."""
         closed = self._settler is None or self._publishing or (self._lockstep and not self._waiting)
-        if closed or self._failure is not None or self._source_failure is not None:
+        if closed or self._failure is not None:
             return
         batch_open = self._waiting or self._ledger.counts.training > 0
         for _ in range(self._admission.capacity(self._ledger.counts, batch_open=batch_open, waiting=self._waiting)):
+            if self._used_up:
+                return
             try:
                 with boundary(DataError, "the task source has no further task"):
                     task = self._again.popleft() if self._again else self._next_task()
@@ -395,9 +402,10 @@ class RolloutExecutor:
             raise RolloutError(str(self._failure)) from self._failure
         self._sweep()
         enough = len(self._ready) >= self._keep.needed(self._batch_groups, self._settings.oversampling)
-        if not enough and self._source_failure is not None and not self._ledger.counts.running:
+        if not enough and self._used_up and not self._ledger.counts.running:
             if len(self._ready) >= self._batch_groups:
                 return True
+            assert self._source_failure is not None
             raise self._source_failure
         return enough
 
@@ -515,7 +523,7 @@ class RolloutExecutor:
         ]
         self._window.slow_waits += len(slow)
         try:
-            async with asyncio.timeout(self._settings.slow_wait_s):
+            async with asyncio.timeout(self._settings.slow_limit_s):
                 while any(id in self._tasks for id in slow) and self._failure is None:
                     await self._wait_for_progress()
         except TimeoutError:

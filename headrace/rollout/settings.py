@@ -31,7 +31,8 @@ class AsyncSettings:
     dropped as stale twice. `grace_s`: how long a cancelled group may take to end, and how much later than its timeout
     the wait for it is given up. `lockstep_tokens` above 0: a virtual clock, by which every open sequence samples that
     many tokens and then waits for all others. A group's time is then not measured, for it would pass while the trainer
-    works; a round in which nothing moves for `task_timeout_s` ends the run."""
+    works, and slow tasks are waited for to their end; a round in which nothing moves for `task_timeout_s` ends the run.
+    """
 
     max_staleness: int = 0
     max_running: int | None = None
@@ -63,6 +64,11 @@ class AsyncSettings:
     def group_limit_s(self) -> float:
         """How long a group may take by the real clock."""
         return NO_LIMIT_S if self.lockstep_tokens else self.task_timeout_s
+
+    @property
+    def slow_limit_s(self) -> float:
+        """How long a publish waits for slow tasks by the real clock."""
+        return NO_LIMIT_S if self.lockstep_tokens else self.slow_wait_s
 
     @property
     def policy(self) -> StalenessPolicy:

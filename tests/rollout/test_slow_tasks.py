@@ -3,11 +3,13 @@
 import asyncio
 
 import pytest
-from async_bench import HANDLE, HandSampler, executor_of, turns
+from async_bench import HANDLE, HandSampler, executor_of, ids, turns
 
+from headrace.errors import DataError
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.settings import StaleAction
 from headrace.rollout.slow import SlowTasks
+from headrace.testing import FakeSampler
 from headrace.types import Task
 
 
@@ -130,3 +132,36 @@ async def test_a_token_past_the_bound_is_never_handed_out_for_training(action: S
             while not publishing.done():
                 await sampler.step()
             await publishing
+
+
+@pytest.mark.parametrize("eta", [1, 2])
+async def test_by_the_virtual_clock_the_wait_does_not_depend_on_the_real_one(eta: int) -> None:
+    async def batches(slow_wait_s: float) -> tuple[list[list[int]], float]:
+        taken, waits = [], 0.0
+        options = {"names": NAMES, "tokens": lengths, "lockstep": 2, "slow_wait_s": slow_wait_s}
+        async with executor_of(FakeSampler(), max_staleness=eta, **options) as executor:
+            for _ in range(14):
+                groups = await executor.take_batch()
+                executor.done(groups)
+                await executor.publish(HANDLE)
+                taken.append(ids(groups))
+                waits += executor.metrics()["rollout/slow_waits"]
+        return taken, waits
+
+    patient, hasty = await batches(60.0), await batches(1e-6)
+    assert patient[1] > 0, "nobody was waited for"
+    assert hasty == patient
+
+
+async def test_a_task_that_was_dropped_is_tried_again_also_when_the_source_is_at_its_end() -> None:
+    sampler = HandSampler()
+    given = iter([Task(id=name) for name in ("slow", "a", "b", "c", "d")])
+    executor = executor_of(
+        sampler, max_staleness=1, source=lambda: next(given), tokens=lengths, slow_wait_s=1e-6, names=None
+    )
+    trained: list[str] = []
+    async with executor:
+        with pytest.raises(DataError, match="no further task"):
+            for _ in range(6):
+                trained += await train(executor, sampler, 1, beats=0)
+    assert sorted(trained) == ["a", "b", "c", "d", "slow"]
