@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -23,11 +24,17 @@ class EnvCase:
     open: Callable[[], Env]
     task: Task
     plans: Sequence[str]
+    package: str | None = None  # needed to play it
 
 
 def _world(name: str, plans: Sequence[str]) -> EnvCase:
     [task] = WORLDS[name].generate_tasks(1, 0)
     return EnvCase(name=name, open=WORLDS[name].make_env, task=task, plans=plans)
+
+
+def _game(name: str, data: dict[str, Any], plans: Sequence[str]) -> EnvCase:
+    task = Task(id=name, data={**data, "seed": 3, "max_turns": 12})
+    return EnvCase(name=name, open=WORLDS[name].make_env, task=task, plans=plans, package=name)
 
 
 SLIPPERY = Task(id="slippery", data={"map": ["A...", "....", "....", "...G"], "max_turns": 20, "slip": 0.6})
@@ -40,12 +47,17 @@ ENVS: Sequence[EnvCase] = (
     _world("sokoban", ("go north", "go south", "go east", "go west", "push", "")),
     _world("calculator", ("calc 1 + 2", "calc 3", "answer 1", "answer", "")),
     _world("guess_number", ("1 7", "42", "0", "seven", "")),
+    _game("gymnasium", {"env": "Taxi-v4", "settings": {"is_rainy": True}}, ("north", "east", "pickup", "fly", "")),
+    _game("textarena", {"env": "GuessTheNumber-v0", "settings": {}}, ("[3]", "[12]", "[99]", "five", "")),
+    _game("textworld", {"rooms": 2, "objects": 3, "quest_length": 2}, ("go south", "go north", "sing", "")),
 )
 
 
 @pytest.fixture(params=ENVS, ids=lambda case: case.name)
 def case(request: pytest.FixtureRequest) -> EnvCase:
     chosen: EnvCase = request.param
+    if chosen.package is not None:
+        pytest.importorskip(chosen.package)
     return chosen
 
 

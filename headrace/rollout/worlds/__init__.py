@@ -1,4 +1,7 @@
-"""The built-in worlds by name: what a `type = "world"` source, the demo and the tests play in."""
+"""The worlds by name: what a `type = "world"` source, the demo and the tests play in.
+
+`BUILT_IN` ones need nothing else; those of `ADAPTERS` play the games of other packages, if they are installed.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +13,8 @@ from headrace.algo.lookup import hint, lookup
 from headrace.errors import ConfigError
 from headrace.protocols import Env
 from headrace.rollout.worlds import calculator, frozen_lake, guess_number, key_door, single_turn, sokoban
+from headrace.rollout.worlds.adapters import gymnasium_games, textarena_games, textworld_games
+from headrace.rollout.worlds.adapters.package import no_demonstrations, no_vocabulary
 from headrace.rollout.worlds.making import SolvedEnv, demonstrate
 from headrace.types import Message, Task
 
@@ -40,7 +45,7 @@ def _solved(
     )
 
 
-WORLDS: Mapping[str, World] = {
+BUILT_IN: Mapping[str, World] = {
     "key_door": World(
         make_env=key_door.KeyDoorEnv,
         generate_tasks=key_door.generate_tasks,
@@ -62,6 +67,27 @@ WORLDS: Mapping[str, World] = {
         "guess_number", guess_number.GuessNumberEnv, guess_number.generate_tasks, guess_number.vocabulary
     ),
 }
+ADAPTERS: Mapping[str, World] = {
+    "gymnasium": World(
+        make_env=gymnasium_games.GymnasiumEnv,
+        generate_tasks=gymnasium_games.generate_tasks,
+        demonstrations=partial(no_demonstrations, "gymnasium"),
+        vocabulary=gymnasium_games.vocabulary,
+    ),
+    "textarena": World(
+        make_env=textarena_games.TextArenaEnv,
+        generate_tasks=textarena_games.generate_tasks,
+        demonstrations=partial(no_demonstrations, "textarena"),
+        vocabulary=partial(no_vocabulary, "textarena"),
+    ),
+    "textworld": _solved(
+        "textworld",
+        textworld_games.TextWorldGameEnv,
+        textworld_games.generate_tasks,
+        partial(no_vocabulary, "textworld"),
+    ),
+}
+WORLDS: Mapping[str, World] = {**BUILT_IN, **ADAPTERS}
 
 
 def world_tasks(name: str, size: int, seed: int, options: Mapping[str, Any]) -> list[Task]:
