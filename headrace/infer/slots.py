@@ -18,6 +18,7 @@ import numpy as np
 from headrace.types import Completion, IntArray, SampleRequest, Stop, float_array, int_array, known_next_logprobs
 
 WORTH_WAITING = 8  # tokens of prefill saved that are worth one engine step of delay
+Name = tuple[int, bytes]  # by which a sequence is known when it comes back: seed and prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +47,10 @@ class Sequence:
     @property
     def num_sampled(self) -> int:
         return len(self.versions)
+
+    @property
+    def name(self) -> Name:
+        return self.request.params.seed, self.request.prompt.tobytes()
 
     def completion(self, stop: Stop) -> Completion:
         return Completion(
@@ -81,8 +86,8 @@ class Slots:
         self.filled = [0] * rows
         self._held = np.zeros((rows, tokens), dtype=np.int32)
         self._used_at = [0] * rows  # orders slots by when they were last of use
-        self._old = [False] * rows  # some keys and values are of earlier weights
-        self._interrupted: set[int] = set()  # slots whose sequence was cut and may come back
+        self._old: list[Name | None] = [None] * rows  # of whom keys and values of earlier weights are there
+        self._interrupted: dict[int, Name] = {}  # slots whose sequence was cut and may come back
         self._clock = 0
 
     @property
@@ -121,11 +126,12 @@ class Slots:
         wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
         differs = self._held[:, : len(wanted)] != wanted
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
-        filled, old = np.array(self.filled), np.array(self._old)
+        filled, old = np.array(self.filled), np.array([name is not None for name in self._old])
         coming = np.array([0 if other is None else len(other.tokens) - 1 for other in self.seated])
         coming[old] = 0
         empty = np.array([other is None for other in self.seated])
-        own = old & empty & (common >= filled) & (sequence.num_sampled > 0)  # it sat there before it was cut
+        known = np.array([name == sequence.name for name in self._old])
+        own = known & empty & (common >= filled) & (sequence.num_sampled > 0)  # it sat there before it was cut
         shares = np.where(old & ~own, 0, np.minimum(common, filled))
         donor = int(shares.argmax())
         shared = int(shares[donor])
@@ -136,14 +142,14 @@ class Slots:
         else:
             free = [row for row, other in enumerate(self.seated) if other is None]
             row = min(free, key=lambda row: (self.filled[row] > 0, self._used_at[row], row))
-        self._old[row] = bool(own[donor])
+        self._old[row] = sequence.name if own[donor] else None
         self._seat(sequence, row, shared)
         return Placed(row, donor, shared)
 
     def _seat(self, sequence: Sequence, row: int, filled: int) -> None:
         self._clock += 1
         self.seated[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
-        self._interrupted.discard(row)
+        self._interrupted.pop(row, None)
         self._held[row, : len(sequence.tokens) - 1] = sequence.tokens[:-1]
         sequence.row = row
 
@@ -168,15 +174,15 @@ class Slots:
     def interrupt(self, sequence: Sequence) -> None:
         """The sequence is cut, and may be continued."""
         assert sequence.row is not None
-        self._interrupted.add(sequence.row)
+        self._interrupted[sequence.row] = sequence.name
         self.leave(sequence)
 
     def forget(self, *, hold: bool = False) -> None:
         """New weights: nothing in the cache is valid any more, except (`hold`) for sequences that were interrupted."""
         assert not any(True for _ in self.active())
-        kept = self._interrupted if hold else set()
+        kept = self._interrupted if hold else {}
         self.filled = [filled if row in kept else 0 for row, filled in enumerate(self.filled)]
-        self._old = [row in kept for row in range(self.rows)]
+        self._old = [kept.get(row) for row in range(self.rows)]
 
     def move(self, source: int, target: int) -> int:
         """Seat the sequence of `source` in the free slot `target`; returns the positions to copy."""
@@ -186,8 +192,8 @@ class Slots:
         self.seated[source] = None
         self._seat(sequence, target, filled)
         self._old[target] = self._old[source]
-        if self._old[source]:
-            self._old[source], self.filled[source] = False, 0
+        if self._old[source] is not None:
+            self._old[source], self.filled[source] = None, 0
         return filled
 
     def resize(self, rows: int, tokens: int) -> None:
@@ -205,5 +211,5 @@ class Slots:
         self.seated = self.seated[:rows] + [None] * new
         self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new
         self._used_at = self._used_at[:rows] + [0] * new
-        self._old = self._old[:rows] + [False] * new
-        self._interrupted = {row for row in self._interrupted if row < rows}
+        self._old = self._old[:rows] + [None] * new
+        self._interrupted = {row: name for row, name in self._interrupted.items() if row < rows}

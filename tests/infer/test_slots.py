@@ -189,6 +189,57 @@ def test_a_slot_that_holds_much_more_is_copied_from_and_kept() -> None:
     assert slots.holds(0).tolist() == list(range(39))
 
 
+def cut_in_its_prompt(slots: Slots) -> None:
+    """A sequence of the first slot is cut when 16 tokens of its prompt are there, and new weights come."""
+    slots.place_waiting()
+    slots.fill(0, list(range(16)))
+    slots.interrupt(slots.seated[0])  # type: ignore[arg-type]
+    slots.forget(hold=True)
+
+
+def after(tokens: list[int]) -> Completion:
+    ones = np.float32([-1.0] * len(tokens))
+    versions = int_array([0] * len(tokens))
+    return Completion(
+        tokens=int_array(tokens), sampler_logprobs=ones, raw_logprobs=ones, versions=versions, stop=Stop.INTERRUPTED
+    )
+
+
+def test_what_is_held_in_flight_is_for_its_own_sequence_only() -> None:
+    prompt = [*range(20), *range(30, 50)]
+    slots = seated(2, 64, prompt)
+    cut_in_its_prompt(slots)
+    slots.waiting.append(sequence_of([*range(20), 60, 61], after=after([5, 6])))  # the same first words
+    assert [(placed.row, placed.shared) for placed in slots.place_waiting()] == [(1, 0)]
+    slots.waiting.append(sequence_of(prompt, after=after([5, 6])))
+    assert [(placed.row, placed.shared) for placed in slots.place_waiting()] == [(0, 16)]
+    for _, sequence in list(slots.active()):
+        slots.leave(sequence)
+    slots.forget(hold=True)
+    assert slots.filled == [0, 0], "what has ended is not held"
+
+
+def test_a_slot_held_in_flight_is_old_until_new_weights_come_again() -> None:
+    prompt = [*range(20), *range(30, 50)]
+    slots = seated(3, 64, prompt)
+    cut_in_its_prompt(slots)
+    slots.waiting.append(sequence_of(prompt, after=after([5, 6])))
+    slots.place_waiting()
+    twin = sequence_of([*prompt, 5, 6, 7])
+    slots.waiting.append(twin)
+    assert [placed.shared for placed in slots.place_waiting()] == [0]  # while it runs, and there is no use in waiting
+    fill_all(slots)
+    slots.leave(twin)
+    assert slots.move(0, 2) == 41
+    assert slots.filled[0] == 0, "what was moved away is not offered to others"
+    slots.leave(slots.seated[2])  # type: ignore[arg-type]
+    slots.waiting.append(sequence_of([*prompt, 5, 6, 7]))
+    assert [placed.shared for placed in slots.place_waiting()] == [0]  # and when it has ended
+    slots.leave(slots.seated[1] or slots.seated[0])  # type: ignore[arg-type]
+    slots.forget(hold=True)
+    assert slots.filled == [0, 0, 0]
+
+
 def test_a_partial_goes_on_behind_what_it_has() -> None:
     partial = Completion(
         tokens=int_array([4, 5]),
