@@ -228,8 +228,8 @@ def test_a_slot_held_in_flight_is_old_until_new_weights_come_again() -> None:
     twin = sequence_of([*prompt, 5, 6, 7])
     slots.waiting.append(twin)
     assert [placed.shared for placed in slots.place_waiting()] == [0]  # while it runs, and there is no use in waiting
-    fill_all(slots)
     slots.leave(twin)
+    fill_all(slots)
     assert slots.move(0, 2) == 41
     assert slots.filled[0] == 0, "what was moved away is not offered to others"
     slots.leave(slots.seated[2])  # type: ignore[arg-type]
