@@ -84,7 +84,8 @@ async def train_rl(
             record(step, batch.episodes)
             batch = replace(batch, data=without_older(batch.data, oldest=executor.oldest))
             batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
-            metrics = merge_metrics(batch.metrics, episode_metrics([e.scored for e in batch.episodes]))
+            played = [e.scored for e in batch.episodes if e.group_id in executor.training]  # not those of before
+            metrics = merge_metrics(batch.metrics, episode_metrics(played))
             metrics = merge_metrics(metrics, lag_metrics(batch.data, version=executor.version))
             parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
             for part, data in enumerate(parts):
@@ -114,8 +115,8 @@ async def train_rl(
             laps.lap("publish")
             counts = executor.metrics()
             values = metric_values(metrics) | counts | drop_shares(counts) | laps.values()
-            played = {} if meter is None else meter.lap()
-            sink.log(step + 1, values | played | _rates(metrics, laps, played))
+            shares = {} if meter is None else meter.lap()
+            sink.log(step + 1, values | shares | _rates(metrics, laps, shares))
             if not published:
                 continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
             score = None

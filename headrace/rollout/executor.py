@@ -120,6 +120,11 @@ class RolloutExecutor:
         return self._policy.oldest(self.version)
 
     @property
+    def training(self) -> frozenset[int]:
+        """Ids of the groups in training, without those that were trained before."""
+        return frozenset(ticket.id for ticket in self._ledger.tickets(State.TRAINING))
+
+    @property
     def _used_up(self) -> bool:
         """No task is left: the source has failed and none is to be tried again."""
         return self._source_failure is not None and not self._again
@@ -201,7 +206,7 @@ class RolloutExecutor:
 
     def done(self, groups: Sequence[Group]) -> None:
         """The batch has been trained on, as a whole; after half of one, groups could start that are stale in time."""
-        training = {ticket.id for ticket in self._ledger.tickets(State.TRAINING)}
+        training = self.training
         self._ledger.consume(group.id for group in groups if group.id in training)
         assert not self._ledger.counts.training, "a batch is done as a whole"
         if self._settings.replay_groups:

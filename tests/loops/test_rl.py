@@ -161,13 +161,14 @@ class Rig:
 
     async def train(self, *, steps: int, groups: int = 2, every: int = 0, **settings: Any) -> dict[str, float]:
         evaluate = settings.pop("evaluate", None)
+        rollouts = settings.pop("rollouts", AsyncSettings())
         numbers = count()
         meter = Meter()
         executor = RolloutExecutor(
             play=meter.around(self.play),
             next_task=lambda: Task(id=f"t{next(numbers)}"),
             batch_groups=groups,
-            settings=AsyncSettings(),
+            settings=rollouts,
             publisher=Publisher([self.sampler]),
         )
         return await train_rl(
@@ -210,6 +211,15 @@ async def test_every_step_is_recorded_logged_and_published(tmp_path: Path) -> No
         assert all(value is not None and 0.0 <= value <= 1.0 for value in rig.series(name)), name
     assert last["rollout/version"] == 3.0
     assert [(step, state) for step, state, _ in rig.store.saved] == [(2, {"version": 2}), (3, {"version": 3})]
+
+
+async def test_replayed_groups_are_trained_and_not_counted_as_played_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.train(steps=3, rollouts=AsyncSettings(max_staleness=2, replay_groups=1))
+    assert rig.series("rollout/replayed") == [0.0, 1.0, 1.0]
+    # 2 groups x 2 episodes x 2 tokens are new in every step; a third group is trained again
+    assert rig.series("rollout/sampled_tokens") == [8.0, 8.0, 8.0]
+    assert rig.series("train/trained_tokens") == [8.0, 12.0, 12.0]
 
 
 async def test_minibatches_are_whole_groups_and_each_makes_an_update(tmp_path: Path) -> None:
