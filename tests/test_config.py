@@ -399,6 +399,13 @@ def test_a_function_path_must_name_a_function_that_is_there(tmp_path: Path) -> N
     assert (
         problem(RL, tmp_path, "rl.generate_fn=mine") == '\'rl.generate_fn\' is "mine": write it as "file.py:function"'
     )
+    assert problem(RL, tmp_path, "rl.program=mine") == '\'rl.program\' is "mine": write it as "file.py:function"'
+
+
+def test_an_episode_is_played_in_one_way(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def play(): ...\n")
+    both = problem(RL, tmp_path, "rl.program=mine.py:play", "rl.generate_fn=mine.py:play")
+    assert both == "'rl.generate_fn' and 'rl.program' both say how an episode is played: leave one of them out"
 
 
 def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None:

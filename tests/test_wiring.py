@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,15 @@ async def generate_async(task, sampler, renderer, seed):
 
 def generate_badly(task, sampler, renderer, seed):
     return "an answer"
+
+async def program(base_url, task):
+    from openai import AsyncOpenAI
+    messages = [{"role": message.role, "content": message.content} for message in task.messages]
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        await client.chat.completions.create(model="policy", messages=messages)
+
+async def program_badly(base_url, task):
+    raise ValueError("no tools today")
 '''  # noqa: E501
 ROWS = [{"question": f"{a} + {b} =", "answer": str(a + b), "salt": a} for a in range(3) for b in range(4)]
 KEY_DOOR = 'type="world", name="key_door"'
@@ -163,6 +173,20 @@ def test_a_users_own_rollout_that_does_what_ours_does_gives_the_same_run(functio
     ours, theirs = bench.train(), bench.train(f"rl.generate_fn=mine.py:{function}")
     assert reproducible_bytes(ours.folder / "metrics.jsonl") == reproducible_bytes(theirs.folder / "metrics.jsonl")
     assert weights(ours) == weights(theirs)
+
+
+def test_an_agent_program_that_does_what_the_worker_does_gives_the_same_run(bench: Bench) -> None:
+    held_out = 'eval.source={type="jsonl", path="tasks.jsonl", columns={prompt="question"}}'
+    ours, theirs = bench.train(held_out), bench.train(held_out, "rl.program=mine.py:program")
+    assert reproducible_bytes(ours.folder / "metrics.jsonl") == reproducible_bytes(theirs.folder / "metrics.jsonl")
+    assert weights(ours) == weights(theirs)
+    config = bench.config(held_out, "rl.program=mine.py:program", command="eval")
+    assert wiring.evaluate(config) == wiring.evaluate(replace(config, rl=replace(config.rl, program=None)))
+
+
+def test_an_agent_program_that_fails_is_named(bench: Bench) -> None:
+    said = failure(bench, "rl.program=mine.py:program_badly", "rl.async.max_consecutive_drops=3")
+    assert "the agent program failed: ValueError: no tools today" in said
 
 
 def parquet(folder: Path) -> str:

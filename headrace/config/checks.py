@@ -73,8 +73,11 @@ def check(
         problems += [
             _function_problems(f"rl.filters[{i}].fn", item.fn, base, filters) for i, item in enumerate(rl.filters)
         ]
-        if rl.generate_fn is not None:
-            problems.append(_function_problems("rl.generate_fn", rl.generate_fn, base, ()))
+        problems += [
+            _function_problems(f"rl.{key}", getattr(rl, key), base, ())
+            for key in ("generate_fn", "program")
+            if getattr(rl, key) is not None
+        ]
     if config.eval.source is not None:
         problems.append(_source_problems("eval.source", config.eval.source, base, worlds))
     problems.append(_vocabulary_problems(config))
@@ -213,6 +216,8 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
             f"'rl.groups' is {rl.groups}, which does not divide into {rl.minibatches} minibatches: "
             f"make 'rl.groups' a multiple of 'rl.minibatches'"
         )
+    if rl.generate_fn is not None and rl.program is not None:
+        yield "'rl.generate_fn' and 'rl.program' both say how an episode is played: leave one of them out"
     if rl.group_size < 2 and rl.critic is None:
         yield "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"
     cut = [name for name in ("top_p", "top_k", "min_p") if getattr(rl.sampling, name) != default_of(Sampling, name)]
@@ -305,7 +310,7 @@ def _reward_problems(rl: Rl) -> Iterator[str]:
     for term in rl.rewards:
         if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
             yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
-        if term.fn == "env" and rl.tasks.type != "world" and rl.generate_fn is None:
+        if term.fn == "env" and rl.tasks.type != "world" and rl.generate_fn is None and rl.program is None:
             yield (
                 f'the reward "env" is what a world gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
                 f'add [[rl.rewards]] with fn = "exact_match" or "file.py:function"'

@@ -92,6 +92,7 @@ def _rl(rl: Rl, base: Path) -> Rl:
         teacher=None if rl.teacher is None else _absolute(rl.teacher, base),
         critic=None if rl.critic is None else _critic(rl.critic, base),
         generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
+        program=None if rl.program is None else _function(rl.program, base),
         rewards=tuple(_term(term, base) for term in rl.rewards),
         reward_runner=replace(
             rl.reward_runner, readable=tuple(_absolute(path, base) for path in rl.reward_runner.readable)

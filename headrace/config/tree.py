@@ -284,6 +284,7 @@ class Rl:
     rewards: tuple[RewardTerm, ...] = (RewardTerm(fn="env"),)  # summed with their weights; unset: what the world gives
     reward_runner: RewardRunner = field(default_factory=RewardRunner)  # where users' reward functions run
     generate_fn: str | None = None  # "file.py:function": a user's own rollout in place of the episode worker
+    program: str | None = None  # "file.py:function": an agent that calls the model itself (docs/agents.md)
     max_turns: Positive = 16  # assistant turns of one episode
     max_prompt_tokens: Positive = 512  # tasks with longer prompts are left out, and counted
     max_episode_tokens: Positive = 1024  # prompt and all turns together

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from headrace.errors import EpisodeError, HeadraceError, boundary
 from headrace.render import Renderer
-from headrace.rollout.group import GenerateFn
-from headrace.rollout.journal import JournalSampler
 from headrace.types import Completion, Episode, Message, SampleRequest, SamplingParams, Step, Task
 
 Outcome = bool | float | None
@@ -99,10 +97,10 @@ async def play_program(
 
 def program_fn(
     program: Program, endpoint: Endpoint, *, sampling: SamplingParams, max_turns: int, max_episode_tokens: int
-) -> GenerateFn:
+) -> Callable[[Task, Samples, Renderer, int], Awaitable[Episode]]:
     """The program as a `generate_fn` of `play_group`."""
 
-    async def generate(task: Task, sampler: JournalSampler, renderer: Renderer, seed: int) -> Episode:
+    async def generate(task: Task, sampler: Samples, renderer: Renderer, seed: int) -> Episode:
         return await play_program(
             program,
             task=task,

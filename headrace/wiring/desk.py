@@ -32,6 +32,7 @@ from headrace.types import metric_values
 from headrace.wiring.models import load_policy, load_scalar, make_sampler, settled
 from headrace.wiring.objective import make_adam
 from headrace.wiring.play import play_held_out
+from headrace.wiring.programs import Programs
 from headrace.wiring.rewards import make_terms
 from headrace.wiring.sources import tasks_of
 
@@ -82,6 +83,7 @@ class Desk:
         if found is not None:
             self.backend.load_state(found.folder).result()
         self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
+        self.programs = Programs(self.renderer)
         self.updater = Updater(
             backend=self.backend,
             adam=make_adam(
@@ -171,7 +173,7 @@ class Desk:
             logger.info("stage %s is not evaluated: nothing but the reward model could judge it", self.name)
             return None
         tasks = tasks_of(config.eval.source)[: config.eval.tasks]
-        play = play_held_out(config, self.sampler, self.renderer, self.terms)
+        play = play_held_out(config, self.sampler, self.renderer, self.terms, self.programs)
 
         async def run_evaluation(step: int) -> Evaluation:
             began_s = time.perf_counter()

@@ -9,8 +9,8 @@ from headrace.infer.generate import GenerateSampler
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import play_group
-from headrace.rollout.load_function import load_function
 from headrace.types import Group, SamplingParams, Task
+from headrace.wiring.programs import Programs
 from headrace.wiring.rewards import make_reward_runner
 from headrace.wiring.sources import make_env_of
 
@@ -18,12 +18,17 @@ Play = Callable[[Task, int], Awaitable[Group]]
 
 
 def play_held_out(
-    config: Config, sampler: EmbeddedEngine | GenerateSampler, renderer: Renderer, terms: Sequence[Term | GroupTerm]
+    config: Config,
+    sampler: EmbeddedEngine | GenerateSampler,
+    renderer: Renderer,
+    terms: Sequence[Term | GroupTerm],
+    programs: Programs,
 ) -> Play:
     """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature."""
     source = config.eval.source
     assert source is not None
     rl = config.rl or Rl(steps=1, tasks=source)
+    sampling = make_sampling(rl.sampling, config.eval.temperature)
     return partial(
         play_group,
         group_size=config.eval.samples,
@@ -31,12 +36,12 @@ def play_held_out(
         sampler=sampler,
         renderer=renderer,
         reward_runner=make_reward_runner(terms, rl),
-        sampling=make_sampling(rl.sampling, config.eval.temperature),
+        sampling=sampling,
         max_turns=rl.max_turns,
         max_episode_tokens=rl.max_episode_tokens,
         timeout_s=rl.asynchronous.task_timeout_s,
         run_seed=config.eval.seed,
-        generate_fn=load_function(rl.generate_fn) if rl.generate_fn else None,
+        generate_fn=programs.generate_fn(rl, sampling),
     )
 
 

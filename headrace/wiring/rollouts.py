@@ -33,7 +33,7 @@ def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter
         max_episode_tokens=c.max_episode_tokens,
         timeout_s=c.asynchronous.task_timeout_s,
         run_seed=seed,
-        generate_fn=load_function(c.generate_fn) if c.generate_fn else None,
+        generate_fn=desk.programs.generate_fn(c, make_sampling(c.sampling, c.sampling.temperature)),
     )
     return build_executor(
         make_settings(c.asynchronous),

@@ -29,6 +29,7 @@ from headrace.wiring.models import load_policy, make_sampler, starting_model
 from headrace.wiring.objective import make_correction, make_loss
 from headrace.wiring.play import play_held_out
 from headrace.wiring.process import log_to, stop_on_signals
+from headrace.wiring.programs import Programs
 from headrace.wiring.rewards import close_terms, make_terms
 from headrace.wiring.sources import tasks_of
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
@@ -132,6 +133,7 @@ async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], A
             desk.try_worst_case()
             await body(run, desk)
         finally:
+            await desk.programs.close()
             await close_terms(desk.__dict__.get("terms", ()))
             desk.close()
         found = at.store.load_latest()
@@ -186,9 +188,11 @@ async def _evaluate(config: Config) -> dict[str, float]:
         terms = make_terms(config, None)
         if not terms:
             raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
+        programs = Programs(renderer)
         try:
-            out = await evaluate_tasks(tasks, play_held_out(config, sampler, renderer, terms))
+            out = await evaluate_tasks(tasks, play_held_out(config, sampler, renderer, terms, programs))
         finally:
+            await programs.close()
             await close_terms(terms)
     finally:
         sampler.close()

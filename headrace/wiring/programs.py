@@ -1,0 +1,55 @@
+"""What plays an episode in place of the episode worker: a user's rollout, or an agent program behind an endpoint."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from headrace.config import Rl
+from headrace.render import Renderer
+from headrace.rollout.group import GenerateFn
+from headrace.rollout.journal import JournalSampler
+from headrace.rollout.load_function import load_function
+from headrace.rollout.programs import Endpoint, program_fn
+from headrace.types import Episode, SamplingParams, Task
+
+
+class Programs:
+    """Owns the endpoint, which starts with the first episode that needs it and serves training and evaluation."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._endpoint: Endpoint | None = None
+        self._starting = asyncio.Lock()
+        self._started = AsyncExitStack()
+
+    def generate_fn(self, c: Rl, sampling: SamplingParams) -> GenerateFn | None:
+        """What [rl] program or generate_fn names; None: the episode worker."""
+        if c.program is None:
+            return load_function(c.generate_fn) if c.generate_fn else None
+        program = load_function(c.program)
+
+        async def generate(task: Task, sampler: JournalSampler, renderer: Renderer, seed: int) -> Episode:
+            endpoint = await self._served()
+            play = program_fn(
+                program,
+                endpoint,
+                sampling=sampling,
+                max_turns=c.max_turns,
+                max_episode_tokens=c.max_episode_tokens,
+            )
+            return await play(task, sampler, renderer, seed)
+
+        return generate
+
+    async def close(self) -> None:
+        """What is still open is refused."""
+        await self._started.aclose()
+
+    async def _served(self) -> Endpoint:
+        from headrace.infer.endpoint import serve  # a web framework, which most runs have no use for
+
+        async with self._starting:
+            if self._endpoint is not None:
+                return self._endpoint
+            endpoint: Endpoint = await self._started.enter_async_context(serve(self._renderer))
+            self._endpoint = endpoint
+            return endpoint
