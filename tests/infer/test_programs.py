@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,7 +19,7 @@ from headrace.reward.terms import BUILTIN, Term
 from headrace.rollout.group import play_group
 from headrace.rollout.programs import play_program, program_fn
 from headrace.testing import FakeEnv, FakeSampler
-from headrace.types import Completion, Episode, SampleRequest, SamplingParams, Task
+from headrace.types import Completion, Episode, Message, SampleRequest, SamplingParams, Task
 from infer.agents import (
     ADD,
     SAMPLING,
@@ -168,6 +170,15 @@ async def test_so_they_are_for_a_model_that_babbles(program: Callable[[str, Task
     assert len(episode.steps) == len(sampler.heard)
 
 
+async def test_tokens_that_no_text_would_give_again_are_extended_as_they_are() -> None:
+    tokenizer = make_tokenizer()
+    sampler = KeepingSampler(Noise(tokenizer))
+    episode = await play(multi_turn, sampler, Renderer(tokenizer))
+    assert list(chains(episode.steps)) == [(0, 1, 2)]
+    for heard, step in zip(sampler.heard, episode.steps, strict=True):
+        assert tokenizer(step.action)["input_ids"] != heard.sampled
+
+
 async def test_a_template_that_strips_thinking_starts_new_samples() -> None:
     sampler, renderer = scripted("<think>hm</think>one", "<think>so</think>two", "three", template=THINKING)
     episode = await play(multi_turn, sampler, renderer)
@@ -227,6 +238,18 @@ async def test_a_tool_using_program_is_an_episode() -> None:
         ("assistant", "6"),
     ]
     assert [call.arguments for call in episode.messages[1].tool_calls] == ['{"b": 2, "a": 1}']
+
+
+async def test_the_example_of_the_document_runs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    sampler, renderer = scripted(*CALLS)
+    task = replace(TASK, messages=(Message(role="user", content=TASK.data["question"]),))
+    async with serve(renderer) as endpoint:
+        play = program_fn(names["agent"], endpoint, sampling=SAMPLING, max_turns=8, max_episode_tokens=4000)
+        episode = await play(task, sampler, renderer, 5)
+    assert (episode.success, len(episode.steps)) == (True, 3)
 
 
 async def test_messages_that_a_program_repeats_are_told_once() -> None:
