@@ -11,8 +11,12 @@ import pytest
 
 from headrace import wiring
 from headrace.cli import load_checked
+from headrace.config import Source
 from headrace.observe.run_folder import RunFolder
+from headrace.rollout.tasks import overlap
 from headrace.rollout.worlds import ADAPTERS, BUILT_IN, WORLDS, world_demonstrations, world_tasks
+from headrace.types import Message
+from headrace.wiring.sources import conversations_of, pairs_of, tasks_of
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "worlds.md").read_text(encoding="utf-8")
 SOURCES: list[dict[str, Any]] = [
@@ -87,3 +91,14 @@ def test_a_run_plays_the_world(name: str, tmp_path: Path) -> None:
     result = wiring.train(config, config_text_path=file, resume=None)
     lines = RunFolder.open(result.folder).metrics.read_text(encoding="utf-8").splitlines()
     assert "reward/mean" in json.loads(lines[-1])
+
+
+def test_a_system_message_tells_the_rules_of_a_world() -> None:
+    rules = Message(role="system", content="Answer with one move.")
+    source = Source(type="world", name="frozen_lake", size=3, system=rules.content)
+    plain = Source(type="world", name="frozen_lake", size=3)
+    assert [task.messages for task in tasks_of(source)] == [(rules,)] * 3
+    assert [talk[1:] for talk in conversations_of(source)] == conversations_of(plain)
+    assert all(talk[0] == rules for talk in conversations_of(source))
+    assert all(pair.chosen[0] == pair.rejected[0] == rules for pair in pairs_of(source))
+    assert overlap(tasks_of(source), tasks_of(plain)) == 3

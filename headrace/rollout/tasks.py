@@ -10,7 +10,7 @@ import numpy.typing as npt
 from headrace.errors import CheckpointError, DataError
 from headrace.render import Renderer
 from headrace.rollout.shuffle import fingerprint, permutation
-from headrace.types import Task
+from headrace.types import Message, Task
 
 
 class TaskSource:
@@ -82,9 +82,9 @@ class Filtered:
 
 
 def filter_prompts(tasks: Sequence[Task], renderer: Renderer, max_tokens: int) -> Filtered:
-    """Leave out tasks whose prompt has more than `max_tokens` tokens; a task without messages (its environment
-    speaks first) is kept, for its length is not known yet."""
-    lengths = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
+    """Leave out tasks whose prompt has more than `max_tokens` tokens; a task without messages but the system's (its
+    environment speaks first) is kept, for its length is not known yet."""
+    lengths = [len(renderer.prompt(task.messages)) if _asked(task) else 0 for task in tasks]
     kept = tuple(task for task, length in zip(tasks, lengths, strict=True) if length <= max_tokens)
     return Filtered(
         kept=kept,
@@ -95,10 +95,17 @@ def filter_prompts(tasks: Sequence[Task], renderer: Renderer, max_tokens: int) -
 
 
 def overlap(train: Sequence[Task], held_out: Sequence[Task]) -> int:
-    """How many held-out tasks have a prompt (without messages: data) that also occurs in training."""
+    """How many held-out tasks have a prompt (without messages: data) that also occurs in training.
+
+    System messages do not count: the same question under another one is the same question.
+    """
     seen = {_prompt_key(task) for task in train}
     return sum(_prompt_key(task) in seen for task in held_out)
 
 
 def _prompt_key(task: Task) -> str:
-    return fingerprint(task.messages or (task.data,))
+    return fingerprint(_asked(task) or (task.data,))
+
+
+def _asked(task: Task) -> tuple[Message, ...]:
+    return tuple(message for message in task.messages if message.role != "system")

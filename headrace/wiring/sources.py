@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from headrace.config import Config, Rl, Sft, Source
 from headrace.errors import DataError
@@ -9,7 +10,7 @@ from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.rollout.conversations import Conversation, load_conversations, prompt_of
 from headrace.rollout.preferences import Pair, load_pairs
-from headrace.rollout.sources import load_tasks
+from headrace.rollout.sources import load_tasks, with_system
 from headrace.rollout.tasks import filter_prompts, overlap
 from headrace.rollout.worlds import WORLDS, demonstrated_tasks, world_demonstrations, world_pairs, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
@@ -21,14 +22,16 @@ logger = logging.getLogger(__name__)
 def tasks_of(source: Source) -> list[Task]:
     if source.type == "world":
         assert source.name is not None
-        return world_tasks(source.name, source.size, source.seed, source.options)
+        tasks = world_tasks(source.name, source.size, source.seed, source.options)
+        return [replace(task, messages=with_system(task.messages, source.system)) for task in tasks]
     return load_tasks(source)
 
 
 def conversations_of(source: Source) -> list[Conversation]:
     if source.type == "world":
         assert source.name is not None
-        return world_demonstrations(source.name, source.size, source.seed, source.options)
+        talks = world_demonstrations(source.name, source.size, source.seed, source.options)
+        return [with_system(talk, source.system) for talk in talks]
     return load_conversations(source)
 
 
@@ -36,7 +39,8 @@ def pairs_of(source: Source) -> list[Pair]:
     if source.type == "world":
         assert source.name is not None
         made = world_pairs(source.name, source.size, source.seed, source.options)
-        return [Pair(chosen=chosen, rejected=rejected) for chosen, rejected in made]
+        told = [[with_system(talk, source.system) for talk in pair] for pair in made]
+        return [Pair(chosen=chosen, rejected=rejected) for chosen, rejected in told]
     return load_pairs(source)
 
 

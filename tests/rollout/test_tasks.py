@@ -96,6 +96,15 @@ def test_long_prompts_are_left_out_and_counted() -> None:
     assert (filtered.dropped_count, filtered.longest) == (2, 9)
 
 
+def test_a_task_that_only_has_a_system_message_is_one_whose_environment_speaks_first() -> None:
+    rules = (Message(role="system", content="x " * 9),)
+    worlds = [Task(id=str(n), messages=rules, data={"size": n}) for n in range(3)]
+    assert filter_prompts(worlds, make_renderer(), 4).kept == tuple(worlds)
+    assert overlap(worlds[:2], worlds[1:]) == 1
+    question = (Message(role="user", content="why"),)
+    assert overlap([Task(id="plain", messages=question)], [Task(id="ruled", messages=(*rules, *question))]) == 1
+
+
 def test_overlap_counts_held_out_tasks_seen_in_training() -> None:
     train = make_tasks(5)
     held_out = [
