@@ -387,6 +387,19 @@ async def test_an_episode_that_starts_otherwise_is_failed_by_name() -> None:
     assert "must start alike" in failed.reason
 
 
+async def test_an_episode_that_looks_alike_but_starts_in_another_state_is_failed() -> None:
+    hidden = count()
+
+    class Lucky(FakeEnv):
+        def reset(self, task: Task, seed: int) -> Observation:
+            return replace(super().reset(task, seed), state=f"card {next(hidden) // 3}")
+
+    group = await group_of(Lucky)
+    assert [scored.episode.id for scored in group.episodes] == ["5/0", "5/1", "5/2"]
+    assert [failed.id for failed in group.failed] == ["5/3"]
+    assert "depend on the task and the seed alone" in group.failed[0].reason
+
+
 async def test_what_cannot_be_played_or_scored_is_failed_and_the_rest_stands() -> None:
     made = count()
 
