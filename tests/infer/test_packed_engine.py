@@ -1,6 +1,7 @@
 """The engine on packed weights and the direct forward pass: the modules' numbers, the same bits in any company, and
 never the weights of an earlier version. Small models' weights are packed here too, which otherwise stay plain."""
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,8 +16,8 @@ from headrace.model.load import prepare
 from headrace.model.lora import add_lora
 from headrace.model.tiny import make_tokenizer
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, float_array, int_array
-from infer.engines import opened, sample_all, small_model
+from headrace.types import CROSS_ENTROPY, Adam, Datum, Shared, float_array, int_array
+from infer.engines import alone, bits, opened, request_of, sample_all, small_model
 from infer.test_engine import (  # noqa: F401  # once more, on packed weights
     engine,
     long_requests,
@@ -83,6 +84,22 @@ async def test_the_weights_of_an_update_are_those_that_sample_next() -> None:
                 assert np.abs(mine[1:] - old[1:]).mean() > 0.1, "the update must be large enough to be seen"
             before = scored
     backend.close()
+
+
+def test_weights_that_changed_unseen_are_those_that_sample_after_a_load() -> None:
+    """`.data` does not raise torch's version of a tensor, by which packed copies are known to be old."""
+    lm, request = small_model(seed=3), request_of(list(range(20)), 20, seed=1)
+    with opened(lm, max_rows=8) as sharing:
+        [before] = sample_all(sharing, [request])
+        for parameter in lm.model.parameters():
+            parameter.data.mul_(1.5)
+        asyncio.run(sharing.load(Shared(fingerprint=""), 1))
+        [after] = sample_all(sharing, [request])
+    fresh = small_model(seed=3)
+    for parameter in fresh.model.parameters():
+        parameter.data.mul_(1.5)
+    assert bits(after) == bits(alone(fresh, request))
+    assert bits(after) != bits(before)
 
 
 def test_a_worker_that_is_closed_first_leaves_nobody_waiting() -> None:

@@ -11,7 +11,7 @@ from headrace.rollout.next_version import NextVersionScorer, Sampled, filled, la
 from headrace.rollout.publish import Publisher
 from headrace.rollout.settings import Interrupt
 from headrace.testing import FakeSampler
-from headrace.types import Completion, FloatArray, IntArray, Step, Stop, float_array, int_array
+from headrace.types import Completion, FloatArray, IntArray, SampleRequest, Step, Stop, float_array, int_array
 
 
 def completion(versions: list[int], known: list[float] | None = None) -> Completion:
@@ -172,3 +172,31 @@ async def test_nothing_is_scored_unless_asked_for() -> None:
             executor.done(await taking)
             await executor.publish(HANDLE)
     assert sampler.scored == []
+
+
+async def test_what_was_cut_off_and_is_still_on_its_way_back_is_waited_for() -> None:
+    """A sampler elsewhere says that it has stopped before its replies are here."""
+
+    class Late(HandSampler):
+        async def sample(self, request: SampleRequest) -> Completion:
+            made = await super().sample(request)
+            await turns(200)
+            return made
+
+    sampler = Late()
+    async with executor_of(sampler, max_staleness=2, next_logprobs=True, tokens=lambda task: (50,)) as executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        await sampler.step(3)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        await executor.publish(HANDLE)
+        saved = [
+            turn["completion"]
+            for journals in executor.state_dict()["journals"].values()
+            for journal in journals
+            for turn in journal["turns"]
+        ]
+    assert saved
+    assert all(one is not None and len(one["tokens"]) >= 3 for one in saved)
+    assert all(one["next_logprobs"] == [-2.0] * len(one["tokens"]) for one in saved)
