@@ -3,6 +3,7 @@
 import importlib.util
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,9 @@ def test_a_missing_package_gives_the_command_that_installs_it(name: str, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
     with pytest.raises(ConfigError, match=rf"{name} is not installed: run  pip install {name}$"):
         require(name, name)
-    if name != "textworld":  # which keeps the games it made
-        with pytest.raises(ConfigError, match=f"pip install {name}"):
-            world_tasks(name, 1, 0, {})
+    unseen = {"max_turns": 9} if name != "textworld" else {"rooms": 7}  # it keeps the games it has made
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        world_tasks(name, 1, 0, unseen)
 
 
 def test_a_package_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +302,24 @@ def test_states_of_an_adventure_are_its_facts(textworld: Any) -> None:
     assert text(first).endswith(text(returned)), "the objective is told once"
     assert re.search(r"^You are in the [\w -]+\.$", text(returned), re.MULTILINE)
     assert not env.step("sing").valid
+
+
+def test_episodes_of_one_adventure_on_several_threads_do_not_disturb_each_other(textworld: Any) -> None:
+    options = {"rooms": 2, "objects": 3, "quest_length": 2}
+    [task] = world_tasks("textworld", 1, 0, options)
+
+    def wander(plan: int) -> list[StepResult]:
+        rng, env = random.Random(plan), WORLDS["textworld"].make_env()
+        observation, results = env.reset(task, seed=0), list[StepResult]()
+        while not results or not (results[-1].done or results[-1].truncated):
+            results.append(env.step(rng.choice(observation.actions or ("sing",))))
+            observation = results[-1].observation
+        return results
+
+    alone = [wander(plan) for plan in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(wander, range(8))) == alone
+    assert len({len(results) for results in alone}) > 1
 
 
 def test_impossible_adventures_are_refused(textworld: Any) -> None:

@@ -58,6 +58,7 @@ class OwnLuck:
     """Random numbers for code that draws from the global generators of `random` and numpy.
 
     Inside `drawing()` the global generators continue from where this one left them; outside they are as they were.
+    Whoever uses it stays on the event loop's thread: another thread that draws meanwhile would draw from here.
     """
 
     def __init__(self, seed: int) -> None:
