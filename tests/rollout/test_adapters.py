@@ -214,6 +214,7 @@ def test_the_tower_of_hanoi_is_moved(textarena: Any) -> None:
     assert "A: [3, 2, 1]" in text(first)
     assert "A: [3, 2]" in text(results[0].observation)
     assert "A: [3, 2, 1]" not in text(results[0].observation), "the past is not told again"
+    assert "[A C]" not in text(results[0].observation), "nor what the player said"
     assert [(r.done, r.reward, r.success) for r in results] == [(False, 0.0, False)] * 6 + [(True, 1.0, True)]
     _, there_and_back = play("textarena", arena_task("TowerOfHanoi-v0"), ["[A C]", "[C A]"])
     assert there_and_back[1].observation.state == first.state != there_and_back[0].observation.state

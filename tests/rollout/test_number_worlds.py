@@ -32,7 +32,7 @@ def test_an_expression_is_worked_out_with_the_calculator() -> None:
     assert [(r.done, r.reward, r.success) for r in results] == [(False, 0.0, False)] * 2 + [(True, 1.0, True)]
 
 
-@pytest.mark.parametrize("action", ["answer 5 7", "calc 5 7 + 7", "calc 1 9 * 3"])
+@pytest.mark.parametrize("action", ["answer 5 7", "calc 5 7 + 7", "calc 1 9 * 3", "calc 3 * 1 9"])
 def test_a_number_that_was_not_shown_cannot_be_used(action: str) -> None:
     env = CalculatorEnv()
     first = env.reset(SUM, seed=0)
