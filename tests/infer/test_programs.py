@@ -200,6 +200,21 @@ async def test_a_call_written_otherwise_than_the_template_would_still_extends() 
     assert trained_spans(episode) == heard_spans(sampler)
 
 
+async def test_other_tools_start_a_new_sample_that_shows_them() -> None:
+    async def late(base_url: str, task: Task) -> None:
+        messages: list[Any] = [{"role": "user", "content": "hello"}]
+        async with client_of(base_url) as client:
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "now with tools"}]
+            await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+
+    sampler, renderer = scripted("hi", "6")
+    episode = await play(late, sampler, renderer)
+    assert list(chains(episode.steps)) == [(0,), (1,)]
+    assert ["Add two numbers" in renderer.decode(step.prompt) for step in episode.steps] == [False, True]
+    assert trained_spans(episode) == heard_spans(sampler)
+
+
 async def test_a_cut_reply_is_closed_and_goes_on() -> None:
     sampler, renderer = scripted("a long answer", "b", "c")
     episode = await play(multi_turn, sampler, renderer, sampling=SamplingParams(max_tokens=6))
