@@ -7,6 +7,7 @@ transformers' own, only the drawing of tokens is shared. It has its own copy of 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,7 +44,8 @@ class GenerateSampler:
         self._eos = frozenset(eos_tokens)
         self._context = int(model.config.max_position_embeddings)
         self._version = 0
-        self._lock = threading.Lock()  # one sequence uses the model at a time
+        # one sequence uses the model at a time; on a thread that nobody holds while waiting for a sequence
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-generate")
         self._open = 0
         self._interrupt = self._closed = False
         self._running = asyncio.Event()
@@ -66,7 +68,7 @@ class GenerateSampler:
         self._idle.clear()
         abandoned = threading.Event()
         try:
-            return await asyncio.to_thread(self._guarded, lambda: self._sample(request, abandoned))
+            return await self._on_thread(lambda: self._sample(request, abandoned))
         finally:
             abandoned.set()  # if the caller was cancelled, the thread is still at it
             self._open -= 1
@@ -76,16 +78,14 @@ class GenerateSampler:
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
         if not temperature > 0:
             raise SamplerError(f"scores need a temperature above 0, not {temperature}")
-        return await asyncio.to_thread(
-            self._guarded, lambda: tuple(self._score(sequence, temperature) for sequence in sequences)
-        )
+        return await self._on_thread(lambda: tuple(self._score(sequence, temperature) for sequence in sequences))
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
         if self._open:
             raise SamplerError("weights cannot be loaded while sequences are being sampled: call pause first")
         if version <= self._version:
             raise SamplerError(f"version {version} is not newer than {self._version}")
-        return await asyncio.to_thread(self._guarded, lambda: self._load(handle, version))
+        return await self._on_thread(lambda: self._load(handle, version))
 
     async def pause(self, *, interrupt: bool) -> None:
         self._running.clear()
@@ -100,9 +100,15 @@ class GenerateSampler:
         """Open calls fail."""
         self._closed = True
         self._running.set()
+        self._thread.shutdown(wait=False)
+
+    async def _on_thread(self, run: Callable[[], R]) -> R:
+        if self._closed:
+            raise SamplerError("the sampler is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._guarded, run)
 
     def _guarded(self, run: Callable[[], R]) -> R:
-        with self._lock, boundary(SamplerError, "generation failed"), torch.inference_mode():
+        with boundary(SamplerError, "generation failed"), torch.inference_mode():
             return run()
 
     def _sample(self, request: SampleRequest, abandoned: threading.Event) -> Completion:

@@ -1,6 +1,7 @@
 """Plain generation: what the contract tests do not ask of every sampler."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,18 @@ async def test_a_failing_model_fails_the_call_and_closing_fails_those_that_wait(
     sampler.close()
     with pytest.raises(SamplerError, match="closed"):
         await held
+
+
+async def test_plain_functions_that_wait_for_sequences_on_all_threads_there_are_get_them() -> None:
+    """A user's plain rollout holds one of the event loop's threads while it waits: sampling must not need one, too."""
+    sampler, loop = plain(), asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(max_workers=2))
+
+    def rollout(seed: int) -> int:
+        sampling = asyncio.run_coroutine_threadsafe(sampler.sample(request_of([5, 6], 3, seed=seed)), loop)
+        return len(sampling.result(timeout=10).tokens)
+
+    assert await asyncio.gather(*(asyncio.to_thread(rollout, seed) for seed in range(4))) == [3] * 4
+    sampler.close()
+    with pytest.raises(SamplerError, match="closed"):
+        await sampler.score([int_array([1, 2])])
