@@ -13,6 +13,7 @@ import pytest
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
 from headrace.algo.weights import reweight
+from headrace.config import Async
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
@@ -26,6 +27,7 @@ from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeRewardRunner
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, LossSpec, SamplingParams
+from headrace.wiring.rollouts import make_settings
 
 
 @pytest.fixture
@@ -89,3 +91,13 @@ def test_next_logprobs_are_those_of_the_weights_of_the_next_version(
 
     asyncio.run(train())
     assert min(seen.values()) > 20
+
+
+def test_next_version_log_probs_are_recorded_exactly_where_they_are_of_use() -> None:
+    asked = {(weight, eta) for weight in ("one_step", "full", None) for eta in (1, 2)}
+    recorded = {
+        (weight, eta)
+        for weight, eta in asked
+        if make_settings(Async(behaviour_weight=weight, max_staleness=eta)).next_logprobs
+    }
+    assert recorded == {("one_step", 2)}
