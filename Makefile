@@ -34,8 +34,9 @@ install: $(DEV)
 demo: $(CORE)
 	$(BIN)/headrace demo
 
+# Two processes of one arithmetic thread each: two threads in each of them would wait for one another.
 test: $(DEV) $(CHROMIUM)
-	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n 2 $(PYTEST_ARGS)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM)
