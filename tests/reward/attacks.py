@@ -281,10 +281,13 @@ def reads_parent_environment(messages, trainer, **kwargs):
 
 
 def lists_other_scratch(messages, **kwargs):
-    """How many files can be seen in folders for temporary files, apart from the code itself."""
+    """How many files can be seen in folders for temporary files, apart from code and the interpreter, which may lie
+    there."""
+    code = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path) if path}
     found = []
     for folder in ("/tmp", "/var/tmp", "/scratch"):
-        for _, _, files in os.walk(folder):
+        for root, folders, files in os.walk(folder):
+            folders[:] = [name for name in folders if os.path.realpath(os.path.join(root, name)) not in code]
             found += [name for name in files if not name.endswith(".py")]
     return float(len(found))
 
