@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headrace.algo.loss import Unit
-from headrace.algo.packing import lay_out, pack
+from headrace.algo.packing import WORTH_SHARING, lay_out, pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
 from headrace.model import head
 from headrace.model.attention import packed
@@ -233,7 +233,8 @@ class TorchBackend:
             rows_R = torch.arange(len(weighted))
         if not len(rows_R):
             return None
-        layout = lay_out([datum.inputs for datum in batch])
+        shares = device.type == "cpu"  # where it has been compared with sequences one by one
+        layout = lay_out([datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1)
         tokens_T = _send(torch.tensor(layout.tokens, dtype=torch.long), device)
         positions_T = _send(torch.tensor(layout.positions, dtype=torch.long), device)
         context = packed(layout.lengths, device, layout.parents)
