@@ -292,6 +292,18 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         ),
         (
             RL,
+            ["rl.async.interrupt=inflight", "rl.async.lockstep_tokens=4"],
+            "'rl.async.lockstep_tokens' repeats a run exactly, and keys and values that 'rl.async.interrupt' = "
+            '"inflight" keeps cannot be computed again: write "abort", or leave the first out',
+        ),
+        (
+            RL,
+            ["rl.async.interrupt=inflight", "engine.type=generate"],
+            '\'rl.async.interrupt\' is "inflight", but engine "generate" keeps no keys and values: '
+            'write "abort" or "drain"',
+        ),
+        (
+            RL,
             ["rl.async.replay_groups=2"],
             "'rl.async.replay_groups' asks for groups of earlier batches, which are at least one version old: write "
             "'rl.async.max_staleness' of 1 or more",

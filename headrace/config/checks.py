@@ -240,15 +240,25 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
         )
     if rl.kl_action != "discard" and rl.kl_limit is None:
         yield f"'rl.kl_action' is \"{rl.kl_action}\", but there is no limit: add 'rl.kl_limit'"
-    yield from _async_problems(rl)
+    yield from _async_problems(rl, engine)
     yield from algorithm_problems(rl)
     yield from _critic_problems(rl)
     yield from _reward_problems(rl)
     yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
 
 
-def _async_problems(rl: Rl) -> Iterator[str]:
+def _async_problems(rl: Rl, engine: Engine) -> Iterator[str]:
     c = rl.asynchronous
+    if c.interrupt == "inflight" and c.lockstep_tokens:
+        yield (
+            "'rl.async.lockstep_tokens' repeats a run exactly, and keys and values that 'rl.async.interrupt' = "
+            '"inflight" keeps cannot be computed again: write "abort", or leave the first out'
+        )
+    if c.interrupt == "inflight" and engine.type != "embedded":
+        yield (
+            f'\'rl.async.interrupt\' is "inflight", but engine "{engine.type}" keeps no keys and values: '
+            'write "abort" or "drain"'
+        )
     if c.weight_floor > c.weight_cap:
         yield (
             f"'rl.async.weight_floor' is {c.weight_floor}, above 'rl.async.weight_cap', which is {c.weight_cap}: "
