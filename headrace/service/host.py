@@ -1,0 +1,121 @@
+"""What the service asks of the machine that computes: one base model, many adapters, immutable sampling snapshots.
+
+The service decides order, identity, ownership and durability; a host computes. It knows no request, session or wire.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from headrace.types import (
+    Adam,
+    Completion,
+    Datum,
+    Discard,
+    FloatArray,
+    ForwardOut,
+    IntArray,
+    LossSpec,
+    SampleRequest,
+    StepOut,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """A LoRA adapter of its own rank; the scale of its product is alpha / rank."""
+
+    rank: int
+    alpha: float = 32.0
+    seed: int = 0
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+    def __post_init__(self) -> None:  # the edge has already raised; this catches us
+        assert self.rank > 0
+        assert self.train_mlp or self.train_attn or self.train_unembed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Full:
+    """Every parameter is trained; its snapshots are full copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobs:
+    """The k most likely tokens at each position of a sequence given those before it; row 0 says nothing."""
+
+    tokens: IntArray  # [T, k]
+    logprobs: FloatArray  # [T, k], at temperature 1
+
+    def __post_init__(self) -> None:
+        assert self.tokens.ndim == 2
+        assert self.tokens.shape == self.logprobs.shape
+
+
+class ModelHost(Protocol):
+    """One base model, and the adapters trained and sampled over it.
+
+    Training verbs return futures at once and run in submission order on one worker; a request that fails leaves every
+    other model as it was. A failed `forward_backward` discards what it accumulated itself and nothing that earlier ones
+    did. Losses see every position of a datum, also those of weight 0, and `ForwardOut.logprobs` has a value at each.
+    `optim_step(Adam)` with nothing accumulated is a step with a zero gradient. Unknown names raise HeadraceErrors
+    (through the future), with one sentence.
+    """
+
+    def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]": ...
+
+    def drop(self, model: str) -> "Future[None]":
+        """Forget a model; its snapshots stay. One that is not there is dropped already."""
+
+    def forward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+        """Loss and log-probs; gradients and optimiser are not touched."""
+
+    def forward_backward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]": ...
+
+    def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]": ...
+
+    def save(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
+        """The adapter in PEFT layout, its AdapterSpec, and (optimizer=True) moments and counters.
+
+        Whole or absent: a temporary name, fsync, rename. A folder that is there is replaced.
+        """
+
+    def load(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
+        """Take saved weights, of the same spec; moments and counters as saved, or (optimizer=False) as of a new model.
+
+        What was accumulated is forgotten. Raises CheckpointError, and the model is then as it was.
+        """
+
+    def snapshot(self, model: str, sampler: str) -> "Future[None]":
+        """An immutable copy of the model's weights as they are now, sampled under the name `sampler`."""
+
+    def open_sampler(self, sampler: str, folder: Path | None) -> "Future[None]":
+        """A sampler over a saved adapter; None: the base model as it is."""
+
+    def close_sampler(self, sampler: str) -> "Future[None]":
+        """Forget a sampler; one that is not there is closed already."""
+
+    async def sample(self, sampler: str, request: SampleRequest) -> Completion:
+        """One sequence. Cancelling the call stops its decoding. Raises SamplerError."""
+
+    async def score(
+        self, sampler: str, sequences: Sequence[IntArray], temperature: float = 1.0
+    ) -> tuple[FloatArray, ...]:
+        """Log-prob of every token given those before it; entry 0 is NaN, so each reply has its sequence's length."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class RankingHost(Protocol):
+    """What a host may offer beyond: other tokens than those that are there. Without it such requests are refused."""
+
+    async def top_logprobs(self, sampler: str, sequence: IntArray, k: int) -> TopLogprobs:
+        """For every position of the sequence the k most likely tokens, most likely first."""
+
+    async def target_logprobs(self, sampler: str, sequence: IntArray, targets: IntArray) -> FloatArray:
+        """Row i of `targets` [T - 1, K] holds tokens asked for at position i + 1 (-1: none, answered with 0)."""
