@@ -135,13 +135,33 @@ class SampleRequest:
 # --- episodes --------------------------------------------------------------------------------------------------------
 
 
+Tools = tuple[Mapping[str, Any], ...]  # {"type": "function", "function": {"name", "description", "parameters"}}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment shows. `state` is the anchor key of the true state; `actions` the valid ones, if it knows."""
+    """What an environment shows. `state` is the anchor key of the true state; `actions` the valid ones, if it knows;
+    `tools` what may be called in the next turn, as OpenAI describes tools."""
 
     messages: tuple[Message, ...]
     state: str | None = None
     actions: tuple[str, ...] | None = None
+    tools: Tools = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """A turn in which tools could be called. `text` is all of it, `content` what is no call; calls have ids, and
+    arguments that are a JSON object. `problem`: what looks like a call and is none that could be made, in a sentence;
+    there are no calls then."""
+
+    text: str
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    problem: str | None = None
+
+    def __post_init__(self) -> None:
+        assert not (self.calls and self.problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +188,22 @@ class Step:
     valid: bool = True
 
 
+class Ended(StrEnum):
+    """How an episode came to its end."""
+
+    DONE = "done"  # the environment said so, or the agent program returned
+    END_TOOL = "end_tool"  # the policy called the tool that ends it
+    END_PATTERN = "end_pattern"  # the policy's turn matched the pattern that ends it
+    ENV_LIMIT = "env_limit"  # the environment gave up
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"  # no room for another turn
+    ERROR = "error"  # a FailedEpisode
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A finished conversation of one policy with one task. `truncated`: ended by a limit rather than by itself."""
+    """A finished conversation of one policy with one task. `truncated`: ended by a limit rather than by itself.
+    `ended` None: a user's own rollout, which does not say."""
 
     id: str
     task: Task
@@ -180,6 +213,7 @@ class Episode:
     temperature: float
     truncated: bool = False
     success: bool | None = None
+    ended: Ended | None = None
 
     @property
     def head_version(self) -> int:
@@ -204,6 +238,10 @@ class FailedEpisode:
     id: str
     task: Task
     reason: str
+
+    @property
+    def ended(self) -> Ended:
+        return Ended.ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,15 +283,28 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCredit:
+    """What a step's advantage was made of: the return from it on (G), its episode's advantage (A_E), its own among the
+    steps of its group that were taken in the same state (A_S), and their number, itself included (0: no state)."""
+
+    returns: float
+    episode: float
+    step: float
+    peers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedEpisode:
-    """One advantage per step of the episode."""
+    """One advantage per step of the episode, and what each was made of, unless a critic made them."""
 
     scored: ScoredEpisode
     group_id: int
     advantages: tuple[float, ...]
+    parts: tuple[StepCredit, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.advantages) == len(self.scored.episode.steps)
+        assert self.parts is None or len(self.parts) == len(self.advantages)
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.algo.advantages.episode import Advantages, advantage_health, reward_health
+from headrace.algo.advantages.episode import Advantages, Parts, advantage_health, reward_health
 from headrace.algo.advantages.groups import Bools, Floats, GroupStats, Ints, centred, group_stats, standardised
 from headrace.algo.advantages.table import NO_STATE, StepTable
 from headrace.types import Max, Mean, Metric, Sum
@@ -71,8 +71,8 @@ def episode_advantages(table: StepTable, *, norm: Norm, episode_weight: EpisodeW
             return normalised(total_S, group_stats(total_S, table.group_S), norm=norm, ddof=1, eps=eps)
 
 
-def combined(values_S: Floats, episode_S: Floats, step: Anchored, table: StepTable) -> Advantages:
-    """The final advantages with the health of everything they were made of."""
+def combined(values_S: Floats, episode_S: Floats, step: Anchored, table: StepTable, *, returns_S: Floats) -> Advantages:
+    """The final advantages with everything they were made of, and its health."""
     num_steps = len(values_S)
     disagree = int((episode_S * step.values_S < 0).sum())
     return Advantages(
@@ -85,7 +85,17 @@ def combined(values_S: Floats, episode_S: Floats, step: Anchored, table: StepTab
             "credit/sign_disagreement_share": Mean(disagree, num_steps),
             **anchor_health(step, table),
         },
+        parts=Parts(returns_S=returns_S, episode_S=episode_S, step_S=step.values_S, peers_S=peers(table)),
     )
+
+
+def peers(table: StepTable) -> Ints:
+    """How many steps of the task group were taken in each step's state, itself included; 0 where there is none."""
+    anchored_S = table.state_S != NO_STATE
+    _, index_N, count_A = np.unique(anchor_labels(table)[anchored_S], return_inverse=True, return_counts=True)
+    peers_S = np.zeros(len(anchored_S), dtype=np.int64)
+    peers_S[anchored_S] = count_A[index_N]
+    return peers_S
 
 
 def anchor_health(step: Anchored, table: StepTable) -> dict[str, Metric]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from headrace.algo.advantages.anchors import peers
 from headrace.algo.advantages.episode import (
     Advantages,
+    Parts,
     dr_grpo,
     grpo,
     lite_ppo,
@@ -22,10 +24,10 @@ from headrace.algo.advantages.gagpo import gagpo
 from headrace.algo.advantages.gigpo import gigpo
 from headrace.algo.advantages.graphgpo import graphgpo
 from headrace.algo.advantages.hgpo import hgpo
-from headrace.algo.advantages.table import StepTable, step_table
+from headrace.algo.advantages.table import StepTable, discounted, step_table
 from headrace.algo.lookup import check_numbers, lookup
 from headrace.errors import ConfigError
-from headrace.types import CreditedEpisode, Group, Metric
+from headrace.types import CreditedEpisode, Group, Metric, StepCredit
 
 EPISODE_METHODS: Mapping[str, Callable[..., Advantages]] = {
     "grpo": grpo,
@@ -64,12 +66,15 @@ def credit(groups: Sequence[Group], *, method: str, params: Mapping[str, float |
     table = step_table(groups)
     advantages = step_advantages(table, method=method, params=params)
     ends_E = np.cumsum(table.length_E).tolist()
-    values = advantages.values.tolist()
+    values, parts = advantages.values.tolist(), _step_credits(advantages.parts)
     scored = [(group.id, scored) for group in groups for scored in group.episodes]
     return Credited(
         episodes=tuple(
             CreditedEpisode(
-                scored=episode, group_id=group_id, advantages=tuple(values[end - len(episode.episode.steps) : end])
+                scored=episode,
+                group_id=group_id,
+                advantages=tuple(values[end - len(episode.episode.steps) : end]),
+                parts=parts[end - len(episode.episode.steps) : end],
             )
             for (group_id, episode), end in zip(scored, ends_E, strict=True)
         ),
@@ -77,14 +82,26 @@ def credit(groups: Sequence[Group], *, method: str, params: Mapping[str, float |
     )
 
 
+def _step_credits(parts: Parts | None) -> tuple[StepCredit, ...]:
+    assert parts is not None, "rows of credited groups are steps"
+    columns = (parts.returns_S, parts.episode_S, parts.step_S, parts.peers_S)
+    return tuple(
+        StepCredit(returns=returns, episode=episode, step=step, peers=count)
+        for returns, episode, step, count in zip(*(column.tolist() for column in columns), strict=True)
+    )
+
+
 def step_advantages(table: StepTable, *, method: str, params: Mapping[str, float | str] = NO_PARAMS) -> Advantages:
-    """The same on columns, for a million steps."""
+    """The same on columns, for a million steps. The return of an episode-level method is not discounted."""
     options = check_method(method, params)
     if method in STEP_METHODS:
         return STEP_METHODS[method](table, **options)
     rows = (table.total_E, table.group_E, table.tokens_E) if method == "opo" else (table.total_E, table.group_E)
     advantages = EPISODE_METHODS[method](*rows, **options)
-    return Advantages(values=np.repeat(advantages.values, table.length_E), health=advantages.health)
+    values_S = np.repeat(advantages.values, table.length_E)
+    returns_S = discounted(table.reward_S, table.length_E, 1.0)
+    parts = Parts(returns_S=returns_S, episode_S=values_S, step_S=np.zeros(len(values_S)), peers_S=peers(table))
+    return Advantages(values=values_S, health=advantages.health, parts=parts)
 
 
 def check_method(method: str, params: Mapping[str, float | str]) -> dict[str, Any]:

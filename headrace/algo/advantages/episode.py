@@ -10,18 +10,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.algo.advantages.groups import Floats, GroupStats, centred, group_stats, standardised, whitened
+from headrace.algo.advantages.groups import Floats, GroupStats, Ints, centred, group_stats, standardised, whitened
 from headrace.types import Mean, Metric
 
 Numbers = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the advantages of S steps were made of: G, A_E, A_S, and the size of each step's anchor (0: no state)."""
+
+    returns_S: Floats
+    episode_S: Floats
+    step_S: Floats
+    peers_S: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """One advantage per row, and figures that say whether they carry a signal."""
+    """One advantage per row, and figures that say whether they carry a signal. `parts`: where rows are steps."""
 
     values: Floats
     health: Mapping[str, Metric]
+    parts: Parts | None = None
 
 
 def grpo(rewards: Numbers, groups: Numbers, *, std_eps: float = 1e-6) -> Advantages:

@@ -31,4 +31,4 @@ def gagpo(
     raw_S = discounted(table.reward_S + gamma * next_S - values_S, table.length_E, gamma * lam)
     advantages_S = normalised(raw_S, group_stats(raw_S, table.group_S), norm=norm, ddof=1, eps=std_eps)
     episode_S = episode_advantages(table, norm=norm, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
-    return combined(advantages_S, episode_S, step, table)
+    return combined(advantages_S, episode_S, step, table, returns_S=returns_S)

@@ -36,4 +36,4 @@ def gigpo(
     step = among_peers(returns_S, table, norm=norm, eps=std_eps)
     episode_S = episode_advantages(table, norm=norm, episode_weight=episode_weight, eps=std_eps)
     base = 1.0 if mix is Mix.SUM else 1.0 - omega
-    return combined(base * episode_S + omega * step.values_S, episode_S, step, table)
+    return combined(base * episode_S + omega * step.values_S, episode_S, step, table, returns_S=returns_S)

@@ -13,7 +13,7 @@ from headrace.algo.advantages.anchors import (
 )
 from headrace.algo.advantages.episode import Advantages
 from headrace.algo.advantages.groups import Floats, Ints
-from headrace.algo.advantages.table import NO_STATE, StepTable, penalised
+from headrace.algo.advantages.table import NO_STATE, StepTable, discounted, penalised
 
 UNREACHED = -1
 
@@ -39,7 +39,9 @@ def graphgpo(
     table = penalised(table, invalid_penalty)
     step = among_peers(success_value * decay ** next_distances(table), table, norm=norm, eps=std_eps)
     episode_S = episode_advantages(table, norm=norm, episode_weight=episode_weight, eps=std_eps)
-    return combined(episode_coef * episode_S + graph_coef * step.values_S, episode_S, step, table)
+    returns_S = discounted(table.reward_S, table.length_E, 1.0)  # to look at: q is what is compared
+    values_S = episode_coef * episode_S + graph_coef * step.values_S
+    return combined(values_S, episode_S, step, table, returns_S=returns_S)
 
 
 def next_distances(table: StepTable) -> Floats:

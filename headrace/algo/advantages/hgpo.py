@@ -49,7 +49,7 @@ def hgpo(
     step_S = weighted_S / np.where(weights_S > 0, weights_S, 1.0)
     episode_S = episode_advantages(table, norm=Norm.STD, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
     anchored = among_peers(returns_S, table, norm=Norm.STD, ddof=0, eps=std_eps)._replace(values_S=step_S)
-    return combined(step_S + episode_coef * episode_S, episode_S, anchored, table)
+    return combined(step_S + episode_coef * episode_S, episode_S, anchored, table, returns_S=returns_S)
 
 
 def _longer(history_S: Ints, known_S: Bools, state_S: Ints, has_state_S: Bools, first_S: Bools) -> tuple[Ints, Bools]:
