@@ -1,8 +1,11 @@
 """How much does the age of tokens cost, and which weights of stale tokens make up for it? eta in {0, 2, 8} times
 coupled PPO and decoupled PPO with full, one-step (segment-wise) and log-linear weights, on the demo's world.
 
-    PYTHONPATH=. python3 bench/staleness_quality.py --jobs 16 --out staleness.json    # 60 runs of a minute or two each
+    PYTHONPATH=. python3 bench/staleness_quality.py --jobs 14 --out staleness.json    # 60 runs of one or two minutes each
     PYTHONPATH=. python3 bench/staleness_quality.py --read staleness.json --markdown  # the same figures as tables
+
+A run is in the file of --out as soon as it has ended, and one that is there is not trained again: what was stopped goes
+on by the same command.
 
 Every token is as old as its bound allows: the real executor fills all its room before each update, so a batch that is
 trained at version V was sampled at V - eta (less in the first eta steps), and next-version log-probs are scored by the
@@ -22,10 +25,11 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -167,27 +171,52 @@ def keep_weights(kept: dict[str, list[float]], values: Mapping[str, float], *, a
                 kept.setdefault(f"{figure} lag {lag}", []).append(value)
 
 
-def train_all(
-    budget: Budget, *, seeds: int, etas: Sequence[int], variants: Sequence[str], parts: int, jobs: int
-) -> list[Trained]:
-    """Every seed's SFT first; its runs are queued as soon as it is there."""
+Case = tuple[int, int, str]  # seed, eta, variant
+
+
+def train_all(cases: Sequence[Case], budget: Budget, *, parts: int, jobs: int) -> Iterator[Trained]:
+    """The runs as they end. Every seed's SFT comes first; its runs are queued as soon as it is there."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that are started below
     spawn = multiprocessing.get_context("spawn")
-    trained: list[Trained] = []
     with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, initializer=start_process) as pool:
-        starts = {pool.submit(train_sft, seed, budget): seed for seed in range(seeds)}
-        runs: list[Future[Trained]] = []
-        for start in as_completed(starts):
-            seed, weights = starts[start], start.result()
-            runs += [
-                pool.submit(train_rl, seed, eta, variant, weights, budget, parts)
-                for eta in etas
-                for variant in variants
-            ]
-        for run in as_completed(runs):
-            trained.append(run.result())
-            print(line(trained[-1]), flush=True)
-    return sorted(trained, key=lambda one: (one.eta, variants.index(one.variant), one.seed))
+        starts = {pool.submit(train_sft, seed, budget): seed for seed in sorted({seed for seed, _, _ in cases})}
+        pending: set[Future[Any]] = set(starts)
+        while pending:
+            ended, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in ended:
+                if (seed := starts.get(future)) is None:
+                    yield future.result()
+                    continue
+                for case in [case for case in cases if case[0] == seed]:
+                    pending.add(pool.submit(train_rl, *case, future.result(), budget, parts))
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a file of --out holds: runs of one budget."""
+
+    budget: Budget
+    minibatches: int
+    trained: tuple[Trained, ...] = ()
+
+    def left(self, cases: Sequence[Case]) -> list[Case]:
+        have = {(one.seed, one.eta, one.variant) for one in self.trained}
+        return [case for case in cases if case not in have]
+
+    def save(self, path: Path) -> None:
+        """Replaced as a whole, so a run that is stopped here loses nothing."""
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(json.dumps(asdict(self)) + "\n")
+        beside.replace(path)
+
+
+def read_kept(path: Path) -> Kept:
+    kept = json.loads(path.read_text())
+    trained = (Trained(**{**one, "curve": tuple(one["curve"])}) for one in kept["trained"])
+    return Kept(budget=Budget(**kept["budget"]), minibatches=int(kept["minibatches"]), trained=tuple(trained))
 
 
 def line(one: Trained) -> str:
@@ -271,38 +300,37 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, one thread each")
     parser.add_argument("--etas", type=int, nargs="+", default=ETAS)
     parser.add_argument("--variants", nargs="+", default=tuple(VARIANTS), choices=tuple(VARIANTS))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--minibatches", type=int, default=2, help="updates of one training step")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--sft-steps", type=int, default=70)
     parser.add_argument("--eval-tasks", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="keep every curve in this JSON file")
+    parser.add_argument("--out", type=Path, help="keep every run in this JSON file, and train none that is there")
     parser.add_argument("--read", type=Path, help="train nothing; show what --out has kept")
     parser.add_argument("--markdown", action="store_true", help="print tables for a document")
     given = parser.parse_args()
+    names = ("steps", "groups", "group_size", "learning_rate", "sft_steps", "eval_tasks")
+    kept = Kept(budget=Budget(**{name: getattr(given, name) for name in names}), minibatches=given.minibatches)
     if given.read is not None:
-        kept = json.loads(given.read.read_text())
-        budget, parts = Budget(**kept["budget"]), int(kept["minibatches"])
-        trained = [Trained(**{**one, "curve": tuple(one["curve"])}) for one in kept["trained"]]
-    else:
-        parts = given.minibatches
-        names = ("steps", "groups", "group_size", "learning_rate", "sft_steps", "eval_tasks")
-        budget = Budget(**{name: getattr(given, name) for name in names})
-        trained = train_all(
-            budget,
-            seeds=given.seeds,
-            etas=tuple(given.etas),
-            variants=tuple(given.variants),
-            parts=parts,
-            jobs=given.jobs,
-        )
-    if given.out is not None:
-        kept = {"budget": asdict(budget), "minibatches": parts, "trained": [asdict(one) for one in trained]}
-        given.out.write_text(json.dumps(kept) + "\n")
+        kept = read_kept(given.read)
+    elif given.out is not None and given.out.exists():
+        asked, kept = kept, read_kept(given.out)
+        if (kept.budget, kept.minibatches) != (asked.budget, asked.minibatches):
+            parser.error(f"{given.out} has runs of other sizes ({kept.budget}): take another file")
+    if given.read is None:
+        # the longest runs first, so that no process is left with one at the end
+        cases = list(product(range(given.seeds), sorted(given.etas, reverse=True), reversed(given.variants)))
+        for one in train_all(kept.left(cases), kept.budget, parts=kept.minibatches, jobs=given.jobs):
+            print(line(one), flush=True)
+            kept = replace(kept, trained=(*kept.trained, one))
+            if given.out is not None:
+                kept.save(given.out)
+    order = tuple(VARIANTS).index
+    trained = sorted(kept.trained, key=lambda one: (one.eta, order(one.variant), one.seed))
     print(f"\n{tables(trained, markdown=given.markdown)}\n")
-    print(json.dumps(summary(budget, parts, trained)))
+    print(json.dumps(summary(kept.budget, kept.minibatches, trained)))
 
 
 if __name__ == "__main__":
