@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.observe.chart import number
-from headrace.observe.trajectories import EpisodeLine, MessageLine
+from headrace.observe.lines import EpisodeLine, MessageLine
 
 MAX_TURNS = 40
 MAX_CHARACTERS = 4000

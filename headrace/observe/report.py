@@ -23,10 +23,10 @@ from headrace.observe.curves import TIMES, charts, other_charts, other_names, st
 from headrace.observe.episodes import Comparison, compare, sample_file
 from headrace.observe.files import write_whole
 from headrace.observe.flow import flow_charts, flow_names
+from headrace.observe.lines import read_lines
 from headrace.observe.progress import EVAL, duration
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import MetricRecord, read_metrics
-from headrace.observe.trajectories import read_lines
 
 STAGE_NAMES: Mapping[str, str] = {
     "sft": "supervised fine-tuning",

@@ -1,179 +1,183 @@
-"""Episodes as JSON lines: what a training step was made from, for people, `view` and re-crediting.
+"""Episodes to and from the lines of a rollout file: what a training step was made from, kept whole.
 
-A line holds an episode whole: loading gives back equal types. Three things keep it short: a prompt is stored as the
-tokens that follow what it shares with the step before it, versions as runs, raw log-probs only when they differ from
-the sampler's. A lean line leaves the token arrays out and can be read (`read_lines`) but not loaded.
+Loading gives back equal types. Three things keep a line short: a prompt is stored as the tokens that follow what it
+shares with the step before it, versions as runs, raw log-probs only when they differ from the sampler's.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import field
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
 from headrace.errors import RunFolderError, boundary
 from headrace.observe.files import json_line, write_whole
+from headrace.observe.lines import SCHEMA, CreditLine, EpisodeLine, MessageLine, StepLine, TokensLine, iter_lines
 from headrace.types import (
     Completion,
     CreditedEpisode,
     Episode,
+    FailedEpisode,
     FloatArray,
     IntArray,
     Message,
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StepCredit,
     Task,
     ToolCall,
     float_array,
     int_array,
 )
 
-SCHEMA = 1
-_LINE = ConfigDict(extra="forbid")
+Saved = ScoredEpisode | CreditedEpisode | FailedEpisode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
-class ToolCallLine:
-    name: str
-    arguments: str
-    id: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What every line says of where it is from. `group_sizes`: credited episodes of each group, also of those that are
+    not saved; unset, they are counted."""
+
+    run: str | None = None
+    training_step: int | None = None
+    method: str | None = None  # of credit
+    params: Mapping[str, float | str] = field(default_factory=dict)
+    group_sizes: Mapping[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
-class MessageLine:
-    role: str
-    content: str
-    name: str | None = None
-    tool_calls: tuple[ToolCallLine, ...] = ()
-    tool_call_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
-class TaskLine:
-    id: str
-    messages: tuple[MessageLine, ...]
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
-class TokensLine:
-    """Token arrays of a step. The prompt is `prompt_shared` tokens of the previous step's prompt and completion, then
-    `prompt_rest`; `versions` is runs of (version, count); `raw_logprobs` None: equal to `sampler_logprobs`;
-    `next_logprobs` is written where something is known of them, null where a token's is not."""
-
-    prompt_shared: int
-    prompt_rest: tuple[int, ...]
-    sampled: tuple[int, ...]
-    sampler_logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...] | None
-    versions: tuple[tuple[int, int], ...]
-    next_logprobs: tuple[float | None, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
-class StepLine:
-    action: str
-    stop: Stop
-    reward: float
-    valid: bool
-    state: str | None
-    num_prompt: int
-    num_sampled: int
-    tokens: TokensLine | None = None  # absent in a lean line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
-class RewardLine:
-    total: float
-    parts: dict[str, float] = field(default_factory=dict)
-    steps: tuple[float, ...] | None = None
-    success: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
-class EpisodeLine:
-    """One line of a trajectory file. `group_id` and `advantages` are there when the episode was credited."""
-
-    schema_version: Literal[1]
-    id: str
-    task: TaskLine
-    seed: int
-    temperature: float
-    truncated: bool
-    success: bool | None  # the environment's verdict
-    reward: RewardLine
-    group_id: int | None = None
-    advantages: tuple[float, ...] | None = None
-    messages: tuple[MessageLine, ...]
-    steps: tuple[StepLine, ...]
-
-    @property
-    def verdict(self) -> bool | None:
-        """The reward function's verdict if it gives one, else the environment's."""
-        return self.reward.success if self.reward.success is not None else self.success
-
-
-_PARSER = TypeAdapter(EpisodeLine)
-
-
-def save_trajectories(path: Path, episodes: Iterable[ScoredEpisode | CreditedEpisode], *, lean: bool = False) -> None:
+def save_trajectories(path: Path, episodes: Iterable[Saved], *, lean: bool = False, about: About | None = None) -> None:
     """Write all episodes, or nothing: the file appears under its name when it is complete."""
-    write_whole(path, "".join(_line(episode, lean=lean) for episode in episodes))
-
-
-def read_lines(path: Path) -> tuple[EpisodeLine, ...]:
-    """The file as it is, lean or not. Raises RunFolderError on a line of another schema, an unknown or missing key."""
-    with boundary(RunFolderError, f"cannot read {path}"):
-        lines = path.read_bytes().splitlines()
-    return tuple(_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1))
+    episodes, about = tuple(episodes), about or About()
+    sizes = about.group_sizes
+    if sizes is None:
+        sizes = Counter(episode.group_id for episode in episodes if isinstance(episode, CreditedEpisode))
+    write_whole(path, "".join(_line(episode, about, sizes, lean=lean) for episode in episodes))
 
 
 def load_trajectories(path: Path) -> tuple[ScoredEpisode | CreditedEpisode, ...]:
-    """The episodes as they were saved. Raises RunFolderError if the file was saved lean, or is not one of ours."""
-    return tuple(_episode(line, f"{path}, line {number}") for number, line in enumerate(read_lines(path), start=1))
+    """The episodes as they were saved, without failed ones. Raises RunFolderError if the file was saved lean, or is
+    not one of ours."""
+    played = (line for line in iter_lines(path) if line.failed is None)
+    return tuple(episode_of(line, f"{path}, episode {line.id}") for line in played)
+
+
+def recredited(raw: bytes, result: CreditedEpisode | FailedEpisode, about: About) -> str:
+    """A line with another reward and other advantages; all else in it, keys of others too, stays as it is."""
+    fields: dict[str, Any] = json.loads(raw)
+    fields["failed"] = result.reason if isinstance(result, FailedEpisode) else None
+    if isinstance(result, FailedEpisode):
+        fields["reward"] = _reward_fields(Reward(total=float("nan")))
+        for step in fields["steps"]:
+            step.pop("credit", None)
+    else:
+        fields["reward"] = _reward_fields(result.scored.reward)
+        for step, credit in zip(fields["steps"], _credit_fields(result), strict=True):
+            step["credit"] = credit
+        assert about.group_sizes is not None
+        fields |= {"group_id": result.group_id, "group_size": about.group_sizes[result.group_id]}
+    fields["credit"] = _method_fields(about)
+    return json_line(fields)
 
 
 # --- types -> line ---------------------------------------------------------------------------------------------------
 
 
-def _line(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> str:
-    scored = saved.scored if isinstance(saved, CreditedEpisode) else saved
-    episode = scored.episode
-    credit: dict[str, Any] = {}
-    if isinstance(saved, CreditedEpisode):
-        credit = {"group_id": saved.group_id, "advantages": [float(value) for value in saved.advantages]}
+def _line(saved: Saved, about: About, sizes: Mapping[int, int], *, lean: bool) -> str:
+    task = saved.task if isinstance(saved, FailedEpisode) else _scored(saved).episode.task
+    id = saved.id if isinstance(saved, FailedEpisode) else _scored(saved).episode.id
+    with boundary(RunFolderError, f"episode {id} of task {task.id} cannot be written as JSON"):
+        return json_line(
+            {
+                "schema_version": SCHEMA,
+                "run": about.run,
+                "training_step": about.training_step,
+                "id": id,
+                **_group_fields(saved, about, sizes),
+                "task": {
+                    "id": task.id,
+                    "messages": [_message_fields(message) for message in task.messages],
+                    "data": dict(task.data),
+                },
+                **(_failed_fields(saved) if isinstance(saved, FailedEpisode) else _played_fields(saved, lean=lean)),
+            }
+        )
+
+
+def _scored(saved: ScoredEpisode | CreditedEpisode) -> ScoredEpisode:
+    return saved.scored if isinstance(saved, CreditedEpisode) else saved
+
+
+def _group_fields(saved: Saved, about: About, sizes: Mapping[int, int]) -> dict[str, Any]:
+    if not isinstance(saved, CreditedEpisode):
+        return {}
+    sampled = [step.completion.versions for step in saved.scored.episode.steps if len(step.completion.versions)]
+    versions = [int(sampled[0][0]), int(sampled[-1][-1])] if sampled else None
+    return {
+        "group_id": saved.group_id,
+        "group_size": sizes[saved.group_id],
+        "versions": versions,
+        "credit": _method_fields(about),
+    }
+
+
+def _method_fields(about: About) -> dict[str, Any] | None:
+    return None if about.method is None else {"method": about.method, "params": dict(about.params)}
+
+
+def _failed_fields(saved: FailedEpisode) -> dict[str, Any]:
+    """Nothing of it was kept but why."""
+    return {
+        "failed": saved.reason,
+        "seed": 0,
+        "temperature": 1.0,
+        "truncated": False,
+        "success": None,
+        "reward": _reward_fields(Reward(total=float("nan"))),
+        "messages": [],
+        "steps": [],
+    }
+
+
+def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dict[str, Any]:
+    episode = _scored(saved).episode
     before = [int_array([]), *(_seen(step) for step in episode.steps)]
-    reward = scored.reward
-    fields = {
-        "schema_version": SCHEMA,
-        "id": episode.id,
-        "task": {
-            "id": episode.task.id,
-            "messages": [_message_fields(message) for message in episode.task.messages],
-            "data": dict(episode.task.data),
-        },
+    steps = [_step_fields(step, before[k], lean=lean) for k, step in enumerate(episode.steps)]
+    if isinstance(saved, CreditedEpisode):
+        steps = [step | {"credit": credit} for step, credit in zip(steps, _credit_fields(saved), strict=True)]
+    return {
         "seed": episode.seed,
         "temperature": episode.temperature,
         "truncated": episode.truncated,
+        "ended": episode.ended,
         "success": episode.success,
-        "reward": {
-            "total": reward.total,
-            "parts": dict(reward.parts),
-            "steps": None if reward.steps is None else list(reward.steps),
-            "success": reward.success,
-        },
-        **credit,
+        "reward": _reward_fields(_scored(saved).reward),
         "messages": [_message_fields(message) for message in episode.messages],
-        "steps": [_step_fields(step, before[k], lean=lean) for k, step in enumerate(episode.steps)],
+        "steps": steps,
     }
-    with boundary(RunFolderError, f"episode {episode.id} of task {episode.task.id} cannot be written as JSON"):
-        return json_line(fields)
+
+
+def _reward_fields(reward: Reward) -> dict[str, Any]:
+    return {
+        "total": reward.total,
+        "parts": dict(reward.parts),
+        "steps": None if reward.steps is None else list(reward.steps),
+        "success": reward.success,
+    }
+
+
+def _credit_fields(credited: CreditedEpisode) -> list[dict[str, Any]]:
+    parts = credited.parts or (None,) * len(credited.advantages)
+    return [
+        {"A": float(advantage)}
+        if part is None
+        else {"A": float(advantage), "G": part.returns, "A_E": part.episode, "A_S": part.step, "peers": part.peers}
+        for advantage, part in zip(credited.advantages, parts, strict=True)
+    ]
 
 
 def _message_fields(message: Message) -> dict[str, Any]:
@@ -198,6 +202,7 @@ def _step_fields(step: Step, before: IntArray, *, lean: bool) -> dict[str, Any]:
         "state": step.state,
         "num_prompt": len(step.prompt),
         "num_sampled": len(completion.tokens),
+        "logprob": float(completion.sampler_logprobs.sum(dtype=np.float64)),
     }
     if not lean:
         shared = _common_prefix(before, step.prompt)
@@ -235,21 +240,13 @@ def _shortest(values: FloatArray) -> list[float]:
 # --- line -> types ---------------------------------------------------------------------------------------------------
 
 
-def _parse(line: bytes, where: str) -> EpisodeLine:
-    try:
-        return _PARSER.validate_json(line)
-    except ValidationError as exc:
-        first = exc.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the line"
-        raise RunFolderError(f"{where} is not an episode of schema {SCHEMA}: {key}: {first['msg']}") from exc
-
-
-def _episode(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode:
+def episode_of(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode:
+    """The episode of a line that has its tokens; `where` is for messages."""
     steps: list[Step] = []
     before = int_array([])
     for saved in line.steps:
         if saved.tokens is None:
-            raise RunFolderError(f"{where} was saved lean: its tokens are not there, only what read_lines shows")
+            raise RunFolderError(f"{where} was saved lean: its tokens are not there, only what can be read")
         with boundary(RunFolderError, f"{where} has token arrays that do not fit together"):
             steps.append(_step(saved, saved.tokens, before))
         before = _seen(steps[-1])
@@ -264,13 +261,23 @@ def _episode(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode:
             temperature=line.temperature,
             truncated=line.truncated,
             success=line.success,
+            ended=line.ended,
         ),
         reward=Reward(total=reward.total, parts=reward.parts, steps=reward.steps, success=reward.success),
     )
     if line.group_id is None or line.advantages is None:
         return scored
-    with boundary(RunFolderError, f"{where} needs one advantage per step"):
-        return CreditedEpisode(scored=scored, group_id=line.group_id, advantages=line.advantages)
+    credits = [step.credit for step in line.steps if step.credit is not None]
+    return CreditedEpisode(scored=scored, group_id=line.group_id, advantages=line.advantages, parts=_parts(credits))
+
+
+def _parts(credits: Sequence[CreditLine]) -> tuple[StepCredit, ...] | None:
+    parts = [
+        StepCredit(returns=credit.G, episode=credit.A_E, step=credit.A_S, peers=credit.peers)
+        for credit in credits
+        if credit.G is not None and credit.A_E is not None and credit.A_S is not None and credit.peers is not None
+    ]
+    return tuple(parts) if len(parts) == len(credits) else None
 
 
 def _step(saved: StepLine, tokens: TokensLine, before: IntArray) -> Step:

@@ -8,9 +8,9 @@ import pytest
 from headrace.errors import RunFolderError
 from headrace.observe.curves import charts, other_names
 from headrace.observe.episodes import compare, conversation, sample_file
+from headrace.observe.lines import EpisodeLine, read_lines
 from headrace.observe.report import headline, write_report
 from headrace.observe.sinks import JsonlSink, MetricRecord, read_metrics
-from headrace.observe.trajectories import EpisodeLine, read_lines
 
 ATTACK = "<script>document.title='owned'</script><img src=http://evil.invalid/x onerror=alert(1)>"
 

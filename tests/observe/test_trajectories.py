@@ -7,15 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RunFolderError
-from headrace.observe.trajectories import load_trajectories, read_lines, save_trajectories
+from headrace.observe.lines import EpisodeLine, iter_lines, read_lines
+from headrace.observe.trajectories import About, load_trajectories, recredited, save_trajectories
 from headrace.types import (
     Completion,
     CreditedEpisode,
+    Ended,
     Episode,
+    FailedEpisode,
     Message,
     Reward,
     ScoredEpisode,
     Step,
+    StepCredit,
     Stop,
     Task,
     ToolCall,
@@ -86,6 +90,7 @@ def scored_episodes(draw: st.DrawFn) -> ScoredEpisode:
             temperature=draw(st.floats(0.1, 2.0)),
             truncated=draw(st.booleans()),
             success=draw(verdicts),
+            ended=draw(st.none() | st.sampled_from(Ended)),
         ),
         reward=Reward(
             total=draw(REALS),
@@ -99,7 +104,7 @@ def scored_episodes(draw: st.DrawFn) -> ScoredEpisode:
 def assert_same(left: ScoredEpisode, right: ScoredEpisode) -> None:
     assert left.reward == right.reward
     ours, theirs = left.episode, right.episode
-    for name in ("id", "task", "seed", "messages", "temperature", "truncated", "success"):
+    for name in ("id", "task", "seed", "messages", "temperature", "truncated", "success", "ended"):
         assert getattr(ours, name) == getattr(theirs, name), name
     for mine, other in zip(ours.steps, theirs.steps, strict=True):
         for name in ("action", "state", "reward", "valid"):
@@ -116,9 +121,9 @@ def assert_same(left: ScoredEpisode, right: ScoredEpisode) -> None:
                 np.testing.assert_array_equal(a, b)
 
 
-@given(st.lists(scored_episodes(), max_size=3), st.booleans())
+@given(st.lists(scored_episodes(), max_size=3), st.booleans(), st.booleans())
 def test_episodes_come_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, episodes: list[ScoredEpisode], credited: bool
+    tmp_path_factory: pytest.TempPathFactory, episodes: list[ScoredEpisode], credited: bool, with_parts: bool
 ) -> None:
     path = tmp_path_factory.mktemp("rollouts") / "step_000001.jsonl"
     if not credited:
@@ -128,13 +133,20 @@ def test_episodes_come_back_equal(
             assert_same(left, right)
         return
     saved = [
-        CreditedEpisode(scored=scored, group_id=k, advantages=tuple(0.1 * (k + 1) for _ in scored.episode.steps))
+        CreditedEpisode(
+            scored=scored,
+            group_id=k,
+            advantages=tuple(0.1 * (k + 1) for _ in scored.episode.steps),
+            parts=tuple(StepCredit(returns=1 / 3, episode=0.7, step=-0.1 * k, peers=k) for _ in scored.episode.steps)
+            if with_parts or not scored.episode.steps
+            else None,
+        )
         for k, scored in enumerate(episodes)
     ]
     save_trajectories(path, saved)
     for before, after in zip(saved, load_trajectories(path), strict=True):
         assert isinstance(after, CreditedEpisode)
-        assert (before.group_id, before.advantages) == (after.group_id, after.advantages)
+        assert (before.group_id, before.advantages, before.parts) == (after.group_id, after.advantages, after.parts)
         assert_same(before.scored, after.scored)
 
 
@@ -169,7 +181,7 @@ def two_turns() -> ScoredEpisode:
 def test_a_line_stores_each_token_once(tmp_path: Path) -> None:
     save_trajectories(tmp_path / "a.jsonl", [two_turns()])
     line = json.loads((tmp_path / "a.jsonl").read_text())
-    assert line["schema_version"] == 1
+    assert line["schema_version"] == 2
     assert line["steps"][1]["tokens"] == {
         "prompt_shared": 5,
         "prompt_rest": [6],
@@ -188,23 +200,131 @@ def test_a_lean_file_can_be_read_but_not_loaded(tmp_path: Path) -> None:
         load_trajectories(tmp_path / "a.jsonl")
 
 
+def edited(path: Path, **edit: object) -> Path:
+    """A file whose second line is the first with other values; a value of None takes the key out."""
+    save_trajectories(path, [two_turns()])
+    good = path.read_text()
+    fields = {key: value for key, value in {**json.loads(good), **edit}.items() if value is not None or key not in edit}
+    path.write_text(good + json.dumps(fields) + "\n")
+    return path
+
+
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
-        ({"schema_version": 2}, "schema_version"),
-        ({"surprise": 1}, "surprise"),
-        ({"seed": "x"}, "seed"),
+        ({"schema_version": 1}, "line 2 has schema 1 and this headrace reads schema 2"),
+        ({"schema_version": "x" * 500}, "line 2 has schema 'x{39} and this headrace reads schema 2"),
+        ({"schema_version": None}, "line 2 has no schema version and this headrace reads schema 2"),
+        ({"seed": "x"}, "line 2 .*seed"),
+        ({"task": None}, "line 2 .*task"),
+        ({"reward": {"total": 1.0, "steps": [1.0]}}, "line 2: 1 step rewards for 2 steps"),
     ],
 )
-def test_a_line_of_another_schema_is_refused_by_number_and_key(
+def test_a_line_that_is_not_ours_is_refused_by_number_and_key(
     tmp_path: Path, edit: dict[str, object], why: str
 ) -> None:
+    path = edited(tmp_path / "a.jsonl", **edit)
+    for read in (load_trajectories, read_lines):
+        with pytest.raises(RunFolderError, match=why):
+            read(path)
+
+
+def test_keys_that_others_added_are_left_alone(tmp_path: Path) -> None:
+    path = edited(tmp_path / "a.jsonl", surprise={"a": [1]})
+    first, second = load_trajectories(path)
+    assert_same(first, second)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\xff\xfe\n", b"[]\n", b"3\n", b"{" * 5000 + b"\n", b'{"schema_version":2\n', b"null\n"]
+)
+def test_junk_is_refused_with_its_line(tmp_path: Path, junk: bytes) -> None:
     path = tmp_path / "a.jsonl"
     save_trajectories(path, [two_turns()])
-    good = path.read_text()
-    path.write_text(good + json.dumps({**json.loads(good), **edit}) + "\n")
-    with pytest.raises(RunFolderError, match=f"line 2 .*{why}"):
-        load_trajectories(path)
+    path.write_bytes(path.read_bytes() + junk + path.read_bytes())
+    with pytest.raises(RunFolderError, match="line 2"):
+        read_lines(path)
+
+
+def test_a_torn_last_line_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.jsonl"
+    save_trajectories(path, [two_turns(), two_turns()])
+    path.write_bytes(path.read_bytes()[:-30])
+    assert len(load_trajectories(path)) == 1
+    assert "in the middle of line 2" in caplog.text
+    path.write_bytes(path.read_bytes().splitlines()[0])  # whole, but for its newline
+    assert len(load_trajectories(path)) == 1
+
+
+def test_an_empty_file_has_no_episodes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n")
+    assert load_trajectories(tmp_path / "a.jsonl") == ()
+    with pytest.raises(RunFolderError, match="cannot read"):
+        read_lines(tmp_path / "missing.jsonl")
+
+
+def test_lines_are_read_one_at_a_time(tmp_path: Path) -> None:
+    """The first episode is there before the second line, which is broken, is looked at."""
+    path = tmp_path / "a.jsonl"
+    save_trajectories(path, [two_turns()])
+    path.write_bytes(path.read_bytes() + b"broken\n")
+    lines = iter_lines(path)
+    assert next(lines).id == "e1"
+    with pytest.raises(RunFolderError, match="line 2"):
+        next(lines)
+
+
+def test_a_failed_episode_has_a_line_with_its_reason_and_no_reward(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    save_trajectories(path, [two_turns(), FailedEpisode(id="3/1", task=Task(id="t1"), reason="the world ended")])
+    assert [(line.id, line.failed) for line in iter_lines(path)] == [("e1", None), ("3/1", "the world ended")]
+    assert np.isnan(list(iter_lines(path))[1].reward.total)
+    assert [line.id for line in read_lines(path)] == ["e1"]
+    assert len(load_trajectories(path)) == 1
+
+
+def credited_line(tmp_path: Path, **about: object) -> EpisodeLine:
+    parts = (
+        StepCredit(returns=0.95, episode=0.7, step=0.2, peers=3),
+        StepCredit(returns=1.0, episode=0.7, step=0.0, peers=1),
+    )
+    credited = CreditedEpisode(scored=two_turns(), group_id=4, advantages=(0.9, 0.7), parts=parts)
+    save_trajectories(tmp_path / "a.jsonl", [credited], lean=True, about=About(**about))  # type: ignore[arg-type]
+    (line,) = read_lines(tmp_path / "a.jsonl")
+    return line
+
+
+def test_a_credited_line_holds_all_that_a_viewer_shows(tmp_path: Path) -> None:
+    line = credited_line(
+        tmp_path, run="r", training_step=12, method="gigpo", params={"gamma": 0.95}, group_sizes={4: 8}
+    )
+    assert (line.run, line.training_step, line.group_id, line.group_size, line.versions) == ("r", 12, 4, 8, (3, 3))
+    assert line.credit is not None
+    assert (line.credit.method, line.credit.params) == ("gigpo", {"gamma": 0.95})
+    first = line.steps[0].credit
+    assert first is not None
+    assert (first.A, first.G, first.A_E, first.A_S, first.peers) == (0.9, 0.95, 0.7, 0.2, 3)
+    assert line.step_rewards == (0.0, 1.0)
+    assert line.steps[0].logprob == pytest.approx(-0.2, abs=1e-7)
+
+
+def test_a_recredited_line_keeps_everything_else(tmp_path: Path) -> None:
+    path = edited(tmp_path / "a.jsonl", surprise=1)
+    raw = path.read_bytes().splitlines()[1]
+    scored = ScoredEpisode(episode=two_turns().episode, reward=Reward(total=5.0, parts={"mine": 5.0}))
+    again = CreditedEpisode(scored=scored, group_id=4, advantages=(2.0, -2.0))
+    about = About(method="rloo", group_sizes={4: 1})
+    before, after = json.loads(raw), json.loads(recredited(raw, again, about))
+    assert after["reward"] == {"total": 5.0, "parts": {"mine": 5.0}, "steps": None, "success": None}
+    assert [step["credit"] for step in after["steps"]] == [{"A": 2.0}, {"A": -2.0}]
+    assert after["credit"] == {"method": "rloo", "params": {}}
+    for key in ("surprise", "task", "messages", "seed"):
+        assert after[key] == before[key]
+    assert [step["tokens"] for step in after["steps"]] == [step["tokens"] for step in before["steps"]]
+
+    failed = json.loads(recredited(raw, FailedEpisode(id="e1", task=Task(id="t1"), reason="no idea"), about))
+    assert (failed["failed"], failed["reward"]["total"]) == ("no idea", "NaN")
+    assert all("credit" not in step for step in failed["steps"])
 
 
 def test_token_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
