@@ -285,12 +285,13 @@ class Group:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCredit:
     """What a step's advantage was made of: the return from it on (G), its episode's advantage (A_E), its own among the
-    steps of its group that were taken in the same state (A_S), and their number, itself included (0: no state)."""
+    steps of its group with the same anchor key (A_S), their number, itself included (0: it has no key), and the key."""
 
     returns: float
     episode: float
     step: float
     peers: int
+    anchor: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,11 +69,12 @@ class CreditLine:
     A_E: float | None = None
     A_S: float | None = None
     peers: int | None = None
+    anchor: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class StepLine:
-    """`state` is the anchor key; `logprob` the sum over the sampled tokens; `credit` is there after credit."""
+    """`state` is the environment's key; `logprob` the sum over the sampled tokens; `credit` is there after credit."""
 
     action: str
     stop: Stop
@@ -85,6 +86,11 @@ class StepLine:
     logprob: float
     credit: CreditLine | None = None
     tokens: TokensLine | None = None  # absent in a lean line
+
+    @property
+    def anchor(self) -> str | None:
+        """The key under which the step was compared, else the environment's."""
+        return self.state if self.credit is None or self.credit.anchor is None else self.credit.anchor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)

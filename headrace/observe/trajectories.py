@@ -175,7 +175,14 @@ def _credit_fields(credited: CreditedEpisode) -> list[dict[str, Any]]:
     return [
         {"A": float(advantage)}
         if part is None
-        else {"A": float(advantage), "G": part.returns, "A_E": part.episode, "A_S": part.step, "peers": part.peers}
+        else {
+            "A": float(advantage),
+            "G": part.returns,
+            "A_E": part.episode,
+            "A_S": part.step,
+            "peers": part.peers,
+            "anchor": part.anchor,
+        }
         for advantage, part in zip(credited.advantages, parts, strict=True)
     ]
 
@@ -273,7 +280,7 @@ def episode_of(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode
 
 def _parts(credits: Sequence[CreditLine]) -> tuple[StepCredit, ...] | None:
     parts = [
-        StepCredit(returns=credit.G, episode=credit.A_E, step=credit.A_S, peers=credit.peers)
+        StepCredit(returns=credit.G, episode=credit.A_E, step=credit.A_S, peers=credit.peers, anchor=credit.anchor)
         for credit in credits
         if credit.G is not None and credit.A_E is not None and credit.A_S is not None and credit.peers is not None
     ]

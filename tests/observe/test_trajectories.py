@@ -137,7 +137,10 @@ def test_episodes_come_back_equal(
             scored=scored,
             group_id=k,
             advantages=tuple(0.1 * (k + 1) for _ in scored.episode.steps),
-            parts=tuple(StepCredit(returns=1 / 3, episode=0.7, step=-0.1 * k, peers=k) for _ in scored.episode.steps)
+            parts=tuple(
+                StepCredit(returns=1 / 3, episode=0.7, step=-0.1 * k, peers=k, anchor=str(k))
+                for _ in scored.episode.steps
+            )
             if with_parts or not scored.episode.steps
             else None,
         )
@@ -285,7 +288,7 @@ def test_a_failed_episode_has_a_line_with_its_reason_and_no_reward(tmp_path: Pat
 
 def credited_line(tmp_path: Path, **about: object) -> EpisodeLine:
     parts = (
-        StepCredit(returns=0.95, episode=0.7, step=0.2, peers=3),
+        StepCredit(returns=0.95, episode=0.7, step=0.2, peers=3, anchor="#a1"),
         StepCredit(returns=1.0, episode=0.7, step=0.0, peers=1),
     )
     credited = CreditedEpisode(scored=two_turns(), group_id=4, advantages=(0.9, 0.7), parts=parts)
@@ -304,6 +307,7 @@ def test_a_credited_line_holds_all_that_a_viewer_shows(tmp_path: Path) -> None:
     first = line.steps[0].credit
     assert first is not None
     assert (first.A, first.G, first.A_E, first.A_S, first.peers) == (0.9, 0.95, 0.7, 0.2, 3)
+    assert [step.anchor for step in line.steps] == ["#a1", None]
     assert line.step_rewards == (0.0, 1.0)
     assert line.steps[0].logprob == pytest.approx(-0.2, abs=1e-7)
 
