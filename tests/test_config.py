@@ -53,7 +53,7 @@ def run_check(text: str, base: Path, *overrides: str) -> None:
         load(TINY + text, *overrides),
         file="run.toml",
         base=base,
-        losses=("ppo", "importance_sampling"),
+        losses=("ppo", "importance_sampling", "decoupled_ppo", "m2po", "dro", "sampler_kl", "entropy_bonus"),
         credits=("grpo", "rloo"),
         weightings=("token_mean", "constant"),
         worlds=("keys",),
@@ -287,6 +287,18 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         ),
         (
             RL,
+            ["rl.correction.cap=2.0"],
+            '\'rl.correction.behaviour\' is "full", but the ratio of loss "ppo" is to the sampler and would count a '
+            "token's age twice: write 'rl.loss = \"decoupled_ppo\"', or 'rl.correction.behaviour = \"none\"'",
+        ),
+        (
+            RL,
+            ["rl.loss=entropy_bonus + m2po", "rl.correction.behaviour=loglinear"],
+            '\'rl.correction.behaviour\' is "loglinear", but the ratio of loss "m2po" is to the sampler and would '
+            "count a token's age twice: write 'rl.loss = \"decoupled_ppo\"', or 'rl.correction.behaviour = \"none\"'",
+        ),
+        (
+            RL,
             ["rl.async.keep=best"],
             "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1",
         ),
@@ -386,6 +398,18 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
 )
 def test_what_cannot_work_is_one_sentence(tmp_path: Path, text: str, overrides: Sequence[str], sentence: str) -> None:
     assert problem(text, tmp_path, *overrides) == sentence
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rl.loss=ppo", "rl.correction.behaviour=none"],
+        ["rl.loss=decoupled_ppo + sampler_kl", "rl.correction.level=sequence"],
+        ["rl.loss=dro", "rl.correction.cap=2.0"],
+    ],
+)
+def test_a_correction_that_counts_age_once_is_allowed(tmp_path: Path, overrides: Sequence[str]) -> None:
+    run_check(RL, tmp_path, *overrides)
 
 
 def test_truncated_sampling_is_allowed_when_asked_for(tmp_path: Path) -> None:

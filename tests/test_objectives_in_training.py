@@ -10,9 +10,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from headrace import wiring
 from headrace.algo.advantages.credit import METHODS
+from headrace.algo.loss import loss_inputs
 from headrace.algo.losses import LOSSES
 from headrace.cli import load_checked
+from headrace.config.async_checks import SAMPLER_RATIO
 from headrace.errors import ConfigError, ModelError
+from headrace.loops.arrays import takes_behaviour_weights
 from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
@@ -169,7 +172,7 @@ def test_stale_tokens_are_corrected_towards_the_policy_at_the_start_of_the_step(
     values = bench.rl("rl.loss=decoupled_ppo", stale, "rl.correction.bound=clamp", "rl.steps=3")[-1].values
     assert 0.5 < values["correction/weight_mean"] < 2.0
     assert values["loss/kl_proximal_k3"] >= 0.0
-    folded = bench.rl("rl.loss=cispo", "rl.correction.cap=2.0")[-1].values
+    folded = bench.rl("rl.loss=dro", "rl.correction.cap=2.0")[-1].values
     assert folded["correction/weight_mean"] == pytest.approx(1.0, abs=1e-3)  # fresh tokens weigh 1
 
 
@@ -192,6 +195,16 @@ def test_coupled_ppo_knows_no_behaviour_weights(bench: Bench) -> None:
     values = bench.rl("rl.loss=ppo", "rl.async.max_staleness=2", "rl.steps=4")[-1].values
     assert not [name for name in values if name.startswith("correction/")]
     assert values["staleness/effective_share"] > 0.0
+
+
+def test_every_loss_with_a_ratio_to_the_sampler_is_known_to_the_checks() -> None:
+    by_signature = {
+        name
+        for name, fn in LOSSES.items()
+        if "sampler_logprobs" in loss_inputs(fn).required and not takes_behaviour_weights(fn)
+    }
+    without_a_ratio = {"dro", "sampler_kl"}  # a square, and an expectation over the sampler's own tokens
+    assert set(SAMPLER_RATIO) == by_signature - without_a_ratio
 
 
 def test_behaviour_weights_are_refused_for_a_loss_of_ones_own_that_does_not_take_them(bench: Bench) -> None:

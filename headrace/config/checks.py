@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.algorithms import algorithm_problems
+from headrace.config.async_checks import async_problems
 from headrace.config.keys import default_of
 from headrace.config.paths import NAMED_MODELS, find_path, is_code_path, split_function, split_sum
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
@@ -240,45 +241,11 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
         )
     if rl.kl_action != "discard" and rl.kl_limit is None:
         yield f"'rl.kl_action' is \"{rl.kl_action}\", but there is no limit: add 'rl.kl_limit'"
-    yield from _async_problems(rl, engine)
+    yield from async_problems(rl, engine)
     yield from algorithm_problems(rl)
     yield from _critic_problems(rl)
     yield from _reward_problems(rl)
     yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
-
-
-def _async_problems(rl: Rl, engine: Engine) -> Iterator[str]:
-    c = rl.asynchronous
-    if c.interrupt == "inflight" and c.lockstep_tokens:
-        yield (
-            "'rl.async.lockstep_tokens' repeats a run exactly, and keys and values that 'rl.async.interrupt' = "
-            '"inflight" keeps cannot be computed again: write "abort", or leave the first out'
-        )
-    if c.interrupt == "inflight" and engine.type != "embedded":
-        yield (
-            f'\'rl.async.interrupt\' is "inflight", but engine "{engine.type}" keeps no keys and values: '
-            'write "abort" or "drain"'
-        )
-    if c.weight_floor > c.weight_cap:
-        yield (
-            f"'rl.async.weight_floor' is {c.weight_floor}, above 'rl.async.weight_cap', which is {c.weight_cap}: "
-            "lower the first or raise the second"
-        )
-    if c.behaviour_weight is not None and rl.correction is not None:
-        yield "'rl.async.behaviour_weight' and [rl.correction] say the same thing twice: leave one of them out"
-    terms = split_sum(rl.loss)
-    if c.behaviour_weight is not None and "decoupled_ppo" not in terms and not any(":" in term for term in terms):
-        yield (
-            f'\'rl.async.behaviour_weight\' is "{c.behaviour_weight}", but the ratio of loss "{rl.loss}" is to the '
-            "sampler and would count a token's age twice: write 'rl.loss = \"decoupled_ppo\"', or leave it out"
-        )
-    if c.keep == "best" and c.oversampling == 1.0:
-        yield "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1"
-    if c.replay_groups and not c.max_staleness:
-        yield (
-            "'rl.async.replay_groups' asks for groups of earlier batches, which are at least one version old: "
-            "write 'rl.async.max_staleness' of 1 or more"
-        )
 
 
 def _critic_problems(rl: Rl) -> Iterator[str]:
