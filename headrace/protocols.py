@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.types import (
+    Action,
     Adam,
     Completion,
     Datum,
@@ -95,6 +96,17 @@ class Env(Protocol):
     def step(self, action: str) -> StepResult: ...
 
     def close(self) -> None: ...
+
+
+class ToolEnv(Env, Protocol):
+    """An environment whose observations may offer tools. What the policy says after one that does goes to `call`
+    instead of `step`, with the calls in it; each observation says for itself which tools there are.
+
+    The environment makes the calls and tells what came of them, in `tool` messages with the calls' ids, or tells the
+    policy what was wrong (`action.problem`) and calls the step invalid.
+    """
+
+    def call(self, action: Action) -> StepResult: ...
 
 
 class RewardRunner(Protocol):

@@ -1,23 +1,28 @@
 """Tool calls in what a model wrote: in the form its own chat template writes them, or as plain JSON in OpenAI's shapes.
 
 The form is read off the template: what stands around the JSON of a call that it renders. What is not a well-formed
-call of a known tool is text, all of it; nothing is repaired. Knows nothing of requests, episodes or engines.
+call of a known tool is text, all of it; nothing is repaired. And back: a conversation with calls in it goes on from the
+tokens that were sampled. Knows nothing of requests, episodes or engines.
 """
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from headrace.algo.random import derive_seed
 from headrace.errors import DataError, ModelError
-from headrace.render import Renderer
-from headrace.types import Message, ToolCall
+from headrace.render import Renderer, Tools
+from headrace.types import IntArray, Message, ToolCall
 
 _DECODER = json.JSONDecoder()
 _PROBE = ToolCall(name="probe_tool", arguments='{"probe_argument": 17}', id="abcdefghi")  # some templates want nine
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = re.compile(r"\s*")
+_LIKE_A_CALL = re.compile(r'\s*\[?\s*\{\s*"(?:name|function|tool_calls)"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,71 @@ def parse_reply(text: str, form: ToolForm | None, tools: Collection[str]) -> Par
     return Parsed(content="", calls=calls) if calls else Parsed(content=text)
 
 
+def call_problem(text: str, form: ToolForm | None, tools: Collection[str]) -> str | None:
+    """What is wrong with a text that `parse_reply` found no call in, for whoever wrote it; None: it tried none."""
+    if form is not None and form.opening in text:
+        return how_to_call(tools, form)
+    return how_to_call(tools) if _LIKE_A_CALL.match(text) else None
+
+
+def how_to_call(tools: Collection[str], form: ToolForm | None = None) -> str:
+    """
+    >>> how_to_call(["sub", "add"])
+    'this is no call that can be made: write {"name": ..., "arguments": {...}} with one of the tools add, sub'
+    """
+    where = "" if form is None else f" between {form.opening} and {form.closing or 'the end'}"
+    return (
+        f'this is no call that can be made: write {{"name": ..., "arguments": {{...}}}}{where} with one of the tools '
+        f"{', '.join(sorted(tools))}"
+    )
+
+
+def is_object(arguments: str) -> bool:
+    """Whether a call's arguments are a JSON object, as they have to be.
+
+    >>> is_object('{"a": 1}'), is_object('[1]'), is_object('{"a"')
+    (True, False, False)
+    """
+    found = _decode(arguments, _after_space(arguments, 0))
+    return found is not None and isinstance(found[0], dict) and not arguments[found[1] :].strip()
+
+
+def with_ids(calls: Sequence[ToolCall], seed: int, number: int) -> tuple[ToolCall, ...]:
+    """The calls of turn `number` with ids of nine digits, which some templates insist on."""
+    return tuple(
+        replace(call, id=f"{derive_seed(seed, number, index) % 10**9:09d}") for index, call in enumerate(calls)
+    )
+
+
+def shows_tools(renderer: Renderer, messages: Sequence[Message], tools: Tools) -> bool:
+    """Whether the chat template shows these tools at all."""
+    return not np.array_equal(renderer.prompt(messages, tools), renderer.prompt(messages))
+
+
+def extended_prompt(
+    renderer: Renderer,
+    seen: IntArray,
+    told: Sequence[Message],
+    replies: Sequence[Message],
+    new: Sequence[Message],
+    tools: Tools | None,
+) -> tuple[IntArray, tuple[Message, ...]] | None:
+    """The tokens `seen` so far and what the template adds for the new messages, and the messages as they stand there.
+
+    `told` are the messages before the turn that was sampled last, and `replies` the ways to write that turn: the text
+    as it was sampled, the calls in it as the template writes them. None if no way gives the tokens that were seen.
+    """
+    for reply in replies:
+        before = (*told, reply)
+        try:
+            prompt = renderer.continue_prompt(seen, before, new, tools)
+        except DataError:  # a template may insist on calls before their results
+            continue
+        if prompt is not None:
+            return prompt, (*before, *new)
+    return None
+
+
 def _formed(text: str, form: ToolForm, tools: Collection[str]) -> Parsed | None:
     """None as soon as one call is malformed: a program must not act on half of what was meant."""
     said: list[str] = []
@@ -120,9 +190,7 @@ def _call(item: Any, written: str) -> ToolCall | None:
     key = next((key for key in _ARGUMENTS if key in item), None)
     arguments = item[key] if key is not None else {}
     if isinstance(arguments, str):  # OpenAI's own shape: JSON in a string
-        whole = _decode(arguments, _after_space(arguments, 0))
-        ended = whole is not None and isinstance(whole[0], dict) and not arguments[whole[1] :].strip()
-        return ToolCall(name=item["name"], arguments=arguments) if ended else None
+        return ToolCall(name=item["name"], arguments=arguments) if is_object(arguments) else None
     if not isinstance(arguments, dict):
         return None
     text = next(_written(arguments, written), json.dumps(arguments, ensure_ascii=False))

@@ -135,18 +135,15 @@ class SampleRequest:
 # --- episodes --------------------------------------------------------------------------------------------------------
 
 
-Tools = tuple[Mapping[str, Any], ...]  # {"type": "function", "function": {"name", "description", "parameters"}}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What an environment shows. `state` is the anchor key of the true state; `actions` the valid ones, if it knows;
-    `tools` what may be called in the next turn, as OpenAI describes tools."""
+    `tools` may be called in the next turn: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
     messages: tuple[Message, ...]
     state: str | None = None
     actions: tuple[str, ...] | None = None
-    tools: Tools = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,20 +1,23 @@
 """One group: several episodes of a task from identical starts, played at once and scored together."""
 
 import asyncio
+import hashlib
 import inspect
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, TypeVar
-
-import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
 from headrace.protocols import Env, RewardRunner, Sampler
 from headrace.render import Renderer
-from headrace.rollout.episode import run_episode, time_limit
+from headrace.rollout.episode import EndRules, play_episode, run_episode, time_limit
 from headrace.rollout.journal import EpisodeJournal, Journals, JournalSampler
+from headrace.rollout.policies import Chat, RemotePolicy
 from headrace.types import (
     Completion,
     Episode,
@@ -49,6 +52,9 @@ async def play_group(
     max_episode_tokens: int,
     timeout_s: float,
     run_seed: int,
+    end_tool: str | None = None,
+    end_pattern: re.Pattern[str] | None = None,
+    threads: Executor | None = None,
     generate_fn: GenerateFn | None = None,
     journals: Journals | None = None,
 ) -> Group:
@@ -56,7 +62,7 @@ async def play_group(
 
     All episodes share the environment's seed and each samples with its own; both follow from (run_seed, group_id).
     Episode i has the id "<group_id>/<i>". A user's `generate_fn`, async or plain, takes the place of `run_episode`.
-    A group that `journals` knows goes on from there.
+    A group that `journals` knows goes on from there. `end_tool`, `end_pattern` and `threads` are as in `run_episode`.
     """
     assert group_size > 0
     started_version = sampler.version
@@ -74,11 +80,9 @@ async def play_group(
         if generate_fn is not None:
             through = JournalSampler(sampler, journal)
             return await _generate(generate_fn, id, task, through, renderer, seed, timeout_s)
-        try:
-            with boundary(EpisodeError, f"task {task.id}: its environment cannot be made"):
-                env = make_env()
-        except EpisodeError as exc:
-            return FailedEpisode(id=id, task=task, reason=str(exc))
+        env = _made(make_env, id, task)
+        if isinstance(env, FailedEpisode):
+            return env
         return await run_episode(
             id=id,
             task=task,
@@ -91,10 +95,74 @@ async def play_group(
             max_turns=max_turns,
             max_episode_tokens=max_episode_tokens,
             timeout_s=timeout_s,
+            end_tool=end_tool,
+            end_pattern=end_pattern,
             journal=journal,
+            threads=threads,
         )
 
-    played = same_start(await _gather(play_kept(index) for index in range(group_size)))
+    played = await _gather(play_kept(index) for index in range(group_size))
+    return await _scored(task, group_id, played, reward_runner, started_version)
+
+
+async def play_group_remotely(
+    task: Task,
+    group_id: int,
+    *,
+    group_size: int,
+    make_env: Callable[[], Env],
+    chat: Chat,
+    reward_runner: RewardRunner,
+    temperature: float,
+    max_turns: int,
+    timeout_s: float,
+    run_seed: int,
+    end_tool: str | None = None,
+    end_pattern: re.Pattern[str] | None = None,
+    threads: Executor | None = None,
+) -> Group:
+    """As `play_group`, played by a model elsewhere. Its episodes have no tokens: they cannot be trained on."""
+    assert group_size > 0
+
+    async def play(index: int) -> Episode | FailedEpisode:
+        id = f"{group_id}/{index}"
+        seed = derive_seed(run_seed, "episode", group_id, index)
+        env = _made(make_env, id, task)
+        if isinstance(env, FailedEpisode):
+            return env
+        return await play_episode(
+            id=id,
+            task=task,
+            env=env,
+            policy=RemotePolicy(chat, seed=seed),
+            temperature=temperature,
+            seed=seed,
+            env_seed=derive_seed(run_seed, "environment", group_id),
+            rules=EndRules(max_turns=max_turns, tool=end_tool, pattern=end_pattern),
+            timeout_s=timeout_s,
+            threads=threads,
+        )
+
+    played = await _gather(play(index) for index in range(group_size))
+    return await _scored(task, group_id, played, reward_runner, 0)
+
+
+def _made(make_env: Callable[[], Env], id: str, task: Task) -> Env | FailedEpisode:
+    try:
+        with boundary(EpisodeError, f"task {task.id}: its environment cannot be made"):
+            return make_env()
+    except EpisodeError as exc:
+        return FailedEpisode(id=id, task=task, reason=str(exc))
+
+
+async def _scored(
+    task: Task,
+    group_id: int,
+    ended: Sequence[Episode | FailedEpisode],
+    reward_runner: RewardRunner,
+    started_version: int,
+) -> Group:
+    played = same_start(ended)
     episodes = [episode for episode in played if isinstance(episode, Episode)]
     scored = await reward_runner.score(episodes) if episodes else ()
     assert len(scored) == len(episodes)
@@ -108,8 +176,8 @@ async def play_group(
 
 
 def same_start(played: Sequence[Episode | FailedEpisode]) -> tuple[Episode | FailedEpisode, ...]:
-    """Episodes whose first prompt or state differs from that of the first one played become failed."""
-    first = next((episode for episode in played if isinstance(episode, Episode)), None)
+    """Episodes whose first observation hashes otherwise than that of the first one played become failed."""
+    first = next((start_hash(episode) for episode in played if isinstance(episode, Episode)), None)
     return tuple(
         FailedEpisode(
             id=episode.id,
@@ -117,7 +185,7 @@ def same_start(played: Sequence[Episode | FailedEpisode]) -> tuple[Episode | Fai
             reason=f"task {episode.task.id}: the episodes of a group must start alike, but this one's first "
             "observation differs: make the environment's reset depend on the task and the seed alone",
         )
-        if isinstance(episode, Episode) and first is not None and not _starts_like(episode, first)
+        if isinstance(episode, Episode) and start_hash(episode) != first
         else episode
         for episode in played
     )
@@ -134,9 +202,13 @@ async def _gather(plays: Iterable[Coroutine[object, object, T]]) -> list[T]:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _starts_like(episode: Episode, other: Episode) -> bool:
-    mine, its = episode.steps[0], other.steps[0]
-    return np.array_equal(mine.prompt, its.prompt) and mine.state == its.state
+def start_hash(episode: Episode) -> str:
+    """Of what an episode began with: its state, and the tokens of its first prompt, which have messages and tools in
+    them; where a model elsewhere played, the messages before its first."""
+    first = episode.steps[0]
+    opening = tuple(takewhile(lambda message: message.role != "assistant", episode.messages))
+    shown = first.prompt.tobytes() if len(first.prompt) else repr(opening).encode()
+    return hashlib.blake2b(repr(first.state).encode() + b"\0" + shown, digest_size=16).hexdigest()
 
 
 # --- a user's own rollout --------------------------------------------------------------------------------------------

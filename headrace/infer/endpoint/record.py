@@ -18,7 +18,7 @@ from headrace.algo.random import derive_seed
 from headrace.errors import DataError, EpisodeError, HeadraceError, SamplerError, boundary
 from headrace.infer.endpoint.wire import ChatRequest, Refused
 from headrace.render import Renderer
-from headrace.tool_calls import Parsed, ToolForm, parse_reply
+from headrace.tool_calls import Parsed, ToolForm, extended_prompt, parse_reply, shows_tools, with_ids
 from headrace.types import Completion, IntArray, Message, SampleRequest, SamplingParams, Step, Stop, int_array
 
 MAX_INTERRUPTS = 1000
@@ -187,13 +187,12 @@ class EpisodeRecord:
                 new = messages[len(before.messages) + 1 :]
                 seen = int_array(np.concatenate([before.prompt, before.completion.tokens]))
                 # as it was sampled; else as the template writes it, which may be the same tokens under another name
-                for reply in (Message(role="assistant", content=before.text), before.reply):
-                    told = (*before.told, reply)
-                    prompt = self._renderer.continue_prompt(seen, told, new, tools)
-                    if prompt is not None:
-                        return prompt, (*told, *new)
+                replies = (Message(role="assistant", content=before.text), before.reply)
+                found = extended_prompt(self._renderer, seen, before.told, replies, new, tools)
+                if found is not None:
+                    return found
             prompt = self._renderer.prompt(messages, tools)
-            if tools is not None and np.array_equal(prompt, self._renderer.prompt(messages)):
+            if tools is not None and not shows_tools(self._renderer, messages, tools):
                 raise Refused(
                     "this model's chat template shows no tools: describe them in a message and leave tools out",
                     param="tools",
@@ -259,10 +258,7 @@ class EpisodeRecord:
         if not parsed.calls:
             content = _cut(self._renderer.decode(completion.tokens), params.stop_strings)
             return text, Message(role="assistant", content=content)
-        calls = tuple(
-            replace(call, id=f"{derive_seed(self._seed, number, index) % 10**9:09d}")  # some templates want nine
-            for index, call in enumerate(parsed.calls)
-        )
+        calls = with_ids(parsed.calls, self._seed, number)
         return text, Message(role="assistant", content=parsed.content, tool_calls=calls)
 
 
