@@ -20,6 +20,7 @@ from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sam
 from headrace.errors import ConfigError
 
 SMOLLM2_CONTEXT = 8192
+SAVED = ("all", "failures", "top_advantage")  # of `rl.save.which`; a test compares them with what there is
 SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`; a test compares them with the functions there are
 _CRITIC_CREDITS = ("token_gae", "turn_gae")
 _KV_SLOTS, _KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
@@ -56,6 +57,7 @@ def check(
         problems.append(_source_problems("rl.tasks", rl.tasks, base, worlds))
         problems.append(_name_problems("rl.credit", rl.credit, credits))
         problems.append(_name_problems("rl.weighting", rl.weighting, weightings))
+        problems.append(_function_problems("rl.save.which", rl.save.which, base, SAVED))
         problems += [_function_problems("rl.loss", term, base, losses) for term in split_sum(rl.loss)]
         problems += [
             _frozen_problems(f"rl.{key}", getattr(rl, key), base)

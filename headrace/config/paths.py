@@ -97,6 +97,7 @@ def _rl(rl: Rl, base: Path) -> Rl:
         reward_runner=replace(
             rl.reward_runner, readable=tuple(_absolute(path, base) for path in rl.reward_runner.readable)
         ),
+        save=replace(rl.save, which=_function(rl.save.which, base)),
         filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),
         asynchronous=replace(rl.asynchronous, score=_function(rl.asynchronous.score, base)),
     )

@@ -273,6 +273,19 @@ class Critic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Save:
+    """Which episodes are written to rollouts/step_NNNNNN.jsonl."""
+
+    every: NonNegative = 1  # training steps; the first is saved too; 0: none is
+    # "all", "failures", "top_advantage" (largest absolute values), or "file.py:function" of a credited episode
+    which: str = "all"
+    every_episode: Positive = 1  # of those that `which` chooses, every n-th
+    top: Positive = 16  # which "top_advantage": how many of a training step
+    whole_groups: Flag = False  # keep the whole group of a chosen episode, as comparing them anew needs it
+    lean: Flag = False  # without token arrays: smaller, for looking at and for rewards that take no tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Rl:
     """A training step takes `groups` groups of `group_size` episodes and makes `minibatches` optimiser updates."""
 
@@ -306,6 +319,7 @@ class Rl:
     teacher: str | None = None  # folder of the model of teacher_logprobs
     critic: Critic | None = None  # PPO with GAE: a value model that credit "token_gae" or "turn_gae" asks
     filters: tuple[Filter, ...] = ()  # reject groups, which are then replaced by new ones
+    save: Save = field(default_factory=Save)  # which episodes are kept in the run folder (docs/viewing.md)
     sync_every: Positive = 1  # training steps between two publications of weights
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
     optimizer: Optimizer = field(default_factory=Optimizer)  # AdamW and its schedule

@@ -24,7 +24,7 @@ from headrace.loops.update import Updater
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.meter import Meter
-from headrace.types import CreditedEpisode, LossSpec, Metric, merge_metrics, metric_values
+from headrace.types import CreditedEpisode, Group, LossSpec, Metric, merge_metrics, metric_values
 
 NO_SCORERS: Mapping[str, Score] = {}
 
@@ -54,7 +54,7 @@ async def train_rl(
     updater: Updater,
     sink: MetricSink,
     keeper: Keeper,
-    record: Callable[[int, Sequence[CreditedEpisode]], None],
+    record: Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None],
     scorers: Mapping[str, Score] = NO_SCORERS,
     critic: Critic | None = None,
     trust: TrustRegion | None = None,
@@ -81,7 +81,7 @@ async def train_rl(
                 batch = step_batch(credit(groups, method=c.credit, params=c.credit_params))
             else:
                 batch = await critic.credit(groups)
-            record(step, batch.episodes)
+            record(step, groups, batch.episodes)
             batch = replace(batch, data=without_older(batch.data, oldest=executor.oldest))
             batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             played = [e.scored for e in batch.episodes if e.group_id in executor.training]  # not those of before

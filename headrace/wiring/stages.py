@@ -1,21 +1,19 @@
 """The stages: [sft], [reward_model] and [rl], each from its section of the configuration to its loop."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
-from headrace.observe.trajectories import save_trajectories
 from headrace.rollout.conversations import Mixture
 from headrace.rollout.meter import Meter
 from headrace.rollout.tasks import TaskSource
-from headrace.types import CreditedEpisode
 from headrace.wiring.beside import make_critic, make_scorers, make_trust
 from headrace.wiring.desk import Desk, Run
 from headrace.wiring.objective import make_correction, make_loss
+from headrace.wiring.record import make_record
 from headrace.wiring.rollouts import make_executor
 from headrace.wiring.sources import conversations_of, pairs_of, training_conversations, training_tasks
 
@@ -101,9 +99,6 @@ async def run_rl(run: Run, desk: Desk) -> None:
             state["kl_coef_doublings"] = trust.doublings
         return state
 
-    def record(step: int, episodes: Sequence[CreditedEpisode]) -> None:
-        save_trajectories(run.folder.step_rollouts(step + 1), episodes)
-
     await train_rl(
         RlSettings(
             steps=c.steps,
@@ -124,7 +119,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
         keeper=desk.keeper(
             parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
         ),
-        record=record,
+        record=make_record(c, run.folder),
         critic=critic,
         trust=trust,
         meter=meter,

@@ -110,7 +110,7 @@ async def by_loop(model_folder: Path, state: Path) -> MemorySink:
         updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2 / (step + 1)), max_skips=1),
         sink=sink,
         keeper=Keeper(MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()),
-        record=lambda step, episodes: None,
+        record=lambda step, groups, episodes: None,
     )
     engine.close()
     backend.close()
@@ -156,7 +156,7 @@ class Rig:
         episodes = (scored(reward, step([-0.5, -0.5], version=version)) for reward in (0.0, 1.0))
         return group(id, *episodes)
 
-    def record(self, step: int, episodes: Sequence[CreditedEpisode]) -> None:
+    def record(self, step: int, groups: Sequence[Group], episodes: Sequence[CreditedEpisode]) -> None:
         self.recorded.append((step, [episode.group_id for episode in episodes]))
 
     async def train(self, *, steps: int, groups: int = 2, every: int = 0, **settings: Any) -> dict[str, float]:

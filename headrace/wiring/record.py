@@ -1,0 +1,42 @@
+"""What a training step was made from, on its way into the run folder: `rl.save` to a function of the loop."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from headrace.config import Rl
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.select import CHOICES, Selection, chosen
+from headrace.observe.trajectories import About, Saved, save_trajectories
+from headrace.rollout.load_function import load_function
+from headrace.types import CreditedEpisode, Group
+
+Record = Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None]
+
+
+def make_record(c: Rl, folder: RunFolder) -> Record:
+    """Saves the episodes of a step, and why others failed, as `rl.save` says; a step without any has no file."""
+    which = c.save.which
+    selection = Selection(
+        every=c.save.every,
+        which=which if which in CHOICES else load_function(which),
+        every_episode=c.save.every_episode,
+        top=c.save.top,
+        whole_groups=c.save.whole_groups,
+    )
+
+    def record(step: int, groups: Sequence[Group], episodes: Sequence[CreditedEpisode]) -> None:
+        if not selection.takes_step(step + 1):
+            return
+        failed = [episode for group in groups for episode in group.failed] if selection.takes_failed else []
+        kept: list[Saved] = [*chosen(episodes, selection), *failed]
+        if kept:
+            about = About(
+                run=folder.path.name,
+                training_step=step + 1,
+                method=c.credit,
+                params=c.credit_params,
+                group_sizes=Counter(episode.group_id for episode in episodes),
+            )
+            save_trajectories(folder.step_rollouts(step + 1), kept, lean=c.save.lean, about=about)
+
+    return record
