@@ -254,7 +254,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     from headrace.algo.weights import WEIGHTINGS
     from headrace.loops.critic import GAE_METHODS
     from headrace.reward.by_model import NAME as REWARD_MODEL
-    from headrace.reward.terms import BUILTIN, JUDGE
+    from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH
     from headrace.rollout.filters import FILTERS
     from headrace.rollout.worlds import WORLDS
 
@@ -267,7 +267,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         credits=(*METHODS, *GAE_METHODS),
         weightings=WEIGHTINGS,
         worlds=WORLDS,
-        rewards=(*BUILTIN, REWARD_MODEL, JUDGE),
+        rewards=(*BUILTIN, REWARD_MODEL, JUDGE, LENGTH, FORMAT),
         filters=FILTERS,
     )
     if config.rl is not None:

@@ -5,6 +5,7 @@ Shape letters: N tokens of a whole sequence; its Datum has T = N - 1 positions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,17 @@ def conversation_datum(tokens_N: IntArray, trained_N: npt.NDArray[np.bool_]) -> 
     return shifted(tokens_N, {"weights": trained_N.astype(np.float32)})
 
 
+class Rows(StrEnum):
+    """What a training sequence is: as much of an EPISODE as extends itself token by token, or a STEP with its prompt.
+
+    Every trained token has the same context, log-prob and advantage in both. A step's own row costs its prompt again,
+    and counts as one sequence in weightings that average over sequences.
+    """
+
+    EPISODE = "episode"
+    STEP = "step"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Steps whose prompts extend each other token for token, end to end. `step` is -1 where nothing was sampled."""
@@ -47,12 +59,15 @@ class Sample:
     next_logprobs: FloatArray  # NaN where it is not known
 
 
-def samples(episode: Episode) -> tuple[Sample, ...]:
+def samples(episode: Episode, rows: Rows = Rows.EPISODE) -> tuple[Sample, ...]:
     """The episode's steps as the fewest sequences in which every trained token has the very context it was sampled in.
 
     A step whose prompt extends the sequence so far continues it; any other (the history was rewritten) starts anew.
+    With Rows.STEP every step is a sequence of its own.
     """
-    return tuple(_chain([(index, episode.steps[index]) for index in chain]) for chain in chains(episode.steps))
+    steps = episode.steps
+    parts = chains(steps) if rows is Rows.EPISODE else tuple((index,) for index in range(len(steps)))
+    return tuple(_chain([(index, steps[index]) for index in part]) for part in parts)
 
 
 def chains(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
@@ -91,12 +106,12 @@ def _chain(chain: Sequence[tuple[int, Step]]) -> Sample:
     )
 
 
-def to_data(credited: Sequence[CreditedEpisode]) -> tuple[Datum, ...]:
+def to_data(credited: Sequence[CreditedEpisode], rows: Rows = Rows.EPISODE) -> tuple[Datum, ...]:
     """Weight 1 on sampled tokens, each with its step's advantage; normalisation comes after, over the whole step."""
     data: list[Datum] = []
     for episode in credited:
         advantages = np.array([*episode.advantages, 0.0], dtype=np.float32)  # index -1: not sampled
-        for sample in samples(episode.scored.episode):
+        for sample in samples(episode.scored.episode, rows):
             data.append(
                 shifted(
                     sample.tokens,

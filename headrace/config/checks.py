@@ -14,6 +14,7 @@ from typing import Literal
 
 from headrace.config.algorithms import algorithm_problems
 from headrace.config.async_checks import async_problems
+from headrace.config.credit_checks import ANCHORS, credit_problems, gives_rewards
 from headrace.config.keys import default_of
 from headrace.config.paths import NAMED_MODELS, find_path, is_code_path, split_function, split_sum
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
@@ -56,6 +57,7 @@ def check(
         problems.append(_reward_model_problems(config, rl, base))
         problems.append(_source_problems("rl.tasks", rl.tasks, base, worlds))
         problems.append(_name_problems("rl.credit", rl.credit, credits))
+        problems.append(_function_problems("rl.anchor", rl.anchor, base, ANCHORS))
         problems.append(_name_problems("rl.weighting", rl.weighting, weightings))
         problems.append(_function_problems("rl.save.which", rl.save.which, base, SAVED))
         problems += [_function_problems("rl.loss", term, base, losses) for term in split_sum(rl.loss)]
@@ -246,6 +248,7 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
     yield from async_problems(rl, engine)
     yield from algorithm_problems(rl)
     yield from _critic_problems(rl)
+    yield from credit_problems(rl)
     yield from _reward_problems(rl)
     yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
 
@@ -289,7 +292,7 @@ def _reward_problems(rl: Rl) -> Iterator[str]:
     for term in rl.rewards:
         if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
             yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
-        if term.fn == "env" and rl.tasks.type != "world" and rl.generate_fn is None and rl.program is None:
+        if term.fn == "env" and not gives_rewards(rl):
             yield (
                 f'the reward "env" is what a world gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
                 f'add [[rl.rewards]] with fn = "exact_match" or "file.py:function"'

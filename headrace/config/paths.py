@@ -91,6 +91,7 @@ def _rl(rl: Rl, base: Path) -> Rl:
         reference=None if rl.reference is None else _absolute(rl.reference, base),
         teacher=None if rl.teacher is None else _absolute(rl.teacher, base),
         critic=None if rl.critic is None else _critic(rl.critic, base),
+        anchor=_function(rl.anchor, base),
         generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
         program=None if rl.program is None else _function(rl.program, base),
         rewards=tuple(_term(term, base) for term in rl.rewards),

@@ -157,16 +157,16 @@ class RewardModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardTerm:
-    """`fn`: "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", "judge", or a user's."""
+    """`fn`: a reward of the package's, or a user's."""
 
-    # "env" (what the world gave), "exact_match", "reasoning_gym", "reward_model", "judge", or "file.py:function"
+    # env, exact_match, reasoning_gym, reward_model, judge, length, format, valid_actions, or "file.py:function"
     fn: str
     path: str | None = None  # reward_model: the folder of a saved one; unset: the one that [reward_model] trains
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its curve; unset: the function's
-    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments that a user's function gets at every call
-    step_index: Literal["auto", "message", "turn"] = "auto"  # what its step outputs count: docs/rewards.md
-    default_step_reward: Real = 0.0  # of steps without an output, where there are step outputs
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the judge, length or format; a user's function
+    step_index: Literal["auto", "message", "turn"] = "auto"  # what its step outputs count: docs/authoring-rewards.md
+    default_step_reward: Real = 0.0  # of steps that its step outputs do not name, also if there are none
     terminal_score: Literal["auto", "add"] = "auto"  # add: its score counts on the last step beside step outputs
     score_range: tuple[Real, Real] | None = None  # scores outside are no rewards
     keep_invalid: Flag = False  # take scores with is_score_valid = False, with which some functions mark wrong answers
@@ -176,7 +176,7 @@ class RewardTerm:
 class RewardRunner:
     """Where the functions of users' files run: in sandboxed processes, or, if they are trusted, in this one."""
 
-    type: Literal["process", "inprocess"] = "process"  # sandboxed processes (docs/rewards.md), or this process
+    type: Literal["process", "inprocess"] = "process"  # sandboxed processes (docs/sandbox.md), or this process
     strict: Flag = False  # refuse to run where files, network or processes cannot be isolated
     workers: Positive | None = None  # processes for each function; unset: one for each CPU core, at most 8
     fork: Literal["episode", "group"] = "episode"  # what shares a process; one for all episodes of a group is faster
@@ -265,7 +265,8 @@ class Critic:
     lam: Share = 0.95  # GAE: 0 trusts the critic alone, 1 the rewards alone
     value_coef: NonNegativeFloat = 0.5  # factor of the value loss
     value_clip: NonNegativeFloat = 0.2  # how far a value may move in one training step; 0: no limit
-    bootstrap: Flag = True  # past a limit an episode is worth what is expected after it; false for whole-episode judges
+    # past a limit an episode is worth what is expected after it (docs/objectives.md says when to write false)
+    bootstrap: Flag = True
     whiten: Flag = True  # bring the advantages of a training step to mean 0 and standard deviation 1
     kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model, taken off the reward of every token
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # of that KL; k1 is the one whose policy gradient is the KL's
@@ -295,7 +296,12 @@ class Rl:
     minibatches: Positive = 1  # optimiser updates of one training step
     tasks: Source  # what episodes start from
     rewards: tuple[RewardTerm, ...] = (RewardTerm(fn="env"),)  # summed with their weights; unset: what the world gives
+    # functions; what the world gives (functions are then only measured); or their sum; unset: `rewards` as it stands
+    reward_source: Literal["function", "env", "sum"] | None = None
     reward_runner: RewardRunner = field(default_factory=RewardRunner)  # where users' reward functions run
+    # episodes that a limit cut off: what they earned, 0, left out of statistics and loss, or less `truncated_penalty`
+    truncated: Literal["keep", "zero", "exclude", "penalty"] = "keep"
+    truncated_penalty: NonNegativeFloat = 0.0  # truncated "penalty": taken off the reward of the last step
     generate_fn: str | None = None  # "file.py:function": a user's own rollout in place of the episode worker
     program: str | None = None  # "file.py:function": an agent that calls the model itself (docs/agents.md)
     max_turns: Positive = 16  # assistant turns of one episode
@@ -307,6 +313,9 @@ class Rl:
     algorithm: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "gigpo", "ppo"] | None = None
     credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic
     credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
+    # what tells states apart: "state" (the world's key), "observation", "auto" (either), or "file.py:function"
+    anchor: str = "auto"
+    rows: Literal["episode", "step"] = "episode"  # what a training sequence is: an episode, or each of its turns
     loss: str = "ppo"  # a name of docs/objectives.md, "file.py:function", or a sum: "ppo + entropy_bonus"
     loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
     weighting: str = "token_mean"  # token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant

@@ -25,7 +25,7 @@ from headrace.algo.correction import (
     normalised,
     with_lags,
 )
-from headrace.algo.datum import to_data
+from headrace.algo.datum import Rows, to_data
 from headrace.algo.loss import LossFn, Unit, check_inputs, loss_inputs, unit_of
 from headrace.algo.units import with_units
 from headrace.algo.weights import reweight
@@ -75,9 +75,9 @@ class StepBatch:
         assert len(self.data) == len(self.group_ids)
 
 
-def step_batch(credited: Credited) -> StepBatch:
+def step_batch(credited: Credited, rows: Rows = Rows.EPISODE) -> StepBatch:
     """The data of credited episodes, in their order."""
-    made = [(episode.group_id, datum) for episode in credited.episodes for datum in to_data([episode])]
+    made = [(episode.group_id, datum) for episode in credited.episodes for datum in to_data([episode], rows)]
     return StepBatch(
         episodes=credited.episodes,
         data=tuple(datum for _, datum in made),

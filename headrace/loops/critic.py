@@ -15,7 +15,7 @@ from headrace.algo.advantages.episode import advantage_health
 from headrace.algo.advantages.gae import NOT_SAMPLED, Gae, token_gae, turn_gae
 from headrace.algo.advantages.groups import whitened
 from headrace.algo.advantages.table import step_table
-from headrace.algo.datum import samples, to_data
+from headrace.algo.datum import Rows, samples, to_data
 from headrace.algo.scalar_data import all_tokens, scalar_datum
 from headrace.algo.shaping import kl_rewards
 from headrace.algo.statistics import explained_variance
@@ -57,6 +57,7 @@ class CriticSettings:
     kl_estimator: str = "k1"
     bootstrap: bool = True
     minibatches: int = 1
+    rows: Rows = Rows.EPISODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Critic:
         """Every token's advantage from the values of the present critic; what it is to learn comes along as `returns`,
         `values` and `critic` (1 where a return is to be learned)."""
         c = self.settings
-        layout = lay_out(groups)
+        layout = lay_out(groups, c.rows)
         values = await self._values(layout.data)
         values_T = _end_to_end([value[:-1] for value in values])
         rewards_T = layout.rewards_T
@@ -124,7 +125,7 @@ class Layout:
     lengths_E: Ints  # their positions
 
 
-def lay_out(groups: Sequence[Group]) -> Layout:
+def lay_out(groups: Sequence[Group], rows: Rows = Rows.EPISODE) -> Layout:
     """Rewards and steps of every position, for any of the GAE forms. A step without a token leaves its reward to the
     token before it."""
     table = step_table(groups)
@@ -139,8 +140,8 @@ def lay_out(groups: Sequence[Group]) -> Layout:
     data_E, lengths_E = [], []
     first = 0
     for episode in episodes:
-        made = to_data([episode])
-        steps = [sample.step[1:].astype(np.int64) for sample in samples(episode.scored.episode)]
+        made = to_data([episode], rows)
+        steps = [sample.step[1:].astype(np.int64) for sample in samples(episode.scored.episode, rows)]
         own_T = np.concatenate([*steps, np.zeros(0, dtype=np.int64)])
         reward_T = np.zeros(len(own_T))
         sampled = np.flatnonzero(own_T >= 0)

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.algo.advantages.credit import credit
+from headrace.algo.advantages.keys import KeysFn, default_keys
+from headrace.algo.datum import Rows
 from headrace.algo.lags import lag_metrics, staleness_metrics
 from headrace.algo.losses import find_loss
 from headrace.algo.staleness import without_older
@@ -17,6 +19,7 @@ from headrace.loops.arrays import Correction, Score, minibatches, provide, step_
 from headrace.loops.clock import Laps
 from headrace.loops.critic import Critic
 from headrace.loops.evaluate import Evaluation
+from headrace.loops.health import CreditHealth
 from headrace.loops.keeper import Keeper
 from headrace.loops.measure import drop_shares, episode_metrics, mismatch_metrics
 from headrace.loops.trust import TrustRegion
@@ -32,13 +35,16 @@ NO_SCORERS: Mapping[str, Score] = {}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSettings:
     """`weighting_constant` is the length by which weighting "constant" divides. `correction` None: only if the loss
-    asks for one."""
+    asks for one. `keys` names the anchor states of step-level credit; `mixed_versions`: those of a group may differ."""
 
     steps: int
     minibatches: int
     loss: LossSpec
     credit: str = "grpo"
     credit_params: Mapping[str, float | str] = field(default_factory=dict)
+    keys: KeysFn = default_keys
+    rows: Rows = Rows.EPISODE
+    mixed_versions: bool = False
     weighting: str = "token_mean"
     weighting_constant: float = 1.0
     correction: Correction | None = None
@@ -69,6 +75,7 @@ async def train_rl(
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
+    health = CreditHealth(method=c.credit, mixed_versions=c.mixed_versions)
     async with executor:
         for step in range(start, c.steps):
             laps = Laps()
@@ -77,8 +84,11 @@ async def train_rl(
             taking = executor.take_batch()  # task -> rollout -> reward
             groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
+            health.look_at_groups(groups)
             if critic is None:  # reward -> advantage -> datum
-                batch = step_batch(credit(groups, method=c.credit, params=c.credit_params))
+                credited = credit(groups, method=c.credit, params=c.credit_params, keys=c.keys)
+                health.look_at_credit(credited)
+                batch = step_batch(credited, c.rows)
             else:
                 batch = await critic.credit(groups)
             record(step, groups, batch.episodes)
@@ -92,9 +102,8 @@ async def train_rl(
                 loss = c.loss if trust is None else trust.loss(c.loss)
                 updated = await updater.update(step, data, loss)  # datum -> loss -> optimiser
                 metrics = merge_metrics(metrics, updated.metrics)
-                if part == 0:  # the forward pass before any update: these log-probs are the proximal ones
-                    stale = staleness_metrics(data, updated.forward.logprobs, version=executor.version)
-                    metrics = merge_metrics(metrics, stale)
+                stale = staleness_metrics(data, updated.forward.logprobs, version=executor.version)
+                metrics = merge_metrics(metrics, stale)
                 if part == 0 and step % c.sync_every == 0:
                     fresh = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
                     metrics = merge_metrics(metrics, fresh)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.algo.turns import step_positions
 from headrace.types import Completion, Episode, Message, Step, Stop, Task, ToolCall
 
 
@@ -43,16 +44,6 @@ def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
 
 def step_id(episode: Episode, index: int) -> str:
     return f"{episode.id}/{index}"
-
-
-def step_positions(episode: Episode) -> list[int | None]:
-    """For each step, its message's place in the conversation: the last assistant messages are the policy's, in order.
-
-    None where the conversation has fewer of them than there are steps.
-    """
-    spoken = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
-    lacking = max(0, len(episode.steps) - len(spoken))
-    return [*[None] * lacking, *spoken[len(spoken) - (len(episode.steps) - lacking) :]]
 
 
 def message_of(message: Message) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError, RolloutError, boundary
 from headrace.reward.terms import GroupTerm, Term, as_reward
+from headrace.reward.truncation import Truncation
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,22 @@ class GroupRewardRunner:
     """Terms of both kinds: functions of an episode, called as above, and terms that judge a group.
 
     When more than `max_invalid_share` of the last evaluations were in vain, every further call raises RolloutError:
-    what is learned from the rest would be learned from what the reward function happens to survive.
+    what is learned from the rest would be learned from what the reward function happens to survive. `truncation` says
+    what episodes that a limit cut off are worth; those that it leaves out were not judged in vain.
     """
 
     def __init__(
-        self, terms: Sequence[Term | GroupTerm], *, timeout_s: float = 60.0, max_invalid_share: float = 1.0
+        self,
+        terms: Sequence[Term | GroupTerm],
+        *,
+        timeout_s: float = 60.0,
+        max_invalid_share: float = 1.0,
+        truncation: Truncation | None = None,
     ) -> None:
         check_terms(terms)
         self._terms = tuple(terms)
         self._timeout_s = timeout_s
+        self._truncation = truncation or Truncation()
         self._invalid = InvalidShare(limit=max_invalid_share)
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
@@ -64,7 +72,7 @@ class GroupRewardRunner:
             self._judged(episode, [column[index] for column in columns]) for index, episode in enumerate(episodes)
         )
         self._invalid.note(results)
-        return results
+        return tuple(self._truncation.apply(item) if isinstance(item, ScoredEpisode) else item for item in results)
 
     async def close(self) -> None:
         for term in self._terms:

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from headrace.errors import RewardError
+from headrace.algo.shaping import overlong_penalty
+from headrace.errors import ConfigError, RewardError
 from headrace.types import Episode, Reward
 
 Verdict = float | bool | Reward | Mapping[str, Any]
 RewardFn = Callable[[Episode], Verdict | Awaitable[Verdict]]
 
 JUDGE = "judge"  # in `rl.rewards`: a language model behind an endpoint, see `judge.py`
+FORMAT = "format"  # see `format.py`
+LENGTH = "length"
 TOTAL_KEYS = ("score", "total")
 
 
@@ -122,7 +125,27 @@ def reasoning_gym(episode: Episode) -> Reward:
     return Reward(total=score, success=score >= 1.0)
 
 
-BUILTIN: Mapping[str, RewardFn] = {"env": env, "exact_match": exact_match, "reasoning_gym": reasoning_gym}
+def valid_actions(episode: Episode) -> float:
+    """The share of turns that the environment could make sense of."""
+    return sum(step.valid for step in episode.steps) / max(len(episode.steps), 1)
+
+
+def length(*, max_tokens: int, margin: int) -> RewardFn:
+    """0 for an episode of up to max_tokens - margin sampled tokens, then falling to -1 at max_tokens and beyond.
+
+    Raises ConfigError on numbers that make no such slope.
+    """
+    if not 0 < margin <= max_tokens:
+        raise ConfigError(f"margin is {margin}: write a whole number from 1 to max_tokens, which is {max_tokens}")
+    return lambda episode: overlong_penalty(episode.num_sampled, max_tokens=max_tokens, margin=margin)
+
+
+BUILTIN: Mapping[str, RewardFn] = {
+    "env": env,
+    "exact_match": exact_match,
+    "reasoning_gym": reasoning_gym,
+    "valid_actions": valid_actions,
+}
 
 
 def last_answer(episode: Episode) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from headrace.algo.turns import step_positions
 from headrace.errors import RewardError
-from headrace.reward.rows import step_id, step_positions
+from headrace.reward.rows import step_id
 from headrace.reward.terms import as_reward
 from headrace.types import Episode, Reward
 
@@ -22,9 +23,9 @@ class Alignment:
     """How step outputs become step rewards.
 
     `step_index`: "message" (place in the conversation), "turn" (count of assistant messages), or "auto" to find out.
-    Steps without an output get `default_step_reward`. `terminal_score`: whether the score also counts on the last step
-    ("add"), or only if there are no step outputs ("auto"). `score_range` rejects scores outside. `keep_invalid` takes a
-    score that is marked as not valid: some functions mark wrong answers so.
+    Steps without an output get `default_step_reward`, also where there are no outputs at all. `terminal_score`: whether
+    the score also counts on the last step ("add"), or only if there are no step outputs ("auto"). `score_range` rejects
+    scores outside. `keep_invalid` takes a score that is marked as not valid: some functions mark wrong answers so.
     """
 
     step_index: Literal["auto", "message", "turn"] = "auto"
@@ -79,7 +80,9 @@ def _steps(fields: Mapping[str, Any], score: float, episode: Episode, alignment:
         return tuple(_number(step, "a step reward") for step in fields["steps"])
     outputs = fields.get("step_outputs")
     if outputs is None:
-        return None
+        if not alignment.default_step_reward:
+            return None  # the score counts on the last step
+        outputs = []
     rewards = [alignment.default_step_reward] * len(episode.steps)
     indices = [output["step_index"] for output in outputs]
     for step, output in zip(resolve(indices, episode, alignment.step_index), outputs, strict=True):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from headrace.algo.datum import Rows
 from headrace.algo.loss import loss_inputs
 from headrace.algo.losses import find_loss
 from headrace.config import Critic as CriticConfig
@@ -38,6 +39,7 @@ def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
             kl_estimator=own.kl_estimator,
             bootstrap=own.bootstrap,
             minibatches=c.minibatches,
+            rows=Rows(c.rows),
         ),
         backend=backend,
         updater=None

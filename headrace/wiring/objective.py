@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from headrace.algo.advantages.keys import KEYS, KeysFn, keys_by
 from headrace.algo.correction import Behaviour, Bound, Level, Missing
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
@@ -31,6 +32,11 @@ def make_loss(c: Rl) -> LossSpec:
     return LossSpec(
         fn=f"{c.loss} + {VALUE_TERM}" if known else added([fn, LOSSES[VALUE_TERM]]), params={**c.loss_params, **numbers}
     )
+
+
+def make_keys(c: Rl) -> KeysFn:
+    """What tells the states of steps apart; a user's function is called as anchor(step, episode)."""
+    return KEYS[c.anchor] if c.anchor in KEYS else keys_by(load_function(c.anchor))
 
 
 def make_correction(c: Rl, loss: LossSpec) -> Correction | None:

@@ -14,40 +14,66 @@ from headrace.errors import ConfigError, ModelError, boundary
 from headrace.model.scalar import is_scalar_folder
 from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.by_model import reward_by_model
+from headrace.reward.format import SPEC as FORMAT_SPEC
+from headrace.reward.format import matches
 from headrace.reward.judge import Judge, ask_endpoint, judge_term
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.limits import Limits
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
-from headrace.reward.terms import BUILTIN, JUDGE, GroupTerm, RewardFn, Term
+from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH, GroupTerm, RewardFn, Term, length
+from headrace.reward.truncation import CutOff, Truncation
 from headrace.reward.verdict import Alignment
 from headrace.train.scorer import FrozenScorer
 from headrace.types import IntArray
 from headrace.wiring.models import load_scalar
 
+ENV = "env"  # what the world gives
+
 
 def make_terms(config: Config, reward_model_path: str | None) -> list[Term | GroupTerm]:
     """The terms that can judge now: those of [rl] (what the world gives, if there is none), without a reward model
     that is not there yet."""
-    rewards = (RewardTerm(fn="env"),) if config.rl is None else config.rl.rewards
+    rewards = (RewardTerm(fn="env"),) if config.rl is None else reward_terms(config.rl)
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     runner = RewardRunner() if config.rl is None else config.rl.reward_runner
     there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
-    own = [term for term in there if term.fn in (REWARD_MODEL, JUDGE, *BUILTIN)]
+    own = [term for term in there if term.fn in (REWARD_MODEL, JUDGE, LENGTH, *BUILTIN)]
     return [
         _term(term, config.model, reward_model_path, tokens) if term in own else _user_term(term, runner)
         for term in there
     ]
 
 
-def make_reward_runner(terms: Sequence[Term | GroupTerm], rl: Rl) -> GroupRewardRunner:
+def reward_terms(rl: Rl) -> tuple[RewardTerm, ...]:
+    """`rl.rewards` as `rl.reward_source` wants them: with what the world gives, or with nothing else that counts."""
+    env = (RewardTerm(fn=ENV),) if all(term.fn != ENV for term in rl.rewards) else ()
+    match rl.reward_source:
+        case None | "function":
+            return rl.rewards
+        case "sum":
+            return (*rl.rewards, *env)
+        case "env":
+            measured = (term if term.fn == ENV else replace(term, weight=0.0) for term in rl.rewards)
+            return (*measured, *env)
+
+
+def make_reward_runner(
+    terms: Sequence[Term | GroupTerm], rl: Rl, truncation: Truncation | None = None
+) -> GroupRewardRunner:
     """A reward model judges one episode after another: those that wait for it have as long as an episode has."""
     waits = any(term.fn == REWARD_MODEL for term in rl.rewards)
     return GroupRewardRunner(
         terms,
         timeout_s=rl.asynchronous.task_timeout_s if waits else 60.0,
         max_invalid_share=rl.reward_runner.max_invalid_share,
+        truncation=truncation,
     )
+
+
+def make_truncation(rl: Rl) -> Truncation:
+    """For training; what is evaluated is kept as it was judged."""
+    return Truncation(rule=CutOff(rl.truncated), penalty=rl.truncated_penalty)
 
 
 async def close_terms(terms: Sequence[Term | GroupTerm]) -> None:
@@ -59,9 +85,11 @@ async def close_terms(terms: Sequence[Term | GroupTerm]) -> None:
 
 def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
     """A function of a user's file. It is imported once now, so that what cannot work ends the run before it begins."""
+    if term.fn == FORMAT:
+        _check_format(term)
     user = UserReward(
         name=_name(term),
-        spec=term.fn,
+        spec=FORMAT_SPEC if term.fn == FORMAT else term.fn,
         weight=term.weight,
         kwargs=term.kwargs,
         alignment=Alignment(
@@ -91,6 +119,12 @@ def _name(term: RewardTerm) -> str:
     return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
 
 
+def _check_format(term: RewardTerm) -> None:
+    """Looked at as code that is not trusted would be: a pattern that cannot be compiled fails on no text at all."""
+    with boundary(ConfigError, 'a reward with fn = "format" needs kwargs pattern and maybe turns, and these are wrong'):
+        matches([], [], **term.kwargs)
+
+
 def _judge_term(term: RewardTerm) -> GroupTerm:
     """Of `kwargs`, the judge's own keys go to it, and the others to the endpoint."""
     own = {field.name for field in fields(Judge)}
@@ -108,6 +142,11 @@ def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_b
         path = term.path or reward_model_path
         assert path is not None
         return Term(name=name, fn=_model_reward(path, model, micro_batch_tokens), weight=term.weight)
+    if term.fn == LENGTH:
+        with boundary(ConfigError, 'a reward with fn = "length" needs kwargs max_tokens and margin, and no others'):
+            return Term(name=name, fn=length(**term.kwargs), weight=term.weight)
+    if term.kwargs:
+        raise ConfigError(f'a reward with fn = "{term.fn}" takes no kwargs: leave them out')
     return Term(name=name, fn=BUILTIN[term.fn], weight=term.weight)
 
 

@@ -16,7 +16,7 @@ from headrace.rollout.settings import AsyncSettings, Interrupt, StaleAction
 from headrace.rollout.tasks import TaskSource
 from headrace.wiring.desk import Desk
 from headrace.wiring.play import make_sampling
-from headrace.wiring.rewards import make_reward_runner
+from headrace.wiring.rewards import make_reward_runner, make_truncation
 from headrace.wiring.sources import make_env_of
 
 
@@ -27,7 +27,7 @@ def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter
         make_env=make_env_of(c.tasks),
         sampler=desk.sampler,
         renderer=desk.renderer,
-        reward_runner=make_reward_runner(desk.terms, c),
+        reward_runner=make_reward_runner(desk.terms, c, make_truncation(c)),
         sampling=make_sampling(c.sampling, c.sampling.temperature),
         max_turns=c.max_turns,
         max_episode_tokens=c.max_episode_tokens,

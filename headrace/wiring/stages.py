@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from headrace.algo.datum import Rows
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
@@ -12,7 +13,7 @@ from headrace.rollout.meter import Meter
 from headrace.rollout.tasks import TaskSource
 from headrace.wiring.beside import make_critic, make_scorers, make_trust
 from headrace.wiring.desk import Desk, Run
-from headrace.wiring.objective import make_correction, make_loss
+from headrace.wiring.objective import make_correction, make_keys, make_loss
 from headrace.wiring.record import make_record
 from headrace.wiring.rollouts import make_executor
 from headrace.wiring.sources import conversations_of, pairs_of, training_conversations, training_tasks
@@ -106,6 +107,9 @@ async def run_rl(run: Run, desk: Desk) -> None:
             loss=loss,
             credit=c.credit,
             credit_params=c.credit_params,
+            keys=make_keys(c),
+            rows=Rows(c.rows),
+            mixed_versions=c.asynchronous.max_staleness > 0,
             weighting=c.weighting,
             weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
             correction=make_correction(c, loss),

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, composite, floats, integers, lists, sampled_from
 from reward_episodes import episode
 
+from headrace.algo.turns import step_positions
 from headrace.errors import RewardError, RolloutError
-from headrace.reward.rows import episode_from, row_of, step_positions
+from headrace.reward.rows import episode_from, row_of
 from headrace.reward.runner import GroupRewardRunner, InvalidShare
 from headrace.reward.terms import GroupTerm
 from headrace.reward.verdict import Alignment, resolve, reward_of

@@ -24,6 +24,7 @@ from headrace.algo.advantages.gagpo import gagpo
 from headrace.algo.advantages.gigpo import gigpo
 from headrace.algo.advantages.graphgpo import graphgpo
 from headrace.algo.advantages.hgpo import hgpo
+from headrace.algo.advantages.keys import KeysFn, default_keys
 from headrace.algo.advantages.table import StepTable, discounted, step_table
 from headrace.algo.lookup import check_numbers, lookup
 from headrace.errors import ConfigError
@@ -50,20 +51,28 @@ NO_PARAMS: Mapping[str, float | str] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credited:
-    """Every scored episode with its advantages, in the order of the groups, and the health of the signal."""
+    """Every scored episode with its advantages, in the order of the groups, the health of the signal, and the table
+    that both were made of."""
 
     episodes: tuple[CreditedEpisode, ...]
     health: Mapping[str, Metric]
+    table: StepTable
 
 
-def credit(groups: Sequence[Group], *, method: str, params: Mapping[str, float | str] = NO_PARAMS) -> Credited:
+def credit(
+    groups: Sequence[Group],
+    *,
+    method: str,
+    params: Mapping[str, float | str] = NO_PARAMS,
+    keys: KeysFn = default_keys,
+) -> Credited:
     """Advantages by `method`, one per step (all the same for an episode-level method); failed episodes take no part.
 
-    Groups are compared by their place in `groups`, never by the order in which episodes ended. Raises ConfigError on
-    an unknown method or parameter.
+    Groups are compared by their place in `groups`, never by the order in which episodes ended; steps by the anchor
+    states that `keys` names. Raises ConfigError on an unknown method or parameter.
     """
     check_method(method, params)
-    table = step_table(groups)
+    table = step_table(groups, keys)
     advantages = step_advantages(table, method=method, params=params)
     ends_E = np.cumsum(table.length_E).tolist()
     values, parts = advantages.values.tolist(), _step_credits(advantages.parts)
@@ -79,6 +88,7 @@ def credit(groups: Sequence[Group], *, method: str, params: Mapping[str, float |
             for (group_id, episode), end in zip(scored, ends_E, strict=True)
         ),
         health=advantages.health,
+        table=table,
     )
 
 

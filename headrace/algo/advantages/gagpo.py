@@ -14,13 +14,15 @@ def gagpo(
     gamma: float = 0.95,
     lam: float = 0.95,
     norm: Norm = Norm.STD,
+    episode_coef: float = 0.0,
     invalid_penalty: float = 0.0,
     std_eps: float = 1e-6,
 ) -> Advantages:
-    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), then normalised per task group.
+    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), then normalised per task group,
+    plus episode_coef A_E.
 
     V(s) is the mean of G over the steps of the group taken in s; a step without a state is alone, V = its own G. The
-    end of an episode has value 0. There is no episode term; goes with a sequence-level ratio (gspo).
+    end of an episode has value 0. Goes with a sequence-level ratio (gspo).
     """
     table = penalised(table, invalid_penalty)
     returns_S = discounted(table.reward_S, table.length_E, gamma)
@@ -31,4 +33,4 @@ def gagpo(
     raw_S = discounted(table.reward_S + gamma * next_S - values_S, table.length_E, gamma * lam)
     advantages_S = normalised(raw_S, group_stats(raw_S, table.group_S), norm=norm, ddof=1, eps=std_eps)
     episode_S = episode_advantages(table, norm=norm, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
-    return combined(advantages_S, episode_S, step, table, returns_S=returns_S)
+    return combined(advantages_S + episode_coef * episode_S, episode_S, step, table, returns_S=returns_S)

@@ -9,9 +9,10 @@ from headrace.algo.advantages.anchors import (
     anchor_labels,
     combined,
     episode_advantages,
+    normalised,
 )
 from headrace.algo.advantages.episode import Advantages
-from headrace.algo.advantages.groups import Bools, Ints, group_stats, standardised
+from headrace.algo.advantages.groups import Bools, Ints, group_stats
 from headrace.algo.advantages.table import NO_STATE, StepTable, discounted, penalised
 
 
@@ -21,13 +22,15 @@ def hgpo(
     gamma: float = 0.95,
     depth: int = 2,
     alpha: float = 1.0,
+    norm: Norm = Norm.STD,
     episode_coef: float = 0.0,
     invalid_penalty: float = 0.0,
     std_eps: float = 1e-6,
 ) -> Advantages:
     """A = sum_k w_k a_k, k = 1 .. depth + 1, plus episode_coef A_E.
 
-    a_k compares G_t among the steps whose last k states (s_{t-k+1} .. s_t) are equal, population standard deviation.
+    a_k compares G_t among the steps whose last k states (s_{t-k+1} .. s_t) are equal, by the population standard
+    deviation or, with norm "none", by the mean alone.
     w_k is proportional to (k + 1)^alpha over the k whose a_k is not 0, so agreement on a longer history counts more.
     """
     table = penalised(table, invalid_penalty)
@@ -42,13 +45,13 @@ def hgpo(
             history_S, known_S = _longer(history_S, known_S, state_S, table.state_S != NO_STATE, first_S)
         level_S = np.zeros(len(returns_S))
         stats = group_stats(returns_S[known_S], history_S[known_S])
-        level_S[known_S] = standardised(returns_S[known_S], stats, ddof=0, eps=std_eps)
+        level_S[known_S] = normalised(returns_S[known_S], stats, norm=norm, ddof=0, eps=std_eps)
         weight = float(k + 1) ** alpha
         weighted_S += weight * level_S
         weights_S += weight * (level_S != 0)
     step_S = weighted_S / np.where(weights_S > 0, weights_S, 1.0)
-    episode_S = episode_advantages(table, norm=Norm.STD, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
-    anchored = among_peers(returns_S, table, norm=Norm.STD, ddof=0, eps=std_eps)._replace(values_S=step_S)
+    episode_S = episode_advantages(table, norm=norm, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
+    anchored = among_peers(returns_S, table, norm=norm, ddof=0, eps=std_eps)._replace(values_S=step_S)
     return combined(step_S + episode_coef * episode_S, episode_S, anchored, table, returns_S=returns_S)
 
 

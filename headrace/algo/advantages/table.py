@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.algo.advantages.groups import Bools, Floats, Ints
+from headrace.algo.advantages.keys import KeysFn, default_keys
 from headrace.types import Group, ScoredEpisode
 
-NO_STATE = -1  # in `state_S`: the environment named no state
+NO_STATE = -1  # in `state_S`: the step has no anchor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +50,13 @@ class StepTable:
         return last_S
 
 
-def step_table(groups: Sequence[Group]) -> StepTable:
-    """Columns of all scored episodes. Without step rewards an episode's total is the reward of its last step."""
+def step_table(groups: Sequence[Group], keys: KeysFn = default_keys) -> StepTable:
+    """Columns of all scored episodes, whose anchor states `keys` names. Without step rewards an episode's total is the
+    reward of its last step."""
     episodes = [scored for group in groups for scored in group.episodes]
     steps = [step for scored in episodes for step in scored.episode.steps]
+    anchors = [key for scored in episodes for key in keys(scored.episode)]
+    assert len(anchors) == len(steps)
     numbers: dict[str, int] = {}
     return StepTable(
         group_E=np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups]),
@@ -62,7 +66,7 @@ def step_table(groups: Sequence[Group]) -> StepTable:
         success_E=np.array([bool(scored.success) for scored in episodes], dtype=bool),
         reward_S=np.array([reward for scored in episodes for reward in _step_rewards(scored)], dtype=np.float64),
         state_S=np.array(
-            [NO_STATE if step.state is None else numbers.setdefault(step.state, len(numbers)) for step in steps],
+            [NO_STATE if key is None else numbers.setdefault(key, len(numbers)) for key in anchors],
             dtype=np.int64,
         ),
         valid_S=np.array([step.valid for step in steps], dtype=bool),

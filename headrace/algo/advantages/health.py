@@ -1,0 +1,91 @@
+"""Whether what is about to be credited can teach anything: faults that end a run, and signs that are worth a warning.
+
+Pure: who asks decides what becomes of the sentences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.algo.advantages.table import NO_STATE, StepTable
+from headrace.types import Group
+
+MAX_SINGLETON_SHARE = 0.9  # of the anchors; runs that learn from step credit are reported to stay below a third
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Sentences. Those of `warnings` have a name, so that each is said once."""
+
+    errors: tuple[str, ...] = ()
+    warnings: tuple[tuple[str, str], ...] = ()
+
+
+def anchor_findings(table: StepTable, *, method: str) -> Findings:
+    """Of a method that compares steps by their states.
+
+    An error: episodes have several steps, and no group has more than one state. Then the anchor is taken at the start
+    and never changes, or there is none, or the policy never moves; A_S is nothing or a second A_E.
+    """
+    states_G, several_G = _states_of_groups(table)
+    if several_G.any() and (states_G[several_G] <= 1).all():
+        count = int(table.length_E[np.isin(table.group_E, np.flatnonzero(several_G))].sum())
+        what = "one and the same state within its group" if states_G.any() else "no state at all"
+        return Findings(
+            errors=(
+                f"credit {method!r} compares steps taken in the same state, but each of these {count} steps has "
+                f"{what}: let the environment give every observation its `state`, set rl.anchor to a function of your "
+                'own, or write rl.credit = "grpo" (if the policy just never moves, train it with [sft] first)',
+            )
+        )
+    anchored_S = table.state_S != NO_STATE
+    labels_S = table.group_S[anchored_S] * (int(table.state_S.max(initial=0)) + 1) + table.state_S[anchored_S]
+    _, count_A = np.unique(labels_S, return_counts=True)
+    share = float((count_A == 1).mean()) if len(count_A) else 0.0
+    if share > MAX_SINGLETON_SHARE:
+        return Findings(
+            warnings=(
+                (
+                    "singletons",
+                    f"{share:.0%} of the anchor states were met by one step only, which {method!r} can compare with no "
+                    "other: leave out of the state what does not matter (a counter, the time, the conversation so far)",
+                ),
+            )
+        )
+    return Findings()
+
+
+def group_findings(groups: Sequence[Group], *, mixed_versions: bool, compared: bool = True) -> Findings:
+    """Of any method. `mixed_versions`: asynchronous sampling may mix them; `compared`: episodes with each other, not
+    with what a critic expects."""
+    errors, warnings = [], []
+    mixed = [] if mixed_versions else [group for group in groups if len(_versions(group)) > 1]
+    if mixed:
+        listed = ", ".join(map(str, sorted(_versions(mixed[0]))))
+        errors.append(
+            f"{len(mixed)} of {len(groups)} groups have tokens of several policy versions (group {mixed[0].id}: "
+            f"{listed}), so their episodes cannot be compared: let rollouts sample through the sampler they are given, "
+            "or set rl.async.max_staleness to 1 or more"
+        )
+    single = sum(len(group.episodes) == 1 for group in groups) if compared else 0
+    if single:
+        text = f"{single} of {len(groups)} groups have one episode, whose advantage is 0 because it has no peer"
+        warnings.append(("single", text))
+    return Findings(errors=tuple(errors), warnings=tuple(warnings))
+
+
+def _versions(group: Group) -> set[int]:
+    """Of all sampled tokens."""
+    steps = [step for scored in group.episodes for step in scored.episode.steps]
+    return {int(version) for step in steps for version in np.unique(step.completion.versions)}
+
+
+def _states_of_groups(table: StepTable) -> tuple[np.ndarray, np.ndarray]:
+    """How many different states each group number has, and whether any of its episodes has several steps."""
+    num_groups = int(table.group_E.max(initial=-1)) + 1
+    anchored_S = table.state_S != NO_STATE
+    pairs = np.unique(np.stack([table.group_S[anchored_S], table.state_S[anchored_S]]), axis=1)
+    states_G = np.bincount(pairs[0], minlength=num_groups)
+    several_G = np.bincount(table.group_E, weights=table.length_E > 1, minlength=num_groups) > 0
+    return states_G, several_G

@@ -1,0 +1,37 @@
+"""Stops a run that cannot learn and says once what is worth a look, before a batch is trained on."""
+
+import logging
+from collections.abc import Sequence
+
+from headrace.algo.advantages.credit import METHODS, STEP_METHODS, Credited
+from headrace.algo.advantages.health import Findings, anchor_findings, group_findings
+from headrace.errors import RolloutError
+from headrace.types import Group
+
+logger = logging.getLogger(__name__)
+
+
+class CreditHealth:
+    """`mixed_versions`: whether asynchronous sampling may mix policy versions inside a group. Warnings come once."""
+
+    def __init__(self, *, method: str, mixed_versions: bool) -> None:
+        self._method, self._mixed_versions = method, mixed_versions
+        self._said: set[str] = set()
+
+    def look_at_groups(self, groups: Sequence[Group]) -> None:
+        """Raises RolloutError on groups that cannot be compared."""
+        compared = self._method in METHODS  # the others ask a critic
+        self._act(group_findings(groups, mixed_versions=self._mixed_versions, compared=compared))
+
+    def look_at_credit(self, credited: Credited) -> None:
+        """Raises RolloutError on anchors that compare nothing."""
+        if self._method in STEP_METHODS:
+            self._act(anchor_findings(credited.table, method=self._method))
+
+    def _act(self, found: Findings) -> None:
+        for name, sentence in found.warnings:
+            if name not in self._said:
+                self._said.add(name)
+                logger.warning("%s", sentence)
+        if found.errors:
+            raise RolloutError(found.errors[0])
