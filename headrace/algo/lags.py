@@ -49,15 +49,17 @@ def lag_metrics(data: Sequence[Datum], *, version: int) -> dict[str, Metric]:
 
 
 def staleness_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
-    """What the lag of tokens has done to their weights w = exp(proximal - sampler); `logprobs` are the proximal ones.
+    """What the lag of tokens has done to their weights w = exp(proximal - sampler), in one minibatch of a step.
 
     Mean and maximum of w, standard deviation of log w and effective sample size, the last two also for each lag. It is
-    measured whatever the loss makes of stale tokens.
+    measured whatever the loss makes of stale tokens. Data without `proximal_logprobs` are measured by `logprobs`, those
+    of the forward pass of their own update, so updates made before it in the step count too.
     """
     merged: dict[str, Metric] = {}
     for datum, scored in zip(data, logprobs, strict=True):
         trained = datum.arrays["weights"] != 0
-        log_weights = scored[trained].astype(np.float64) - datum.arrays["sampler_logprobs"][trained]
+        proximal = datum.arrays.get("proximal_logprobs", scored)
+        log_weights = proximal[trained].astype(np.float64) - datum.arrays["sampler_logprobs"][trained]
         weights = np.exp(_bounded(log_weights))
         figures: dict[str, Metric] = {
             "staleness/weight_mean": Mean(float(weights.sum()), len(weights)),

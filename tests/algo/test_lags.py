@@ -1,6 +1,7 @@
 """Figures about the age of tokens, by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,15 @@ def test_staleness_by_hand() -> None:
     assert values["staleness/effective_share_lag_2"] == pytest.approx(6**2 / 20 / 2)
     assert values["staleness/log_weight_std"] == pytest.approx(LOG2 * math.sqrt(5 / 3 - 1))
     assert values["staleness/log_weight_std_lag_2"] == pytest.approx(LOG2 / 2)
+
+
+def test_log_probs_at_the_start_of_the_step_come_before_those_of_the_update() -> None:
+    # proximal / sampler is 2 and 1, whatever an update in between has made of the policy
+    plain = datum([4, 4])
+    data = [replace(plain, arrays={**plain.arrays, "proximal_logprobs": float_array([LOG2, 0])})]
+    values = metric_values(staleness_metrics(data, [float_array([3.0, -3.0])], version=5))
+    assert values["staleness/weight_mean"] == pytest.approx(1.5)
+    assert values["staleness/log_weight_std_lag_1"] == pytest.approx(LOG2 / 2)
 
 
 @given(lists(tuples(floats(-3, 3), integers(0, 3)), min_size=2, max_size=20), integers(1, 19))

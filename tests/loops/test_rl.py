@@ -230,6 +230,8 @@ async def test_minibatches_are_whole_groups_and_each_makes_an_update(tmp_path: P
     # 2 groups x 2 episodes x 2 tokens an update
     assert rig.series("train/trained_tokens") == [16.0, 16.0]
     assert rig.series("rollout/mismatch_abs")[0] == 0.0, "the first update is scored before the weights move"
+    # the second half of the tokens is met by a policy that the first update moved by 0.1: log w is 0 and 0.1
+    assert rig.series("staleness/log_weight_std")[0] == pytest.approx(0.05)
 
 
 async def test_weights_are_published_every_n_steps_and_mismatch_is_measured_where_they_agree(tmp_path: Path) -> None:
