@@ -1,0 +1,148 @@
+"""Reinforcement learning, the whole line written out:
+
+    task -> rollout -> reward -> advantage -> datum -> forward_backward -> optim_step -> publish weights
+
+It is the same text on every scale, because each stage is reached through a protocol. It knows no model, engine or file.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from headrace.algo.advantages.credit import credit
+from headrace.algo.advantages.keys import KeysFn, default_keys
+from headrace.algo.datum import Rows
+from headrace.algo.lags import lag_metrics, staleness_metrics
+from headrace.algo.losses import find_loss
+from headrace.algo.staleness import without_older
+from headrace.loops.arrays import Correction, Score, minibatches, provide, step_batch
+from headrace.loops.clock import Laps
+from headrace.loops.critic import Critic
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.health import CreditHealth
+from headrace.loops.keeper import Keeper
+from headrace.loops.measure import drop_shares, episode_metrics, mismatch_metrics
+from headrace.loops.trust import TrustRegion
+from headrace.loops.update import Updater
+from headrace.protocols import MetricSink, TrainBackend
+from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.meter import Meter
+from headrace.types import CreditedEpisode, Group, LossSpec, Metric, merge_metrics, metric_values
+
+NO_SCORERS: Mapping[str, Score] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlSettings:
+    """`weighting_constant` is the length by which weighting "constant" divides. `correction` None: only if the loss
+    asks for one. `keys` names the anchor states of step-level credit; `mixed_versions`: those of a group may differ."""
+
+    steps: int
+    minibatches: int
+    loss: LossSpec
+    credit: str = "grpo"
+    credit_params: Mapping[str, float | str] = field(default_factory=dict)
+    keys: KeysFn = default_keys
+    rows: Rows = Rows.EPISODE
+    mixed_versions: bool = False
+    weighting: str = "token_mean"
+    weighting_constant: float = 1.0
+    correction: Correction | None = None
+    sync_every: int = 1
+    eval_every: int = 0
+
+
+async def train_rl(
+    c: RlSettings,
+    *,
+    executor: RolloutExecutor,
+    backend: TrainBackend,
+    updater: Updater,
+    sink: MetricSink,
+    keeper: Keeper,
+    record: Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None],
+    scorers: Mapping[str, Score] = NO_SCORERS,
+    critic: Critic | None = None,
+    trust: TrustRegion | None = None,
+    meter: Meter | None = None,
+    evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
+    start: int = 0,
+) -> dict[str, float]:
+    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
+
+    `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name. With a critic, advantages
+    are its own, and `credit` plays no part; `trust` may cut a step short. `meter` is the one around what is played.
+    """
+    values: dict[str, float] = {}
+    loss_fn = find_loss(c.loss.fn)
+    health = CreditHealth(method=c.credit, mixed_versions=c.mixed_versions)
+    async with executor:
+        for step in range(start, c.steps):
+            laps = Laps()
+            if meter is not None:
+                meter.lap()
+            taking = executor.take_batch()  # task -> rollout -> reward
+            groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
+            laps.lap("rollout")
+            health.look_at_groups(groups)
+            if critic is None:  # reward -> advantage -> datum
+                credited = credit(groups, method=c.credit, params=c.credit_params, keys=c.keys)
+                health.look_at_credit(credited)
+                batch = step_batch(credited, c.rows)
+            else:
+                batch = await critic.credit(groups)
+            record(step, groups, batch.episodes)
+            batch = replace(batch, data=without_older(batch.data, oldest=executor.oldest))
+            batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
+            played = [e.scored for e in batch.episodes if e.group_id in executor.training]  # not those of before
+            metrics = merge_metrics(batch.metrics, episode_metrics(played))
+            metrics = merge_metrics(metrics, lag_metrics(batch.data, version=executor.version))
+            parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
+            for part, data in enumerate(parts):
+                loss = c.loss if trust is None else trust.loss(c.loss)
+                updated = await updater.update(step, data, loss)  # datum -> loss -> optimiser
+                metrics = merge_metrics(metrics, updated.metrics)
+                stale = staleness_metrics(data, updated.forward.logprobs, version=executor.version)
+                metrics = merge_metrics(metrics, stale)
+                if part == 0 and step % c.sync_every == 0:
+                    fresh = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
+                    metrics = merge_metrics(metrics, fresh)
+                if trust is not None:
+                    moved = await trust.after_update(step, data, left=len(parts) - part - 1)
+                    metrics = merge_metrics(metrics, moved.metrics)
+                    if moved.stop:
+                        break
+            if trust is not None:
+                metrics = merge_metrics(metrics, trust.end_step())
+            if critic is not None:
+                metrics = merge_metrics(metrics, await critic.update(step, batch))
+            executor.done(groups)
+            laps.lap("train")
+            published = (step + 1) % c.sync_every == 0 or step + 1 == c.steps
+            if published:
+                await executor.publish(await asyncio.wrap_future(backend.export_weights()))  # -> version + 1
+            laps.lap("publish")
+            counts = executor.metrics()
+            values = metric_values(metrics) | counts | drop_shares(counts) | laps.values()
+            shares = {} if meter is None else meter.lap()
+            sink.log(step + 1, values | shares | _rates(metrics, laps, shares))
+            if not published:
+                continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
+            score = None
+            if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
+                score = (await evaluate(step + 1)).score
+            await keeper.barrier(step + 1, score)
+    return values
+
+
+def _rates(metrics: Mapping[str, Metric], laps: Laps, played: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second, sampled (while something was played) and computed, and the share of the step in which the
+    trainer waited for a batch."""
+    sampled, computed = metrics["rollout/sampled_tokens"].value(), metrics["train/computed_tokens"].value()
+    step_s, waited_s = laps.values()["time/step_s"], laps.parts["time/rollout_s"]
+    playing_s = (1.0 - played["perf/sampler_idle"]) * step_s if played else waited_s
+    return {
+        "perf/sampled_tokens_per_s": sampled / max(playing_s, 1e-9),
+        "perf/trained_tokens_per_s": computed / max(laps.parts["time/train_s"], 1e-9),
+        "perf/trainer_idle": waited_s / max(step_s, 1e-9),
+    }
