@@ -252,7 +252,7 @@ async def test_weights_are_published_every_n_steps_and_mismatch_is_measured_wher
 
 async def test_a_stop_between_two_publications_is_heard_at_the_next_one(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.record = lambda step, episodes: rig.stop.set()  # type: ignore[method-assign]
+    rig.record = lambda step, groups, episodes: rig.stop.set()  # type: ignore[method-assign]
     with pytest.raises(Interrupted, match="after step 3 of 9"):
         await rig.train(steps=9, sync_every=3)
     assert [(step, state) for step, state, _ in rig.store.saved] == [(3, {"version": 1})]

@@ -24,8 +24,8 @@ from headrace.algo.advantages.gagpo import gagpo
 from headrace.algo.advantages.gigpo import gigpo
 from headrace.algo.advantages.graphgpo import graphgpo
 from headrace.algo.advantages.hgpo import hgpo
-from headrace.algo.advantages.keys import KeysFn, default_keys
-from headrace.algo.advantages.table import StepTable, discounted, step_table
+from headrace.algo.advantages.keys import Keys, KeysFn, default_keys
+from headrace.algo.advantages.table import StepTable, anchors_of, discounted, step_table
 from headrace.algo.lookup import check_numbers, lookup
 from headrace.errors import ConfigError
 from headrace.types import CreditedEpisode, Group, Metric, StepCredit
@@ -72,10 +72,11 @@ def credit(
     states that `keys` names. Raises ConfigError on an unknown method or parameter.
     """
     check_method(method, params)
-    table = step_table(groups, keys)
+    anchors = anchors_of(groups, keys)
+    table = step_table(groups, anchors)
     advantages = step_advantages(table, method=method, params=params)
     ends_E = np.cumsum(table.length_E).tolist()
-    values, parts = advantages.values.tolist(), _step_credits(advantages.parts)
+    values, parts = advantages.values.tolist(), _step_credits(advantages.parts, anchors)
     scored = [(group.id, scored) for group in groups for scored in group.episodes]
     return Credited(
         episodes=tuple(
@@ -92,12 +93,12 @@ def credit(
     )
 
 
-def _step_credits(parts: Parts | None) -> tuple[StepCredit, ...]:
+def _step_credits(parts: Parts | None, anchors: Keys) -> tuple[StepCredit, ...]:
     assert parts is not None, "rows of credited groups are steps"
     columns = (parts.returns_S, parts.episode_S, parts.step_S, parts.peers_S)
     return tuple(
-        StepCredit(returns=returns, episode=episode, step=step, peers=count)
-        for returns, episode, step, count in zip(*(column.tolist() for column in columns), strict=True)
+        StepCredit(returns=returns, episode=episode, step=step, peers=count, anchor=anchor)
+        for returns, episode, step, count, anchor in zip(*(column.tolist() for column in columns), anchors, strict=True)
     )
 
 

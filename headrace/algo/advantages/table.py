@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.algo.advantages.groups import Bools, Floats, Ints
-from headrace.algo.advantages.keys import KeysFn, default_keys
+from headrace.algo.advantages.keys import Keys, KeysFn, default_keys
 from headrace.types import Group, ScoredEpisode
 
 NO_STATE = -1  # in `state_S`: the step has no anchor
@@ -50,12 +50,19 @@ class StepTable:
         return last_S
 
 
-def step_table(groups: Sequence[Group], keys: KeysFn = default_keys) -> StepTable:
-    """Columns of all scored episodes, whose anchor states `keys` names. Without step rewards an episode's total is the
-    reward of its last step."""
+def anchors_of(groups: Sequence[Group], keys: KeysFn = default_keys) -> Keys:
+    """The anchor key of every step of all scored episodes, in the order of the table's rows."""
+    named = [(scored.episode, keys(scored.episode)) for group in groups for scored in group.episodes]
+    assert all(len(own) == len(episode.steps) for episode, own in named)
+    return [key for _, own in named for key in own]
+
+
+def step_table(groups: Sequence[Group], anchors: Keys | None = None) -> StepTable:
+    """Columns of all scored episodes, with these anchor keys. Without step rewards an episode's total is the reward of
+    its last step."""
     episodes = [scored for group in groups for scored in group.episodes]
     steps = [step for scored in episodes for step in scored.episode.steps]
-    anchors = [key for scored in episodes for key in keys(scored.episode)]
+    anchors = anchors_of(groups) if anchors is None else anchors
     assert len(anchors) == len(steps)
     numbers: dict[str, int] = {}
     return StepTable(
