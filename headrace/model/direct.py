@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headrace.model.adapters import adapt
 from headrace.model.attention import Context, Packed, attend
 from headrace.model.load import LanguageModel
 from headrace.model.packed import PackedLinear, Product, available, linear
@@ -31,7 +32,7 @@ def direct_forward(lm: LanguageModel) -> Forward | None:
     model = lm.model.base_model
     if lm.model.config.model_type not in FAMILIES or not all(_is_plain(layer) for layer in model.layers):
         return None
-    direct = _Direct(model)
+    direct = _Direct(model, lm.model.base_model_prefix)
     tokens_T = torch.arange(6) % lm.vocabulary
     positions_T = torch.tensor([0, 1, 2, 3, 0, 1])
     with torch.inference_mode():
@@ -53,9 +54,9 @@ def _is_plain(layer: Any) -> bool:
 
 
 class _Direct:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, name: str) -> None:
         self._model = model
-        self._layers = [_Layer(layer) for layer in model.layers]
+        self._layers = [_Layer(layer, f"{name}.layers.{index}") for index, layer in enumerate(model.layers)]
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, attention: Context) -> Tensor:
         x_TD = F.embedding(tokens_T, self._model.embed_tokens.weight)
@@ -66,8 +67,10 @@ class _Direct:
 
 
 class _Layer:
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, name: str) -> None:
         self._layer, self._attention, self._mlp = layer, layer.self_attn, layer.mlp
+        self._q, self._o = f"{name}.self_attn.q_proj", f"{name}.self_attn.o_proj"
+        self._gate, self._down = f"{name}.mlp.gate_proj", f"{name}.mlp.down_proj"
         self._width = int(self._attention.head_dim)
         self._qkv = Product([self._attention.q_proj, self._attention.k_proj, self._attention.v_proj])
         self._gate_up = Product([self._mlp.gate_proj, self._mlp.up_proj])
@@ -79,7 +82,8 @@ class _Layer:
 
     def __call__(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attention: Context) -> Tensor:
         tokens, rotated = x_TD.shape[0], self._queries + self._keys
-        heads = self._qkv(_norm(x_TD, self._layer.input_layernorm)).view(tokens, -1, self._width)
+        normed_TD = _norm(x_TD, self._layer.input_layernorm)
+        heads = adapt(self._q, normed_TD, self._qkv(normed_TD)).view(tokens, -1, self._width)
         turned = heads[:, :rotated]
         if hasattr(self._attention, "q_norm"):
             parts = [(turned[:, : self._queries], "q_norm"), (turned[:, self._queries :], "k_norm")]
@@ -96,9 +100,10 @@ class _Layer:
             attention=attention,
             sliding_window=self._window,
         )
-        x_TD = x_TD + _project(out.reshape(tokens, -1), self._attention.o_proj)
-        gate, up = self._gate_up(_norm(x_TD, self._layer.post_attention_layernorm)).chunk(2, dim=-1)
-        return x_TD + _project(F.silu(gate) * up, self._mlp.down_proj)
+        x_TD = x_TD + _project(out.reshape(tokens, -1), self._attention.o_proj, self._o)
+        normed_TD = _norm(x_TD, self._layer.post_attention_layernorm)
+        gate, up = adapt(self._gate, normed_TD, self._gate_up(normed_TD)).chunk(2, dim=-1)
+        return x_TD + _project(F.silu(gate) * up, self._mlp.down_proj, self._down)
 
 
 def _norm(x: Tensor, norm: Any) -> Tensor:
@@ -110,5 +115,5 @@ def _half_turn(x: Tensor) -> Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
-def _project(x: Tensor, layer: Any) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+def _project(x: Tensor, layer: Any, name: str) -> Tensor:
+    return adapt(name, x, linear(x, layer.weight, layer.bias))
