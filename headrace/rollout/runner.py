@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from headrace.errors import EpisodeError, HeadraceError, boundary
+from headrace.errors import EpisodeError, HeadraceError, RolloutError, boundary
 from headrace.rollout.ledger import Drop
 from headrace.types import Group
 
@@ -22,9 +22,12 @@ class Ok:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Err:
+    """`ends_run`: playing other groups would not help."""
+
     id: int
     reason: Drop
     text: str
+    ends_run: bool = False
 
 
 Outcome = Ok | Err
@@ -73,7 +76,7 @@ class TaskRunner:
                 with boundary(EpisodeError, f"group {id}"):
                     return Ok(id=id, group=await play())
         except HeadraceError as exc:
-            return Err(id=id, reason=Drop.FAILED, text=str(exc))
+            return Err(id=id, reason=Drop.FAILED, text=str(exc), ends_run=isinstance(exc, RolloutError))
         except TimeoutError:
             return Err(id=id, reason=Drop.TIMEOUT, text=f"group {id} took longer than {self._timeout_s:g} s")
 

@@ -1,4 +1,6 @@
-"""What an advantage was made of comes along with it: G, A_E, A_S and the size of the anchor."""
+"""What an advantage was made of comes along with it: G, A_E, A_S, the anchor and its size."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,17 +41,17 @@ def test_parts_of_gigpo_by_hand() -> None:
     # The second group has one episode and shares no anchor with the first, though its states have the same names.
     out = credit(groups(), method="gigpo", params={"gamma": 0.5, "norm": "none"})
     assert out.episodes[0].parts == (
-        StepCredit(returns=0.5, episode=0.5, step=0.25, peers=2),
-        StepCredit(returns=1.0, episode=0.5, step=0.5, peers=2),
+        StepCredit(returns=0.5, episode=0.5, step=0.25, peers=2, anchor="S"),
+        StepCredit(returns=1.0, episode=0.5, step=0.5, peers=2, anchor="A"),
     )
     assert out.episodes[1].parts == (
-        StepCredit(returns=0.0, episode=-0.5, step=-0.25, peers=2),
+        StepCredit(returns=0.0, episode=-0.5, step=-0.25, peers=2, anchor="S"),
         StepCredit(returns=0.0, episode=-0.5, step=0.0, peers=0),
-        StepCredit(returns=0.0, episode=-0.5, step=-0.5, peers=2),
+        StepCredit(returns=0.0, episode=-0.5, step=-0.5, peers=2, anchor="A"),
     )
     assert out.episodes[2].parts == (
-        StepCredit(returns=0.5, episode=0.0, step=0.0, peers=1),
-        StepCredit(returns=1.0, episode=0.0, step=0.0, peers=1),
+        StepCredit(returns=0.5, episode=0.0, step=0.0, peers=1, anchor="S"),
+        StepCredit(returns=1.0, episode=0.0, step=0.0, peers=1, anchor="A"),
     )
 
 
@@ -63,4 +65,5 @@ def test_advantages_are_the_sum_of_their_parts(method: str) -> None:
 
 def test_an_episode_level_method_has_returns_and_peers_too() -> None:
     first = credit(groups(), method="dr_grpo").episodes[0]
-    assert first.parts == (StepCredit(returns=1.0, episode=0.5, step=0.0, peers=2),) * 2
+    both = StepCredit(returns=1.0, episode=0.5, step=0.0, peers=2)
+    assert first.parts == (replace(both, anchor="S"), replace(both, anchor="A"))

@@ -117,6 +117,8 @@ def test_steps_without_an_output_and_the_score_at_the_end(alignment: Alignment, 
 def test_without_step_outputs_the_score_is_all_there_is() -> None:
     assert reward_of({"score": 1.0}, TWO, Alignment()) == Reward(total=1.0)
     assert reward_of({"score": 1.0, "step_outputs": []}, TWO, Alignment()).steps == (0.0, 1.0)
+    every_step_costs = Alignment(default_step_reward=-0.5)
+    assert reward_of({"score": 1.0}, TWO, every_step_costs) == Reward(total=1.0, steps=(-0.5, 0.5))
 
 
 @pytest.mark.parametrize(

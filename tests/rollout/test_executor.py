@@ -276,6 +276,20 @@ async def test_failing_filter_ends_the_run() -> None:
             await executor.take_batch()
 
 
+async def test_what_playing_more_groups_cannot_mend_ends_the_run_at_once() -> None:
+    """A reward function that fails too often, say: the first such error is the run's, not the 64th."""
+    played = []
+
+    async def play(task: Task, group_id: int) -> Group:
+        played.append(group_id)
+        raise RolloutError("30 of the last 50 episodes have no reward")
+
+    async with executor_of(play, batch=1, drops=64) as executor:
+        with pytest.raises(RolloutError, match=r"^30 of the last 50 episodes have no reward$"):
+            await executor.take_batch()
+    assert played == [0]
+
+
 async def test_source_that_ends_is_an_error_only_when_its_tasks_are_used_up() -> None:
     source = iter([Task(id="a"), Task(id="b"), Task(id="c")])
 
