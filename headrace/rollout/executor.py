@@ -354,7 +354,9 @@ class RolloutExecutor:
             self._forget(outcome.id)
             return
         match outcome:
-            case Err(id=id, reason=reason, text=text):
+            case Err(id=id, reason=reason, text=text, ends_run=ends_run):
+                if ends_run:
+                    self._failure = self._failure or RolloutError(text)
                 self._give_up(id, reason, text)
             case Ok(id=id, group=played):
                 assert played.id == id, f"group {id} came back as {played.id}"

@@ -1,7 +1,7 @@
 """Micro-batches: every datum exactly once, units whole, the budget kept."""
 
 from hypothesis import given
-from hypothesis.strategies import composite, integers, lists, none, one_of
+from hypothesis.strategies import binary, composite, integers, lists, none, one_of
 
 from headrace.algo.packing import pack
 
@@ -10,13 +10,14 @@ from headrace.algo.packing import pack
 def requests(draw):  # type: ignore[no-untyped-def]
     lengths = draw(lists(integers(1, 12), min_size=1, max_size=20))
     units = draw(lists(one_of(none(), integers(0, 4)), min_size=len(lengths), max_size=len(lengths)))
-    return lengths, units, draw(integers(1, 30))
+    beginnings = draw(one_of(none(), lists(binary(max_size=1), min_size=len(lengths), max_size=len(lengths))))
+    return lengths, units, draw(integers(1, 30)), beginnings
 
 
 @given(requests())
 def test_every_datum_is_packed_once_units_stay_whole_and_the_budget_holds(request) -> None:  # type: ignore[no-untyped-def]
-    lengths, units, budget = request
-    batches = pack(lengths, units, budget=budget)
+    lengths, units, budget, beginnings = request
+    batches = pack(lengths, units, budget=budget, beginnings=beginnings)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for unit in {unit for unit in units if unit is not None}:
         assert len([batch for batch in batches if any(units[index] == unit for index in batch)]) == 1
@@ -28,8 +29,9 @@ def test_every_datum_is_packed_once_units_stay_whole_and_the_budget_holds(reques
 
 @given(requests())
 def test_no_two_micro_batches_would_fit_into_one(request) -> None:  # type: ignore[no-untyped-def]
-    lengths, units, budget = request
-    sizes = [sum(lengths[index] for index in batch) for batch in pack(lengths, units, budget=budget)]
+    lengths, units, budget, beginnings = request
+    batches = pack(lengths, units, budget=budget, beginnings=beginnings)
+    sizes = [sum(lengths[index] for index in batch) for batch in batches]
     assert all(a + b > budget for position, a in enumerate(sizes) for b in sizes[:position])
 
 
@@ -50,3 +52,11 @@ def test_what_exceeds_the_budget_is_alone() -> None:
 def test_unit_numbers_and_positions_are_not_confused() -> None:
     # datum 0 has no unit; datum 1 is alone in unit 0
     assert pack([6, 6], [None, 0], budget=8) == ((0,), (1,))
+
+
+def test_what_begins_alike_stays_together() -> None:
+    # by length alone: 6 + 4 and 5 + 5, which tears both groups; a and b have 10 and 10 tokens
+    lengths, beginnings = [6, 5, 4, 5], [b"a", b"b", b"a", b"b"]
+    assert pack(lengths, [None] * 4, budget=10, beginnings=beginnings) == ((0, 2), (1, 3))
+    # 4 + 3 of group a fill 8 as far as they go; its third is cut off and goes beside b
+    assert pack([4, 3, 2, 5], [None] * 4, budget=8, beginnings=[b"a", b"a", b"a", b"b"]) == ((0, 1), (2, 3))
