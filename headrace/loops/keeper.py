@@ -28,7 +28,8 @@ class Store(Protocol):
 
 class Keeper:
     """`every` training steps (0: only at the end). `snapshot` returns the JSON state of everything but the backends;
-    those of `beside` are saved into sub-folders of their name."""
+    a value of it that takes long to make is a function, called when the state is written, which tells the state of the
+    snapshot. Backends of `beside` are saved into sub-folders of their name."""
 
     def __init__(
         self,
@@ -74,7 +75,11 @@ class Keeper:
             for name, backend in self._beside.items():
                 backend.save_state(folder / name).result()
 
-        await asyncio.to_thread(self._store.save, self._done, write, self._state, score)
+        def save(done: int, state: Mapping[str, Any]) -> None:
+            made = {name: value() if callable(value) else value for name, value in state.items()}
+            self._store.save(done, write, made, score)
+
+        await asyncio.to_thread(save, self._done, self._state)
         self._saved = self._done
 
     async def _saved_and_stopped(self) -> Interrupted:

@@ -46,8 +46,10 @@ class ReadyBuffer:
             del self._groups[group.id]
         return taken
 
-    def state_dict(self) -> list[Any]:
-        return [group_to_json(group) for group in self]
+    def snapshot(self) -> Callable[[], list[Any]]:
+        """What is here now; the call makes JSON of it."""
+        groups = tuple(self)
+        return lambda: [group_to_json(group) for group in groups]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         groups = [group_from_json(entry) for entry in state]

@@ -108,7 +108,8 @@ class RolloutExecutor:
         self._drops = DropsInARow(limit=settings.max_consecutive_drops)
         self._window = Window()
         self._reported: dict[str, int] = {}
-        self._barrier: dict[str, Any] | None = None  # the state at the last publish, before anything went on
+        # the state at the last publish, before anything went on
+        self._barrier: Callable[[], dict[str, Any]] | None = None
 
     @property
     def version(self) -> int:
@@ -257,30 +258,43 @@ class RolloutExecutor:
     # --- checkpoint ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-like, cut at the last publish if no batch was asked for since: partial sequences are as they were there.
+        """`snapshot` as JSON."""
+        return self.snapshot()()
 
-        Groups that train, or that run and cannot be taken up again, are dropped when it is loaded.
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """The state at the last publish if no batch was asked for since: partial sequences are as they were there.
+
+        The call makes JSON of it, whenever that is and on any thread: most states are never written. Groups that train,
+        or that run and cannot be taken up again, are dropped when it is loaded.
         """
         state = self._barrier or self._state()
-        return {**state, "reported": dict(self._reported), "window": self._window.state_dict()}
+        since = {"reported": dict(self._reported), "window": self._window.state_dict()}
+        return lambda: {**state(), **since}
 
-    def _state(self) -> dict[str, Any]:
-        return {
+    def _state(self) -> Callable[[], dict[str, Any]]:
+        """Of now: references to values that never change, and copies of what does."""
+        counts = {
             "version": self.version,
             "ledger": self._ledger.state_dict(),
-            "ready": self._ready.state_dict(),
-            "replay": self._replay.state_dict(),
-            "running": [{"id": id, "task": to_json(task)} for id, task in sorted(self._tasks.items())],
-            "journals": {} if self._journals is None else self._journals.state_dict(),
-            "again": [to_json(task) for task in self._again],
             "slow": self._slow.state_dict(),
             "urgent": sorted(self._urgent),
             "drops": self._drops.state_dict(),
             "cursor": None if self._cursor is None else dict(self._cursor()),
         }
+        ready, replay = self._ready.snapshot(), self._replay.snapshot()
+        journals = dict if self._journals is None else self._journals.snapshot()
+        running, again = sorted(self._tasks.items()), tuple(self._again)
+        return lambda: {
+            **counts,
+            "ready": ready(),
+            "replay": replay(),
+            "running": [{"id": id, "task": to_json(task)} for id, task in running],
+            "journals": journals(),
+            "again": [to_json(task) for task in again],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError when `state` is not what `state_dict` wrote."""
+        """Raises CheckpointError when `state` is not what `state_dict` gave."""
         assert self._settler is None, "a state is loaded before the executor is entered"
         with boundary(CheckpointError, "the rollout state in the checkpoint cannot be read"):
             self._ledger.load_state_dict(state["ledger"])

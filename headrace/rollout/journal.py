@@ -162,6 +162,15 @@ class EpisodeJournal:
         cut = after.stop is Stop.LENGTH and len(after.tokens) == limit < request.params.max_tokens
         return replace(after, stop=Stop.INTERRUPTED) if cut else after
 
+    def saved(self) -> _Saved:
+        """How far the episode is now, as a value that stays as it is."""
+        return _Saved(
+            turns=tuple(replace(turn) for turn in self.turns),
+            episode=self.result if isinstance(self.result, Episode) else None,
+            failed=self.result if isinstance(self.result, FailedEpisode) else None,
+            replayable=self.replayable,
+        )
+
     def steps(self) -> tuple[Step, ...]:
         """What was sampled, cut off or not, as steps without an outcome."""
         return tuple(
@@ -262,21 +271,10 @@ class Journals:
             for journal in self._groups.get(group_id, ())
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            str(group_id): [
-                to_json(
-                    _Saved(
-                        turns=tuple(journal.turns),
-                        episode=journal.result if isinstance(journal.result, Episode) else None,
-                        failed=journal.result if isinstance(journal.result, FailedEpisode) else None,
-                        replayable=journal.replayable,
-                    )
-                )
-                for journal in journals
-            ]
-            for group_id, journals in sorted(self._groups.items())
-        }
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """How far the episodes are now; the call makes JSON of it."""
+        saved = {id: [journal.saved() for journal in self._groups[id]] for id in sorted(self._groups)}
+        return lambda: {str(id): [to_json(one) for one in journals] for id, journals in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._groups = {int(id): tuple(self._restored(entry) for entry in entries) for id, entries in state.items()}

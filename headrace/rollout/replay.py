@@ -53,8 +53,10 @@ class ReplayBuffer:
     def _forget(self, id: int) -> None:
         del self._groups[id], self._used[id]
 
-    def state_dict(self) -> list[Any]:
-        return [{"used": self._used[group.id], "group": group_to_json(group)} for group in self]
+    def snapshot(self) -> Callable[[], list[Any]]:
+        """What is here now; the call makes JSON of it."""
+        kept = [(self._used[group.id], group) for group in self]
+        return lambda: [{"used": used, "group": group_to_json(group)} for used, group in kept]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         groups = [group_from_json(entry["group"]) for entry in state]

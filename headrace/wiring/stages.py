@@ -93,7 +93,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
     trust = None if c.kl_limit is None else make_trust(c, c.kl_limit, desk, loss)
 
     def parts() -> dict[str, Any]:
-        state: dict[str, Any] = {"executor": executor.state_dict()}
+        state: dict[str, Any] = {"executor": executor.snapshot()}
         if critic is not None and critic.updater is not None:
             state["critic_skips_in_a_row"] = critic.updater.skips_in_a_row
         if trust is not None:

@@ -39,6 +39,35 @@ async def test_checkpoints_come_every_n_steps_and_at_the_end(tmp_path: Path) -> 
     assert ['"logprob": -2.0' in text for text in bench.store.written] == [True, False, False]
 
 
+async def test_what_takes_long_is_made_only_of_states_that_are_written_and_tells_the_snapshots_moment(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path, every=3)
+    made: list[int] = []
+
+    def snapshot() -> dict[str, Any]:
+        cursor = bench.cursor
+
+        def groups() -> list[int]:
+            made.append(cursor)
+            return [cursor, cursor + 1]
+
+        return {"cursor": cursor, "groups": groups}
+
+    bench.keeper = Keeper(bench.store, bench.backend, snapshot, every=3, total=6, done=0, stop=bench.stop)
+    for done in (1, 2, 3, 4):
+        await bench.step(done)
+    bench.cursor = 99
+    bench.stop.set()
+    with pytest.raises(Interrupted):
+        await bench.keeper.unless_stopped(asyncio.Event().wait())
+    assert made == [30, 40]
+    assert [state for _, state, _ in bench.store.saved] == [
+        {"cursor": 30, "groups": [30, 31]},
+        {"cursor": 40, "groups": [40, 41]},
+    ]
+
+
 async def test_every_0_saves_only_the_end(tmp_path: Path) -> None:
     bench = Bench(tmp_path, every=0, total=3)
     for done in (1, 2, 3):

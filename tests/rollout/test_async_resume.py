@@ -147,11 +147,11 @@ async def test_state_is_cut_at_the_publish_although_sampling_has_gone_on() -> No
         await sampler.step(3)
         executor.done(await taking)
         await executor.publish(HANDLE)
-        at_barrier = executor.state_dict()
+        later, at_barrier = executor.snapshot(), executor.state_dict()
         cut = len(at_barrier["journals"]["1"][0]["turns"][0]["completion"]["tokens"])
         assert 0 < cut < 8
         await sampler.step(3)
-        assert executor.state_dict() == at_barrier
+        assert later() == executor.state_dict() == at_barrier
         state = json.loads(json.dumps(at_barrier))
     sampler = HandSampler()
     executor = executor_of(sampler, max_staleness=2, tokens=lambda task: (8,))

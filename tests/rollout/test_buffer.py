@@ -47,10 +47,10 @@ def test_state_round_trip() -> None:
     buffer = ReadyBuffer(max_groups=2)
     buffer.put(group(1, versions=(0, 1, 1), started_version=1, num_failed=1))
     buffer.put(group(0))
-    state = json.loads(json.dumps(buffer.state_dict()))
+    state = json.loads(json.dumps(buffer.snapshot()()))
     restored = ReadyBuffer(max_groups=2)
     restored.load_state_dict(state)
-    assert restored.state_dict() == buffer.state_dict()
+    assert restored.snapshot()() == buffer.snapshot()()
     assert [taken.id for taken in restored.take([0, 1])] == [0, 1]
 
 

@@ -48,7 +48,7 @@ async def test_a_group_that_is_taken_up_again_is_the_group_it_would_have_been() 
     expected = await play(ScriptedSampler(speak), None)
     kept = Journals()
     await play(ScriptedSampler(speak), kept)
-    state = kept.state_dict()
+    state = kept.snapshot()()
     turns = [len(entry["turns"]) for entry in state["5"]]
     assert max(turns) > 1
     for cut in range(max(turns) + 1):
@@ -67,7 +67,7 @@ async def test_episodes_that_had_ended_are_not_played_again() -> None:
     kept = Journals()
     expected = await play(ScriptedSampler(speak), kept)
     journals, sampler = Journals(), ScriptedSampler(speak)
-    journals.load_state_dict(json.loads(json.dumps(kept.state_dict())))
+    journals.load_state_dict(json.loads(json.dumps(kept.snapshot()())))
     assert group_to_json(await play(sampler, journals)) == group_to_json(expected)
     assert sampler.requests == []
 

@@ -32,8 +32,8 @@ def test_state_round_trip() -> None:
     buffer.add([group(0), group(1)])
     buffer.draw(1)
     restored = ReplayBuffer(max_groups=3)
-    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    assert restored.state_dict() == buffer.state_dict()
+    restored.load_state_dict(json.loads(json.dumps(buffer.snapshot()())))
+    assert restored.snapshot()() == buffer.snapshot()()
     assert ids(restored.draw(1)) == [0]  # group 1 was used
 
 
