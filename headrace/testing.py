@@ -12,7 +12,7 @@ import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from headrace.errors import BackendError, NoGradientError, RewardError, SamplerError
 from headrace.types import (
+    Action,
     Adam,
     Completion,
     Datum,
@@ -267,6 +268,32 @@ class FakeEnv:
 
     def close(self) -> None:
         self._count = 0
+
+
+class FakeToolEnv(FakeEnv):
+    """As FakeEnv, with a tool: a call of `up` adds one. Everything else is invalid."""
+
+    TOOLS = (
+        {"type": "function", "function": {"name": "up", "description": "Add one", "parameters": {"type": "object"}}},
+    )
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        return replace(super().reset(task, seed), tools=self.TOOLS)
+
+    def call(self, action: Action) -> StepResult:
+        """Each call is answered by a message with its id; the count after all of them is the state."""
+        self._count += max(len(action.calls) - 1, 0)
+        result = super().step("up" if action.calls else "")
+        content = result.observation.messages[0].content
+        told = tuple(
+            Message(role="tool", content=content, name=call.name, tool_call_id=call.id) for call in action.calls
+        )
+        problem = (Message(role="user", content=action.problem or "call up"),)
+        shown = replace(result.observation, messages=told or problem, tools=self.TOOLS)
+        return replace(result, observation=shown)
+
+    def _observe(self) -> Observation:
+        return replace(super()._observe(), actions=('{"name": "up", "arguments": {}}',))
 
 
 class FakeRewardRunner:

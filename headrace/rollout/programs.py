@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from headrace.errors import EpisodeError, HeadraceError, boundary
 from headrace.render import Renderer
-from headrace.types import Completion, Episode, Message, SampleRequest, SamplingParams, Step, Task
+from headrace.types import Completion, Ended, Episode, Message, SampleRequest, SamplingParams, Step, Task
 
 Outcome = bool | float | None
 Program = Callable[[str, Task], Outcome | Awaitable[Outcome]]
@@ -44,7 +44,7 @@ class Record(Protocol):
     def truncated(self) -> bool: ...
 
     @property
-    def at_limit(self) -> bool: ...
+    def limit(self) -> Ended | None: ...
 
     @property
     def error(self) -> HeadraceError | None: ...
@@ -86,7 +86,7 @@ async def play_program(
         with boundary(EpisodeError, f"task {task.id}: the agent program failed"):
             outcome = await _run(program, record.base_url, task)
     except EpisodeError:
-        if record.error is None and not (record.at_limit and record.steps):
+        if record.error is None and not (record.limit is not None and record.steps):
             raise
     finally:
         endpoint.close(record)
@@ -147,5 +147,6 @@ def _episode(record: Record, outcome: Outcome, *, id: str, task: Task, seed: int
         messages=record.messages,
         temperature=record.temperature,
         truncated=record.truncated,
+        ended=record.limit or Ended.DONE,
         success=outcome if isinstance(outcome, bool) else None,
     )

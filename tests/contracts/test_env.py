@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from headrace.protocols import Env
+from headrace.rollout.policies import tool_names
 from headrace.rollout.worlds import WORLDS
-from headrace.testing import FakeEnv
+from headrace.rollout.worlds.making import play_action
+from headrace.testing import FakeEnv, FakeToolEnv
 from headrace.types import Message, Observation, StepResult, Task
 
 MAX_STEPS = 100
@@ -38,8 +40,31 @@ def _game(name: str, data: dict[str, Any], plans: Sequence[str]) -> EnvCase:
 
 
 SLIPPERY = Task(id="slippery", data={"map": ["A...", "....", "....", "...G"], "max_turns": 20, "slip": 0.6})
+ADDING = Task(id="adding", data={"question": "12 + 7", "max_turns": 6, "tools": True})
+CALLS = (
+    '{"name": "calculate", "arguments": {"left": 12, "operator": "+", "right": 7}}',
+    '{"name": "calculate", "arguments": {"left": 12, "operator": "/", "right": 7}}',
+    '{"name": "calculate", "arguments": {}}',
+    '{"name": "answer", "arguments": {"number": 19}}',
+    '[{"name": "calculate", "arguments": {"left": 7, "operator": "-", "right": 12}}, '
+    '{"name": "answer", "arguments": {"number": 12}}]',
+    '{"name": "answer", "arguments": {"number": true}}',
+    '[{"name": "calculate", "arguments": {"left": 7, "operator": "-", "right": 12}}, '
+    '{"name": "answer", "arguments": {}}]',
+    '{"name": "sing", "arguments": {}}',
+    "19",
+    "",
+)
 ENVS: Sequence[EnvCase] = (
     EnvCase(name="fake", open=FakeEnv, task=Task(id="count"), plans=("up", "down", "")),
+    EnvCase(name="fake tools", open=FakeToolEnv, task=Task(id="count"), plans=(CALLS[0], "up", "")),
+    EnvCase(
+        name="fake tools called",
+        open=FakeToolEnv,
+        task=Task(id="count"),
+        plans=('{"name": "up"}', '[{"name": "up"}, {"name": "up"}]', '{"name": "down"}'),
+    ),
+    EnvCase(name="calculator with tools", open=WORLDS["calculator"].make_env, task=ADDING, plans=CALLS),
     _world("key_door", ("go north", "go south", "go east", "go west", "take key", "open door", "nonsense", "")),
     _world("add", ("1 2", "")),
     _world("frozen_lake", ("go north", "go south", "go east", "go west", "nonsense", "")),
@@ -66,10 +91,20 @@ def play(case: EnvCase, env: Env, *, plan_seed: int, env_seed: int = 1) -> tuple
     rng = random.Random(plan_seed)
     first = env.reset(case.task, env_seed)
     results: list[StepResult] = []
+    shown = first
     while not results or not (results[-1].done or results[-1].truncated):
         assert len(results) < MAX_STEPS, "the environment does not end by itself"
-        results.append(env.step(rng.choice(case.plans)))
+        results.append(act(env, shown, rng.choice(case.plans), turn=len(results)))
+        shown = results[-1].observation
     return first, results
+
+
+def act(env: Env, shown: Observation, action: str, *, turn: int = 0) -> StepResult:
+    """A word, or a call where tools are offered. What comes of calls is told under their ids, each once."""
+    reply, result = play_action(env, shown, action, turn=turn)
+    told = [message.tool_call_id for message in result.observation.messages if message.role == "tool"]
+    assert told == [call.id for call in reply.tool_calls]
+    return result
 
 
 @pytest.mark.parametrize("plan_seed", range(5))
@@ -113,22 +148,28 @@ def test_there_is_a_first_message_and_the_policy_is_never_spoken_for(case: EnvCa
 def test_every_action_that_is_offered_is_valid(case: EnvCase) -> None:
     for index in range(len(case.open().reset(case.task, 1).actions or ())):
         env = case.open()
-        actions = env.reset(case.task, 1).actions
-        assert actions is not None
-        assert env.step(actions[index]).valid
+        shown = env.reset(case.task, 1)
+        assert shown.actions is not None
+        assert act(env, shown, shown.actions[index]).valid
 
 
 def test_an_invalid_action_leaves_the_state_as_it_was(case: EnvCase) -> None:
     env = case.open()
     before = env.reset(case.task, 1)
-    for action in case.plans:
-        result = env.step(action)
+    for turn, action in enumerate(case.plans):
+        result = act(env, before, action, turn=turn)
         if not result.valid:
             assert result.observation.state == before.state
             assert result.reward == 0.0
         before = result.observation
         if result.done or result.truncated:
             break
+
+
+def test_tools_are_described_as_openai_does_it_and_stay_the_same(case: EnvCase) -> None:
+    first, results = play(case, case.open(), plan_seed=0)
+    assert len(set(tool_names(first.tools))) == len(first.tools)
+    assert all(result.observation.tools == first.tools for result in results)
 
 
 def test_closing_is_allowed_at_any_time_and_twice(case: EnvCase) -> None:

@@ -19,7 +19,7 @@ from headrace.reward.terms import BUILTIN, Term
 from headrace.rollout.group import play_group
 from headrace.rollout.programs import play_program, program_fn
 from headrace.testing import FakeEnv, FakeSampler
-from headrace.types import Completion, Episode, Message, SampleRequest, SamplingParams, Task
+from headrace.types import Completion, Ended, Episode, Message, SampleRequest, SamplingParams, Task
 from infer.agents import (
     ADD,
     SAMPLING,
@@ -242,6 +242,7 @@ async def test_a_tool_using_program_is_an_episode() -> None:
     sampler, renderer = scripted(*CALLS)
     episode = await play(tool_user, sampler, renderer)
     assert (episode.id, episode.seed, episode.success, episode.truncated) == ("0/0", 5, True, False)
+    assert episode.ended is Ended.DONE
     assert [step.reward for step in episode.steps] == [0.0, 0.0, 1.0]
     assert [step.action for step in episode.steps] == list(CALLS)
     assert [(message.role, message.content) for message in episode.messages] == [
@@ -289,10 +290,10 @@ async def test_a_plain_function_runs_on_a_thread_and_its_number_is_the_reward() 
 async def test_a_program_stopped_by_a_limit_is_truncated() -> None:
     sampler, renderer = scripted(*TURNS)
     episode = await play(multi_turn, sampler, renderer, max_turns=2)
-    assert (len(episode.steps), episode.truncated) == (2, True)
+    assert (len(episode.steps), episode.truncated, episode.ended) == (2, True, Ended.MAX_TURNS)
     sampler, renderer = scripted(*TURNS)
     episode = await play(multi_turn, sampler, renderer, max_episode_tokens=100)
-    assert (len(episode.steps), episode.truncated) == (2, True)
+    assert (len(episode.steps), episode.truncated, episode.ended) == (2, True, Ended.MAX_TOKENS)
     assert all(len(heard.prompt) + len(heard.sampled) <= 100 for heard in sampler.heard)
 
 

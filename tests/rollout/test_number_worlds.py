@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers
 
 from headrace.errors import ConfigError, DataError
+from headrace.rollout.actions import read_action
+from headrace.rollout.policies import tool_names
 from headrace.rollout.worlds import WORLDS, calculator, guess_number, world_tasks
 from headrace.rollout.worlds.calculator import CalculatorEnv, Known, read_answer, read_call, read_question
 from headrace.rollout.worlds.guess_number import GuessNumberEnv
@@ -59,6 +61,55 @@ def test_what_is_neither_call_nor_answer_is_invalid(action: str) -> None:
     result = env.step(action)
     assert (result.valid, result.observation.messages[0].content) == (False, "what")
     assert result.observation.state == first.state
+
+
+def test_with_tools_the_same_is_worked_out_by_calls() -> None:
+    env = CalculatorEnv()
+    first = env.reset(Task(id="sum", data={**SUM.data, "tools": True}), seed=0)
+    assert [message.content for message in first.messages] == ["( 12 + 7 ) * 3 ="]
+    assert tool_names(first.tools) == ("calculate", "answer")
+    both = (
+        '[{"name": "calculate", "arguments": {"left": 12, "operator": "+", "right": 7}},'
+        ' {"name": "calculate", "arguments": {"left": 19, "operator": "*", "right": 3}}]'
+    )
+    two = env.call(read_action(both, first.tools))
+    assert [(message.role, message.content) for message in two.observation.messages] == [("tool", "19"), ("tool", "57")]
+    assert (two.observation.state, two.valid, two.done) == ("known 3 7 12 19 57", True, False)
+    ended = env.call(read_action('{"name": "answer", "arguments": {"number": 57}}', first.tools))
+    assert (ended.done, ended.reward, ended.observation.messages[0].content) == (True, 1.0, "right")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("57", ["call a tool"]),
+        (
+            '{"name": "sing"}',
+            [
+                'this is no call that can be made: write {"name": ..., "arguments": {...}} with one of the tools '
+                "answer, calculate"
+            ],
+        ),
+        (
+            '[{"name": "calculate", "arguments": {"left": 12, "operator": "+", "right": 7}}, {"name": "answer"}]',
+            ["not made", "these are no arguments of the tool"],
+        ),
+    ],
+)
+def test_a_turn_without_a_call_that_can_be_made_is_invalid_and_told(said: str, told: list[str]) -> None:
+    env = CalculatorEnv()
+    first = env.reset(Task(id="sum", data={**SUM.data, "tools": True}), seed=0)
+    result = env.call(read_action(said, first.tools))
+    assert (result.valid, result.done, result.observation.state) == (False, False, first.state)
+    assert [message.content for message in result.observation.messages] == told
+
+
+def test_an_unknown_number_in_a_call_is_told_and_changes_nothing() -> None:
+    env = CalculatorEnv()
+    first = env.reset(Task(id="sum", data={**SUM.data, "tools": True}), seed=0)
+    result = env.call(read_action('{"name": "answer", "arguments": {"number": 57}}', first.tools))
+    assert (result.valid, result.done, result.observation.state) == (True, False, first.state)
+    assert result.observation.messages[0].content == "a number that was not shown, or too large a result"
 
 
 def test_negative_results_can_be_used_and_huge_ones_are_not_shown() -> None:

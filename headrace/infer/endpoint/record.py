@@ -19,7 +19,7 @@ from headrace.errors import DataError, EpisodeError, HeadraceError, SamplerError
 from headrace.infer.endpoint.wire import ChatRequest, Refused
 from headrace.render import Renderer
 from headrace.tool_calls import Parsed, ToolForm, extended_prompt, parse_reply, shows_tools, with_ids
-from headrace.types import Completion, IntArray, Message, SampleRequest, SamplingParams, Step, Stop, int_array
+from headrace.types import Completion, Ended, IntArray, Message, SampleRequest, SamplingParams, Step, Stop, int_array
 
 MAX_INTERRUPTS = 1000
 
@@ -81,7 +81,7 @@ class EpisodeRecord:
         self._max_calls, self._max_tokens = max_calls, max_tokens
         self._calls: dict[int, Call] = {}
         self._begun = 0
-        self.at_limit = False  # a call was refused for want of room or of calls
+        self.limit: Ended | None = None  # why a call was refused last: for want of room, or of calls
         self._open: set[asyncio.Task[Call]] = set()
         self._closed = False
 
@@ -123,7 +123,7 @@ class EpisodeRecord:
     @property
     def truncated(self) -> bool:
         """Whether a limit ended it: the last reply was cut, or a call was refused because of a limit."""
-        return self.at_limit or (bool(self._calls) and self.calls[-1].completion.stop is Stop.LENGTH)
+        return self.limit is not None or (bool(self._calls) and self.calls[-1].completion.stop is Stop.LENGTH)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class EpisodeRecord:
 
     async def _answer(self, request: ChatRequest) -> Call:
         if self._begun >= self._max_calls:
-            self.at_limit = True
+            self.limit = Ended.MAX_TURNS
             raise Refused(f"the episode has had its {self._max_calls} calls", code="too_many_calls")
         messages = tuple(message.to_message() for message in request.messages)
         tools = request.shown_tools
@@ -213,7 +213,7 @@ class EpisodeRecord:
     def _params(self, request: ChatRequest, number: int, prompt_tokens: int) -> SamplingParams:
         room = self._max_tokens - prompt_tokens
         if room <= 0:
-            self.at_limit = True
+            self.limit = Ended.MAX_TOKENS
             raise Refused(
                 f"the messages have {prompt_tokens} tokens, and with the reply there may be {self._max_tokens}",
                 param="messages",

@@ -9,6 +9,10 @@ Numbers are told digit by digit; in an action spaces do not matter. Only numbers
 has shown can be used, in a call or as the answer: guessing and reckoning in one's head do not help. So the state is the
 set of numbers that are known. The reward is 1 for the right answer, and an answer ends the episode. The seed of `reset`
 plays no part.
+
+With the option `tools` the same is played with calls of tools, for models whose chat template shows them: the question
+has its numbers as they are, `calculate(left, operator, right)` and `answer(number)` are offered, and results come back
+as tool messages.
 """
 
 import operator
@@ -19,8 +23,9 @@ from functools import partial
 from typing import Any, Literal
 
 from headrace.errors import ConfigError, DataError
+from headrace.rollout.actions import arguments_of, describe_tool, tool_message, write_call
 from headrace.rollout.worlds.making import draw_tasks
-from headrace.types import Message, Observation, StepResult, Task
+from headrace.types import Action, Message, Observation, StepResult, Task, ToolCall
 
 Known = frozenset[int]
 Call = tuple[int, str, int]
@@ -31,6 +36,17 @@ MAX_NUMBER = 99  # of the question
 MAX_RESULT = 10**6  # larger results are not shown: a number has at most so many digits
 _TERM = re.compile(r"(-?[0-9]{1,6})([-+*])(-?[0-9]{1,6})")
 _NUMBER = re.compile(r"-?[0-9]{1,6}")
+
+
+_INTEGER = {"type": "integer"}
+TOOLS = (
+    describe_tool(
+        "calculate",
+        "Work out one operation. Both numbers must have been shown before.",
+        {"left": _INTEGER, "operator": {"type": "string", "enum": list(OPERATORS)}, "right": _INTEGER},
+    ),
+    describe_tool("answer", "Give the answer, which ends the task.", {"number": _INTEGER}),
+)
 
 
 # --- the rules, as pure functions ------------------------------------------------------------------------------------
@@ -53,6 +69,17 @@ def read_answer(action: str) -> int | None:
     word, _, rest = " ".join(action.split()).partition(" ")
     number = "".join(rest.split())
     return int(number) if word == "answer" and _NUMBER.fullmatch(number) else None
+
+
+def read_tool_call(call: ToolCall) -> Call | int | None:
+    """The operation or the answer that a call asks for; None if its arguments are others than the tool's."""
+    found = arguments_of(call)
+    if call.name == "answer" and found.keys() == {"number"} and type(found["number"]) is int:
+        return int(found["number"])
+    if call.name != "calculate" or found.keys() != {"left", "operator", "right"}:
+        return None
+    left, sign, right = found["left"], found["operator"], found["right"]
+    return (left, sign, right) if type(left) is type(right) is int and sign in OPERATORS else None
 
 
 def spell_call(call: Call) -> str:
@@ -122,11 +149,15 @@ def vocabulary() -> tuple[str, ...]:
 
 
 class CalculatorEnv:
-    """`valid` means well-formed: a call or an answer. With an unknown number it changes nothing; all cost a turn."""
+    """`valid` means well-formed: a call or an answer. With an unknown number it changes nothing; all cost a turn.
+
+    Several calls in one turn are made one after another, up to an answer; if one is malformed, none is.
+    """
 
     deterministic = True
 
     def __init__(self) -> None:
+        self._with_tools = False
         self._known: Known = frozenset()
         self._value = 0
         self._answered: int | None = None
@@ -140,10 +171,10 @@ class CalculatorEnv:
         self._known, self._value = read_question(question)
         self._answered = None
         self._turns_left = int(task.data["max_turns"])
-        return self._observe(f"{_spread(question)} =")
+        self._with_tools = bool(task.data.get("tools", False))
+        return self._observe(_user(f"{question} =" if self._with_tools else f"{_spread(question)} ="))
 
     def step(self, action: str) -> StepResult:
-        assert self._turns_left > 0, "the episode is over"
         call, answer = read_call(action), read_answer(action)
         if call is not None:
             says = self._call(call)
@@ -151,15 +182,39 @@ class CalculatorEnv:
             says = self._answer(answer)
         else:
             says = "what"
+        return self._result(_user(says), valid=call is not None or answer is not None)
+
+    def call(self, action: Action) -> StepResult:
+        if not action.calls:
+            return self._result(_user(action.problem or "call a tool"), valid=False)
+        meant = [read_tool_call(call) for call in action.calls]
+        if None in meant:  # half of what was meant is not what was meant
+            says = ["not made" if what is not None else "these are no arguments of the tool" for what in meant]
+        else:
+            says = [self._made(what) for what in meant if what is not None]
+        told = [tool_message(call, content) for call, content in zip(action.calls, says, strict=True)]
+        return self._result(*told, valid=None not in meant)
+
+    def _made(self, meant: Call | int) -> str:
+        """What a call shows, in a tool's words; numbers as they are."""
+        if self._answered is not None:
+            return "answered already"
+        says = self._answer(meant) if isinstance(meant, int) else self._call(meant)
+        if says == "unknown":
+            return "a number that was not shown, or too large a result"
+        return "".join(says.removeprefix("result").split())
+
+    def _result(self, *messages: Message, valid: bool) -> StepResult:
+        assert self._turns_left > 0, "the episode is over"
         done = self._answered is not None
         success = self._answered == self._value
         self._turns_left = 0 if done else self._turns_left - 1
         return StepResult(
-            observation=self._observe(says),
+            observation=self._observe(*messages),
             reward=float(success),
             done=done,
             truncated=not done and self._turns_left == 0,
-            valid=call is not None or answer is not None,
+            valid=valid,
             success=success,
         )
 
@@ -178,19 +233,34 @@ class CalculatorEnv:
 
     def best_action(self) -> str | None:
         way = solve(self._known, self._value)
-        return way[0] if way else None
+        return self._worded(way[0]) if way else None
 
-    def _observe(self, says: str) -> Observation:
+    def _observe(self, *messages: Message) -> Observation:
         answered = "" if self._answered is None else f" answered {self._answered}"
         known = sorted(self._known)
+        actions = (*map(spell_call, calls(self._known)), *(f"answer {spell(number)}" for number in known))
         return Observation(
-            messages=(Message(role="user", content=says),),
+            messages=messages,
             state=f"known {' '.join(str(number) for number in known)}{answered}",
-            actions=(*map(spell_call, calls(self._known)), *(f"answer {spell(number)}" for number in known)),
+            actions=tuple(map(self._worded, actions)),
+            tools=TOOLS if self._with_tools else (),
         )
+
+    def _worded(self, action: str) -> str:
+        """An action in words, or as the call that says the same."""
+        if not self._with_tools:
+            return action
+        call, answer = read_call(action), read_answer(action)
+        if call is not None:
+            return write_call("calculate", left=call[0], operator=call[1], right=call[2])
+        return write_call("answer", number=answer)
 
     def close(self) -> None:
         self._turns_left = 0
+
+
+def _user(content: str) -> Message:
+    return Message(role="user", content=content)
 
 
 def _spread(question: str) -> str:
@@ -208,10 +278,11 @@ def generate_tasks(
     operations: int = 2,
     max_number: int = 19,
     max_turns: int = 5,
+    tools: bool = False,
 ) -> list[Task]:
     """`size` different questions of `operations` operations, none of which has a shorter solution than one call each.
 
-    Numbers and results are never negative, and the value is at most 999.
+    Numbers and results are never negative, and the value is at most 999. `tools`: to be played with calls of tools.
     """
     if not 1 <= operations <= MAX_OPERATIONS:
         raise ConfigError(f"operations is {operations}: write a number from 1 to {MAX_OPERATIONS}")
@@ -225,7 +296,7 @@ def generate_tasks(
         seed,
         split=split,
         draw=partial(_random_question, operations=operations, max_number=max_number),
-        data_of=partial(_data_of, operations=operations, max_turns=max_turns),
+        data_of=partial(_data_of, operations=operations, max_turns=max_turns, tools=tools),
         what="questions",
         remedy="ask for fewer, or raise max_number",
     )
@@ -240,7 +311,7 @@ def _random_question(rng: random.Random, *, operations: int, max_number: int) ->
     return f"( {term} ) {sign} {number}" if rng.random() < 0.5 else f"{number} {sign} ( {term} )"
 
 
-def _data_of(text: str, *, operations: int, max_turns: int) -> dict[str, Any] | None:
+def _data_of(text: str, *, operations: int, max_turns: int, tools: bool) -> dict[str, Any] | None:
     known, value = read_question(text)
     inner = re.search(r"[0-9]+ [-+*] [0-9]+", text)
     assert inner is not None
@@ -249,4 +320,5 @@ def _data_of(text: str, *, operations: int, max_turns: int) -> dict[str, Any] | 
     way = solve(known, value)
     if way is None or len(way) != operations + 1:
         return None
-    return {"question": text, "value": value, "max_turns": max_turns, "optimal": len(way)}
+    data = {"question": text, "value": value, "max_turns": max_turns, "optimal": len(way)}
+    return {**data, "tools": True} if tools else data

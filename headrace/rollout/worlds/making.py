@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from headrace.algo.random import derive_seed
 from headrace.errors import ConfigError
-from headrace.protocols import Env
-from headrace.types import Message, Task
+from headrace.protocols import Env, ToolEnv
+from headrace.rollout.actions import read_action
+from headrace.types import Message, Observation, StepResult, Task
 
 HELD_OUT_SHARE = 0.2
 MAX_MISSES = 5000  # draws in a row that give no new task before the search ends
@@ -18,7 +19,10 @@ class SolvedEnv(Env, Protocol):
     """An environment that knows how to play itself."""
 
     def best_action(self) -> str | None:
-        """The next action of a best player, who knows the whole task; None where nothing helps any more."""
+        """The next action of a best player, who knows the whole task; None where nothing helps any more.
+
+        After an observation with tools it is a call, as `actions.write_call` writes it.
+        """
 
 
 def draw_tasks(
@@ -91,14 +95,25 @@ def _play(env: SolvedEnv, task: Task, seed: int, mistake_rate: float) -> tuple[M
     rng = random.Random(seed)
     observation = env.reset(task, seed)
     messages = [*task.messages]
+    turns = 0
     while True:
         assert observation.actions, "a world that demonstrates offers actions"
         mistaken = rng.random() < mistake_rate
         best = None if mistaken else env.best_action()
         action = rng.choice(observation.actions) if best is None else best
-        result = env.step(action)
-        messages += [*observation.messages, Message(role="assistant", content=action)]
+        reply, result = play_action(env, observation, action, turn=turns)
+        turns += 1
+        messages += [*observation.messages, reply]
         if result.done or result.truncated:
             env.close()
             return tuple(messages)
         observation = result.observation
+
+
+def play_action(env: Env, observation: Observation, action: str, *, turn: int) -> tuple[Message, StepResult]:
+    """The message that an action is, in words or as calls, and what the environment answers."""
+    if not observation.tools:
+        return Message(role="assistant", content=action), env.step(action)
+    tool_env: ToolEnv = env  # type: ignore[assignment]  # it offered tools
+    read = read_action(action, observation.tools, number=turn)
+    return Message(role="assistant", content=read.content, tool_calls=read.calls), tool_env.call(read)
