@@ -59,6 +59,14 @@ class NonFiniteError(HeadraceError):
     """Gradients were not finite, or exploded, too many times in a row."""
 
 
+class RequestError(HeadraceError):
+    """A request to the training service is wrong; the sentence goes back to whoever made it."""
+
+
+class JournalError(HeadraceError):
+    """The service's journal cannot be read or written, so nothing can be promised."""
+
+
 class Interrupted(HeadraceError):
     """The run was asked to stop (SIGTERM or Ctrl-C), has saved a checkpoint and ends."""
 

@@ -1,0 +1,127 @@
+"""Who may ask, and how much: keys are kept as hashes only, and every key has its own limits.
+
+A key is 32 random bytes, so a plain SHA-256 of it cannot be guessed back; nothing here ever prints or keeps a key.
+"""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.errors import ConfigError, HeadraceError, RequestError
+
+PREFIX = "tml-"  # the public SDK refuses keys without it
+
+
+class Denied(HeadraceError):
+    """The key is missing or unknown."""
+
+
+class TooMany(RequestError):
+    """A limit of the key is reached; the request may come again after `retry_s`."""
+
+    def __init__(self, message: str, *, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Limits of one key."""
+
+    requests_per_s: float = 500.0
+    burst: int = 2000
+    open_requests: int = 20_000
+    open_polls: int = 8192
+    models: int = 64
+    checkpoint_bytes: int = 100 * 2**30
+
+    def __post_init__(self) -> None:
+        if not self.requests_per_s > 0 or min(self.burst, self.open_requests, self.open_polls, self.models) < 1:
+            raise ConfigError("limits of a key must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Whose requests these are."""
+
+    name: str
+    quota: Quota
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashedKey:
+    owner: str
+    sha256: str
+    quota: Quota = Quota()
+
+
+def new_key() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_key(key: str) -> str:
+    """
+    >>> hash_key("tml-x")[:8]
+    'b3beeb20'
+    """
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Access:
+    """`keys` empty: whoever asks is "local" (the server then listens on this machine alone)."""
+
+    def __init__(self, keys: Sequence[HashedKey], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tenants: Mapping[str, Tenant] = {
+            key.sha256.lower(): Tenant(name=key.owner, quota=key.quota) for key in keys
+        }
+        self._local = None if keys else Tenant(name="local", quota=Quota())
+        self._clock = clock
+        self._buckets: dict[str, _Bucket] = {}
+        self._polls: dict[str, int] = {}
+
+    def tenant(self, key: str | None) -> Tenant:
+        """Raises Denied."""
+        if self._local is not None:
+            return self._local
+        found = self._tenants.get(hash_key(key)) if key else None
+        if found is None:
+            raise Denied("the API key is missing or unknown: set TINKER_API_KEY to one of this server's keys")
+        return found
+
+    def admit(self, tenant: Tenant) -> None:
+        """One request more; raises TooMany when it comes too soon."""
+        bucket = self._buckets.setdefault(tenant.name, _Bucket(tenant.quota.burst, self._clock()))
+        wait_s = bucket.take(self._clock(), rate=tenant.quota.requests_per_s, burst=tenant.quota.burst)
+        if wait_s:
+            raise TooMany("this key asks too often: slow down", retry_s=wait_s)
+
+    def begin_poll(self, tenant: Tenant) -> None:
+        """Raises TooMany; otherwise `end_poll` must follow."""
+        if self._polls.get(tenant.name, 0) >= tenant.quota.open_polls:
+            raise TooMany(f"this key has {tenant.quota.open_polls} open polls already", retry_s=1.0)
+        self._polls[tenant.name] = self._polls.get(tenant.name, 0) + 1
+
+    def end_poll(self, tenant: Tenant) -> None:
+        self._polls[tenant.name] -= 1
+
+    @property
+    def num_polls(self) -> int:
+        return sum(self._polls.values())
+
+
+class _Bucket:
+    """Fills with `rate` per second up to `burst`; every request takes one."""
+
+    def __init__(self, level: float, now: float) -> None:
+        self._level, self._now = level, now
+
+    def take(self, now: float, *, rate: float, burst: float) -> float:
+        """0 when there was one, else how long until there is."""
+        self._level = min(burst, self._level + (now - self._now) * rate)
+        self._now = now
+        if self._level < 1.0:
+            return (1.0 - self._level) / rate
+        self._level -= 1.0
+        return 0.0

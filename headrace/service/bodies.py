@@ -1,0 +1,177 @@
+"""The JSON bodies of the wire, parsed once. Clients grow fields weekly, so unknown ones are ignored here."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+Id = Annotated[str, Field(min_length=1, max_length=400)]
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=256)], str], Field(max_length=64)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class CreateSession(Body):
+    tags: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = []
+    user_metadata: dict[str, object] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: Annotated[str, Field(max_length=256)] | None = None
+
+
+class Heartbeat(Body):
+    session_id: Id
+
+
+class Reason(Body):
+    type: str = "success"
+
+
+class FinishSession(Body):
+    reason: Reason = Reason()
+    detail: str | None = None
+
+
+class LoraConfig(Body):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Body):
+    type: str = "adamw"
+
+
+class CreateModel(Body):
+    session_id: Id
+    model_seq_id: Number
+    base_model: Annotated[str, Field(max_length=400)]
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class GetInfo(Body):
+    model_id: Id
+
+
+class AdamParams(Body):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Body):
+    model_id: Id
+    seq_id: Number
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, object] | None = None
+
+
+class SaveWeights(Body):
+    model_id: Id
+    seq_id: Number
+    path: str | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+    sampling_session_seq_id: Number | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeights(Body):
+    model_id: Id | None = None
+    seq_id: Number | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    path: Annotated[str, Field(max_length=1000)]
+    optimizer: bool = False
+
+
+class WeightsInfo(Body):
+    tinker_path: Annotated[str, Field(max_length=1000)]
+
+
+class CreateSamplingSession(Body):
+    session_id: Id
+    sampling_session_seq_id: Number
+    base_model: str | None = None
+    model_path: Annotated[str, Field(max_length=1000)] | None = None
+
+
+class JoinSamplingSession(Body):
+    sampling_session_id: Id
+
+
+class Chunk(Body):
+    type: str = "encoded_text"
+    tokens: list[StrictInt] = []
+
+
+class Prompt(Body):
+    chunks: list[Chunk]
+
+
+class SamplingParamsIn(Body):
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[StrictInt] | list[str] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
+    top_k: int = -1
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+
+
+class TensorIn(Body):
+    data: list[Annotated[StrictInt, Field(ge=-1, lt=2**31)]]
+    dtype: Literal["int64"]
+    shape: list[Number] | None = None
+    sparse_crow_indices: list[Number] | None = None
+    sparse_col_indices: list[Number] | None = None
+
+
+class Sample(Body):
+    sampling_session_id: Id | None = None
+    seq_id: Number | None = None
+    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParamsIn = SamplingParamsIn()
+    prompt_logprobs: bool | None = False
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1024)] = 0
+    target_prompt_logprobs: TensorIn | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+class RetrieveFuture(Body):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class Target(Body):
+    sampling_session_id: Id
+    cloned_sampler_id: int = 0
+
+
+class RetrieveFutures(Body):
+    target: Target
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = []
+
+
+class CancelFuture(Body):
+    request_id: Id
+
+
+class Ttl(Body):
+    ttl_seconds: int | None = None

@@ -1,0 +1,246 @@
+"""What the service must not forget, in SQLite (or PostgreSQL by URL): records by kind and id, and requests.
+
+One thread writes. What is handed to it while a transaction runs is committed together in the next one, so a thousand
+promises a second need not be a thousand flushes; a future resolves when its rows are on disk. Reads have a connection
+and a thread of their own.
+"""
+
+import json
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.errors import JournalError, boundary
+
+logger = logging.getLogger(__name__)
+
+MAX_GROUP = 1000  # writes in one transaction
+MAX_WAITING = 100_000  # writes handed over and not yet committed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A request: `body` as it was acknowledged (None once nothing can need it again), `result` once it has ended.
+
+    `target` is the model or the sampling session whose order `seq` is of. `state` is queued, done or failed.
+    """
+
+    id: str
+    target: str
+    seq: int
+    kind: str
+    owner: str
+    body: bytes | None
+    state: str = "queued"
+    result: bytes | None = None
+    finished: int = 0  # microseconds; later ones are larger
+
+    COLUMNS = "id, target, seq, kind, owner, body, state, result, finished"
+
+
+Statement = tuple[str, tuple[Any, ...]]
+
+
+def put(kind: str, id: str, value: object) -> Statement:
+    """Keep a JSON value under a kind and an id, in place of the one that was there."""
+    upsert = "ON CONFLICT(kind, id) DO UPDATE SET value = excluded.value"
+    return f"INSERT INTO records(kind, id, value) VALUES(?, ?, ?) {upsert}", (kind, id, json.dumps(value))
+
+
+def remove(kind: str, id: str) -> Statement:
+    return "DELETE FROM records WHERE kind = ? AND id = ?", (kind, id)
+
+
+def accept(row: Row) -> Statement:
+    """A request is acknowledged; one that is there already stays as it is."""
+    sql = f"INSERT INTO requests({Row.COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO NOTHING"
+    return sql, (
+        row.id, row.target, row.seq, row.kind, row.owner, row.body, row.state, row.result, row.finished,
+    )  # fmt: skip
+
+
+def finish(id: str, *, state: str, result: bytes, finished: int, forget_body: bool = False) -> Statement:
+    dropped = ", body = NULL" if forget_body else ""
+    sql = f"UPDATE requests SET state = ?, result = ?, finished = ?{dropped} WHERE id = ? AND state = 'queued'"
+    return sql, (state, result, finished, id)
+
+
+def forget_bodies(target: str, *, up_to: int) -> Statement:
+    """What the saved state of a model includes is never run again."""
+    return "UPDATE requests SET body = NULL WHERE target = ? AND seq <= ? AND body IS NOT NULL", (target, up_to)
+
+
+def forget_results(*, before: int) -> Statement:
+    """Outcomes that nobody has asked for in time; the requests stay known."""
+    return "UPDATE requests SET result = NULL WHERE state != 'queued' AND finished < ? AND result IS NOT NULL", (
+        before,
+    )
+
+
+class Database(Protocol):
+    """A connection used by one thread. Placeholders are question marks."""
+
+    def run(self, statements: Iterable[Statement]) -> None:
+        """All of them, committed together."""
+
+    def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]: ...
+
+    def close(self) -> None: ...
+
+
+class Journal:
+    """`url`: the path of a SQLite file, or postgresql://..."""
+
+    def __init__(self, url: str) -> None:
+        self._writer_database = connect(url)
+        self._writer_database.run([(sql, ()) for sql in SCHEMA])
+        self._reader_database = connect(url)
+        self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-journal-read")
+        self._waiting: queue.Queue[tuple[Sequence[Statement], Future[None]] | None] = queue.Queue(MAX_WAITING)
+        self._writing = threading.Thread(target=self._write_groups, name="headrace-journal", daemon=True)
+        self._writing.start()
+
+    def write(self, statements: Sequence[Statement]) -> "Future[None]":
+        """Resolves when all of them are on disk; either all are or none is."""
+        done: Future[None] = Future()
+        try:
+            self._waiting.put_nowait((statements, done))
+        except queue.Full:
+            done.set_exception(JournalError("the journal is far behind: try again later"))
+        return done
+
+    def records(self, kind: str) -> dict[str, Any]:
+        found = self.query("SELECT id, value FROM records WHERE kind = ?", (kind,))
+        return {id: json.loads(value) for id, value in found}
+
+    def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[Row]]":
+        """Requests that meet a condition, by target and order."""
+        sql = f"SELECT {Row.COLUMNS} FROM requests WHERE {where} ORDER BY target, seq"
+        return self._reading.submit(lambda: [_row(found) for found in self._read(sql, arguments)])
+
+    def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Waits for the answer: for starting up, not for the event loop."""
+        return self._reading.submit(self._read, sql, arguments).result()
+
+    def _read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+        with boundary(JournalError, "the journal cannot be read"):
+            return self._reader_database.read(sql, tuple(arguments))
+
+    def close(self) -> None:
+        """What was handed over is written first."""
+        self._waiting.put(None)
+        self._writing.join()
+        self._reading.shutdown(wait=True)
+        self._writer_database.close()
+        self._reader_database.close()
+
+    def _write_groups(self) -> None:
+        ending = False
+        while not ending:
+            group = [self._waiting.get()]
+            while len(group) < MAX_GROUP and not self._waiting.empty():
+                group.append(self._waiting.get_nowait())
+            ending = None in group
+            self._commit([item for item in group if item is not None])
+
+    def _commit(self, group: list[tuple[Sequence[Statement], "Future[None]"]]) -> None:
+        try:
+            with boundary(JournalError, "the journal cannot be written"):
+                self._writer_database.run(statement for statements, _ in group for statement in statements)
+        except JournalError as exc:
+            logger.error("%s", exc)
+            for _, done in group:
+                done.set_exception(exc)
+            return
+        for _, done in group:
+            done.set_result(None)
+
+
+def _row(found: tuple[Any, ...]) -> Row:
+    id, target, seq, kind, owner, body, state, result, finished = found
+    return Row(
+        id=id,
+        target=target,
+        seq=seq,
+        kind=kind,
+        owner=owner,
+        body=None if body is None else bytes(body),
+        state=state,
+        result=None if result is None else bytes(result),
+        finished=finished,
+    )
+
+
+# --- databases -------------------------------------------------------------------------------------------------------
+
+SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS records(kind TEXT NOT NULL, id TEXT NOT NULL, value TEXT NOT NULL, "
+    "PRIMARY KEY(kind, id))",
+    "CREATE TABLE IF NOT EXISTS requests(id TEXT PRIMARY KEY, target TEXT NOT NULL, seq BIGINT NOT NULL, "
+    "kind TEXT NOT NULL, owner TEXT NOT NULL, body BLOB, state TEXT NOT NULL, result BLOB, finished BIGINT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS requests_in_order ON requests(target, seq)",
+    "CREATE INDEX IF NOT EXISTS requests_queued ON requests(state)",
+)
+
+
+def connect(url: str) -> Database:
+    if url.startswith(("postgresql://", "postgres://")):
+        return _Postgres(url)
+    return _Sqlite(Path(url.removeprefix("sqlite:///")))
+
+
+class _Sqlite:
+    def __init__(self, path: Path) -> None:
+        with boundary(JournalError, f"the journal {path} cannot be opened"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+
+    def run(self, statements: Iterable[Statement]) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            for sql, arguments in statements:
+                self._connection.execute(sql, arguments)
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return self._connection.execute(sql, tuple(arguments)).fetchall()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class _Postgres:
+    def __init__(self, url: str) -> None:
+        try:
+            import psycopg
+        except ImportError as exc:
+            raise JournalError("a journal in PostgreSQL needs: pip install 'headrace[postgres]'") from exc
+        with boundary(JournalError, "the journal's PostgreSQL server cannot be reached"):
+            self._connection: Any = psycopg.connect(url, autocommit=True)
+
+    def run(self, statements: Iterable[Statement]) -> None:
+        with self._connection.transaction(), self._connection.cursor() as cursor:
+            for sql, arguments in statements:
+                cursor.execute(_dialect(sql), arguments)
+
+    def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+        with self._connection.cursor() as cursor:
+            return list(cursor.execute(_dialect(sql), arguments).fetchall())
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _dialect(sql: str) -> str:
+    return sql.replace("?", "%s").replace(" BLOB", " BYTEA")

@@ -1,0 +1,159 @@
+"""The losses of the wire by name, as losses of `algo` over data of the package. All are plain sums.
+
+Wire names and defaults are here and nowhere else: `logprobs` are the sampler's, clip thresholds are bounds on the
+ratio itself, positions whose advantage is 0 are not trained. Every other name of `headrace.algo.losses` (and a sum of
+names) is served as it is: inputs go to the loss by name, numbers by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.algo.lookup import hint
+from headrace.algo.loss import LossFn, check_inputs
+from headrace.algo.losses import LOSSES, find_loss
+from headrace.errors import ConfigError, RequestError
+from headrace.service.wire import Array, WireDatum, WireForward
+from headrace.types import Datum, LossSpec, float_array, int_array
+
+TARGETS, WEIGHTS, ADVANTAGES, UNIT = "target_tokens", "weights", "advantages", "unit"
+RENAMED = {"logprobs": "sampler_logprobs"}
+CLIPS = ("clip_low_threshold", "clip_high_threshold")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireLoss:
+    """A loss as the wire defines it: what it is called here, its inputs, and its numbers made ours."""
+
+    name: str
+    inputs: tuple[str, ...]
+    numbers: Callable[[dict[str, float]], dict[str, float]]
+
+
+def _clipped(numbers: dict[str, float], *, low: float, high: float) -> dict[str, float]:
+    """Bounds on the ratio become distances from 1."""
+    bounds = {"clip_low": 1.0 - numbers.pop(CLIPS[0], low), "clip_high": numbers.pop(CLIPS[1], high) - 1.0}
+    return {**bounds, **numbers}
+
+
+def _bounded(numbers: dict[str, float]) -> dict[str, float]:
+    return {"ratio_low": numbers.pop(CLIPS[0], 0.0), "ratio_high": numbers.pop(CLIPS[1], 4.0), **numbers}
+
+
+POLICY = (TARGETS, "logprobs", ADVANTAGES)
+WIRE_LOSSES: Mapping[str, WireLoss] = {
+    "cross_entropy": WireLoss(name="cross_entropy", inputs=(TARGETS, WEIGHTS), numbers=dict),
+    "importance_sampling": WireLoss(name="importance_sampling", inputs=POLICY, numbers=dict),
+    "ppo": WireLoss(name="ppo", inputs=POLICY, numbers=lambda given: _clipped(given, low=0.8, high=1.2)),
+    "cispo": WireLoss(name="cispo", inputs=POLICY, numbers=_bounded),
+    "dro": WireLoss(name="dro", inputs=POLICY, numbers=dict),
+    "gspo": WireLoss(
+        name="gspo_token",
+        inputs=(*POLICY, "sequence_ratio_mask"),
+        numbers=lambda given: _clipped(given, low=1.0 - 3e-4, high=1.0 + 4e-4),
+    ),
+}
+REFUSED = {
+    "stable_reinforce": "its formula is not published; importance_sampling, ppo and cispo are near to it",
+    "custom": "uploaded loss graphs are not run here; forward_backward_custom runs your function on the client",
+}
+
+
+def to_training(asked: WireForward) -> tuple[LossSpec, tuple[Datum, ...]]:
+    """What a host is asked for; raises RequestError when the loss is unknown, or an input is missing or malformed."""
+    if asked.loss in REFUSED:
+        raise RequestError(f"loss '{asked.loss}' is not served: {REFUSED[asked.loss]}")
+    if not asked.data:
+        raise RequestError("there is nothing to train on: the request has no data")
+    wire = WIRE_LOSSES.get(asked.loss)
+    numbers = _numbers(asked)
+    spec = LossSpec(
+        fn=asked.loss if wire is None else wire.name, params=numbers if wire is None else wire.numbers(numbers)
+    )
+    fn = _find(str(spec.fn), asked.loss)
+    data = tuple(_datum(index, datum, asked.loss, wire) for index, datum in enumerate(asked.data))
+    for index, datum in enumerate(data):
+        _check(fn, datum, spec, asked, index)
+    return spec, data
+
+
+def _numbers(asked: WireForward) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    for name, value in asked.config.items():
+        if isinstance(value, str):
+            raise RequestError(f"'{name}' of loss '{asked.loss}' must be a number, not the text {value!r}")
+        numbers[name] = float(value)
+    return numbers
+
+
+def _find(name: str, asked: str) -> LossFn:
+    try:
+        return find_loss(name)
+    except ConfigError as exc:
+        raise RequestError(f"unknown loss '{asked}': {hint(asked, {*WIRE_LOSSES, *LOSSES})}") from exc
+
+
+def _check(fn: LossFn, datum: Datum, spec: LossSpec, asked: WireForward, index: int) -> None:
+    try:
+        check_inputs(fn, datum.arrays, spec.params)
+    except ConfigError as exc:
+        raise RequestError(f"datum {index}, loss '{asked.loss}': {exc}") from exc
+
+
+def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None) -> Datum:
+    tensors = dict(datum.tensors)
+    for name in wire.inputs if wire else (TARGETS,):
+        if name not in tensors:
+            near = f" (it has {', '.join(sorted(tensors)) or 'none'})"
+            raise RequestError(f"datum {index}: loss '{loss}' needs the input '{name}'{near}")
+    if wire is not None:
+        if any(name in tensors for name in CLIPS):
+            raise RequestError(f"datum {index}: clip thresholds are numbers of loss_fn_config here, not inputs")
+        tensors = {name: tensors[name] for name in wire.inputs}
+    unit = _unit(tensors.pop(UNIT, None), index)
+    targets = _targets(tensors.pop(TARGETS), len(datum.inputs), index)
+    arrays = {RENAMED.get(name, name): _floats(tensor, targets.shape, name, index) for name, tensor in tensors.items()}
+    if WEIGHTS not in arrays:
+        trained = arrays.get(ADVANTAGES)
+        arrays[WEIGHTS] = np.ones(targets.shape) if trained is None else (trained != 0).astype(np.float32)
+    return Datum(
+        inputs=datum.inputs,
+        targets=int_array(targets),
+        arrays={name: float_array(array) for name, array in arrays.items()},
+        unit=unit,
+    )
+
+
+def _targets(tensor: Array, length: int, index: int) -> Array:
+    if not length:
+        raise RequestError(f"datum {index} has no tokens")
+    if tensor.dtype.kind != "i":
+        raise RequestError(f"datum {index}: target_tokens must be integers")
+    if tensor.ndim not in (1, 2) or len(tensor) != length or 0 in tensor.shape:
+        raise RequestError(
+            f"datum {index}: target_tokens has shape {list(tensor.shape)}, but model_input has {length} tokens"
+        )
+    if tensor.min() < 0 or tensor.max() > np.iinfo(np.int32).max:
+        raise RequestError(f"datum {index}: target_tokens holds a number that is no token")
+    return tensor
+
+
+def _floats(tensor: Array, shape: Sequence[int], name: str, index: int) -> Array:
+    if tensor.shape != tuple(shape):
+        raise RequestError(
+            f"datum {index}: {name} has shape {list(tensor.shape)}, which must be that of target_tokens, {list(shape)}"
+        )
+    floats = tensor.astype(np.float32)
+    if not np.isfinite(floats).all():
+        raise RequestError(f"datum {index}: NonFiniteInTensor: {name} holds a value that is not finite")
+    return floats
+
+
+def _unit(tensor: Array | None, index: int) -> int | None:
+    """Data of the same number are one pair or group to losses that compare them."""
+    if tensor is None:
+        return None
+    if not tensor.size or tensor.dtype.kind != "i":
+        raise RequestError(f"datum {index}: unit must be an integer")
+    return int(tensor.reshape(-1)[0])

@@ -1,0 +1,130 @@
+"""What the service knows of sessions, models, samplers and checkpoints: plain values, kept in the journal as JSON.
+
+Ids are made by rule from the session's, as the wire's clients expect: `{session}:train:{n}`, `{session}:sample:{n}`,
+and `tinker://{model}/{kind}/{name}` for checkpoints. Names never become file names; folders are named by hashes.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.errors import RequestError
+from headrace.service.host import AdapterSpec
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,127}")
+SCHEME = "tinker://"
+
+
+class Kind(StrEnum):
+    """What a checkpoint holds, as it stands in its path."""
+
+    TRAINING = "weights"
+    SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One client. `finished` says how it ended; `silent` ones come back with their next heartbeat."""
+
+    id: str
+    owner: str
+    created: float
+    tags: tuple[str, ...] = ()
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    display_name: str | None = None
+    finished: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A training run. Its state is saved in `folder` as it was after request `saved_seq` (0: as created)."""
+
+    id: str
+    session: str
+    owner: str
+    base_model: str  # as the client spells it
+    spec: AdapterSpec
+    created: float
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    saved_seq: int = -1
+    folder: str | None = None
+    last_request: float = 0.0
+    source: str | None = None  # the checkpoint it was created from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerRecord:
+    """An immutable policy to sample from: the base model, a checkpoint's weights, or a snapshot of its own folder."""
+
+    id: str
+    session: str
+    owner: str
+    base_model: str
+    model_path: str | None = None
+    folder: str | None = None
+    clones: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    path: str
+    model: str
+    owner: str
+    kind: Kind
+    name: str
+    folder: str
+    base_model: str
+    spec: AdapterSpec
+    created: float
+    size_bytes: int = 0
+    public: bool = False
+    expires: float | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def model_id(session: str, number: int) -> str:
+    return f"{session}:train:{number}"
+
+
+def sampler_id(session: str, number: int) -> str:
+    return f"{session}:sample:{number}"
+
+
+def checkpoint_path(model: str, kind: Kind, name: str) -> str:
+    return f"{SCHEME}{model}/{kind}/{name}"
+
+
+def check_name(name: str) -> str:
+    """A checkpoint's name; raises RequestError when it could be mistaken for anything else."""
+    if not NAME.fullmatch(name) or ".." in name:
+        raise RequestError(
+            f"{name[:80]!r} is no checkpoint name: use letters, digits and . _ = + -, at most 128, not a dot first"
+        )
+    return name
+
+
+def split_path(path: str) -> tuple[str, Kind, str]:
+    """Model, kind and name of a checkpoint path; raises RequestError.
+
+    >>> split_path("tinker://s:train:0/weights/final")
+    ('s:train:0', <Kind.TRAINING: 'weights'>, 'final')
+    """
+    parts = path.removeprefix(SCHEME).split("/")
+    kinds = {kind.value: kind for kind in Kind}
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in kinds:
+        raise RequestError(
+            f"{path[:200]!r} is no checkpoint: write tinker://RUN/weights/NAME or .../sampler_weights/NAME"
+        )
+    return parts[0], kinds[parts[1]], check_name(parts[2])
+
+
+def folder_name(*parts: str) -> str:
+    """A folder name that no name of a client's choosing can steer.
+
+    >>> len(folder_name("tinker://../../etc/weights/x")), folder_name("a", "bc") == folder_name("ab", "c")
+    (32, False)
+    """
+    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,324 @@
+"""Looking at and keeping house over what is there: training runs, checkpoints, sessions, downloads, queues, metrics.
+
+Paths and shapes under /api/v1 are those of the public SDK's REST client and CLI; /runs and /metrics are our own.
+"""
+
+import asyncio
+import hmac
+import io
+import secrets
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+
+from headrace.errors import RequestError
+from headrace.service import bodies
+from headrace.service.access import Access, Tenant
+from headrace.service.futures import Done
+from headrace.service.records import Checkpoint, Kind, Model, checkpoint_path, split_path
+from headrace.service.registry import Unknown
+from headrace.service.service import Service
+
+TYPES = {Kind.TRAINING: "training", Kind.SAMPLER: "sampler", Kind.EXTERNAL: "external"}
+LINK_S = 900.0  # how long a download link works
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0)]
+
+
+def rest_routes(service: Service, access: Access, worker: Callable[..., Tenant]) -> APIRouter:
+    routes = APIRouter()
+    links = _Links()
+    who = Depends(worker)
+    _runs(routes, service, who)
+    _checkpoints(routes, service, who)
+    _downloads(routes, service, links, who)
+    _sessions(routes, service, who)
+    _beside(routes, service, access, who)
+    return routes
+
+
+# --- training runs ---------------------------------------------------------------------------------------------------
+
+
+def _runs(routes: APIRouter, service: Service, who: Any) -> None:
+    registry = service.registry
+
+    @routes.get("/api/v1/training_runs")
+    async def training_runs(limit: Limit = 20, offset: Offset = 0, who: Tenant = who) -> dict[str, object]:
+        owned = [model for model in registry.models.values() if model.owner == who.name]
+        owned.sort(key=lambda model: model.created, reverse=True)
+        shown = [_run(service, model) for model in owned[offset : offset + limit]]
+        return {"training_runs": shown, "cursor": _cursor(offset, limit, len(owned))}
+
+    @routes.get("/api/v1/training_runs/{run}")
+    async def training_run(run: str, who: Tenant = who) -> dict[str, object]:
+        return _run(service, registry.model(run, who.name))
+
+    @routes.get("/api/v1/training_runs/{run}/checkpoints")
+    async def checkpoints_of(run: str, who: Tenant = who) -> dict[str, object]:
+        registry.model(run, who.name)
+        return {"checkpoints": [_shown(found) for found in registry.checkpoints_of(run)]}
+
+    @routes.get("/api/v1/checkpoints")
+    async def checkpoints(limit: Limit = 100, offset: Offset = 0, who: Tenant = who) -> dict[str, object]:
+        owned = [found for found in registry.checkpoints.values() if found.owner == who.name]
+        owned.sort(key=lambda found: found.created, reverse=True)
+        shown = [_shown(found) for found in owned[offset : offset + limit]]
+        return {"checkpoints": shown, "cursor": _cursor(offset, limit, len(owned))}
+
+    @routes.post("/api/v1/weights_info")
+    async def weights_info(body: bodies.WeightsInfo, who: Tenant = who) -> dict[str, object]:
+        found = registry.checkpoint(body.tinker_path, who.name)
+        return {
+            "base_model": found.base_model,
+            "is_lora": True,
+            "lora_rank": found.spec.rank,
+            "train_unembed": found.spec.train_unembed,
+            "train_mlp": found.spec.train_mlp,
+            "train_attn": found.spec.train_attn,
+            "optimizer_config": {"type": "adamw"},
+        }
+
+
+def _run(service: Service, model: Model) -> dict[str, object]:
+    trained = service.registry.latest(model.id, Kind.TRAINING)
+    sampled = service.registry.latest(model.id, Kind.SAMPLER)
+    return {
+        "training_run_id": model.id,
+        "base_model": model.base_model,
+        "model_owner": model.owner,
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": model.spec.rank,
+        "last_request_time": _when(model.last_request),
+        "last_checkpoint": None if trained is None else _shown(trained),
+        "last_sampler_checkpoint": None if sampled is None else _shown(sampled),
+        "user_metadata": dict(model.user_metadata),
+    }
+
+
+def _shown(found: Checkpoint) -> dict[str, object]:
+    return {
+        "checkpoint_id": f"{found.kind}/{found.name}",
+        "checkpoint_type": TYPES[found.kind],
+        "time": _when(found.created),
+        "tinker_path": found.path,
+        "size_bytes": found.size_bytes,
+        "public": found.public,
+        "user_metadata": dict(found.user_metadata),
+        "expires_at": None if found.expires is None else _when(found.expires),
+    }
+
+
+def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def _when(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+ONE = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
+
+
+def _checkpoints(routes: APIRouter, service: Service, who: Any) -> None:
+    def own(run: str, kind: str, name: str, who: Tenant) -> Checkpoint:
+        return service.registry.own_checkpoint(_path(run, kind, name), who.name)
+
+    @routes.delete(ONE, status_code=204)
+    async def delete(run: str, kind: str, name: str, who: Tenant = who) -> Response:
+        await service.delete_checkpoint(own(run, kind, name, who))
+        return Response(status_code=204)
+
+    @routes.post(f"{ONE}/publish", status_code=204)
+    async def publish(run: str, kind: str, name: str, who: Tenant = who) -> Response:
+        await service.change_checkpoint(replace(own(run, kind, name, who), public=True))
+        return Response(status_code=204)
+
+    @routes.delete(f"{ONE}/publish", status_code=204)
+    async def unpublish(run: str, kind: str, name: str, who: Tenant = who) -> Response:
+        await service.change_checkpoint(replace(own(run, kind, name, who), public=False))
+        return Response(status_code=204)
+
+    @routes.put(f"{ONE}/ttl", status_code=204)
+    async def ttl(run: str, kind: str, name: str, body: bodies.Ttl, who: Tenant = who) -> Response:
+        found = own(run, kind, name, who)
+        if body.ttl_seconds is not None and not 0 < body.ttl_seconds <= 10 * 366 * 86400:
+            raise RequestError("ttl_seconds must be above 0 and at most ten years, or null for no end")
+        expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
+        await service.change_checkpoint(replace(found, expires=expires))
+        return Response(status_code=204)
+
+
+def _path(run: str, kind: str, name: str) -> str:
+    path = f"tinker://{run}/{kind}/{name}"
+    return checkpoint_path(*split_path(path))
+
+
+# --- downloads: a link carries its own right to be followed, because clients follow it without a key -----------------
+
+
+class _Links:
+    """Links signed with a key of this process; after a restart clients ask for new ones."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def sign(self, path: str, expires: int) -> str:
+        return hmac.new(self._secret, f"{expires}:{path}".encode(), sha256).hexdigest()
+
+    def check(self, path: str, expires: int, signature: str) -> None:
+        """Raises Unknown."""
+        if expires < time.time() or not hmac.compare_digest(self.sign(path, expires), signature):
+            raise Unknown("this link is not valid, or not any more: ask for a new one")
+
+
+def _downloads(routes: APIRouter, service: Service, links: _Links, who: Any) -> None:
+    def link(request: Request, found: Checkpoint, file: str) -> tuple[str, float]:
+        expires = int(time.time() + LINK_S)
+        signature = links.sign(f"{found.path}/{file}", expires)
+        url = request.url_for("download", signature=signature, expires=str(expires), file=file)
+        return str(url.include_query_params(path=found.path)), expires
+
+    @routes.get(f"{ONE}/archive")
+    async def archive(request: Request, run: str, kind: str, name: str, who: Tenant = who) -> Response:
+        found = service.registry.checkpoint(_path(run, kind, name), who.name)
+        url, expires = link(request, found, "archive.tar")
+        return RedirectResponse(url, status_code=302, headers={"Expires": _http_date(expires)})
+
+    @routes.get(f"{ONE}/external_weights_urls")
+    async def external(request: Request, run: str, kind: str, name: str, who: Tenant = who) -> dict[str, object]:
+        found = service.registry.checkpoint(_path(run, kind, name), who.name)
+        files = await asyncio.to_thread(_files, service.path_of(found))
+        urls = {file: link(request, found, file) for file in files}
+        return {"urls": {file: url for file, (url, _) in urls.items()}, "expires": _when(time.time() + LINK_S)}
+
+    @routes.get("/download/{signature}/{expires}/{file:path}", name="download")
+    async def download(signature: str, expires: int, file: str, path: str) -> Response:
+        links.check(f"{path}/{file}", expires, signature)
+        found = service.registry.checkpoints.get(path)
+        if found is None:
+            raise Unknown(f"there is no checkpoint {path[:200]}")
+        folder = service.path_of(found)
+        if file == "archive.tar":
+            return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
+        if file not in await asyncio.to_thread(_files, folder):
+            raise Unknown(f"there is no file {file[:200]}")
+        return FileResponse(folder / file)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def _tar(folder: Path) -> bytes:
+    """Plain files only: no links, no owners, no folders outside."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in _files(folder):
+            entry = tarfile.TarInfo(name)
+            entry.size = (folder / name).stat().st_size
+            with (folder / name).open("rb") as file:
+                tar.addfile(entry, file)
+    return buffer.getvalue()
+
+
+def _http_date(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+def _sessions(routes: APIRouter, service: Service, who: Any) -> None:
+    registry = service.registry
+
+    @routes.get("/api/v1/sessions")
+    async def sessions(limit: Limit = 20, offset: Offset = 0, who: Tenant = who) -> dict[str, object]:
+        owned = [session for session in registry.sessions.values() if session.owner == who.name]
+        owned.sort(key=lambda session: session.created, reverse=True)
+        return {"sessions": [session.id for session in owned[offset : offset + limit]]}
+
+    @routes.get("/api/v1/sessions/{id}")
+    async def session(id: str, who: Tenant = who) -> dict[str, object]:
+        found = registry.session(id, who.name)
+        return {
+            "training_run_ids": [model.id for model in registry.models.values() if model.session == id],
+            "sampler_ids": [sampler.id for sampler in registry.samplers.values() if sampler.session == id],
+            "user_metadata": dict(found.user_metadata),
+            "display_name": found.display_name,
+        }
+
+
+# --- beside the wire -------------------------------------------------------------------------------------------------
+
+
+def _beside(routes: APIRouter, service: Service, access: Access, who: Any) -> None:
+    @routes.get("/runs/{run}/requests/{id}/status")
+    async def status(run: str, id: str, who: Tenant = who) -> dict[str, object]:
+        """State and place in the queue of one request; `id` is its sequence number or its whole id."""
+        service.registry.model(run, who.name)
+        ticket = await service.find(who, id if ":" in id else f"{run}:{id}")
+        if ticket.row.target != run:
+            raise Unknown(f"there is no request '{id}' of {run}")
+        state = "queued" if ticket.outcome is None else "done" if isinstance(ticket.outcome, Done) else "failed"
+        told: dict[str, object] = {"request_id": ticket.row.id, "kind": ticket.row.kind, "state": state}
+        if ticket.outcome is None:
+            waited = {"running": ticket.running, "waited_s": time.time() - ticket.since}
+            return {**told, **waited, "position": service.trainer.position(ticket)}
+        return told
+
+    @routes.post("/runs/{run}/requests/{id}/cancel")
+    async def cancel(run: str, id: str, who: Tenant = who) -> dict[str, object]:
+        service.registry.model(run, who.name)
+        return {"cancelled": await service.cancel(who, id if ":" in id else f"{run}:{id}")}
+
+    @routes.get("/runs/{run}/queue/stats")
+    async def queue_stats(run: str, who: Tenant = who) -> dict[str, object]:
+        model = service.registry.model(run, who.name)
+        return {
+            "waiting_or_running": service.trainer.depth(run),
+            "saved_seq": model.saved_seq,
+            "all_models": service.trainer.depth(),
+            "sampling": service.sampling.depth,
+        }
+
+    @routes.get("/metrics")
+    async def metrics(who: Tenant = who) -> Response:
+        return PlainTextResponse(_prometheus(service, access), media_type="text/plain; version=0.0.4")
+
+
+def _prometheus(service: Service, access: Access) -> str:
+    """Figures of the whole server in the text format of Prometheus."""
+    gauges = {
+        "headrace_open_requests": service.board.num_open,
+        "headrace_training_queue": service.trainer.depth(),
+        "headrace_sampling_queue": service.sampling.depth,
+        "headrace_running_sequences": service.sampling.running,
+        "headrace_open_polls": access.num_polls,
+        "headrace_models": len(service.registry.models),
+        "headrace_resident_models": service.trainer.num_resident,
+        "headrace_sessions": len(service.registry.sessions),
+    }
+    counters = {
+        "headrace_training_requests_total": service.trainer.clock,
+        "headrace_sampled_tokens_total": service.sampling.num_tokens,
+    }
+    lines = [f"# TYPE {name} gauge\n{name} {value}" for name, value in gauges.items()]
+    lines += [f"# TYPE {name} counter\n{name} {value}" for name, value in counters.items()]
+    lines.append("# TYPE headrace_training_seconds_total counter")
+    lines += [
+        f'headrace_training_seconds_total{{kind="{kind}"}} {seconds:.6f}'
+        for kind, seconds in sorted(service.trainer.seconds.items())
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,312 @@
+"""Sampling requests: read, queued by owner, run in turn, many at a time; samplers are opened when they are needed.
+
+A request without a seed gets one from its id, so that it gives the same tokens when it is run again after a restart.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.algo.random import derive_seed
+from headrace.errors import HeadraceError, RequestError, SamplerError, boundary
+from headrace.service import bodies
+from headrace.service.futures import Board, Done, Failed, Outcome, Ticket, failed
+from headrace.service.host import ModelHost, RankingHost, TopLogprobs
+from headrace.service.records import SamplerRecord
+from headrace.service.registry import Registry
+from headrace.service.wire import PROTOBUF, Array, Sampled, shaped, unfold, write_sample
+from headrace.types import IntArray, SampleRequest, SamplingParams, float_array, int_array
+
+logger = logging.getLogger(__name__)
+
+BASE = "base"
+CANCELLED = Failed(message="the request was cancelled", category="user")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A sampling request made ready."""
+
+    prompt: IntArray
+    params: tuple[SamplingParams, ...]  # one per sample, with its own seed
+    prompt_logprobs: bool = False
+    last_n: int | None = None
+    prompt_tops: int = 0
+    sample_tops: int = 0
+    targets: IntArray | None = None
+    target_rows: tuple[Array, Array] | None = None
+
+
+def read_sample(body: bodies.Sample, *, id: str, context: int, vocabulary: int) -> Ask:
+    """Raises RequestError with what to change."""
+    prompt = _prompt(body.prompt, vocabulary)
+    room = context - len(prompt)
+    asked = body.sampling_params
+    wanted = room if asked.max_tokens is None else asked.max_tokens
+    if room < 1 or wanted > room:
+        raise RequestError(
+            f"a prompt of {len(prompt)} tokens and {max(wanted, 1)} to sample do not fit into the context of {context}"
+        )
+    if body.prompt_alt_tokens_k:
+        raise RequestError("prompt_alt_tokens_k is not served: ask for topk_prompt_logprobs")
+    last_n = body.prompt_logprobs_last_n
+    if last_n is not None and not 1 <= last_n <= len(prompt) - 1:
+        raise RequestError(f"prompt_logprobs_last_n must be from 1 to {len(prompt) - 1}, not {last_n}")
+    targets, rows = _targets(body.target_prompt_logprobs, len(prompt), vocabulary)
+    tokens, strings = _stops(asked.stop)
+    seed = derive_seed("sample", id) if asked.seed is None else asked.seed
+    params = tuple(
+        SamplingParams(
+            max_tokens=wanted,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k if 0 < asked.top_k < vocabulary else None,
+            stop_tokens=tokens,
+            stop_strings=strings,
+            seed=(seed + index) % 2**63,
+        )
+        for index in range(body.num_samples)
+    )
+    return Ask(
+        prompt=prompt,
+        params=params,
+        prompt_logprobs=bool(body.prompt_logprobs) or last_n is not None,
+        last_n=last_n,
+        prompt_tops=min(body.topk_prompt_logprobs, vocabulary),
+        sample_tops=min(body.topk_sample_logprobs, vocabulary),
+        targets=targets,
+        target_rows=rows,
+    )
+
+
+def _prompt(prompt: bodies.Prompt, vocabulary: int) -> IntArray:
+    tokens: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.type != "encoded_text":
+            raise RequestError(f"only text is served, not a chunk of type '{chunk.type}'")
+        tokens += chunk.tokens
+    if not tokens:
+        raise RequestError("the prompt is empty: send at least one token")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise RequestError(f"the prompt holds a token outside of the vocabulary of {vocabulary}")
+    return int_array(tokens)
+
+
+def _stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Absent: the model's end of sequence. []: nothing stops. Tokens: only those. Text: it, and the end of sequence."""
+    if stop is None:
+        return None, ()
+    if isinstance(stop, str):
+        return None, (stop,)
+    tokens = tuple(item for item in stop if isinstance(item, int))
+    strings = tuple(item for item in stop if isinstance(item, str))
+    return (None, strings) if strings else (tokens, ())
+
+
+def _targets(
+    tensor: bodies.TensorIn | None, length: int, vocabulary: int
+) -> tuple[IntArray | None, tuple[Array, Array] | None]:
+    if tensor is None:
+        return None, None
+    what, flat, rows = "target_prompt_logprobs", np.asarray(tensor.data, "i8"), None
+    if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
+        rows = (np.asarray(tensor.sparse_crow_indices, "i8"), np.asarray(tensor.sparse_col_indices, "i8"))
+        stored = unfold(flat + 1, *rows, tensor.shape or (), what)
+        targets = stored - 1  # what is not stored is not asked for
+    else:
+        targets = shaped(flat, tensor.shape or (), what)
+    if targets.ndim != 2 or len(targets) != length - 1 or not targets.shape[1]:
+        raise RequestError(f"{what} has shape {list(targets.shape)}; it needs {length - 1} rows, one per later token")
+    if targets.min() < -1 or targets.max() >= vocabulary:
+        raise RequestError(f"{what} holds a token outside of the vocabulary of {vocabulary}")
+    return int_array(targets), rows
+
+
+@dataclass(slots=True, eq=False)
+class _Opened:
+    """A sampler of the host; `users` requests run on it."""
+
+    ready: "asyncio.Future[None]"
+    users: int = 0
+
+
+@dataclass(slots=True)
+class Sampling:
+    """Lives on one event loop. At most `max_running` sequences are with the host, owners taking turns."""
+
+    host: ModelHost
+    board: Board
+    registry: Registry
+    folder: Path
+    tempered: bool = False
+    max_running: int = 256
+    max_open: int = 64
+    running: int = 0
+    num_tokens: int = 0
+    _queues: OrderedDict[str, "deque[Ticket]"] = field(default_factory=OrderedDict)
+    _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    _opened: OrderedDict[str, _Opened] = field(default_factory=OrderedDict)
+    _closed: bool = False
+
+    @property
+    def depth(self) -> int:
+        return sum(len(queue) for queue in self._queues.values()) + len(self._tasks)
+
+    def offer(self, ticket: Ticket) -> None:
+        self._queues.setdefault(ticket.row.owner, deque()).append(ticket)
+        self._pump()
+
+    async def cancel(self, ticket: Ticket) -> None:
+        """Queued: it never starts. Running: its decoding is stopped."""
+        queue = self._queues.get(ticket.row.owner)
+        if queue is not None and ticket in queue:
+            queue.remove(ticket)
+        task = self._tasks.get(ticket.row.id)
+        if task is not None:
+            task.cancel()
+        await self.board.settle(ticket, CANCELLED)
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _pump(self) -> None:
+        while self.running < self.max_running and self._queues and not self._closed:
+            owner, queue = self._queues.popitem(last=False)
+            if not queue:
+                continue
+            ticket = queue.popleft()
+            if queue:
+                self._queues[owner] = queue
+            self.running += len(ticket.work.params)
+            task = asyncio.get_running_loop().create_task(self._run(ticket))
+            self._tasks[ticket.row.id] = task
+
+    async def _run(self, ticket: Ticket) -> None:
+        ticket.running = True
+        ask = ticket.work
+        try:
+            with boundary(SamplerError, "sampling failed"):
+                outcome: Outcome = await self._sample(self.registry.sampler(ticket.row.target, ticket.row.owner), ask)
+        except HeadraceError as exc:
+            outcome = failed(exc)
+        finally:
+            self.running -= len(ask.params)
+            self._tasks.pop(ticket.row.id, None)
+            self._pump()
+        await self.board.settle(ticket, outcome)
+
+    async def _sample(self, sampler: SamplerRecord, ask: Ask) -> Outcome:
+        name, opened = self._open(sampler)
+        opened.users += 1
+        try:
+            await asyncio.shield(opened.ready)
+            async with asyncio.TaskGroup() as group:
+                drawn = [
+                    group.create_task(self.host.sample(name, SampleRequest(prompt=ask.prompt, params=params)))
+                    for params in ask.params
+                ]
+                scored = group.create_task(self._prompt_logprobs(name, ask))
+        except ExceptionGroup as exc:  # one of them is enough to know why
+            raise exc.exceptions[0] from exc.exceptions[0].__cause__
+        else:
+            completions = tuple(task.result() for task in drawn)
+            self.num_tokens += sum(len(completion.tokens) for completion in completions)
+            sampled = Sampled(
+                completions=completions,
+                tempered=self.tempered,
+                tops=await self._sample_tops(name, ask, [done.tokens for done in completions]),
+                prompt_logprobs=scored.result(),
+                prompt_tops=await self._rank(name, ask.prompt, ask.prompt_tops),
+                prompt_targets=await self._target_logprobs(name, ask),
+                target_rows=ask.target_rows,
+            )
+            return Done(media=PROTOBUF, body=write_sample(sampled))
+        finally:
+            opened.users -= 1
+
+    async def _prompt_logprobs(self, name: str, ask: Ask) -> Any:
+        if not ask.prompt_logprobs:
+            return None
+        (logprobs,) = await self.host.score(name, [ask.prompt])
+        if ask.last_n is None:
+            return logprobs
+        cut = logprobs.copy()
+        cut[: len(cut) - ask.last_n] = np.nan
+        return float_array(cut)
+
+    async def _sample_tops(self, name: str, ask: Ask, sampled: list[IntArray]) -> tuple[TopLogprobs, ...] | None:
+        if not ask.sample_tops:
+            return None
+        tops = []
+        for tokens in sampled:
+            top = await self._rank(name, int_array(np.concatenate([ask.prompt, tokens])), ask.sample_tops)
+            assert top is not None
+            start = len(ask.prompt)
+            tops.append(TopLogprobs(tokens=top.tokens[start:], logprobs=top.logprobs[start:]))
+        return tuple(tops)
+
+    async def _rank(self, name: str, sequence: IntArray, k: int) -> TopLogprobs | None:
+        if not k:
+            return None
+        return await _ranking(self.host).top_logprobs(name, sequence, k)
+
+    async def _target_logprobs(self, name: str, ask: Ask) -> Any:
+        if ask.targets is None:
+            return None
+        return await _ranking(self.host).target_logprobs(name, ask.prompt, ask.targets)
+
+    # --- samplers ---
+
+    def opened_by_snapshot(self, sampler: str) -> None:
+        """The host has it already."""
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        self._opened[sampler] = _Opened(ready=ready)
+        self._make_room()
+
+    def forget(self, sampler: str) -> None:
+        if self._opened.pop(sampler, None) is not None:
+            self.host.close_sampler(sampler)
+
+    def _open(self, sampler: SamplerRecord) -> tuple[str, _Opened]:
+        """Sampling sessions over the same weights share one sampler of the host."""
+        name, folder = BASE, None
+        if sampler.folder is not None:
+            name, folder = sampler.id, self.folder / sampler.folder
+        elif sampler.model_path is not None:
+            found = self.registry.checkpoint(sampler.model_path, sampler.owner)
+            name, folder = f"{found.path}@{found.created}", self.folder / found.folder
+        if name in self._opened:
+            self._opened.move_to_end(name)
+            return name, self._opened[name]
+        ready = asyncio.ensure_future(self._open_on_host(name, folder))
+        self._opened[name] = _Opened(ready=ready)
+        self._make_room()
+        return name, self._opened[name]
+
+    async def _open_on_host(self, name: str, folder: Path | None) -> None:
+        try:
+            await asyncio.wrap_future(self.host.open_sampler(name, folder))
+        except HeadraceError:
+            self._opened.pop(name, None)  # the next request tries again
+            raise
+
+    def _make_room(self) -> None:
+        for name in [name for name, opened in self._opened.items() if not opened.users and opened.ready.done()]:
+            if len(self._opened) <= self.max_open:
+                return
+            self.forget(name)
+
+
+def _ranking(host: ModelHost) -> RankingHost:
+    if not isinstance(host, RankingHost):
+        raise RequestError("this server cannot rank other tokens than those sampled: ask for prompt_logprobs only")
+    return host

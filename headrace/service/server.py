@@ -1,0 +1,62 @@
+"""The application on a socket. Beyond this machine only with keys: whoever reaches the port could otherwise train."""
+
+import contextlib
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from headrace.errors import ConfigError
+
+BACKLOG = 4096
+CLOSE_S = 5  # how long open requests may take to end
+
+
+def check_reach(host: str, *, has_keys: bool) -> None:
+    """Raises ConfigError for an address beyond loopback without keys."""
+    if has_keys or host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    raise ConfigError(
+        f"listening on {host} without keys would let everybody in: add a [[keys]] entry, or listen on 127.0.0.1"
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError when the port is taken."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as exc:
+        listening.close()
+        raise ConfigError(f"the service cannot listen on {host}:{port} ({exc}): choose another port") from exc
+    return listening
+
+
+def make_server(app: FastAPI) -> uvicorn.Server:
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=CLOSE_S, timeout_keep_alive=75
+    )
+    return uvicorn.Server(config)
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """The application on a thread of its own; yields its URL. For tests and notebooks."""
+    listening = listen(host, port)
+    server = make_server(app)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="headrace-serve", daemon=True)
+    thread.start()
+    try:
+        yield f"http://{host}:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()

@@ -1,0 +1,479 @@
+"""The training service without HTTP: what each endpoint does, on one event loop, over one host and one journal.
+
+A verb validates, journals and queues; it never waits for the host. Owners are checked here and nowhere else.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.algo.random import derive_seed
+from headrace.errors import RequestError, boundary
+from headrace.service import bodies
+from headrace.service.access import Tenant, TooMany
+from headrace.service.futures import Board, Outcome, Ticket, failed
+from headrace.service.host import AdapterSpec, ModelHost
+from headrace.service.journal import Journal, Row, Statement, forget_results
+from headrace.service.records import (
+    Checkpoint,
+    Kind,
+    Model,
+    SamplerRecord,
+    Session,
+    model_id,
+    sampler_id,
+    split_path,
+)
+from headrace.service.registry import Registry, Unknown
+from headrace.service.sampling import Sampling, read_sample
+from headrace.service.training import Trainer
+from headrace.service.wire import decompress, parse_forward
+from headrace.service.work import forward_work, read_work
+
+logger = logging.getLogger(__name__)
+
+CLONE_STRIDE = 1_000_000_000  # sequence numbers of one clone of a sampling client
+MAX_SEQ_AHEAD = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """The base model as clients see it: under its name and any alias, with the tokenizer they should load."""
+
+    name: str
+    context: int
+    vocabulary: int
+    aliases: tuple[str, ...] = ()
+    tokenizer_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of the whole server. Times are in seconds."""
+
+    poll_s: float = 30.0
+    body_bytes: int = 64 * 2**20
+    metadata_only_bytes: int = 4 * 2**20
+    running_sequences: int = 256
+    resident_models: int = 64
+    open_samplers: int = 64
+    snapshots_per_model: int = 64
+    max_rank: int = 128
+    session_timeout_s: float = 900.0
+    keep_results_s: float = 24 * 3600.0
+    tidy_s: float = 30.0
+
+
+class Gone(RequestError):
+    """It was here, and is not any more."""
+
+
+class Service:
+    """Open it with `running`; `folder` holds the host's files."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        card: ModelCard,
+        journal: Journal,
+        folder: Path,
+        *,
+        limits: Limits | None = None,
+        tempered: bool = False,
+    ) -> None:
+        limits = limits or Limits()
+        self.card, self.limits = card, limits
+        self._host, self._journal, self._folder = host, journal, folder
+        self.registry = Registry(journal)
+        self.board = Board(journal)
+        self.sampling = Sampling(
+            host=host,
+            board=self.board,
+            registry=self.registry,
+            folder=folder,
+            tempered=tempered,
+            max_running=limits.running_sequences,
+            max_open=limits.open_samplers,
+        )
+        self.trainer = Trainer(
+            host, self.board, self.registry, journal, folder, self.sampling, max_resident=limits.resident_models
+        )
+        self._seen: dict[str, float] = {}
+        self._old_samplers = frozenset(self.registry.samplers)
+        self._asked: dict[str, set[int]] = {}  # numbers of sampling requests since the start
+        self._by_idempotency: dict[tuple[str, str], str] = {}
+        self.started = time.time()
+        self.closing = False
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Take up what the journal has queued; at the end leave the rest to it."""
+        unfinished = await asyncio.wrap_future(self._journal.requests("state = 'queued'"))
+        self.trainer.start(row for row in unfinished if row.kind != "sample" and row.target in self.registry.models)
+        for row in unfinished:
+            if row.kind == "sample":
+                self._resume_sample(row)
+        if unfinished:
+            logger.info("%d requests were waiting in the journal", len(unfinished))
+        tidying = asyncio.create_task(self._tidy_often(), name="headrace-tidy")
+        try:
+            yield
+        finally:
+            self.closing = True
+            self.board.wake_all()
+            tidying.cancel()
+            await asyncio.gather(tidying, self.sampling.close(), self.trainer.close(), return_exceptions=True)
+
+    # --- sessions ---
+
+    async def create_session(self, who: Tenant, body: bodies.CreateSession, idempotency: str | None) -> Session:
+        known = self._by_idempotency.get((who.name, idempotency or ""))
+        if known is not None:
+            return self.registry.sessions[known]
+        metadata = {key: value for key, value in (body.user_metadata or {}).items() if isinstance(value, str)}
+        session = Session(
+            id=secrets.token_hex(16),
+            owner=who.name,
+            created=time.time(),
+            tags=tuple(body.tags),
+            user_metadata=metadata,
+            display_name=body.display_name,
+        )
+        if idempotency:
+            self._by_idempotency[who.name, idempotency] = session.id
+        await self._write(self.registry.keep(session))
+        return session
+
+    def heartbeat(self, who: Tenant, id: str) -> None:
+        """Raises Gone for a session that has ended, which stops the client's heartbeat."""
+        if self.registry.session(id, who.name).finished is not None:
+            raise Gone(f"session '{id}' has ended")
+        self._seen[id] = time.monotonic()
+
+    async def finish_session(self, who: Tenant, id: str, reason: str) -> None:
+        session = self.registry.session(id, who.name)
+        if session.finished is not None:
+            return
+        await self._write(self.registry.keep(replace(session, finished=reason)))
+        await self._end_session(id, f"session '{id}' has ended", snapshots=True)
+
+    # --- training ---
+
+    async def create_model(self, who: Tenant, body: bodies.CreateModel, raw: bytes) -> Ticket:
+        session = self.registry.session(body.session_id, who.name)
+        id = model_id(session.id, body.model_seq_id)
+        if id in self.registry.models:
+            return await self._known(f"{id}:0")
+        self._resolve(body.base_model)
+        if body.optimizer_config.type != "adamw":
+            raise RequestError(f"optimizer '{body.optimizer_config.type}' is not served: use adamw")
+        lora = body.lora_config or bodies.LoraConfig(rank=32)
+        spec = self._spec(lora, id)
+        return await self._add_model(who, session, id, body.base_model, spec, body.user_metadata, raw, "create_model")
+
+    async def _add_model(
+        self,
+        who: Tenant,
+        session: Session,
+        id: str,
+        base_model: str,
+        spec: AdapterSpec,
+        metadata: dict[str, str] | None,
+        raw: bytes,
+        kind: str,
+    ) -> Ticket:
+        owned = sum(model.owner == who.name for model in self.registry.models.values())
+        live = [m for m in self.registry.models.values() if m.owner == who.name and self._alive(m.session)]
+        if len(live) >= who.quota.models:
+            raise TooMany(f"this key has {owned} models in open sessions: finish a session first", retry_s=10.0)
+        model = Model(
+            id=id,
+            session=session.id,
+            owner=who.name,
+            base_model=base_model,
+            spec=spec,
+            created=time.time(),
+            last_request=time.time(),
+            user_metadata=metadata or {},
+        )
+        statement = self.registry.keep(model)
+        self.trainer.add(model)
+        return await self._train(who, model, 0, kind, raw, None, statement)
+
+    def _spec(self, lora: bodies.LoraConfig, id: str) -> AdapterSpec:
+        if not 0 < lora.rank <= self.limits.max_rank:
+            raise RequestError(f"rank must be from 1 to {self.limits.max_rank}, not {lora.rank}")
+        if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+            raise RequestError("nothing would be trained: set one of train_mlp, train_attn and train_unembed")
+        seed = derive_seed("model", id) % 2**31 if lora.seed is None else lora.seed % 2**31
+        return AdapterSpec(
+            rank=lora.rank,
+            seed=seed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+            train_unembed=lora.train_unembed,
+        )
+
+    async def forward_backward(self, who: Tenant, body: bytes, encoding: str | None) -> Ticket:
+        plain = decompress(body, encoding, limit=self.limits.body_bytes * 4)
+        message = await _off_loop(len(plain), parse_forward, plain)
+        model = self.registry.model(message.model_id, who.name)
+        if message.seq_id < 1:
+            raise RequestError("a forward_backward request needs a seq_id from 1 on")
+        kind = "forward" if message.forward_only else "forward_backward"
+        if self.board.get(f"{model.id}:{message.seq_id}") or self.trainer.told(model.id, message.seq_id):
+            return await self._train(who, model, message.seq_id, kind, plain, None)
+        work = await _off_loop(len(plain), forward_work, message)
+        return await self._train(who, model, message.seq_id, kind, plain, work)
+
+    async def train(self, who: Tenant, kind: str, model: str, seq: int, raw: bytes) -> Ticket:
+        """A training request in JSON."""
+        return await self._train(who, self.registry.model(model, who.name), seq, kind, raw, None)
+
+    async def load_weights(self, who: Tenant, body: bodies.LoadWeights, raw: bytes) -> Ticket:
+        if body.model_id is not None and body.seq_id is not None:
+            return await self.train(who, "load_weights", body.model_id, body.seq_id, raw)
+        if body.session_id is None or body.model_seq_id is None:
+            raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+        session = self.registry.session(body.session_id, who.name)
+        id = model_id(session.id, body.model_seq_id)
+        if id in self.registry.models:
+            return await self._known(f"{id}:0")
+        source = self.registry.checkpoint(body.path, who.name)
+        base = body.base_model or source.base_model
+        return await self._add_model(who, session, id, base, source.spec, body.user_metadata, raw, "create_model_from")
+
+    async def _train(
+        self, who: Tenant, model: Model, seq: int, kind: str, raw: bytes, work: Any, *also: Statement
+    ) -> Ticket:
+        id = f"{model.id}:{seq}"
+        if self.board.get(id) is None:
+            if self.trainer.told(model.id, seq):
+                return await self._known(id)
+            self._check_room(who)
+            if seq > model.saved_seq + MAX_SEQ_AHEAD:
+                raise RequestError(f"seq_id {seq} is too far ahead")
+        row = Row(id=id, target=model.id, seq=seq, kind=kind, owner=who.name, body=raw)
+        ticket, is_new = await self.board.accept(row, work or read_work(kind, raw), *also)
+        if is_new:
+            self.trainer.offer(ticket)
+        return ticket
+
+    # --- sampling ---
+
+    async def create_sampling_session(self, who: Tenant, body: bodies.CreateSamplingSession) -> SamplerRecord:
+        session = self.registry.session(body.session_id, who.name)
+        id = sampler_id(session.id, body.sampling_session_seq_id)
+        if id in self.registry.samplers:
+            return self.registry.samplers[id]
+        base = body.base_model
+        if body.model_path is not None:
+            _, kind, _ = split_path(body.model_path)
+            if kind is not Kind.SAMPLER:
+                raise RequestError(
+                    f"{body.model_path} cannot be sampled from: save it with save_weights_for_sampler "
+                    "and use its sampler_weights path"
+                )
+            base = self.registry.checkpoint(body.model_path, who.name).base_model
+        if base is None:
+            raise RequestError("a sampling session needs a base_model or a model_path")
+        self._resolve(base)
+        sampler = SamplerRecord(id=id, session=session.id, owner=who.name, base_model=base, model_path=body.model_path)
+        await self._write(self.registry.keep(sampler))
+        return sampler
+
+    async def join_sampling_session(self, who: Tenant, id: str) -> int:
+        """The number of a further client of the same sampling session."""
+        sampler = self.registry.sampler(id, who.name)
+        joined = replace(sampler, clones=sampler.clones + 1)
+        await self._write(self.registry.keep(joined))
+        return joined.clones
+
+    async def sample(self, who: Tenant, body: bodies.Sample, raw: bytes) -> tuple[Ticket, tuple[str, ...]]:
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise RequestError("asample needs sampling_session_id and seq_id")
+        sampler = self.registry.sampler(body.sampling_session_id, who.name)
+        id = f"{sampler.id}:{body.seq_id}"
+        names = tuple(f"{id}:{index}" for index in range(body.num_samples))
+        asked = self._asked.setdefault(sampler.id, set())
+        if self.board.get(id) is None:
+            known = await self.board.recall(id) if sampler.id in self._old_samplers or body.seq_id in asked else None
+            if known is not None:
+                return self._remembered(*known), names
+            self._check_room(who)
+        ask = read_sample(body, id=id, context=self.card.context, vocabulary=self.card.vocabulary)
+        row = Row(id=id, target=sampler.id, seq=body.seq_id, kind="sample", owner=who.name, body=raw)
+        ticket, is_new = await self.board.accept(row, ask)
+        if is_new:
+            asked.add(body.seq_id)
+            self.sampling.offer(ticket)
+        return ticket, names
+
+    def _resume_sample(self, row: Row) -> None:
+        ticket = self.board.adopt(row, None)
+        ticket.accepted.set_result(None)
+        try:
+            with boundary(RequestError, "the request cannot be read any more"):
+                body = bodies.Sample.model_validate_json(row.body or b"")
+                ticket.work = read_sample(body, id=row.id, context=self.card.context, vocabulary=self.card.vocabulary)
+        except RequestError as exc:
+            self.board.conclude(ticket, failed(exc), 0)
+            return
+        self.sampling.offer(ticket)
+
+    # --- futures ---
+
+    async def find(self, who: Tenant, id: str) -> Ticket:
+        """Raises Unknown, or Gone when the outcome was forgotten."""
+        ticket = self.board.get(id)
+        if ticket is None:
+            known = await self.board.recall(id)
+            if known is None or known[0].owner != who.name:
+                raise Unknown(f"there is no request '{id}'")
+            if known[1] is None and known[0].state != "queued":
+                raise Gone(f"the outcome of '{id}' was not fetched in time and is forgotten")
+            return self._remembered(*known)
+        if ticket.row.owner != who.name:
+            raise Unknown(f"there is no request '{id}'")
+        return ticket
+
+    async def wait(self, ticket: Ticket) -> Outcome | None:
+        return None if self.closing else await self.board.wait(ticket, self.limits.poll_s)
+
+    async def completions(self, who: Tenant, body: bodies.RetrieveFutures) -> tuple[list[Row], int]:
+        """Requests of one client of a sampling session that ended after the cursor; waits for the first."""
+        sampler = self.registry.sampler(body.target.sampling_session_id, who.name)
+        first = body.target.cloned_sampler_id * CLONE_STRIDE
+        if not 0 <= first < 2**63 - CLONE_STRIDE or not -(2**63) <= body.prev_cursor < 2**63:
+            raise RequestError("cloned_sampler_id or prev_cursor is out of range")
+        timeout_s = self.limits.poll_s if body.timeout is None else min(max(body.timeout, 0.0), self.limits.poll_s)
+        ends = asyncio.get_running_loop().time() + timeout_s
+        where = "target = ? AND seq >= ? AND seq < ? AND state != 'queued' AND finished > ?"
+        while True:
+            arguments = (sampler.id, first, first + CLONE_STRIDE, body.prev_cursor)
+            rows = await asyncio.wrap_future(self._journal.requests(where, arguments))
+            left_s = ends - asyncio.get_running_loop().time()
+            if rows or left_s <= 0 or self.closing:
+                return rows, max((row.finished for row in rows), default=body.prev_cursor)
+            await self.board.watch(sampler.id, left_s)
+
+    async def cancel(self, who: Tenant, id: str) -> bool:
+        """Queued work never starts, running sampling stops; False when it is too late."""
+        ticket = await self.find(who, id)
+        if ticket.outcome is not None:
+            return False
+        if ticket.row.kind != "sample":
+            return await self.trainer.cancel(ticket)
+        await self.sampling.cancel(ticket)
+        return True
+
+    async def _known(self, id: str) -> Ticket:
+        """The ticket of a request that was acknowledged before."""
+        ticket = self.board.get(id)
+        if ticket is not None:
+            await asyncio.shield(ticket.accepted)
+            return ticket
+        known = await self.board.recall(id)
+        assert known is not None, f"request {id} was told and is not in the journal"
+        return self._remembered(*known)
+
+    def _remembered(self, row: Row, outcome: Outcome | None) -> Ticket:
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        accepted.set_result(None)
+        return Ticket(row=row, work=None, accepted=accepted, since=0.0, outcome=outcome, finished=row.finished)
+
+    # --- checkpoints ---
+
+    async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        await self._write(self.registry.forget(checkpoint))
+        await self.trainer.remove_folder(checkpoint.folder)
+
+    async def change_checkpoint(self, checkpoint: Checkpoint) -> None:
+        await self._write(self.registry.keep(checkpoint))
+
+    def path_of(self, checkpoint: Checkpoint) -> Path:
+        return self._folder / checkpoint.folder
+
+    def stored_bytes(self, owner: str) -> int:
+        return sum(found.size_bytes for found in self.registry.checkpoints.values() if found.owner == owner)
+
+    # --- time passing ---
+
+    async def tidy(self) -> None:
+        """Expired checkpoints, silent sessions, snapshots beyond the limit, old outcomes."""
+        now = time.time()
+        for checkpoint in [found for found in self.registry.checkpoints.values() if found.expires is not None]:
+            if checkpoint.expires is not None and checkpoint.expires <= now:
+                await self.delete_checkpoint(checkpoint)
+        for session in list(self.registry.sessions.values()):
+            silent_s = time.monotonic() - self._seen.setdefault(session.id, time.monotonic())
+            if silent_s > self.limits.session_timeout_s:
+                await self._end_session(session.id, f"session '{session.id}' is silent", snapshots=False)
+        await self._thin_snapshots()
+        before = int((now - self.limits.keep_results_s) * 1e6)
+        await self._write(forget_results(before=before))
+
+    async def _tidy_often(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.tidy_s)
+            with contextlib.suppress(RequestError):
+                await self.tidy()
+
+    async def _thin_snapshots(self) -> None:
+        by_session: dict[str, list[SamplerRecord]] = {}
+        for sampler in self.registry.samplers.values():  # oldest first
+            if sampler.folder is not None:
+                by_session.setdefault(sampler.session, []).append(sampler)
+        for snapshots in by_session.values():
+            for old in snapshots[: -self.limits.snapshots_per_model]:
+                await self._drop_snapshot(old)
+
+    async def _end_session(self, id: str, why: str, *, snapshots: bool) -> None:
+        """Its sampling work is dropped, what waits for numbers that never came fails, its models leave the host."""
+        samplers = [sampler for sampler in self.registry.samplers.values() if sampler.session == id]
+        names = {sampler.id for sampler in samplers}
+        for ticket in self.board.open_tickets():
+            if ticket.row.target in names:
+                await self.sampling.cancel(ticket)
+        for model in [model for model in self.registry.models.values() if model.session == id]:
+            await self.trainer.abandon(model.id, why)
+            await self.trainer.rest(model.id)
+        for sampler in samplers if snapshots else ():
+            if sampler.folder is not None:
+                await self._drop_snapshot(sampler)
+
+    async def _drop_snapshot(self, sampler: SamplerRecord) -> None:
+        self.sampling.forget(sampler.id)
+        await self._write(self.registry.forget(sampler))
+        if sampler.folder is not None:
+            await self.trainer.remove_folder(sampler.folder)
+
+    # --- what several verbs do ---
+
+    def _resolve(self, base_model: str) -> None:
+        """A name may carry a suffix behind a colon, for a variant of the same weights."""
+        names = (self.card.name, *self.card.aliases)
+        if base_model not in names and base_model.split(":")[0] not in names:
+            raise RequestError(f"base model '{base_model[:200]}' is not served here: use {' or '.join(names)}")
+
+    def _alive(self, session: str) -> bool:
+        found = self.registry.sessions.get(session)
+        return found is not None and found.finished is None
+
+    def _check_room(self, who: Tenant) -> None:
+        if self.board.open_of(who.name) >= who.quota.open_requests:
+            raise TooMany(f"this key has {who.quota.open_requests} requests waiting", retry_s=1.0)
+
+    async def _write(self, *statements: Statement) -> None:
+        await asyncio.wrap_future(self._journal.write(statements))
+
+
+async def _off_loop(size: int, run: Any, argument: Any) -> Any:
+    """Large bodies are read on a thread, so that nobody else's poll waits for them."""
+    return run(argument) if size < 2**18 else await asyncio.to_thread(run, argument)

@@ -1,0 +1,435 @@
+"""Training requests in order: strictly by sequence number within a model, in turn between models, each exactly once.
+
+A request waits until those before it are there. `window` of them are handed to the host at a time, which runs them in
+the order they were handed over, so it never idles and nobody queues far ahead of others.
+
+**Restart.** A model's state is saved after every request that changes its weights (`Model.saved_seq`, `folder`); later
+requests are in the journal with their bodies. A model is brought back when it is needed: created, loaded, and every
+later request run again in order. Those that had ended are run for what they do to the gradient alone; their outcome
+stays the one that was told.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, assert_never
+
+from headrace.errors import BackendError, HeadraceError, RequestError, boundary
+from headrace.service.futures import Board, Done, Outcome, Ticket, done_json, failed
+from headrace.service.host import ModelHost
+from headrace.service.journal import Journal, Row, Statement, forget_bodies
+from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, checkpoint_path, folder_name, sampler_id
+from headrace.service.registry import Registry
+from headrace.service.sampling import Sampling
+from headrace.service.wire import PROTOBUF, metric_names, write_forward
+from headrace.service.work import Broken, Create, Forward, Load, Save, Snapshot, Step, Work, read_work
+from headrace.types import Discard, StepOut
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Effects:
+    """What becomes true together with an outcome, and folders that nothing needs once it is on disk."""
+
+    statements: list[Statement] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """The requests of one model. `settled`: numbers beyond the saved state whose outcome has been told."""
+
+    model: str
+    next_seq: int = 0
+    resident: bool = False
+    restoring: bool = False
+    behind: bool = False  # the saved state lacks an update that was made
+    inflight: int = 0
+    used: float = 0.0
+    waiting: dict[int, Ticket] = field(default_factory=dict)
+    settled: set[int] = field(default_factory=set)
+
+
+class Trainer:
+    """Lives on one event loop; `folder` holds states and checkpoints."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        board: Board,
+        registry: Registry,
+        journal: Journal,
+        folder: Path,
+        sampling: Sampling,
+        *,
+        window: int = 2,
+        max_resident: int = 64,
+    ) -> None:
+        assert window > 0
+        self._host, self._board, self._registry, self._journal = host, board, registry, journal
+        self._folder = folder
+        self._sampling = sampling
+        self._window = window
+        self._max_resident = max_resident
+        self._lines: dict[str, Line] = {}
+        self._turns: deque[Line] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._inflight = 0
+        self._closed = False
+        self.clock = 0  # requests run
+        self.seconds: dict[str, float] = {}
+
+    # --- what the service calls ---
+
+    def start(self, unfinished: Iterable[Row]) -> None:
+        """Take up where the journal ends: `unfinished` are the queued requests of models."""
+        told = "SELECT target, seq FROM requests WHERE state != 'queued' AND kind != 'sample' AND body IS NOT NULL"
+        for model in self._registry.models.values():
+            self._lines[model.id] = Line(model=model.id, next_seq=model.saved_seq + 1)
+        for target, seq in self._journal.query(told):
+            if target in self._lines and seq > self._registry.models[target].saved_seq:
+                self._lines[target].settled.add(seq)
+        for row in unfinished:
+            ticket = self._board.adopt(row, read_work(row.kind, row.body or b""))
+            ticket.accepted.set_result(None)
+            self.offer(ticket)
+
+    def add(self, model: Model) -> None:
+        """A model that is about to be created: nothing needs to be brought back."""
+        if model.id not in self._lines:
+            self._lines[model.id] = Line(model=model.id, resident=True)
+
+    def told(self, model: str, seq: int) -> bool:
+        """Whether this request has ended already."""
+        line = self._lines[model]
+        return seq <= self._registry.models[model].saved_seq or seq in line.settled
+
+    def offer(self, ticket: Ticket) -> None:
+        line = self._lines[ticket.row.target]
+        line.waiting[ticket.row.seq] = ticket
+        if line not in self._turns:
+            self._turns.append(line)
+        self._pump()
+
+    def depth(self, model: str | None = None) -> int:
+        """Requests that wait or run."""
+        lines = self._lines.values() if model is None else [self._lines[model]] if model in self._lines else []
+        return sum(len(line.waiting) + line.inflight for line in lines)
+
+    def position(self, ticket: Ticket) -> int:
+        """How many requests of its model are before it."""
+        line = self._lines[ticket.row.target]
+        return line.inflight + sum(seq < ticket.row.seq for seq in line.waiting)
+
+    def missing(self, ticket: Ticket) -> int | None:
+        """The number that has to come before this request can run, if it has not."""
+        line = self._lines[ticket.row.target]
+        return None if line.next_seq in line.waiting or line.inflight else line.next_seq
+
+    @property
+    def num_resident(self) -> int:
+        return sum(line.resident for line in self._lines.values())
+
+    async def cancel(self, ticket: Ticket) -> bool:
+        """A queued request never starts; its number counts as done. False when it has started."""
+        line = self._lines[ticket.row.target]
+        if line.waiting.get(ticket.row.seq) is not ticket or ticket.replay or isinstance(ticket.work, Create):
+            return False
+        ticket.work = Broken(message="the request was cancelled before it started")
+        return True
+
+    async def abandon(self, model: str, why: str) -> None:
+        """Fail what waits for numbers that will not come; what can run, runs."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        seq = line.next_seq
+        while seq in line.waiting:
+            seq += 1
+        for ticket in [line.waiting.pop(number) for number in list(line.waiting) if number > seq]:
+            await self._board.settle(ticket, failed(RequestError(why)))
+
+    async def rest(self, model: str) -> None:
+        """Free the host of a model that nobody uses; it is brought back when it is needed."""
+        line = self._lines.get(model)
+        if line is None or not line.resident or line.waiting or line.inflight:
+            return
+        line.resident = False
+        with contextlib.suppress(HeadraceError):
+            await asyncio.wrap_future(self._host.drop(model))
+
+    async def close(self) -> None:
+        """What runs is left to the journal: it is run again after the next start."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- order ---
+
+    def _pump(self) -> None:
+        while self._inflight < self._window and not self._closed:
+            line = self._whose_turn()
+            if line is None:
+                return
+            ticket = line.waiting.pop(line.next_seq)
+            line.next_seq += 1
+            line.inflight += 1
+            line.used = time.monotonic()
+            self._inflight += 1
+            self._spawn(self._run(line, ticket))
+
+    def _whose_turn(self) -> Line | None:
+        for _ in range(len(self._turns)):
+            line = self._turns.popleft()
+            if not line.waiting:
+                continue
+            self._turns.append(line)
+            if line.restoring:
+                continue
+            if not line.resident:
+                line.restoring = True
+                self._spawn(self._restore(line))
+            elif line.next_seq in line.waiting:
+                return line
+        return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, line: Line, ticket: Ticket) -> None:
+        """One request on the host. What is submitted is submitted before the first await: that is the order."""
+        ticket.running = True
+        also = Effects()
+        began = time.perf_counter()
+        try:
+            with boundary(BackendError, f"{ticket.row.kind} failed"):
+                if ticket.replay:
+                    await self._repeat(line, ticket)
+                    return
+                outcome: Outcome = await self._execute(ticket, ticket.work, also)
+        except HeadraceError as exc:
+            if ticket.replay:
+                logger.warning("request %s, run again after a restart, failed: %s", ticket.row.id, exc)
+                return
+            outcome = failed(exc)
+            if isinstance(ticket.work, Step):
+                self._saved(ticket, None, also)
+        finally:
+            line.inflight -= 1
+            self._inflight -= 1
+            self.clock += 1
+            kind = ticket.row.kind
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - began
+            self._pump()
+        if ticket.row.seq > self._registry.models[line.model].saved_seq:
+            line.settled.add(ticket.row.seq)
+        await self._board.settle(ticket, outcome, also.statements)
+        for folder in also.stale:
+            await self.remove_folder(folder)
+
+    # --- what each request is ---
+
+    async def _execute(self, ticket: Ticket, work: Work, also: Effects) -> Outcome:
+        model = self._registry.models[ticket.row.target]
+        match work:
+            case Create():
+                return await self._create(ticket, model, work, also)
+            case Forward():
+                run = self._host.forward_backward if work.backward else self._host.forward
+                out = await asyncio.wrap_future(run(model.id, work.data, work.loss))
+                return Done(media=PROTOBUF, body=write_forward(out, clock=self.clock))
+            case Step():
+                stepped = self._host.optim_step(model.id, work.update)
+                saved = self._save_state(ticket)
+                step = await asyncio.wrap_future(stepped)
+                await self._when_saved(ticket, saved, also)
+                return done_json({"metrics": _step_metrics(step, work), "type": "optim_step"})
+            case Save():
+                return await self._save(ticket, model, work, also)
+            case Snapshot():
+                return await self._snapshot(model, work, also)
+            case Load():
+                source = self._registry.checkpoint(work.path, model.owner)
+                loaded = self._host.load(model.id, self._folder / source.folder, optimizer=work.optimizer)
+                saved = self._save_state(ticket)
+                await asyncio.wrap_future(loaded)
+                await self._when_saved(ticket, saved, also)
+                return done_json({"path": work.path, "type": "load_weights"})
+            case Broken():
+                raise RequestError(work.message)
+            case _:
+                assert_never(work)
+
+    async def _create(self, ticket: Ticket, model: Model, work: Create, also: Effects) -> Outcome:
+        steps = [self._host.create(model.id, model.spec)]
+        saved = None
+        if work.source is not None:
+            source = self._registry.checkpoint(work.source, model.owner)
+            steps.append(self._host.load(model.id, self._folder / source.folder, optimizer=work.optimizer))
+            saved = self._save_state(ticket)
+        for step in steps:
+            await asyncio.wrap_future(step)
+        if saved is None:
+            self._saved(ticket, None, also)
+        else:
+            await self._when_saved(ticket, saved, also)
+        kind = "create_model" if work.source is None else "load_weights"
+        return done_json({"model_id": model.id, "path": work.source, "type": kind})
+
+    async def _save(self, ticket: Ticket, model: Model, work: Save, also: Effects) -> Outcome:
+        path = checkpoint_path(model.id, work.kind, work.name)
+        if path in self._registry.checkpoints and not work.overwrite:
+            raise RequestError(f"{path} is there already: choose another name, or save with overwrite=True")
+        folder = Path("checkpoints") / folder_name(path, str(ticket.row.seq))
+        replaced = self._registry.checkpoints.get(path)
+        full = work.kind is Kind.TRAINING
+        await asyncio.wrap_future(self._host.save(model.id, self._folder / folder, optimizer=full))
+        size = await asyncio.to_thread(_size, self._folder / folder)
+        now = time.time()
+        checkpoint = Checkpoint(
+            path=path,
+            model=model.id,
+            owner=model.owner,
+            kind=work.kind,
+            name=work.name,
+            folder=str(folder),
+            base_model=model.base_model,
+            spec=model.spec,
+            created=now,
+            size_bytes=size,
+            expires=None if work.ttl_s is None else now + work.ttl_s,
+            user_metadata=work.user_metadata,
+        )
+        also.statements.append(self._registry.keep(checkpoint))
+        if replaced is not None and replaced.folder != checkpoint.folder:
+            also.stale.append(replaced.folder)
+        told = {"path": path, "type": ticket.row.kind}
+        return done_json(told | ({"size_bytes": size} if work.kind is Kind.EXTERNAL else {}))
+
+    async def _snapshot(self, model: Model, work: Snapshot, also: Effects) -> Outcome:
+        """The snapshot is sampled from memory; its folder brings it back after a restart."""
+        id = sampler_id(model.session, work.number)
+        if id in self._registry.samplers:
+            raise RequestError(f"there is a sampling session '{id}' already")
+        folder = Path("snapshots") / folder_name(id)
+        taken = self._host.snapshot(model.id, id)
+        saved = self._host.save(model.id, self._folder / folder, optimizer=False)
+        await asyncio.wrap_future(taken)
+        await asyncio.wrap_future(saved)
+        sampler = SamplerRecord(
+            id=id, session=model.session, owner=model.owner, base_model=model.base_model, folder=str(folder)
+        )
+        also.statements.append(self._registry.keep(sampler))
+        self._sampling.opened_by_snapshot(id)
+        return done_json({"sampling_session_id": id, "type": "save_weights_for_sampler"})
+
+    # --- state ---
+
+    def _save_state(self, ticket: Ticket) -> "tuple[Path, Future[None]]":
+        folder = Path("states") / folder_name(ticket.row.target) / f"{ticket.row.seq:012d}"
+        return folder, self._host.save(ticket.row.target, self._folder / folder, optimizer=True)
+
+    async def _when_saved(self, ticket: Ticket, saving: "tuple[Path, Future[None]]", also: Effects) -> None:
+        """A state that could not be saved is no failure of the request: the journal can still make it again."""
+        folder, saved = saving
+        try:
+            with boundary(BackendError, "the state cannot be saved"):
+                await asyncio.wrap_future(saved)
+        except HeadraceError as exc:
+            logger.error("model %s: %s", ticket.row.target, exc)
+            self._lines[ticket.row.target].behind = True
+            return
+        self._lines[ticket.row.target].behind = False
+        self._saved(ticket, folder, also)
+
+    def _saved(self, ticket: Ticket, folder: Path | None, also: Effects) -> None:
+        """The state includes this request; None: weights are as they were, and nothing is accumulated."""
+        model, line, seq = self._registry.models[ticket.row.target], self._lines[ticket.row.target], ticket.row.seq
+        if seq <= model.saved_seq or line.behind:
+            return
+        if folder is not None and model.folder is not None:
+            also.stale.append(model.folder)
+        kept = replace(model, saved_seq=seq, folder=str(folder) if folder else model.folder)
+        line.settled = {number for number in line.settled if number > seq}
+        also.statements += [self._registry.keep(kept), forget_bodies(model.id, up_to=seq)]
+
+    async def remove_folder(self, folder: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder / folder, ignore_errors=True)
+
+    async def _restore(self, line: Line) -> None:
+        model = self._registry.models[line.model]
+        try:
+            with boundary(BackendError, f"model {model.id} cannot be brought back"):
+                await self._make_room()
+                rows = await asyncio.wrap_future(
+                    self._journal.requests("target = ? AND seq > ? AND state != 'queued'", (model.id, model.saved_seq))
+                )
+                if model.saved_seq >= 0:
+                    steps = [self._host.create(model.id, model.spec)]
+                    if model.folder is not None:
+                        steps.append(self._host.load(model.id, self._folder / model.folder, optimizer=True))
+                    for step in steps:
+                        await asyncio.wrap_future(step)
+        except HeadraceError as exc:
+            line.restoring = False
+            for ticket in [line.waiting.pop(number) for number in sorted(line.waiting)]:
+                await self._board.settle(ticket, failed(exc))
+            return
+        for row in rows:
+            ticket = Ticket(
+                row=row,
+                work=read_work(row.kind, row.body or b""),
+                accepted=asyncio.get_running_loop().create_future(),
+                since=time.time(),
+                replay=True,
+            )
+            line.waiting[row.seq] = ticket
+        line.next_seq, line.resident, line.restoring = model.saved_seq + 1, True, False
+        self._pump()
+
+    async def _repeat(self, line: Line, ticket: Ticket) -> None:
+        ended_well = ticket.row.state == "done"
+        match ticket.work:
+            case Forward(backward=True) if ended_well:
+                await asyncio.wrap_future(self._host.forward_backward(line.model, ticket.work.data, ticket.work.loss))
+            case Step():
+                update = ticket.work.update if ended_well else Discard()
+                await asyncio.wrap_future(self._host.optim_step(line.model, update))
+            case Load() if ended_well:
+                source = self._registry.checkpoint(ticket.work.path, ticket.row.owner)
+                folder = self._folder / source.folder
+                await asyncio.wrap_future(self._host.load(line.model, folder, optimizer=ticket.work.optimizer))
+            case _:
+                return
+
+    async def _make_room(self) -> None:
+        idle = [line for line in self._lines.values() if line.resident and not line.waiting and not line.inflight]
+        idle.sort(key=lambda line: line.used)
+        for line in idle[: max(0, self.num_resident + 1 - self._max_resident)]:
+            await self.rest(line.model)
+
+
+def _step_metrics(step: StepOut, work: Step) -> dict[str, float]:
+    """The norm before clipping is always there."""
+    return {
+        "unclipped_grad_l2:mean": step.grad_norm,
+        "learning_rate:mean": work.update.learning_rate,
+        "updated:mean": float(step.updated),
+        "num_updates:max": float(step.num_updates),
+        **metric_names(step.metrics),
+    }
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,162 @@
+"""What a model is asked to do, read from the body of a request; the same whether it came just now or from the journal.
+
+A body that makes no sense is work too (`Broken`): it takes its turn, so that the requests behind it are not held up by
+a number that never comes, and then fails.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.errors import RequestError
+from headrace.service import bodies
+from headrace.service.losses import to_training
+from headrace.service.records import Kind, check_name, split_path
+from headrace.service.wire import parse_forward, read_forward
+from headrace.types import Adam, Datum, LossSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Create:
+    """The model as its record says; `source`: with the weights of a checkpoint, and its optimiser if asked for."""
+
+    source: str | None = None
+    optimizer: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    loss: LossSpec
+    data: tuple[Datum, ...]
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    update: Adam
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    kind: Kind
+    name: str
+    ttl_s: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Weights as they are now, under the sampling session of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    path: str
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    message: str
+
+
+Work = Create | Forward | Step | Save | Snapshot | Load | Broken
+
+
+def read_work(kind: str, body: bytes) -> Work:
+    """Never raises: what is wrong with a body is `Broken`."""
+    try:
+        return READERS[kind](body)
+    except RequestError as exc:
+        return Broken(message=str(exc))
+    except ValidationError as exc:
+        return Broken(message=f"the body of {kind} is malformed: {exc.errors()[0]['msg']}")
+
+
+def _create(body: bytes) -> Work:
+    return Create()
+
+
+def _create_from(body: bytes) -> Work:
+    asked = bodies.LoadWeights.model_validate_json(body)
+    return Create(source=asked.path, optimizer=asked.optimizer)
+
+
+def _forward(body: bytes) -> Work:
+    return forward_work(parse_forward(body))
+
+
+def forward_work(message: Any) -> Work:
+    """From a message that is parsed already."""
+    try:
+        asked = read_forward(message)
+        loss, data = to_training(asked)
+    except RequestError as exc:
+        return Broken(message=str(exc))
+    return Forward(loss=loss, data=data, backward=not asked.forward_only)
+
+
+def _step(body: bytes) -> Work:
+    asked = bodies.OptimStep.model_validate_json(body)
+    if asked.optimizer_params is not None or asked.adam_params is None:
+        raise RequestError("only adam_params are served: this model's optimiser is AdamW")
+    adam = asked.adam_params
+    numbers = {name: getattr(adam, name) for name in type(adam).model_fields}
+    for name, value in numbers.items():
+        if not 0.0 <= value < float("inf"):
+            raise RequestError(f"{name} must be a number from 0 on, not {value}")
+    if adam.beta1 >= 1.0 or adam.beta2 >= 1.0:
+        raise RequestError(f"beta1 and beta2 must be below 1, not {adam.beta1} and {adam.beta2}")
+    return Step(
+        update=Adam(
+            learning_rate=adam.learning_rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            clip_norm=adam.grad_clip_norm,
+        )
+    )
+
+
+def _save(body: bytes, kind: Kind) -> Work:
+    asked = bodies.SaveWeights.model_validate_json(body)
+    if asked.age_encryption_recipients:
+        raise RequestError("encrypted weights are not served: leave age_encryption_recipients out")
+    if asked.ttl_seconds is not None and asked.ttl_seconds <= 0:
+        raise RequestError(f"ttl_seconds must be above 0, not {asked.ttl_seconds}")
+    if kind is Kind.SAMPLER and asked.path is None:
+        if asked.sampling_session_seq_id is None:
+            raise RequestError("save_weights_for_sampler needs a path, or a sampling_session_seq_id for a snapshot")
+        return Snapshot(number=asked.sampling_session_seq_id)
+    return Save(
+        kind=kind,
+        name=check_name(asked.path if asked.path is not None else f"{asked.seq_id:06d}"),
+        ttl_s=asked.ttl_seconds,
+        overwrite=asked.overwrite,
+        user_metadata=asked.user_metadata or {},
+    )
+
+
+def _load(body: bytes) -> Work:
+    asked = bodies.LoadWeights.model_validate_json(body)
+    split_path(asked.path)
+    return Load(path=asked.path, optimizer=asked.optimizer)
+
+
+READERS = {
+    "create_model": _create,
+    "create_model_from": _create_from,
+    "forward_backward": _forward,
+    "forward": _forward,
+    "optim_step": _step,
+    "save_weights": lambda body: _save(body, Kind.TRAINING),
+    "save_weights_for_sampler": lambda body: _save(body, Kind.SAMPLER),
+    "save_weights_external": lambda body: _save(body, Kind.EXTERNAL),
+    "load_weights": _load,
+}
