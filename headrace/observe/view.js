@@ -23,6 +23,7 @@ function showGroup(group) {
 
 function showTab(name) {
   tab = name;
+  root.dataset.tab = name;
   for (const pane of all(".pane")) pane.classList.toggle("on", pane.dataset.pane === name);
   for (const button of all("[data-tab]")) button.setAttribute("aria-pressed", String(button.dataset.tab === name));
 }

@@ -206,6 +206,9 @@ def _times(count: int, what: str) -> str:
 def _edge(move: Transition, places: Mapping[str, tuple[float, float]]) -> Edge:
     (x1, y1), (x2, y2) = places[move.source], places[move.target]
     path, label_x, label_y = _curve(x1, y1, x2, y2)
+    labels = _labels(move)
+    if move.source == move.target:
+        label_y -= LABEL * (len(labels) - 1)
     mean = finite_mean([one.advantage for one in move.visits if one.advantage is not None])
     return Edge(
         source=move.source,
@@ -213,7 +216,7 @@ def _edge(move: Transition, places: Mapping[str, tuple[float, float]]) -> Edge:
         path=path,
         thickness=min(1.2 + 0.55 * len(move.visits), 6.0),
         tone=0 if mean is None else advantage_tone(mean),
-        labels=_labels(move),
+        labels=labels,
         label_x=label_x,
         label_y=label_y,
         title=_edge_title(move),
@@ -226,7 +229,7 @@ def advantage_tone(value: float) -> int:
     >>> [advantage_tone(value) for value in (0.0, 0.01, 0.5, 1.5, -9.0)]
     [0, 1, 2, 3, -3]
     """
-    size = 0 if value == 0 or value != value else 1 if abs(value) < 0.3 else 2 if abs(value) < 1.0 else 3
+    size = 0 if value == 0 or value != value else 1 if abs(value) < 0.5 else 2 if abs(value) < 1.5 else 3
     return size if value > 0 else -size
 
 

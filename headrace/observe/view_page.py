@@ -6,6 +6,8 @@ lets no other script run and nothing be fetched.
 
 import base64
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -23,7 +25,7 @@ from headrace.observe.view_tokens import LEGEND, By, Pieces, Token, tokens_of, t
 MAX_EPISODES = 96
 MAX_TOKENS = 120_000  # of a page; beyond it steps are shown as text
 MAX_CHARACTERS = 6000
-STRIP = 150  # width of the line on which returns are drawn
+STRIP = 220  # width of the line on which returns are drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class PageChoice:
     action: str
     times: int
     figures: tuple[tuple[str, str], ...]  # text, tone
-    dots: tuple[tuple[float, str, str, str], ...]  # place on the line, tone, link, tip
+    dots: tuple[tuple[float, float, str, str, str], ...]  # place along the line and across it, tone, link, tip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,13 +324,15 @@ def _anchor(slug: str, anchor: Anchor, at: dict[str, str]) -> PageAnchor:
 
 def _choice(choice: Choice, at: dict[str, str], low: float, high: float) -> PageChoice:
     dots = []
+    taken: Counter[int] = Counter()  # dots near a place of the line: they are stacked
     for visit in choice.visits:
-        if visit.returns is not None and visit.returns == visit.returns:
-            place = 0.5 if high == low else (visit.returns - low) / (high - low)
-            tip = f"episode {visible(visit.episode)}, step {visit.index}: return {figure(visit.returns)}"
-            dots.append(
-                (round(8 + place * (STRIP - 16), 1), _tone(visit.advantage), f"{at[visit.episode]}-{visit.index}", tip)
-            )
+        if visit.returns is None or math.isnan(visit.returns):
+            continue
+        x = 8 + (STRIP - 16) * (0.5 if high == low else (visit.returns - low) / (high - low))
+        y = 13 + (0, -7, 7)[taken[round(x / 6)] % 3]
+        taken[round(x / 6)] += 1
+        tip = f"episode {visible(visit.episode)}, step {visit.index}: return {figure(visit.returns)}"
+        dots.append((round(x, 1), y, _tone(visit.advantage), f"{at[visit.episode]}-{visit.index}", tip))
     return PageChoice(
         action=one_line(choice.action, 120) or "(nothing)",
         times=len(choice.visits),
