@@ -16,7 +16,7 @@ from headrace.config.algorithms import algorithm_problems
 from headrace.config.async_checks import async_problems
 from headrace.config.credit_checks import ANCHORS, credit_problems, gives_rewards
 from headrace.config.keys import default_of
-from headrace.config.paths import NAMED_MODELS, find_path, is_code_path, split_function, split_sum
+from headrace.config.paths import NAMED_MODELS, find_path, is_code_path, remote_name, split_function, split_sum
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
 
@@ -94,6 +94,7 @@ def check(
 def _command_problems(config: Config, command: Literal["train", "eval"]) -> Iterator[str]:
     if not _RUN_NAME.fullmatch(config.run.name):
         yield f"'run.name' is \"{config.run.name}\", which cannot name a folder: use letters, digits, '.', '_' and '-'"
+    yield from _remote_problems(config, command)
     if command == "train" and config.sft is None and config.reward_model is None and config.rl is None:
         yield "there is nothing to train: add a table [sft], a table [rl], or both"
     if command == "eval" and config.eval.source is None:
@@ -102,9 +103,27 @@ def _command_problems(config: Config, command: Literal["train", "eval"]) -> Iter
         yield f"'eval.every' is {config.eval.every}, but there are no held-out tasks: add a table [eval.source]"
 
 
+def _remote_problems(config: Config, command: str) -> Iterator[str]:
+    path, url = config.model.path, config.remote.url
+    name = remote_name(path)
+    if name is None:
+        return
+    if command == "train":
+        yield (
+            f"'model.path' is \"{path}\", a model elsewhere: no log-probs of its tokens are known, so it cannot be "
+            "trained; give a model folder, and use this one for  headrace eval  and  headrace demonstrate"
+        )
+    if not name:
+        yield '\'model.path\' is "openai:", which names no model: write "openai:NAME"'
+    if not url.startswith(("http://", "https://")):
+        yield f"'remote.url' is \"{url}\": it must start with http:// or https://"
+
+
 def _model_problems(config: Config, base: Path) -> Iterator[str]:
     """What can be seen without loading: the folder, its config.json, and the lengths it can take."""
     model = config.model
+    if remote_name(model.path) is not None:
+        return
     if model.path == "tiny":
         yield from _tiny_problems(model.tiny)
         context, width = model.tiny.context, model.tiny.width
@@ -221,6 +240,7 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
             f"'rl.groups' is {rl.groups}, which does not divide into {rl.minibatches} minibatches: "
             f"make 'rl.groups' a multiple of 'rl.minibatches'"
         )
+    yield from _end_problems(rl)
     if rl.generate_fn is not None and rl.program is not None:
         yield "'rl.generate_fn' and 'rl.program' both say how an episode is played: leave one of them out"
     if rl.group_size < 2 and rl.critic is None:
@@ -297,6 +317,17 @@ def _reward_problems(rl: Rl) -> Iterator[str]:
                 f'the reward "env" is what a world gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
                 f'add [[rl.rewards]] with fn = "exact_match" or "file.py:function"'
             )
+
+
+def _end_problems(rl: Rl) -> Iterator[str]:
+    own = next((key for key in ("program", "generate_fn") if getattr(rl, key) is not None), None)
+    for key in ("end_tool", "end_pattern"):
+        if own is not None and getattr(rl, key) is not None:
+            yield f"'rl.{key}' ends episodes of worlds, but 'rl.{own}' says how they are played: leave it out"
+    try:
+        re.compile(rl.end_pattern or "")
+    except re.error as exc:
+        yield f"'rl.end_pattern' is no regular expression ({exc}): write one that Python's re takes"
 
 
 def _optimizer_problems(stage: str, optimizer: Optimizer, steps: int) -> Iterator[str]:

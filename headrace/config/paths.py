@@ -8,6 +8,7 @@ from headrace.config.tree import Config, Critic, RewardModel, RewardTerm, Rl, Sf
 
 Stage = TypeVar("Stage", Sft, RewardModel)
 NAMED_MODELS = ("tiny", "smollm2-135m")
+REMOTE = "openai:"  # before the name of a model that is not here
 
 
 def find_path(path: str, base: Path) -> Path | None:
@@ -16,6 +17,15 @@ def find_path(path: str, base: Path) -> Path | None:
         if candidate.exists():
             return candidate
     return None
+
+
+def remote_name(path: str) -> str | None:
+    """The name of a model elsewhere; None: `path` is one that is loaded here.
+
+    >>> remote_name("openai:gpt-5-mini"), remote_name("tiny")
+    ('gpt-5-mini', None)
+    """
+    return path.removeprefix(REMOTE) if path.startswith(REMOTE) else None
 
 
 def split_sum(text: str) -> tuple[str, ...]:
@@ -37,7 +47,7 @@ def is_code_path(text: str) -> bool:
 def absolute_paths(config: Config, *, base: Path) -> Config:
     """The same configuration with every path that exists made absolute, so that it holds in any folder."""
     model = config.model
-    if model.path not in NAMED_MODELS:
+    if model.path not in NAMED_MODELS and remote_name(model.path) is None:
         model = replace(model, path=_absolute(model.path, base))
     source = config.eval.source
     return replace(

@@ -60,9 +60,11 @@ class Tiny:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Model:
-    """`path`: a Hugging Face folder, a checkpoint of ours, "smollm2-135m", or "tiny" (made on the spot)."""
+    """`path`: a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot), or, only to play
+    tasks with, "openai:NAME" (a model elsewhere)."""
 
-    path: str = "tiny"  # a Hugging Face folder, a checkpoint of ours, "smollm2-135m" or "tiny" (made on the spot)
+    # a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot); `eval`: or "openai:NAME"
+    path: str = "tiny"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
     lora: Lora | None = None  # train low-rank adapters in place of all parameters
@@ -71,6 +73,17 @@ class Model:
     recompute: FlagOrAuto = "auto"
     compile: Flag = False  # cuda: train layers through torch.compile, for models without fused kernels; 20 s once
     trust_remote_code: Flag = False  # run Python code that lies in the model's folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Remote:
+    """Where the model of path = "openai:NAME" is: an OpenAI-compatible endpoint, for evaluation and demonstrations."""
+
+    url: Text = "https://api.openai.com/v1"  # its base, up to and including /v1
+    api_key_env: str = "OPENAI_API_KEY"  # environment variable that has the key; "": none is sent
+    timeout_s: PositiveFloat = 120.0  # of one request
+    deadline_s: PositiveFloat = 600.0  # of one reply, with all further attempts that it takes
+    at_once: Positive = 16  # requests that are open together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -305,6 +318,9 @@ class Rl:
     generate_fn: str | None = None  # "file.py:function": a user's own rollout in place of the episode worker
     program: str | None = None  # "file.py:function": an agent that calls the model itself (docs/agents.md)
     max_turns: Positive = 16  # assistant turns of one episode
+    end_tool: Text | None = None  # a call of the tool of this name ends an episode; it is offered if the world has none
+    end_pattern: Text | None = None  # a regular expression: an episode ends with a turn in which it is found
+    env_threads: Positive = 64  # worlds that block (slow tools) run on so many threads
     max_prompt_tokens: Positive = 512  # tasks with longer prompts are left out, and counted
     max_episode_tokens: Positive = 1024  # prompt and all turns together
     sampling: Sampling = field(default_factory=Sampling)  # how turns are sampled
@@ -359,6 +375,7 @@ class Checkpoint:
 class Config:
     run: Run = field(default_factory=Run)  # name, folder and seed
     model: Model = field(default_factory=Model)  # what is trained
+    remote: Remote = field(default_factory=Remote)  # where the model of path = "openai:NAME" is
     engine: Engine = field(default_factory=Engine)  # what samples
     sft: Sft | None = None  # supervised fine-tuning; the first stage, if there
     reward_model: RewardModel | None = None  # learned from preference pairs; starts from the checkpoint of [sft]

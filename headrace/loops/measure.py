@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from headrace.algo.statistics import mismatch, pass_at_k
-from headrace.types import Datum, FloatArray, Group, Max, Mean, Metric, Min, ScoredEpisode, Sum, merge_metrics
+from headrace.types import Datum, Ended, FloatArray, Group, Max, Mean, Metric, Min, ScoredEpisode, Sum, merge_metrics
 
 
 def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
-    """Rewards (with each part), success, lengths, turns, truncated share, share of invalid actions, entropy.
+    """Rewards (with each part), success, lengths, turns, truncated share, how they ended, share of invalid actions,
+    entropy.
 
     `rollout/entropy` is the mean of -log-prob over sampled tokens, which estimates the sampling entropy per token.
     """
@@ -30,6 +31,10 @@ def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
         "rollout/entropy": Mean(-float(sum(values.sum(dtype=np.float64) for values in logprobs)), sampled),
         "rollout/sampled_tokens": Sum(sampled),
     }
+    ends = [scored.episode.ended for scored in episodes if scored.episode.ended is not None]
+    for end in Ended if ends else ():
+        if end is not Ended.ERROR:  # those are `rollout/failed_episodes`
+            metrics[f"rollout/ended_{end.value}"] = Mean(sum(one is end for one in ends), len(ends))
     if verdicts:
         metrics["rollout/success"] = Mean(sum(verdicts), len(verdicts))
     for name in sorted({name for scored in episodes for name in scored.reward.parts}):

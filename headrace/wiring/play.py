@@ -1,7 +1,9 @@
 """How episodes are played: sampling parameters, and the rules of a held-out group."""
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Any
 
 from headrace.config import Config, Rl, Sampling
 from headrace.infer.engine import EmbeddedEngine
@@ -41,8 +43,15 @@ def play_held_out(
         max_episode_tokens=rl.max_episode_tokens,
         timeout_s=rl.asynchronous.task_timeout_s,
         run_seed=config.eval.seed,
+        **ending(rl),
+        threads=programs.threads(rl.env_threads),
         generate_fn=programs.generate_fn(rl, sampling),
     )
+
+
+def ending(c: Rl) -> dict[str, Any]:
+    """What ends an episode besides its world and the limits, as `play_group` takes it."""
+    return {"end_tool": c.end_tool, "end_pattern": None if c.end_pattern is None else re.compile(c.end_pattern)}
 
 
 def make_sampling(c: Sampling, temperature: float) -> SamplingParams:

@@ -1,6 +1,8 @@
-"""What plays an episode in place of the episode worker: a user's rollout, or an agent program behind an endpoint."""
+"""What plays an episode in place of the episode worker: a user's rollout, or an agent program behind an endpoint; and
+the threads of worlds that block."""
 
 import asyncio
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 from headrace.config import Rl
@@ -20,6 +22,13 @@ class Programs:
         self._endpoint: Endpoint | None = None
         self._starting = asyncio.Lock()
         self._started = AsyncExitStack()
+        self._threads: ThreadPoolExecutor | None = None
+
+    def threads(self, count: int) -> Executor:
+        """Where worlds that block run; the same threads for training and evaluation."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max_workers=count, thread_name_prefix="environment")
+        return self._threads
 
     def generate_fn(self, c: Rl, sampling: SamplingParams) -> GenerateFn | None:
         """What [rl] program or generate_fn names; None: the episode worker."""
@@ -41,8 +50,10 @@ class Programs:
         return generate
 
     async def close(self) -> None:
-        """What is still open is refused."""
+        """What is still open is refused; a world that still computes is left to itself."""
         await self._started.aclose()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _served(self) -> Endpoint:
         from headrace.infer.endpoint import serve  # a web framework, which most runs have no use for

@@ -15,7 +15,7 @@ from headrace.rollout.meter import Meter
 from headrace.rollout.settings import AsyncSettings, Interrupt, StaleAction
 from headrace.rollout.tasks import TaskSource
 from headrace.wiring.desk import Desk
-from headrace.wiring.play import make_sampling
+from headrace.wiring.play import ending, make_sampling
 from headrace.wiring.rewards import make_reward_runner, make_truncation
 from headrace.wiring.sources import make_env_of
 
@@ -33,6 +33,8 @@ def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter
         max_episode_tokens=c.max_episode_tokens,
         timeout_s=c.asynchronous.task_timeout_s,
         run_seed=seed,
+        **ending(c),
+        threads=desk.programs.threads(c.env_threads),
         generate_fn=desk.programs.generate_fn(c, make_sampling(c.sampling, c.sampling.temperature)),
     )
     return build_executor(

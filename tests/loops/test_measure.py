@@ -1,13 +1,14 @@
 """Numbers about episodes, worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from loop_values import group, scored, step
 
 from headrace.loops.measure import drop_shares, episode_metrics, eval_metrics, mismatch_metrics
-from headrace.types import Datum, float_array, int_array, metric_values
+from headrace.types import Datum, Ended, float_array, int_array, metric_values
 
 
 def test_a_batch_of_three_episodes_by_hand() -> None:
@@ -31,6 +32,22 @@ def test_a_batch_of_three_episodes_by_hand() -> None:
         "rollout/sampled_tokens": 6.0,
         "rollout/success": 0.5,  # the third has no verdict, which is not a failure
     }
+
+
+def test_the_ways_episodes_ended_are_shares_of_those_that_say() -> None:
+    ends = [Ended.DONE, Ended.DONE, Ended.END_TOOL, Ended.MAX_TURNS, None]
+    one = scored(1.0, step([-1.0]))
+    episodes = [replace(one, episode=replace(one.episode, ended=end)) for end in ends]
+    values = metric_values(episode_metrics(episodes))
+    assert {name: value for name, value in values.items() if "ended" in name} == {
+        "rollout/ended_done": 0.5,
+        "rollout/ended_end_tool": 0.25,
+        "rollout/ended_end_pattern": 0.0,
+        "rollout/ended_env_limit": 0.0,
+        "rollout/ended_max_turns": 0.25,
+        "rollout/ended_max_tokens": 0.0,
+    }
+    assert not [name for name in episode_metrics([one]) if "ended" in name]
 
 
 def test_without_a_verdict_there_is_no_success_rate() -> None:
