@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis.strategies import booleans, composite, integers, lists
+from hypothesis.strategies import booleans, composite, integers, lists, sampled_from
 
-from headrace.algo.datum import conversation_datum, samples, shifted, to_data
+from headrace.algo.datum import Rows, conversation_datum, samples, shifted, to_data
 from headrace.types import (
     Completion,
     CreditedEpisode,
@@ -106,6 +106,20 @@ def test_a_rewritten_history_starts_a_new_datum() -> None:
     assert second.arrays["sampler_logprobs"].tolist() == [0, 0, 0, -1, 0, -2]
 
 
+def test_rows_of_steps_repeat_the_past_without_training_it_again() -> None:
+    episode = credited([step([1, 2], [3], [-0.5], [0]), step([1, 2, 3, 4], [5, 6], [-1.0, -2.0], [0, 1])], [1.0, -2.0])
+    [whole] = to_data([episode])
+    first, second = to_data([episode], Rows.STEP)
+    assert whole.targets.tolist() == second.targets.tolist() == [2, 3, 4, 5, 6]
+    assert whole.arrays["advantages"].tolist() == [0, 1, 0, -2, -2]
+    assert first.targets.tolist() == [2, 3]
+    assert first.arrays["advantages"].tolist() == [0, 1]
+    assert second.arrays["weights"].tolist() == [0, 0, 0, 1, 1]
+    assert second.arrays["advantages"].tolist() == [0, 0, 0, -2, -2]
+    assert second.arrays["sampler_logprobs"].tolist() == [0, 0, 0, -1, -2]
+    assert second.arrays["versions"].tolist() == [-1, -1, -1, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("second", "num_samples"),
     [([1, 2, 3, 4], 1), ([1, 2, 3], 2), ([1, 2, 3, 5], 2), ([1, 2], 2), ([0, 2, 3, 4, 5], 2)],
@@ -142,10 +156,10 @@ def episodes(draw) -> Episode:  # type: ignore[no-untyped-def]
     return credited(steps, [0.0] * len(steps)).scored.episode
 
 
-@given(episodes())
-def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(episode: Episode) -> None:
+@given(episodes(), sampled_from(Rows))
+def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(episode: Episode, rows: Rows) -> None:
     seen: list[int] = []
-    for sample in samples(episode):
+    for sample in samples(episode, rows):
         for index in sorted(set(sample.step[sample.step >= 0].tolist())):
             seen.append(index)
             own = episode.steps[index]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from loop_values import group, scored, step
 
+from headrace.algo.datum import Rows
 from headrace.loops.critic import Critic, CriticSettings, lay_out
 from headrace.loops.update import Updater
 from headrace.model.scalar import load_scalar_model
@@ -99,6 +100,18 @@ def test_step_rewards_stand_on_the_last_token_of_their_step() -> None:
     assert layout.turns_T.tolist() == [-1, 0, 0, -1, -1, 1, -1, 2]
     assert layout.rewards_T.tolist() == [0, 0, 0.5, 0, 0, 2.0, 0, 3.0]
     assert (layout.lengths_E.tolist(), layout.group_ids) == ([6, 2], (1, 2))
+
+
+async def test_rows_of_steps_have_the_advantages_of_the_episodes_one_row() -> None:
+    played = [group(1, stepped(two_turns(), 0.5, 2.0)), group(2, scored(3.0, step([-1.0]), truncated=True))]
+    oracle = Oracle(9.0, 0.5, 0.25, 77.0, 88.0, 1.0, 99.0)
+    for credit in ("token_gae", "turn_gae"):
+        whole = await critic(oracle, credit=credit).credit(played)
+        parts = await critic(oracle, credit=credit, rows=Rows.STEP).credit(played)
+        assert (len(whole.data), len(parts.data), parts.group_ids) == (2, 3, (1, 1, 2))
+        for name in ("advantages", "returns", "values"):
+            in_rows = [value for datum in parts.data for value in sampled(datum, name)]
+            assert in_rows == [value for datum in whole.data for value in sampled(datum, name)]
 
 
 async def test_tokens_of_the_environment_take_no_step() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from loop_values import MemoryStore, SkippingBackend, group, scored, step
 
 from headrace.algo.advantages.credit import credit
+from headrace.algo.advantages.keys import keys_by, state_keys
 from headrace.algo.datum import to_data
 from headrace.algo.weights import reweight
-from headrace.errors import Interrupted, NonFiniteError
+from headrace.errors import Interrupted, NonFiniteError, RolloutError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.keeper import Keeper
@@ -193,6 +195,56 @@ class Rig:
 
     def series(self, name: str) -> list[float | None]:
         return [values.get(name) for _, values in self.sink.records]
+
+
+class Walking(Rig):
+    """Two episodes with a step in each of `states`; they are sampled `lags` versions ago."""
+
+    def __init__(self, folder: Path, *states: str | None, lags: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(folder)
+        self.states, self.lags = states, lags
+
+    async def play(self, task: Task, id: int) -> Group:
+        made = []
+        for reward, lag in zip((0.0, 1.0), self.lags, strict=True):
+            made_by = self.sampler.version - lag
+            steps = [replace(step([-0.5], version=made_by), state=state) for state in self.states]
+            made.append(scored(reward, *steps))
+        return group(id, *made)
+
+
+async def test_a_state_that_is_taken_at_the_start_only_ends_the_run(tmp_path: Path) -> None:
+    inert = Walking(tmp_path, "start", "start")
+    with pytest.raises(RolloutError, match="each of these 8 steps has one and the same state within its group"):
+        await inert.train(steps=1, credit="gigpo")
+    assert inert.sink.records == []
+    await Walking(tmp_path, "start", "start").train(steps=1, credit="grpo")  # which does not look at states
+    await Walking(tmp_path, "start", "door").train(steps=1, credit="gigpo")
+
+
+async def test_a_users_anchor_is_what_the_run_goes_by(tmp_path: Path) -> None:
+    rig = Walking(tmp_path, None, None)  # the environment names no state
+    keys = keys_by(lambda step, episode: [item is step for item in episode.steps].index(True))
+    await rig.train(steps=1, credit="gigpo", keys=keys)
+    assert rig.series("credit/anchored_step_share") == [1.0]
+    with pytest.raises(RolloutError, match="has no state at all"):
+        await Walking(tmp_path, None, None).train(steps=1, credit="gigpo", keys=state_keys)
+
+
+async def test_groups_of_mixed_versions_end_a_run_that_does_not_expect_them(tmp_path: Path) -> None:
+    late = AsyncSettings(max_staleness=1)
+    with pytest.raises(RolloutError, match=r"2 of 2 groups have tokens of several policy versions \(group 0: -1, 0\)"):
+        await Walking(tmp_path, "a", "b", lags=(0, 1)).train(steps=1, rollouts=late)
+    await Walking(tmp_path, "a", "b", lags=(0, 1)).train(steps=1, rollouts=late, mixed_versions=True)
+
+
+async def test_states_that_nobody_meets_again_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Walking(tmp_path, "a", "b")
+    numbers = count()
+    await rig.train(steps=3, credit="gigpo", keys=keys_by(lambda step, episode: next(numbers)))
+    assert caplog.text.count("of the anchor states were met by one step only") == 1
 
 
 async def test_every_step_is_recorded_logged_and_published(tmp_path: Path) -> None:

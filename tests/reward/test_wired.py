@@ -14,7 +14,7 @@ from headrace.reward.sandbox.limits import essential_missing
 from headrace.reward.sandboxed import sandbox_text
 from headrace.reward.terms import GroupTerm, Term
 from headrace.types import FailedEpisode, ScoredEpisode
-from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
+from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms, make_truncation, reward_terms
 
 MINE = """
 import os
@@ -119,3 +119,101 @@ def test_a_judge_needs_its_arguments(kwargs: dict[str, object], message: str) ->
     judge = RewardTerm(fn="judge", kwargs={"url": "http://x", "model": "m", "rubric": "r", "compare": True})
     [term] = make_terms(config(judge), None)
     assert term.name == "judge"
+
+
+# --- where rewards come from -----------------------------------------------------------------------------------------
+
+
+def weights(made: Config) -> dict[str, float]:
+    assert made.rl is not None
+    return {term.fn: term.weight for term in reward_terms(made.rl)}
+
+
+def test_the_source_says_what_counts_and_the_rest_is_measured() -> None:
+    listed = config(RewardTerm(fn="exact_match", weight=2.0))
+    assert listed.rl is not None
+    by_source = {
+        source: weights(replace(listed, rl=replace(listed.rl, reward_source=source)))
+        for source in (None, "function", "env", "sum")
+    }
+    assert by_source == {
+        None: {"exact_match": 2.0},
+        "function": {"exact_match": 2.0},
+        "env": {"exact_match": 0.0, "env": 1.0},
+        "sum": {"exact_match": 2.0, "env": 1.0},
+    }
+    both = config(RewardTerm(fn="env", weight=0.5), RewardTerm(fn="exact_match"))
+    assert both.rl is not None
+    assert weights(replace(both, rl=replace(both.rl, reward_source="sum"))) == {"env": 0.5, "exact_match": 1.0}
+
+
+async def test_what_is_only_measured_has_its_curve_and_no_weight() -> None:
+    made = config(RewardTerm(fn="exact_match"))
+    assert made.rl is not None
+    result = await scored(replace(made, rl=replace(made.rl, reward_source="env")), "4")
+    assert isinstance(result, ScoredEpisode)
+    assert (result.reward.total, result.reward.parts) == (0.0, {"exact_match": 1.0, "env": 0.0})
+
+
+async def test_the_rule_for_episodes_that_a_limit_cut_off_is_the_files() -> None:
+    made = config(RewardTerm(fn="exact_match"))
+    assert made.rl is not None
+    rl = replace(made.rl, truncated="penalty", truncated_penalty=0.25)
+    cut = replace(episode("4", answer="4"), truncated=True)
+    [less] = await make_reward_runner(make_terms(made, None), rl, make_truncation(rl)).score([cut])
+    [kept] = await make_reward_runner(make_terms(made, None), rl).score([cut])  # as an evaluation does
+    assert isinstance(less, ScoredEpisode)
+    assert isinstance(kept, ScoredEpisode)
+    assert (less.reward.total, kept.reward.total) == (0.75, 1.0)
+
+
+# --- length and format -----------------------------------------------------------------------------------------------
+
+
+async def test_length_is_a_slope_down_to_the_limit() -> None:
+    # one sampled token per turn: 2 of at most 4 with a margin of 4 is half of the way down
+    term = RewardTerm(fn="length", kwargs={"max_tokens": 4, "margin": 4})
+    assert await totals(config(term), "a", "b") == {"length": -0.5}
+    assert await totals(config(replace(term, kwargs={"max_tokens": 4, "margin": 2})), "a", "b") == {"length": 0.0}
+
+
+@pytest.mark.parametrize("runner", [RewardRunner(workers=1), RewardRunner(type="inprocess")], ids=["process", "here"])
+async def test_format_is_whether_turns_match_as_a_whole(runner: RewardRunner) -> None:
+    term = RewardTerm(fn="format", kwargs={"pattern": r"<think>.*</think>\d+"})
+    assert await totals(config(term, runner=runner), "x", " <think>a\nb</think>4 ") == {"format": 1.0}
+    assert await totals(config(term, runner=runner), "<think>a</think>4", "so 4") == {"format": 0.0}
+    every = replace(term, kwargs={**term.kwargs, "turns": "all"})
+    assert await totals(config(every, runner=runner), "<think>a</think>4", "so 4") == {"format": 0.5}
+
+
+async def test_a_pattern_that_takes_for_ever_costs_a_reward_and_not_the_run() -> None:
+    term = RewardTerm(fn="format", kwargs={"pattern": "(a+)+"})
+    result = await scored(config(term, runner=RewardRunner(workers=1, wall_s=0.5)), "a" * 60 + "b")
+    assert isinstance(result, FailedEpisode)
+    assert result.reason == "reward format: it took longer than 0.5 s"
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (RewardTerm(fn="length"), "needs kwargs max_tokens and margin"),
+        (RewardTerm(fn="length", kwargs={"max_tokens": 4, "margin": 5}), "margin is 5: write a whole number from 1"),
+        (RewardTerm(fn="format"), "needs kwargs pattern"),
+        (RewardTerm(fn="format", kwargs={"pattern": "("}), "needs kwargs pattern.*unterminated subpattern"),
+        (RewardTerm(fn="format", kwargs={"pattern": "x", "turns": "first"}), 'write "last" or "all"'),
+        (RewardTerm(fn="env", kwargs={"x": 1}), 'fn = "env" takes no kwargs'),
+    ],
+)
+def test_what_a_term_of_the_packages_needs_is_looked_at_first(term: RewardTerm, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_terms(config(term), None)
+
+
+async def test_turns_that_the_environment_could_read() -> None:
+    played = episode("go", "fly")
+    wild = replace(played, steps=(played.steps[0], replace(played.steps[1], valid=False)))
+    made = config(RewardTerm(fn="valid_actions"))
+    assert made.rl is not None
+    [result] = await make_reward_runner(make_terms(made, None), made.rl).score([wild])
+    assert isinstance(result, ScoredEpisode)
+    assert result.reward.total == 0.5
