@@ -235,7 +235,107 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     print(write_report(RunFolder.open(run).path))
 
 
+@app.command()
+def view(
+    path: Annotated[Path, typer.Argument(help="A rollout file, a rollouts folder or a run folder.")],
+    step: Annotated[int | None, typer.Option(help="The training step; by default the latest.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task: its id, or the beginning of it.")] = None,
+    episode: Annotated[str | None, typer.Option(help="This episode, step by step.")] = None,
+    group: Annotated[bool, typer.Option("--group", help="The episodes of a group side by side.")] = False,
+    anchor: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Every action taken in the states whose key begins like this.")
+    ] = None,
+    tokens: Annotated[
+        Literal["logprob", "advantage", "mask", "version"] | None, typer.Option(help="Tokens, coloured by this.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="For texts of tokens; by default the run's own.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with all of this instead.")] = None,
+) -> None:
+    """Look at the rollouts of a training step."""
+    from rich.console import Console
+
+    from headrace.observe.view import Asked, write_page
+    from headrace.observe.view import view as shown
+    from headrace.observe.view_tokens import By
+
+    asked = Asked(
+        path=path,
+        step=step,
+        task=task,
+        episode=episode,
+        group=group,
+        anchor=anchor,
+        tokens=None if tokens is None else By(tokens),
+        tokenizer=tokenizer,
+    )
+    if html is not None:
+        print(f"{html}: {write_page(asked, html)} episodes")
+        return
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, emoji=False, markup=False, width=160)
+    colour = console.is_terminal and not console.no_color
+    for part in shown(asked, width=console.width, colour=colour):
+        console.print(part, soft_wrap=False)
+
+
+@app.command()
+def recredit(
+    path: Annotated[Path, typer.Argument(help="A rollout file, a rollouts folder or a run folder.")],
+    reward: Annotated[
+        list[str] | None, typer.Option(help="file.py, file.py:function or a built-in one; several are added up.")
+    ] = None,
+    credit: Annotated[str | None, typer.Option(help="The credit method; by default the file's own.")] = None,
+    param: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A number of the method, such as gamma=0.9.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The training step; by default the latest.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default recredited_<name> beside it.")] = None,
+    inprocess: Annotated[bool, typer.Option("--inprocess", help="Trust the functions: no sandbox.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Compare groups that were not saved whole.")] = False,
+) -> None:
+    """Score and credit saved rollouts anew, without a model."""
+    from rich.console import Console
+
+    from headrace.observe.recredited import tables
+    from headrace.observe.view_catalog import method_text
+    from headrace.wiring.recredit import Recredit
+    from headrace.wiring.recredit import recredit as made_anew
+
+    asked = Recredit(
+        path=path,
+        rewards=tuple(reward or ()),
+        method=credit,
+        params=_numbers(param or []),
+        step=step,
+        out=out,
+        trusted=inprocess,
+        partial=partial,
+    )
+    result = made_anew(asked)
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, emoji=False, markup=False, width=160)
+    for table in tables(result.comparison):
+        console.print(table)
+    print(f"credit {method_text(result.method)}; written to {result.out}")
+
+
 # --- what several commands do ----------------------------------------------------------------------------------------
+
+
+def _numbers(texts: list[str]) -> dict[str, float | str]:
+    """KEY=VALUE, with a number where it is one."""
+    numbers: dict[str, float | str] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--param {text} is not KEY=VALUE, such as gamma=0.9")
+        try:
+            numbers[key] = float(value)
+        except ValueError:
+            numbers[key] = value
+    return numbers
 
 
 def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval"]) -> "Config":

@@ -186,6 +186,11 @@ def iter_lines(path: Path, *, tokens: bool = True) -> Iterator[EpisodeLine]:
         yield line if tokens else replace(line, steps=tuple(replace(step, tokens=None) for step in line.steps))
 
 
+def parse_line(raw: str | bytes) -> EpisodeLine:
+    """One line of our own making."""
+    return _PARSER.validate_json(raw)
+
+
 def read_lines(path: Path) -> tuple[EpisodeLine, ...]:
     """The episodes that have a reward, without their token arrays, all at once."""
     return tuple(line for line in iter_lines(path, tokens=False) if line.failed is None)

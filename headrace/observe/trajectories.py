@@ -257,8 +257,21 @@ def episode_of(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode
         with boundary(RunFolderError, f"{where} has token arrays that do not fit together"):
             steps.append(_step(saved, saved.tokens, before))
         before = _seen(steps[-1])
+    scored = _scored_of(line, steps)
+    if line.group_id is None or line.advantages is None:
+        return scored
+    credits = [step.credit for step in line.steps if step.credit is not None]
+    return CreditedEpisode(scored=scored, group_id=line.group_id, advantages=line.advantages, parts=_parts(credits))
+
+
+def outline_of(line: EpisodeLine) -> ScoredEpisode:
+    """The episode of any line, with as many tokens as it had but not which: for credit, never for training."""
+    return _scored_of(line, [_outline(step) for step in line.steps])
+
+
+def _scored_of(line: EpisodeLine, steps: Sequence[Step]) -> ScoredEpisode:
     reward = line.reward
-    scored = ScoredEpisode(
+    return ScoredEpisode(
         episode=Episode(
             id=line.id,
             task=Task(id=line.task.id, messages=_messages(line.task.messages), data=line.task.data),
@@ -272,10 +285,21 @@ def episode_of(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode
         ),
         reward=Reward(total=reward.total, parts=reward.parts, steps=reward.steps, success=reward.success),
     )
-    if line.group_id is None or line.advantages is None:
-        return scored
-    credits = [step.credit for step in line.steps if step.credit is not None]
-    return CreditedEpisode(scored=scored, group_id=line.group_id, advantages=line.advantages, parts=_parts(credits))
+
+
+def _outline(saved: StepLine) -> Step:
+    """Arrays of that length which take no memory."""
+    zeros, numbers = np.broadcast_to(np.float32(0), saved.num_sampled), np.broadcast_to(np.int32(0), saved.num_sampled)
+    return Step(
+        prompt=np.broadcast_to(np.int32(0), saved.num_prompt),
+        completion=Completion(
+            tokens=numbers, sampler_logprobs=zeros, raw_logprobs=zeros, versions=numbers, stop=saved.stop
+        ),
+        action=saved.action,
+        state=saved.state,
+        reward=saved.reward,
+        valid=saved.valid,
+    )
 
 
 def _parts(credits: Sequence[CreditLine]) -> tuple[StepCredit, ...] | None:

@@ -46,7 +46,7 @@ class Token:
             case By.MASK:
                 return "1" if self.sampled else "0"
             case By.LOGPROB:
-                return "" if self.logprob is None else f"{self.logprob:.2f}"
+                return "" if self.logprob is None else f"{self.logprob:.2f}".replace("-0.00", "0.00")
             case By.ADVANTAGE:
                 return "" if self.advantage is None else figure(self.advantage, sign=True)
             case By.VERSION:
