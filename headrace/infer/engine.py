@@ -31,11 +31,12 @@ from torch import Tensor
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
-from headrace.infer.scoring import score_packed
+from headrace.infer.scoring import Scorer
+from headrace.infer.slots import Placed, Slots
 from headrace.infer.slots import Sequence as Sampling
-from headrace.infer.slots import Slots
 from headrace.infer.visits import STEPS, STEPS_ALONE, Decoder, decodable, drawn_rows, row_of
 from headrace.infer.weights import copy_weights, read_folder
+from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
 from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
 from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
@@ -45,6 +46,7 @@ from headrace.types import Completion, FloatArray, Folder, IntArray, SampleReque
 
 R = TypeVar("R")
 CLOSED = "the engine is closed"
+NO_ADAPTER = "the adapter to sample with is not loaded here, or no longer"
 ALIGN = 8  # rows of a matrix product, see the module docstring
 FIRST_SLOT_TOKENS = 128
 READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
@@ -75,6 +77,7 @@ class EmbeddedEngine:
     `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
     `worker`: the trainer's when `lm` is its own model; None: one of the engine's own.
     `decoder`: reads prompts and decodes several steps per turn, for at least as many rows and tokens; None: one step.
+    `adapters`: of this model; requests may name one of them by its key, and rows of one step use different ones.
     `hold_in_flight`: sequences that are interrupted keep their keys and values when weights are loaded (see `Sampler`).
     """
 
@@ -90,12 +93,14 @@ class EmbeddedEngine:
         worker: Worker | None = None,
         decoder: Decoder | None = None,
         hold_in_flight: bool = False,
+        adapters: AdapterTable | None = None,
     ) -> None:
         assert max_rows > 0
         assert piece_tokens > 0
         self.lm = lm
         self.holds_in_flight = hold_in_flight
         self._source = source
+        self._adapters = adapters
         self.counters = Counters()
         self._max_rows = -(-max_rows // ALIGN) * ALIGN
         self._kv_tokens = kv_tokens or self._max_rows * _round_up(lm.context + 1)
@@ -112,6 +117,7 @@ class EmbeddedEngine:
         self._hidden = direct_forward(lm) or lm.hidden
         self._cache = self._make_cache()
         self._head: Tensor | None = None
+        self._row_adapters: list[int] = []  # of the step
         self._arrivals = itertools.count()
         self._inbox: deque[Message] = deque()
         self._open: set[Sampling] = set()  # everyone who waits for an answer, wherever they are
@@ -132,8 +138,8 @@ class EmbeddedEngine:
     def version(self) -> int:
         return self._version
 
-    async def sample(self, request: SampleRequest) -> Completion:
-        sequence = self._admit(request)
+    async def sample(self, request: SampleRequest, *, adapter: int = BASE) -> Completion:
+        sequence = self._admit(request, adapter)
         self._post(Message(lambda: self._enqueue(sequence), sequence.future))
         try:
             return await asyncio.wrap_future(sequence.future)
@@ -142,8 +148,18 @@ class EmbeddedEngine:
                 self._post(Message(lambda: self._abandon(sequence), None))
             raise
 
-    async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
-        return await self._ask(lambda: self._score(sequences, temperature))
+    async def score(
+        self, sequences: Sequence[IntArray], temperature: float = 1.0, *, adapter: int = BASE
+    ) -> tuple[FloatArray, ...]:
+        return await self._ask(lambda: self._scorer(adapter).score(sequences, temperature))
+
+    async def top_logprobs(self, sequence: IntArray, k: int, *, adapter: int = BASE) -> tuple[IntArray, FloatArray]:
+        """See `Scorer.top`."""
+        return await self._ask(lambda: self._scorer(adapter).top(sequence, k))
+
+    async def target_logprobs(self, sequence: IntArray, targets_TK: IntArray, *, adapter: int = BASE) -> FloatArray:
+        """See `Scorer.targets`."""
+        return await self._ask(lambda: self._scorer(adapter).targets(sequence, targets_TK))
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
         return await self._ask(lambda: self._load(handle, version))
@@ -170,6 +186,21 @@ class EmbeddedEngine:
         if self._owns_worker:
             self._worker.close()
 
+    def end(self, error: SamplerError) -> None:
+        """On the worker itself, which stays open: nothing is sampled any more, and open calls fail like this."""
+        with self._lock:
+            self._closed = True
+        self._end(str(error), type(error))
+
+    def release(self, adapter: int, error: SamplerError) -> None:
+        """On the worker itself: forget an adapter; open calls that use it fail like this."""
+        assert self._adapters is not None
+        for sequence in [each for each in self._open if each.adapter == adapter]:
+            sequence.future.set_exception(error)
+            self._abandon(sequence)
+        self._slots.forget_adapter(adapter)
+        self._adapters.remove(adapter)
+
     def _make_stream(self) -> torch.cuda.Stream | None:
         """On CUDA, a copy of the trainer's model samples beside the training: on a stream of its own, which comes first
         because its kernels are small."""
@@ -181,7 +212,7 @@ class EmbeddedEngine:
 
     # --- admission ---
 
-    def _admit(self, request: SampleRequest) -> Sampling:
+    def _admit(self, request: SampleRequest, adapter: int) -> Sampling:
         """Raise SamplerError on a request that can never be served."""
         params, prompt = request.params, len(request.prompt)
         room = min(self.lm.context, self._longest_slot() - 1)
@@ -195,7 +226,7 @@ class EmbeddedEngine:
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # only the worker ends it
         limit = min(prompt + params.max_tokens, room)
-        return Sampling(request, future, frozenset(stops), limit, next(self._arrivals))
+        return Sampling(request, future, frozenset(stops), limit, next(self._arrivals), adapter)
 
     def _longest_slot(self) -> int:
         """Positions of the longest slot that the KV budget allows."""
@@ -265,7 +296,7 @@ class EmbeddedEngine:
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, error: type[SamplerError] = SamplerError) -> None:
         """Nothing runs any more: tell everyone who waits."""
         with self._lock:
             self._failure = self._failure or why
@@ -273,19 +304,22 @@ class EmbeddedEngine:
         told: list[Future[Any] | None] = [*(sequence.future for sequence in self._open), *self._drained]
         for future in [*told, *(message.future for message in messages)]:
             if future is not None and not future.done():
-                future.set_exception(SamplerError(why))
+                future.set_exception(error(why))
 
     def _busy(self) -> bool:
         return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.seated)
 
     def _enqueue(self, sequence: Sampling) -> None:
+        if not self._knows(sequence.adapter):
+            sequence.future.set_exception(SamplerError(NO_ADAPTER))
+            return
         self._open.add(sequence)
         if self._paused:
             self._held.append(sequence)
         elif len(sequence.tokens) >= sequence.limit:
             self._finish(sequence, Stop.LENGTH)
         else:
-            self._slots.waiting.append(sequence)
+            self._slots.wait(sequence)
 
     def _abandon(self, sequence: Sampling) -> None:
         """The caller went away."""
@@ -337,15 +371,26 @@ class EmbeddedEngine:
         self._version = version
         return fingerprint(self.lm.model.named_parameters())
 
-    def _score(self, sequences: Sequence[IntArray], temperature: float) -> tuple[FloatArray, ...]:
-        return score_packed(self.lm, self._hidden, self._head_weight(), sequences, temperature)
+    def _scorer(self, adapter: int) -> Scorer:
+        if not self._knows(adapter):
+            raise SamplerError(NO_ADAPTER)
+        return Scorer(
+            lm=self.lm,
+            hidden=self._hidden,
+            head_VD=self._head_weight(),
+            table=self._adapters,
+            adapter=adapter,
+        )
+
+    def _knows(self, adapter: int) -> bool:
+        return adapter == BASE or (self._adapters is not None and adapter in self._adapters)
 
     # --- one step ---
 
     def _step(self) -> None:
         self._grow_if_needed()
         self._seat_waiting()
-        if self._decoder is not None:
+        if self._decoder is not None and not any(sequence.adapter for _, sequence in self._slots.active()):
             self._visit(self._decoder)
             return
         self._compact()
@@ -407,9 +452,15 @@ class EmbeddedEngine:
 
     def _seat_waiting(self) -> None:
         for placed in self._slots.place_waiting():
-            if placed.shared and placed.donor != placed.row:
-                self._cache.copy_prefix(placed.donor, placed.row, placed.shared)
+            self._settle(placed)
             self.counters.shared += placed.shared
+
+    def _settle(self, placed: Placed) -> None:
+        if placed.stale:
+            for layer in (*self._cache.keys, *self._cache.values):
+                layer[placed.row].zero_()
+        if placed.shared and placed.donor != placed.row:
+            self._cache.copy_prefix(placed.donor, placed.row, placed.shared)
 
     def _forward(self, pieces: list[Piece], decoding: list[tuple[int, Sampling]]) -> Tensor:
         decode_rows = -(-(decoding[-1][0] + 1) // ALIGN) * ALIGN if decoding else 0
@@ -420,7 +471,11 @@ class EmbeddedEngine:
             tokens[row] = sequence.tokens[-1]
             positions[row] = len(sequence.tokens) - 1
         slots = list(range(decode_rows))
+        adapters = [BASE] * decode_rows
+        for row, sequence in decoding:
+            adapters[row] = sequence.adapter
         for piece in pieces:
+            adapters += [self._adapter_of(piece.row)] * piece.length
             tokens += self._tokens_of(piece)
             positions += range(piece.offset, piece.offset + piece.length)
             slots += [piece.row] * piece.length
@@ -446,12 +501,23 @@ class EmbeddedEngine:
             pieces=tuple(pieces),
             piece_mask=piece_mask,
         )
-        return self._hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
+        self._row_adapters = adapters + [BASE] * padding
+        with self._using(self._row_adapters):
+            return self._hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
+
+    def _adapter_of(self, row: int) -> int:
+        sequence = self._slots.seated[row]
+        assert sequence is not None
+        return sequence.adapter
+
+    def _using(self, adapters: list[int]) -> AbstractContextManager[None]:
+        """Inside, rows are adapted by these."""
+        if self._adapters is None:
+            return nullcontext()
+        return using(self._adapters, self._adapters.mixture(np.array(adapters)))
 
     def _sample(self, hidden_TD: Tensor, decoding: list[tuple[int, Sampling]]) -> None:
-        rows = [row for row, _ in decoding]
-        padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
-        logits_BV = linear(hidden_TD[padded], self._head_weight())[: len(rows)]
+        logits_BV = self._logits(hidden_TD, [row for row, _ in decoding])
         params = [sequence.request.params for _, sequence in decoding]
         numbers = uniforms([row.seed for row in params], [sequence.num_sampled for _, sequence in decoding])
         drawn = sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device))
@@ -460,8 +526,22 @@ class EmbeddedEngine:
         )
         for (row, sequence), token, logprob, raw in chosen:
             if not math.isfinite(logprob):
-                raise SamplerError("the model's log-probs are not finite: its weights are damaged")
+                self._fail_damaged(sequence)
+                continue
             self._append(row, sequence, [token], [logprob], [raw])
+
+    def _logits(self, hidden_TD: Tensor, rows: list[int]) -> Tensor:
+        padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
+        hidden_BD = hidden_TD[padded]
+        with self._using([self._row_adapters[row] for row in padded]):
+            return adapt(HEAD, hidden_BD, linear(hidden_BD, self._head_weight()))[: len(rows)]
+
+    def _fail_damaged(self, sequence: Sampling) -> None:
+        """A damaged adapter is the trouble of those who use it; a damaged base is everyone's."""
+        if sequence.adapter == BASE:
+            raise SamplerError("the model's log-probs are not finite: its weights are damaged")
+        sequence.future.set_exception(SamplerError("the adapter's log-probs are not finite: its weights are damaged"))
+        self._abandon(sequence)
 
     def _append(
         self, row: int, sequence: Sampling, tokens: list[int], logprobs: list[float], raw_logprobs: list[float]
@@ -478,7 +558,8 @@ class EmbeddedEngine:
         self._slots.fill(row, fed + tokens[: count - 1])
         sequence.logprobs += logprobs[:count]
         sequence.raw_logprobs += raw_logprobs[:count]
-        sequence.versions += [self._version] * count
+        version = self._version if self._adapters is None else self._adapters.version(sequence.adapter)
+        sequence.versions += [version] * count
         self.counters.decoded += count
         if stopped or tokens[count - 1] in sequence.stop_tokens:
             self._finish(sequence, Stop.STOP)
@@ -557,7 +638,7 @@ class EmbeddedEngine:
         free = [row for row in range(min(rows, self._slots.rows)) if self._slots.seated[row] is None]
         for row in [row for row, _ in self._slots.active() if row >= rows]:
             target = free.pop(0)
-            self._cache.copy_prefix(row, target, self._slots.move(row, target))
+            self._settle(self._slots.move(row, target))
         kept = min(rows, self._slots.rows)
         self._slots.resize(rows, tokens)
         before, self._cache = self._cache, self._make_cache()
@@ -572,7 +653,7 @@ class EmbeddedEngine:
         for source, target in zip(reversed(rows), free, strict=False):
             if target >= source:
                 break
-            self._cache.copy_prefix(source, target, self._slots.move(source, target))
+            self._settle(self._slots.move(source, target))
 
 
 def min_kv_tokens(longest: int) -> int:

@@ -4,6 +4,10 @@ A sequence waits, sits in a slot, or has ended. A slot remembers the tokens whos
 its sequence has left, so a later sequence with the same beginning starts from there. Only `tokens - 1` positions of a
 slot are used: the last takes the writes of slots that have nothing to say in a decode step.
 
+Sequences share a beginning only where they use the same adapter, because keys and values depend on it. Adapters take
+turns in the queue, so that a crowd of one does not hold up the others. A slot that passes to another adapter is wiped
+first: numbers that are not finite, left in it by a damaged adapter, would be seen behind any mask.
+
 With sequences held in flight, a slot whose sequence was interrupted keeps its keys and values over a change of weights.
 It is *old* then: what continues that very sequence goes on in it, and nobody else shares it, then or later.
 """
@@ -15,10 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.model.adapters import BASE
 from headrace.types import Completion, IntArray, SampleRequest, Stop, float_array, int_array, known_next_logprobs
 
 WORTH_WAITING = 8  # tokens of prefill saved that are worth one engine step of delay
-Name = tuple[int, bytes]  # by which a sequence is known when it comes back: seed and prompt
+Name = tuple[int, int, bytes]  # by which a sequence is known when it comes back: adapter, seed and prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +35,8 @@ class Sequence:
     stop_tokens: frozenset[int]
     limit: int  # longest `tokens` may become
     arrival: int  # orders sequences by age
+    adapter: int = BASE  # the key of the one it uses
+    turn: int = 0  # orders those who wait
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -50,7 +57,7 @@ class Sequence:
 
     @property
     def name(self) -> Name:
-        return self.request.params.seed, self.request.prompt.tobytes()
+        return self.adapter, self.request.params.seed, self.request.prompt.tobytes()
 
     def completion(self, stop: Stop) -> Completion:
         return Completion(
@@ -65,11 +72,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A sequence was given slot `row`; copy `shared` positions from `donor` first if that is another slot."""
+    """A sequence was given slot `row`; wipe that first if it is `stale`, then copy `shared` positions from `donor` if
+    that is another slot."""
 
     row: int
     donor: int
     shared: int
+    stale: bool = False
 
 
 class Slots:
@@ -85,6 +94,9 @@ class Slots:
         self.seated: list[Sequence | None] = [None] * rows
         self.filled = [0] * rows
         self._held = np.zeros((rows, tokens), dtype=np.int32)
+        self._owners = np.full(rows, BASE)  # the adapters with which that was computed
+        self._turn = 0  # of whom was seated last
+        self._last_turns: dict[int, int] = {}  # of each adapter's sequence that came last
         self._used_at = [0] * rows  # orders slots by when they were last of use
         self._old: list[Name | None] = [None] * rows  # of whom keys and values of earlier weights are there
         self._interrupted: dict[int, Name] = {}  # slots whose sequence was cut and may come back
@@ -103,6 +115,18 @@ class Slots:
         """The tokens whose keys and values are in the cache."""
         return self._held[row, : self.filled[row]]
 
+    def wait(self, sequence: Sequence) -> None:
+        """Behind those who wait, but each adapter's next before another's next but one."""
+        sequence.turn = max(self._turn, self._last_turns.get(sequence.adapter, -1) + 1)
+        self._last_turns[sequence.adapter] = sequence.turn
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].turn > sequence.turn:
+            place -= 1
+        self.waiting.insert(place, sequence)
+
+    def forget_adapter(self, adapter: int) -> None:
+        self._last_turns.pop(adapter, None)
+
     def place_waiting(self) -> list[Placed]:
         """Seat whom there is a slot for, first come, first served; the caller makes the copies in this order.
 
@@ -113,12 +137,13 @@ class Slots:
         delayed: list[Sequence] = []
         while self.waiting and None in self.seated and len(self.waiting[0].tokens) < self.tokens:
             sequence = self.waiting.popleft()
-            alike = any(sequence.tokens == other.tokens for other in delayed)
+            alike = any(sequence.adapter == other.adapter and sequence.tokens == other.tokens for other in delayed)
             seat = None if alike else self._place(sequence)
             if seat is None:
                 delayed.append(sequence)
             else:
                 placed.append(seat)
+                self._turn = max(self._turn, sequence.turn)
         self.waiting.extendleft(reversed(delayed))
         return placed
 
@@ -126,6 +151,7 @@ class Slots:
         wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
         differs = self._held[:, : len(wanted)] != wanted
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
+        common = np.where(self._owners == sequence.adapter, common, 0)
         filled, old = np.array(self.filled), np.array([name is not None for name in self._old])
         coming = np.array([0 if other is None else len(other.tokens) - 1 for other in self.seated])
         coming[old] = 0
@@ -143,15 +169,18 @@ class Slots:
             free = [row for row, other in enumerate(self.seated) if other is None]
             row = min(free, key=lambda row: (self.filled[row] > 0, self._used_at[row], row))
         self._old[row] = sequence.name if own[donor] else None
-        self._seat(sequence, row, shared)
-        return Placed(row, donor, shared)
+        return Placed(row, donor, shared, self._seat(sequence, row, shared))
 
-    def _seat(self, sequence: Sequence, row: int, filled: int) -> None:
+    def _seat(self, sequence: Sequence, row: int, filled: int) -> bool:
+        """Whether another adapter had the slot before."""
         self._clock += 1
+        stale = bool(self._owners[row] != sequence.adapter)
+        self._owners[row] = sequence.adapter
         self.seated[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
         self._interrupted.pop(row, None)
         self._held[row, : len(sequence.tokens) - 1] = sequence.tokens[:-1]
         sequence.row = row
+        return stale
 
     def fill(self, row: int, tokens: list[int]) -> None:
         """Record that `tokens` were written behind what the slot holds."""
@@ -184,17 +213,17 @@ class Slots:
         self.filled = [filled if row in kept else 0 for row, filled in enumerate(self.filled)]
         self._old = [kept.get(row) for row in range(self.rows)]
 
-    def move(self, source: int, target: int) -> int:
-        """Seat the sequence of `source` in the free slot `target`; returns the positions to copy."""
+    def move(self, source: int, target: int) -> Placed:
+        """Seat the sequence of `source` in the free slot `target`."""
         sequence, filled = self.seated[source], self.filled[source]
         assert sequence is not None
         assert self.seated[target] is None
         self.seated[source] = None
-        self._seat(sequence, target, filled)
+        stale = self._seat(sequence, target, filled)
         self._old[target] = self._old[source]
         if self._old[source] is not None:
             self._old[source], self.filled[source] = None, 0
-        return filled
+        return Placed(target, source, filled, stale)
 
     def resize(self, rows: int, tokens: int) -> None:
         """Another layout of the cache; sequences in rows that disappear were moved or preempted by the caller.
@@ -211,5 +240,6 @@ class Slots:
         self.seated = self.seated[:rows] + [None] * new
         self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new
         self._used_at = self._used_at[:rows] + [0] * new
+        self._owners = np.concatenate([self._owners[:rows], np.full(new, BASE)])
         self._old = self._old[:rows] + [None] * new
         self._interrupted = {row: name for row, name in self._interrupted.items() if row < rows}

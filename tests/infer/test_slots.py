@@ -14,14 +14,14 @@ from headrace.types import Completion, SampleRequest, SamplingParams, Stop, int_
 JUNK = (-1,)
 
 
-def sequence_of(prompt: list[int], *, arrival: int = 0, after: Completion | None = None) -> Sequence:
+def sequence_of(prompt: list[int], *, arrival: int = 0, after: Completion | None = None, adapter: int = 0) -> Sequence:
     params = SamplingParams(max_tokens=100)
     request = SampleRequest(prompt=int_array(prompt), params=params, continue_from=after)
-    return Sequence(request, Future(), frozenset(), 1000, arrival)
+    return Sequence(request, Future(), frozenset(), 1000, arrival, adapter)
 
 
 class Bookkeeping(RuleBasedStateMachine):
-    """`cache[row][position]` is the beginning whose last token has its keys and values there."""
+    """`cache[row][position]` is the adapter and the beginning whose last token has its keys and values there."""
 
     @initialize(rows=st.integers(1, 4), tokens=st.integers(16, 40))
     def start(self, rows: int, tokens: int) -> None:
@@ -32,11 +32,22 @@ class Bookkeeping(RuleBasedStateMachine):
     def sequences(self) -> list[Sequence]:
         return [sequence for _, sequence in self.slots.active()]
 
-    @rule(stem=st.integers(0, 1), size=st.integers(1, 20), tail=st.lists(st.integers(0, 1), max_size=3))
-    def arrive(self, stem: int, size: int, tail: list[int]) -> None:
-        sequence = sequence_of([stem] * size + tail, arrival=len(self.open))
+    @rule(
+        stem=st.integers(0, 1),
+        size=st.integers(1, 20),
+        tail=st.lists(st.integers(0, 1), max_size=3),
+        adapter=st.integers(0, 2),
+    )
+    def arrive(self, stem: int, size: int, tail: list[int], adapter: int) -> None:
+        sequence = sequence_of([stem] * size + tail, arrival=len(self.open), adapter=adapter)
         self.open.append(sequence)
-        self.slots.waiting.append(sequence)
+        self.slots.wait(sequence)
+
+    def settle(self, placed: Placed) -> None:
+        if placed.stale:
+            self.cache[placed.row] = [JUNK] * self.slots.tokens
+        if placed.donor != placed.row:
+            self.cache[placed.row][: placed.shared] = self.cache[placed.donor][: placed.shared]
 
     @rule(piece=st.integers(1, 12), token=st.integers(0, 1))
     def step(self, piece: int, token: int) -> None:
@@ -44,8 +55,7 @@ class Bookkeeping(RuleBasedStateMachine):
         slots = self.slots
         before, idle = list(slots.waiting), not self.sequences()
         for placed in slots.place_waiting():
-            if placed.donor != placed.row:
-                self.cache[placed.row][: placed.shared] = self.cache[placed.donor][: placed.shared]
+            self.settle(placed)
         if idle and before and len(before[0].tokens) < slots.tokens:
             assert before[0].row is not None, "nothing is running, and the first still waits"
         for row in range(slots.rows):
@@ -55,7 +65,7 @@ class Bookkeeping(RuleBasedStateMachine):
             missing = len(sequence.tokens) - 1 - filled
             new = min(missing, piece) or 1
             for position in range(filled, filled + new):
-                self.cache[row][position] = tuple(sequence.tokens[: position + 1])
+                self.cache[row][position] = (sequence.adapter, *sequence.tokens[: position + 1])
             slots.fill(row, sequence.tokens[filled : filled + new])
             if not missing:
                 sequence.tokens.append(token)
@@ -83,8 +93,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def move(self, data: st.DataObject) -> None:
         source = data.draw(st.sampled_from([row for row, _ in self.slots.active()]))
         target = data.draw(st.sampled_from([row for row, who in enumerate(self.slots.seated) if who is None]))
-        copied = self.slots.move(source, target)
-        self.cache[target][:copied] = self.cache[source][:copied]
+        self.settle(self.slots.move(source, target))
 
     @rule(rows=st.integers(1, 4), tokens=st.integers(16, 40))
     def resize(self, rows: int, tokens: int) -> None:
@@ -109,7 +118,9 @@ class Bookkeeping(RuleBasedStateMachine):
         for row in range(self.slots.rows):
             held = self.slots.holds(row).tolist()
             assert self.slots.filled[row] == len(held) < self.slots.tokens
-            assert self.cache[row][: len(held)] == [tuple(held[: size + 1]) for size in range(len(held))]
+            found = self.cache[row][: len(held)]
+            assert [entry[1:] for entry in found] == [tuple(held[: size + 1]) for size in range(len(held))]
+            assert len({entry[0] for entry in found}) <= 1
 
     @invariant()
     def a_sequence_sits_on_its_own_beginning(self) -> None:
@@ -117,6 +128,8 @@ class Bookkeeping(RuleBasedStateMachine):
             held = self.slots.holds(row).tolist()
             assert sequence.row == row
             assert held == sequence.tokens[:-1][: len(held)]
+            found = {entry[0] for entry in self.cache[row] if entry != JUNK}
+            assert found <= {sequence.adapter}, "nothing of another adapter is left, not even behind what is held"
 
     @invariant()
     def nobody_is_lost_or_there_twice(self) -> None:
@@ -150,6 +163,37 @@ def test_a_twin_waits_for_the_beginning_and_lets_others_pass() -> None:
     assert [sequence.tokens[-1] for sequence in slots.waiting] == [19, 5]
     fill_all(slots)
     assert slots.place_waiting() == [Placed(2, 0, 19), Placed(3, 0, 19)]
+
+
+def test_the_same_tokens_under_another_adapter_are_neither_shared_nor_waited_for() -> None:
+    tokens = list(range(20))
+    slots = Slots(3, 64)
+    for adapter in (0, 7, 7):
+        slots.wait(sequence_of(tokens, adapter=adapter))
+    assert slots.place_waiting() == [Placed(0, 0, 0), Placed(1, 0, 0, True)]  # the second of 7 waits for the first
+    fill_all(slots)
+    assert slots.place_waiting() == [Placed(2, 1, 19, True)]
+
+
+def test_adapters_take_turns_in_the_queue() -> None:
+    slots = Slots(1, 64)
+    arrivals = [(1, 10), (1, 11), (1, 12), (1, 13), (2, 20), (2, 21), (0, 30)]
+    for adapter, token in arrivals:
+        slots.wait(sequence_of([token], adapter=adapter))
+
+    def serve(count: int) -> list[int]:
+        served = []
+        for _ in range(count):
+            slots.place_waiting()
+            [(_, sequence)] = slots.active()
+            served.append(sequence.tokens[0])
+            slots.leave(sequence)
+        return served
+
+    assert serve(3) == [10, 20, 30]
+    slots.wait(sequence_of([40], adapter=3))  # a newcomer has no claim on what was served before it came
+    slots.wait(sequence_of([41], adapter=3))
+    assert serve(6) == [40, 11, 21, 41, 12, 13]
 
 
 def test_a_short_common_beginning_is_not_waited_for() -> None:
@@ -230,7 +274,7 @@ def test_a_slot_held_in_flight_is_old_until_new_weights_come_again() -> None:
     assert [placed.shared for placed in slots.place_waiting()] == [0]  # while it runs, and there is no use in waiting
     slots.leave(twin)
     fill_all(slots)
-    assert slots.move(0, 2) == 41
+    assert slots.move(0, 2).shared == 41
     assert slots.filled[0] == 0, "what was moved away is not offered to others"
     slots.leave(slots.seated[2])  # type: ignore[arg-type]
     slots.waiting.append(sequence_of([*prompt, 5, 6, 7]))
