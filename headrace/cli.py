@@ -77,6 +77,10 @@ def configure(
     debug = os.environ.get("HEADRACE_DEBUG") == "1"
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("headrace").setLevel(logging.DEBUG if debug else logging.INFO)
+    if not debug:
+        for handler in logging.getLogger().handlers:  # the terminal's: what is said of every group is for log.txt
+            handler.setLevel(logging.INFO)
+            handler.addFilter(lambda record: record.name != "headrace.loops.tell")
 
 
 @app.command()
@@ -103,8 +107,14 @@ def train(
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    log_level: Annotated[
+        Literal["debug", "info", "warning"],
+        typer.Option(help="Of log.txt: debug has every step of every episode and how its advantage came to be."),
+    ] = "info",
 ) -> None:
     """Run the stages the file has: [sft], [reward_model], [rl]."""
+    if os.environ.get("HEADRACE_DEBUG") != "1":
+        logging.getLogger("headrace").setLevel(log_level.upper())
     if run is not None and not resume:
         raise ConfigError(f"a run folder ({run}) is only given with --resume: add it, or leave the folder out")
     config = load_checked(file, overrides or [], command="train")

@@ -22,6 +22,7 @@ from headrace.loops.evaluate import Evaluation
 from headrace.loops.health import CreditHealth
 from headrace.loops.keeper import Keeper
 from headrace.loops.measure import drop_shares, episode_metrics, mismatch_metrics
+from headrace.loops.tell import tell_credit
 from headrace.loops.trust import TrustRegion
 from headrace.loops.update import Updater
 from headrace.protocols import MetricSink, TrainBackend
@@ -91,6 +92,7 @@ async def train_rl(
                 batch = step_batch(credited, c.rows)
             else:
                 batch = await critic.credit(groups)
+            tell_credit(groups, batch.episodes)
             record(step, groups, batch.episodes)
             batch = replace(batch, data=without_older(batch.data, oldest=executor.oldest))
             batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)

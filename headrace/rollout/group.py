@@ -18,6 +18,7 @@ from headrace.render import Renderer
 from headrace.rollout.episode import EndRules, play_episode, run_episode, time_limit
 from headrace.rollout.journal import EpisodeJournal, Journals, JournalSampler
 from headrace.rollout.policies import Chat, RemotePolicy
+from headrace.rollout.tell import tell_episode
 from headrace.types import (
     Completion,
     Episode,
@@ -164,6 +165,8 @@ async def _scored(
 ) -> Group:
     played = same_start(ended)
     episodes = [episode for episode in played if isinstance(episode, Episode)]
+    for episode in episodes:
+        tell_episode(episode)
     scored = await reward_runner.score(episodes) if episodes else ()
     assert len(scored) == len(episodes)
     return Group(
