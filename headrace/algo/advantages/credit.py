@@ -1,14 +1,16 @@
 """From groups of scored episodes to one advantage per step, by the name of the method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
 
 from headrace.algo.advantages.anchors import peers
+from headrace.algo.advantages.blocks import by_blocks
 from headrace.algo.advantages.episode import (
     Advantages,
     Parts,
@@ -106,13 +108,21 @@ def step_advantages(table: StepTable, *, method: str, params: Mapping[str, float
     """The same on columns, for a million steps. The return of an episode-level method is not discounted."""
     options = check_method(method, params)
     if method in STEP_METHODS:
-        return STEP_METHODS[method](table, **options)
+        return by_blocks(table, partial(STEP_METHODS[method], **options))
     rows = (table.total_E, table.group_E, table.tokens_E) if method == "opo" else (table.total_E, table.group_E)
     advantages = EPISODE_METHODS[method](*rows, **options)
     values_S = np.repeat(advantages.values, table.length_E)
+    seen = by_blocks(table, _without_credit).parts
+    assert seen is not None
+    return Advantages(values=values_S, health=advantages.health, parts=replace(seen, episode_S=values_S))
+
+
+def _without_credit(table: StepTable) -> Advantages:
+    """Returns and sizes of anchors, to look at."""
+    nothing_S = np.zeros(len(table.reward_S))
     returns_S = discounted(table.reward_S, table.length_E, 1.0)
-    parts = Parts(returns_S=returns_S, episode_S=values_S, step_S=np.zeros(len(values_S)), peers_S=peers(table))
-    return Advantages(values=values_S, health=advantages.health, parts=parts)
+    parts = Parts(returns_S=returns_S, episode_S=nothing_S, step_S=nothing_S, peers_S=peers(table))
+    return Advantages(values=nothing_S, health={}, parts=parts)
 
 
 def check_method(method: str, params: Mapping[str, float | str]) -> dict[str, Any]:
