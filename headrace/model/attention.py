@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from headrace.model import cuda
+
 NAME = "headrace"
 
 
@@ -76,7 +78,8 @@ class Packed:
     that one sees. Without parents segments are sequences.
 
     The rest is made once by `packed` for all layers of a CUDA model: `ends` is [0, running sums of the lengths],
-    `key_rows` the tokens that each segment sees, end to end, and `key_ends` their running sums.
+    `key_rows` the tokens that each segment sees, end to end, `key_ends` their running sums, and `uses` and `use_ends`
+    say of each token where in `key_rows` it is.
     """
 
     lengths: tuple[int, ...]
@@ -84,6 +87,8 @@ class Packed:
     ends: Tensor | None = None
     key_rows: Tensor | None = None
     key_ends: Tensor | None = None
+    uses: Tensor | None = None
+    use_ends: Tensor | None = None
 
     def ancestors(self, segment: int) -> tuple[int, ...]:
         """What comes before a segment, from the first on."""
@@ -105,13 +110,28 @@ def packed(lengths: tuple[int, ...], device: torch.device, parents: tuple[int | 
     seen = [(*plain.ancestors(segment), segment) for segment in range(len(lengths))]
     rows = torch.cat([torch.arange(starts[s], starts[s] + lengths[s]) for chain in seen for s in chain])
     sizes = tuple(sum(lengths[s] for s in chain) for chain in seen)
-    return Packed(lengths, parents, _ends(lengths, device), rows.to(device, non_blocking=True), _ends(sizes, device))
+    uses = torch.argsort(rows, stable=True).int()
+    counts = tuple(torch.bincount(rows, minlength=sum(lengths)).tolist())
+    return Packed(
+        lengths,
+        parents,
+        ends=_ends(lengths, device),
+        key_rows=_send(rows.int(), device),
+        key_ends=_ends(sizes, device),
+        uses=_send(uses, device),
+        use_ends=_ends(counts, device),
+    )
 
 
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(torch.tensor(lengths), 0, out=ends[1:])
-    return ends.to(device, non_blocking=True)
+    return _send(ends, device)
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Through pinned memory, so that the host need not wait for what is queued on the device."""
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,8 @@ class Cached:
 
 
 Context = Packed | Cached
+BLOCK = 128  # positions whose values are added in one product
+NARROW = 16  # width of a head below which torch has other ways for small products than for large ones
 ROUND = 64  # cached lengths are read in multiples of this
 
 
@@ -258,7 +280,8 @@ def _packed_varlen(
     longest_keys = longest
     if context.key_rows is not None:
         assert context.key_ends is not None
-        k, v, key_ends = k[context.key_rows], v[context.key_rows], context.key_ends
+        k, v = _seen(k, v, context)
+        key_ends = context.key_ends
         segments = range(len(context.lengths))
         longest_keys = max(sum(context.lengths[s] for s in (*context.ancestors(own), own)) for own in segments)
     left = -1 if window is None else window - 1
@@ -267,6 +290,18 @@ def _packed_varlen(
     )
     assert isinstance(out, Tensor)
     return out[None]
+
+
+def _seen(key_THD: Tensor, value_THD: Tensor, context: Packed) -> tuple[Tensor, Tensor]:
+    """Keys and values of what each segment sees, end to end."""
+    assert context.key_rows is not None
+    if not cuda.available():
+        return key_THD[context.key_rows], value_THD[context.key_rows]
+    from headrace.model.cuda.gather import gather_rows  # needs Triton
+
+    assert context.uses is not None
+    assert context.use_ends is not None
+    return gather_rows(key_THD, value_THD, context.key_rows, context.uses, context.use_ends)
 
 
 def _cached(
@@ -293,11 +328,7 @@ def _cached(
         if window is not None and filled > window:
             seen = context.positions[:rows].clamp_max(filled - 1)  # rows with nothing to say see something, not NaN
             mask = mask + _beyond(seen, filled, window, mask.dtype)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                grouped[:rows], keys[:rows, :, :filled], values[:rows, :, :filled], attn_mask=mask, scale=scaling
-            )
-        )
+        outputs.append(_by_row(grouped[:rows], keys[:rows, :, :filled], values[:rows, :, :filled], mask, scaling))
         start = rows
     first = start
     for piece in context.pieces:
@@ -309,19 +340,45 @@ def _cached(
             mask = context.piece_mask[start - first : start - first + piece.length, ..., :filled]
         if window is not None and filled > window:
             mask = mask + _beyond(context.positions[span], filled, window, mask.dtype)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                grouped[span],
-                keys[piece.row, :, :filled].expand(piece.length, -1, -1, -1),
-                values[piece.row, :, :filled].expand(piece.length, -1, -1, -1),
-                attn_mask=mask,
-                scale=scaling,
-            )
-        )
+        key_all, value_all = (every[piece.row, :, :filled].expand(piece.length, -1, -1, -1) for every in (keys, values))
+        outputs.append(_by_row(grouped[span], key_all, value_all, mask, scaling))
         start += piece.length
     if start < query.shape[2]:
         outputs.append(torch.zeros_like(grouped[start:]))
-    return torch.cat(outputs)[:, :, :groups].reshape(1, query.shape[2], -1, width)
+    found = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return found[:, :, :groups].reshape(1, query.shape[2], -1, width)
+
+
+def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """query [R, H, G, W], key and value [R, H, F, W], mask [R, 1, 1, F] -> [R, H, G, W].
+
+    On CPU it is batched products, twice as fast there as the fused kernel for a few queries. A product over more than
+    192 positions would be cut where its length says, and so have other bits beside a longer neighbour: BLOCK positions
+    are added at a time.
+    """
+    heads, width = query.shape[1], query.shape[3]
+    if query.shape[0] * heads == 1 and not query.is_cuda:  # a single product is computed in another way than several
+        pair = (each.expand(2, -1, -1, -1) for each in (query, key, value))
+        return _by_row(*pair, mask, scaling)[:1]
+    if query.is_cuda or width < NARROW:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    query = query * (width**-0.5 if scaling is None else scaling)
+    if heads == 1 or key.stride(0) == heads * key.stride(1):
+        return _products(query, key, value, mask)
+    found = [_products(*(each[:, head : head + 1] for each in (query, key, value)), mask) for head in range(heads)]
+    return torch.cat(found, dim=1)  # rows share their keys: without a copy only one head at a time is a batch
+
+
+def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """`_by_row` for scaled queries, and keys whose rows and heads are one dimension in memory."""
+    rows, heads, groups, _ = query.shape
+    asked, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    scores = torch.bmm(asked, keys.transpose(1, 2)).view(rows, heads, groups, -1)
+    shares = torch.softmax(scores.add_(mask), dim=-1).flatten(0, 1)
+    found = torch.bmm(shares[..., :BLOCK], values[:, :BLOCK])
+    for start in range(BLOCK, key.shape[2], BLOCK):
+        found.baddbmm_(shares[..., start : start + BLOCK], values[:, start : start + BLOCK])
+    return found.view(query.shape)
 
 
 def visible_mask(positions: Tensor, filled: int, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from headrace.model.adapters import adapt
 from headrace.model.attention import Context, Packed, attend
+from headrace.model.lean import rms_norm
 from headrace.model.load import LanguageModel
 from headrace.model.packed import PackedLinear, Product, available, linear
 
@@ -61,8 +62,10 @@ class _Direct:
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, attention: Context) -> Tensor:
         x_TD = F.embedding(tokens_T, self._model.embed_tokens.weight)
         cos, sin = self._model.rotary_emb(x_TD[None], positions_T[None])
+        first, second = sin[0, :, None].chunk(2, dim=-1)
+        signed = torch.cat([-first, second], dim=-1)
         for layer in self._layers:
-            x_TD = layer(x_TD, cos[0, :, None], sin[0, :, None], attention)
+            x_TD = layer(x_TD, cos[0, :, None], signed, attention)
         return _norm(x_TD, self._model.norm)
 
 
@@ -88,7 +91,7 @@ class _Layer:
         if hasattr(self._attention, "q_norm"):
             parts = [(turned[:, : self._queries], "q_norm"), (turned[:, self._queries :], "k_norm")]
             turned = torch.cat([_norm(part, getattr(self._attention, name)) for part, name in parts], dim=1)
-        turned = turned * cos + _half_turn(turned) * sin
+        turned = torch.addcmul(turned * cos, _half_turn(turned), sin)
         query, key, value = turned[:, : self._queries], turned[:, self._queries :], heads[:, rotated:]
         out, _ = attend(
             self._attention,
@@ -103,16 +106,17 @@ class _Layer:
         x_TD = x_TD + _project(out.reshape(tokens, -1), self._attention.o_proj, self._o)
         normed_TD = _norm(x_TD, self._layer.post_attention_layernorm)
         gate, up = adapt(self._gate, normed_TD, self._gate_up(normed_TD)).chunk(2, dim=-1)
-        return x_TD + _project(F.silu(gate) * up, self._mlp.down_proj, self._down)
+        return x_TD + _project(F.silu(gate).mul_(up), self._mlp.down_proj, self._down)
 
 
 def _norm(x: Tensor, norm: Any) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
 def _half_turn(x: Tensor) -> Tensor:
+    """The halves of each head, exchanged; the sign that belongs to the first is in the sine."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
+    return torch.cat([second, first], dim=-1)
 
 
 def _project(x: Tensor, layer: Any, name: str) -> Tensor:

@@ -23,6 +23,7 @@ from headrace.errors import ModelError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
 from headrace.model.compiled import layer_forward
+from headrace.model.lean import lean_layers
 from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.packed import pack_linears
 from headrace.model.support import check_supported
@@ -90,6 +91,7 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
     model.eval()
     model.config._attn_implementation = ATTENTION
     pack_linears(model)
+    lean_layers(model)
     if next(model.parameters()).dtype == torch.float64:
         _norms_in_float64(model)
     return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
