@@ -358,14 +358,15 @@ def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     """
     heads, width = query.shape[1], query.shape[3]
     if query.shape[0] * heads == 1 and not query.is_cuda:  # a single product is computed in another way than several
-        pair = (each.expand(2, -1, -1, -1) for each in (query, key, value))
-        return _by_row(*pair, mask, scaling)[:1]
+        query, key, value = (each.expand(2, -1, -1, -1) for each in (query, key, value))
+        return _by_row(query, key, value, mask, scaling)[:1]
     if query.is_cuda or width < NARROW:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     query = query * (width**-0.5 if scaling is None else scaling)
     if heads == 1 or key.stride(0) == heads * key.stride(1):
         return _products(query, key, value, mask)
-    found = [_products(*(each[:, head : head + 1] for each in (query, key, value)), mask) for head in range(heads)]
+    ones = (slice(head, head + 1) for head in range(heads))
+    found = [_products(query[:, one], key[:, one], value[:, one], mask) for one in ones]
     return torch.cat(found, dim=1)  # rows share their keys: without a copy only one head at a time is a batch
 
 

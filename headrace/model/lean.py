@@ -74,7 +74,7 @@ def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: 
 
 
 def _scale(hidden: Tensor, eps: float) -> Tensor:
-    size = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    size: Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
     return size.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
 
 
