@@ -34,6 +34,9 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Argument(help="The run's TOML file; its keys are in docs/configuration.md.")]
+Player = Annotated[
+    str, typer.Argument(help="A checkpoint, any Hugging Face folder, or openai:NAME, a model at the file's [remote].")
+]
 Device = Literal["auto", "cpu", "cuda"]
 Overrides = Annotated[
     list[str] | None,
@@ -127,21 +130,33 @@ def train(
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint or any Hugging Face folder.")],
+    checkpoint: Player,
     file: File,
     overrides: Overrides = None,
 ) -> None:
     """Play held-out tasks with a checkpoint: the file's [eval.source]."""
-    from headrace.config.paths import NAMED_MODELS
-
-    if str(checkpoint) not in NAMED_MODELS and not checkpoint.is_dir():
-        raise ConfigError(f"there is no folder {checkpoint}: give a checkpoint, a Hugging Face folder or smollm2-135m")
-    model = str(checkpoint if str(checkpoint) in NAMED_MODELS else checkpoint.absolute())
-    given = [*(overrides or []), f"model.path={json.dumps(model, ensure_ascii=False)}"]
-    config = load_checked(file, given, command="eval")
+    config = load_checked(file, [*(overrides or []), played_by(checkpoint)], command="eval")
     from headrace import wiring
 
     print(json.dumps(wiring.evaluate(config)))
+
+
+@app.command()
+def demonstrate(
+    policy: Player,
+    file: File,
+    out: Annotated[Path, typer.Option(help='The file that is written; type = "jsonl" reads it.')],
+    tasks: Annotated[int, typer.Option(min=1, help="How many of the file's [rl.tasks] are played.")] = 100,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
+    keep_all: Annotated[bool, typer.Option("--all", help="Write failures as well as successes.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Write conversations for [sft]: what a model says when it plays the file's [rl.tasks]."""
+    config = load_checked(file, [*(overrides or []), played_by(policy)], command="demonstrate")
+    from headrace import wiring
+
+    done = wiring.demonstrate(config, out, tasks=tasks, samples=samples, keep_all=keep_all)
+    print(f"{done.written} of {done.played} episodes are in {out}")
 
 
 @app.command()
@@ -348,7 +363,20 @@ def _numbers(texts: list[str]) -> dict[str, float | str]:
     return numbers
 
 
-def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval"]) -> "Config":
+def played_by(policy: str) -> str:
+    """The override that has this model play; raises ConfigError when it is none."""
+    from headrace.config.paths import NAMED_MODELS, remote_name
+
+    here = policy not in NAMED_MODELS and remote_name(policy) is None
+    if here and not Path(policy).is_dir():
+        raise ConfigError(
+            f"there is no folder {policy}: give a checkpoint, a Hugging Face folder, smollm2-135m or openai:NAME"
+        )
+    path = str(Path(policy).absolute()) if here else policy
+    return f"model.path={json.dumps(path, ensure_ascii=False)}"
+
+
+def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval", "demonstrate"]) -> "Config":
     """The configuration of a file, checked, with its paths made absolute."""
     from headrace.config import absolute_paths, check, load_config
 
@@ -415,10 +443,10 @@ def _check_objective(rl: "Rl", *, file: str) -> None:
 
 def _check_model_type(path: str) -> None:
     """Raises ModelError for a model folder whose config.json describes a kind that is not supported."""
-    from headrace.config.paths import NAMED_MODELS
+    from headrace.config.paths import NAMED_MODELS, remote_name
     from headrace.model.support import check_supported
 
-    if path not in NAMED_MODELS:
+    if path not in NAMED_MODELS and remote_name(path) is None:
         described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         check_supported(SimpleNamespace(**described))
 

@@ -53,7 +53,7 @@ def test_help_needs_neither_torch_nor_the_configuration() -> None:
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.splitlines()[-1] == "end"
-    for command in ("demo", "train", "eval", "explain", "doctor", "verify", "report"):
+    for command in ("demo", "train", "eval", "demonstrate", "explain", "doctor", "verify", "report"):
         assert f"  {command} " in done.stdout
     assert "[sft], [reward_model], [rl]" in done.stdout
 

@@ -435,6 +435,23 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
             "'model.tiny.width' is 96: make it a multiple of 10, two times the heads",
         ),
         (RL, ["model.tiny.kv_heads=3"], "'model.tiny.heads' is 4: make it a multiple of the 3 kv_heads"),
+        (
+            RL,
+            ["model.path=openai:gpt-5-mini"],
+            "'model.path' is \"openai:gpt-5-mini\", a model elsewhere: no log-probs of its tokens are known, so it "
+            "cannot be trained; give a model folder, and use this one for  headrace eval  and  headrace demonstrate",
+        ),
+        (
+            RL,
+            ["rl.end_pattern='('"],
+            "'rl.end_pattern' is no regular expression (missing ), unterminated subpattern at position 0): write one "
+            "that Python's re takes",
+        ),
+        (
+            RL,
+            ["rl.end_tool=finish", "rl.program=agent.py:agent"],
+            "'rl.end_tool' ends episodes of worlds, but 'rl.program' says how they are played: leave it out",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_sentence(tmp_path: Path, text: str, overrides: Sequence[str], sentence: str) -> None:

@@ -33,7 +33,7 @@ def check(
     *,
     file: str,
     base: Path,
-    command: Literal["train", "eval"] = "train",
+    command: Literal["train", "eval", "demonstrate"] = "train",
     losses: Collection[str],
     credits: Collection[str],
     weightings: Collection[str],
@@ -91,12 +91,14 @@ def check(
             raise ConfigError(f"{file}: {sentence}")
 
 
-def _command_problems(config: Config, command: Literal["train", "eval"]) -> Iterator[str]:
+def _command_problems(config: Config, command: str) -> Iterator[str]:
     if not _RUN_NAME.fullmatch(config.run.name):
         yield f"'run.name' is \"{config.run.name}\", which cannot name a folder: use letters, digits, '.', '_' and '-'"
     yield from _remote_problems(config, command)
     if command == "train" and config.sft is None and config.reward_model is None and config.rl is None:
         yield "there is nothing to train: add a table [sft], a table [rl], or both"
+    if command == "demonstrate" and config.rl is None:
+        yield "there are no tasks to demonstrate: add a table [rl] with tasks"
     if command == "eval" and config.eval.source is None:
         yield "there is nothing to evaluate on: add a table [eval.source] with the held-out tasks"
     if config.eval.every and config.eval.source is None:
@@ -115,6 +117,9 @@ def _remote_problems(config: Config, command: str) -> Iterator[str]:
         )
     if not name:
         yield '\'model.path\' is "openai:", which names no model: write "openai:NAME"'
+    own = next((key for key in ("program", "generate_fn") if config.rl and getattr(config.rl, key) is not None), None)
+    if own is not None:
+        yield f"'rl.{own}' samples from a model here, and 'model.path' is \"{path}\": leave one of them out"
     if not url.startswith(("http://", "https://")):
         yield f"'remote.url' is \"{url}\": it must start with http:// or https://"
 

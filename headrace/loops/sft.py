@@ -13,9 +13,8 @@ from headrace.loops.keeper import Keeper
 from headrace.loops.update import Updater
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.render import Renderer
-from headrace.types import CROSS_ENTROPY, Datum, Mean, Message, Metric, Sum, merge_metrics, metric_values
-
-Conversation = tuple[Message, ...]
+from headrace.rollout.conversations import Conversation, ToolTalk, messages_of
+from headrace.types import CROSS_ENTROPY, Datum, Mean, Metric, Sum, merge_metrics, metric_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,13 @@ async def train_sft(
 
 def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, max_tokens: int) -> Batch:
     """Tokens with weight 1 / (trained tokens of the batch) on the assistant's; what is cut or empty is counted."""
-    rendered = [part for talk in conversations for part in renderer.conversation(talk, max_tokens=max_tokens)]
+    rendered = [
+        part
+        for talk in conversations
+        for part in renderer.conversation(
+            messages_of(talk), tools=talk.tools if isinstance(talk, ToolTalk) else None, max_tokens=max_tokens
+        )
+    ]
     useful = [part for part in rendered if part.num_trained and len(part.tokens) > 1]
     if not useful:
         raise DataError(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +18,16 @@ from headrace.rollout.shuffle import fingerprint, permutation
 from headrace.rollout.sources import check_columns, parse_prompt, pick, prompt_column, with_system
 from headrace.types import Message
 
-Conversation = tuple[Message, ...]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolTalk:
+    """A conversation in which tools were offered, which the chat template has to show."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+Conversation = tuple[Message, ...] | ToolTalk
 Item = TypeVar("Item")
 
 
@@ -42,7 +52,8 @@ def _conversations(rows: Iterator[Row], *, columns: Mapping[str, str], system: s
 
 
 def _to_conversation(row: Row, columns: Mapping[str, str], system: str | None) -> Conversation:
-    """A reply in the `answer` column is put after a conversation that does not end with the assistant."""
+    """A reply in the `answer` column is put after a conversation that does not end with the assistant; a column `tools`
+    has the tools that were offered."""
     column = prompt_column(row, columns)
     messages = with_system(parse_prompt(row.columns[column], row.place), system)
     answer = pick(row, columns, "answer")
@@ -54,12 +65,34 @@ def _to_conversation(row: Row, columns: Mapping[str, str], system: str | None) -
         raise DataError(f"{row.place}: there is no assistant message and no answer column: nothing to learn from")
     if messages[0].role == "assistant":
         raise DataError(f"{row.place}: the conversation starts with the assistant; put a user message before it")
-    return messages
+    tools = row.columns.get("tools")
+    return ToolTalk(messages=messages, tools=_tools(tools, row.place)) if tools else messages
 
 
-def prompt_of(conversation: Conversation) -> Conversation:
+def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
+    tools = tuple(value) if isinstance(value, list | tuple) else (None,)
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'{place}: tools must be a list of {{"type": "function", "function": {{"name": ...}}}}, or not there'
+            )
+    return tools
+
+
+def messages_of(conversation: Conversation) -> tuple[Message, ...]:
+    return conversation.messages if isinstance(conversation, ToolTalk) else conversation
+
+
+def with_system_message(conversation: Conversation, system: str | None) -> Conversation:
+    """The conversation with a system message before it, if it has none."""
+    told = with_system(messages_of(conversation), system)
+    return replace(conversation, messages=told) if isinstance(conversation, ToolTalk) else told
+
+
+def prompt_of(conversation: Conversation) -> tuple[Message, ...]:
     """What the first reply answers: all messages before it."""
-    return tuple(takewhile(lambda message: message.role != "assistant", conversation))
+    return tuple(takewhile(lambda message: message.role != "assistant", messages_of(conversation)))
 
 
 class Mixture(Generic[Item]):

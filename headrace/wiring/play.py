@@ -8,6 +8,7 @@ from typing import Any
 from headrace.config import Config, Rl, Sampling
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
+from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import play_group
@@ -25,8 +26,11 @@ def play_held_out(
     renderer: Renderer,
     terms: Sequence[Term | GroupTerm],
     programs: Programs,
+    *,
+    make_env: Callable[[], Env] | None = None,
 ) -> Play:
-    """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature."""
+    """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature; in
+    their own world unless another is passed."""
     source = config.eval.source
     assert source is not None
     rl = config.rl or Rl(steps=1, tasks=source)
@@ -34,7 +38,7 @@ def play_held_out(
     return partial(
         play_group,
         group_size=config.eval.samples,
-        make_env=make_env_of(source),
+        make_env=make_env or make_env_of(source),
         sampler=sampler,
         renderer=renderer,
         reward_runner=make_reward_runner(terms, rl),

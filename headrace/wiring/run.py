@@ -12,26 +12,20 @@ from typing import Any
 
 from headrace.config import Config, to_mapping
 from headrace.errors import CheckpointError, ConfigError, Interrupted, RunFolderError, boundary
-from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.model.deterministic import make_deterministic
 from headrace.model.load import choose_device
 from headrace.model.quiet import no_progress_bars
-from headrace.model.worker import Worker, leave_arithmetic_to_workers
+from headrace.model.worker import leave_arithmetic_to_workers
 from headrace.observe.report import write_report
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import check_records
 from headrace.observe.toml import to_toml
-from headrace.render import Renderer
 from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
-from headrace.types import metric_values
 from headrace.wiring.desk import Desk, Run
-from headrace.wiring.models import load_policy, make_sampler, starting_model
+from headrace.wiring.models import starting_model
 from headrace.wiring.objective import make_correction, make_loss
-from headrace.wiring.play import play_held_out
 from headrace.wiring.process import log_to, stop_on_signals
-from headrace.wiring.programs import Programs
-from headrace.wiring.rewards import close_terms, make_terms
-from headrace.wiring.sources import tasks_of
+from headrace.wiring.rewards import close_terms
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
 
 logger = logging.getLogger(__name__)
@@ -168,33 +162,3 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str 
         elif old != new:
             shown = ["not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
             yield f"'{prefix}{key}' = {shown[0]} and it is now {shown[1]}"
-
-
-def evaluate(config: Config) -> dict[str, float]:
-    """Held-out metrics of the configured model."""
-    with no_progress_bars():
-        return asyncio.run(_evaluate(config))
-
-
-async def _evaluate(config: Config) -> dict[str, float]:
-    if config.eval.source is None:
-        raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
-    lm = load_policy(config.model, config.model.path, seed=config.run.seed)
-    worker = Worker()
-    sampler = make_sampler(config, lm, worker)
-    try:
-        renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
-        tasks = tasks_of(config.eval.source)[: config.eval.tasks]
-        terms = make_terms(config, None)
-        if not terms:
-            raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
-        programs = Programs(renderer)
-        try:
-            out = await evaluate_tasks(tasks, play_held_out(config, sampler, renderer, terms, programs))
-        finally:
-            await programs.close()
-            await close_terms(terms)
-    finally:
-        sampler.close()
-        worker.close()
-    return metric_values(out.metrics)

@@ -8,13 +8,19 @@ from headrace.config import Config, Rl, Sft, Source
 from headrace.errors import DataError
 from headrace.protocols import Env
 from headrace.render import Renderer
-from headrace.rollout.conversations import Conversation, load_conversations, prompt_of
+from headrace.rollout.conversations import (
+    Conversation,
+    ToolTalk,
+    load_conversations,
+    prompt_of,
+    with_system_message,
+)
 from headrace.rollout.preferences import Pair, load_pairs
 from headrace.rollout.sources import load_tasks, with_system
 from headrace.rollout.tasks import filter_prompts, overlap
 from headrace.rollout.worlds import WORLDS, demonstrated_tasks, world_demonstrations, world_pairs, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
-from headrace.types import Task
+from headrace.types import Message, Task
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +37,20 @@ def conversations_of(source: Source) -> list[Conversation]:
     if source.type == "world":
         assert source.name is not None
         talks = world_demonstrations(source.name, source.size, source.seed, source.options)
-        return [with_system(talk, source.system) for talk in talks]
+        return [with_system_message(talk, source.system) for talk in _with_tools(source, talks)]
     return load_conversations(source)
+
+
+def _with_tools(source: Source, talks: Sequence[tuple[Message, ...]]) -> Sequence[Conversation]:
+    """Conversations of a world that is played with calls, with the tools that it offers."""
+    if not any(message.tool_calls for talk in talks for message in talk):
+        return talks
+    assert source.name is not None
+    [task] = demonstrated_tasks(source.name, 1, source.seed, source.options)
+    env = WORLDS[source.name].make_env()
+    tools = env.reset(task, source.seed).tools
+    env.close()
+    return [ToolTalk(messages=talk, tools=tools) for talk in talks]
 
 
 def pairs_of(source: Source) -> list[Pair]:

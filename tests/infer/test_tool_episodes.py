@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from headrace.config import Source
 from headrace.errors import EpisodeError
+from headrace.loops.sft import render_batch
 from headrace.protocols import Env
 from headrace.render import Renderer
+from headrace.rollout.conversations import ToolTalk
 from headrace.rollout.episode import EndRules, how_it_ends, run_episode
 from headrace.rollout.policies import tool_names
 from headrace.rollout.worlds.calculator import CalculatorEnv
@@ -28,6 +31,7 @@ from headrace.types import (
     Task,
     ToolCall,
 )
+from headrace.wiring.sources import conversations_of
 from infer.agents import THINKING, KeepingSampler, Noise, heard_spans, make_tokenizer, scripted, trained_spans
 
 TASK = Task(id="t")
@@ -216,6 +220,23 @@ async def test_so_they_are_when_the_policy_says_anything_at_all(env: type[FakeEn
     episode = await played(env(target=9, limit=4), sampler, Renderer(tokenizer), max_tokens=31)
     assert len(episode.steps) == 4
     assert trained_spans(episode) == heard_spans(sampler)
+
+
+def test_demonstrations_of_a_world_with_tools_show_the_tools_and_teach_the_calls() -> None:
+    source = Source(type="world", name="calculator", size=1, options={"tools": True, "operations": 1}, system="reckon")
+    [talk] = conversations_of(source)
+    assert isinstance(talk, ToolTalk)
+    tokenizer = make_tokenizer()
+    [datum] = render_batch([talk], Renderer(tokenizer), max_tokens=4000).data
+    shown = tokenizer.decode(datum.inputs)
+    assert ['"name": "calculate"' in shown, "reckon" in shown] == [True, True]
+    taught = tokenizer.decode(datum.targets[datum.arrays["weights"] != 0])
+    said = [call for message in talk.messages for call in message.tool_calls]
+    assert [call.name for call in said] == ["calculate", "answer"]
+    assert taught == "".join(
+        f'\n<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call><|im_end|>'
+        for call in said
+    )
 
 
 # --- how it ends -----------------------------------------------------------------------------------------------------

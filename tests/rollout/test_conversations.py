@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.config import Source
 from headrace.errors import CheckpointError, DataError
-from headrace.rollout.conversations import Mixture, conversations_from_rows, load_conversations
+from headrace.rollout.conversations import Mixture, ToolTalk, conversations_from_rows, load_conversations, prompt_of
 from headrace.types import Message
 
 
@@ -112,3 +112,17 @@ def test_impossible_mixtures_are_refused() -> None:
     for parts, message in (([], "at least one part"), ([("", 1.0)], "none may be empty"), ([("a", 0.0)], "positive")):
         with pytest.raises(DataError, match=message):
             Mixture(parts, seed=0)
+
+
+def test_tools_of_a_row_come_with_its_conversation_and_malformed_ones_are_refused() -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    row = {"prompt": "1 + 2", "answer": "3", "tools": [tool]}
+    [talk] = conversations_from_rows([row], system="be brief")
+    assert isinstance(talk, ToolTalk)
+    assert [message.role for message in talk.messages] == ["system", "user", "assistant"]
+    assert talk.tools == (tool,)
+    assert prompt_of(talk) == talk.messages[:2]
+    assert not isinstance(conversations_from_rows([{**row, "tools": []}])[0], ToolTalk)
+    for wrong in ("add", [{"name": "add"}], [3]):
+        with pytest.raises(DataError, match="row 0: tools must be a list of"):
+            conversations_from_rows([{**row, "tools": wrong}])

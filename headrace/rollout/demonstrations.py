@@ -1,0 +1,91 @@
+"""Conversations for [sft] from episodes that a policy played: one JSON row each, with the tools that were offered.
+
+`type = "jsonl"` reads them again. Knows no policy: whoever played the groups passes them in.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import DataError, boundary
+from headrace.protocols import Env
+from headrace.types import Group, Message, Observation, ScoredEpisode, Task
+
+Tools = tuple[Mapping[str, Any], ...]
+
+
+class Noted:
+    """An environment as it is, of which the tools that it offers first are noted under the task's id."""
+
+    def __init__(self, env: Env, tools: dict[str, Tools]) -> None:
+        self._env, self._tools = env, tools
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        observation = self._env.reset(task, seed)
+        self._tools[task.id] = observation.tools
+        return observation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+def noting(make_env: Callable[[], Env], tools: dict[str, Tools]) -> Callable[[], Env]:
+    def make() -> Env:
+        noted: Any = Noted(make_env(), tools)
+        env: Env = noted
+        return env
+
+    return make
+
+
+def demonstration(scored: ScoredEpisode, tools: Tools = ()) -> dict[str, Any]:
+    """A row: the conversation up to the policy's last turn, and what came of it."""
+    episode = scored.episode
+    last = max(place for place, message in enumerate(episode.messages) if message.role == "assistant")
+    row: dict[str, Any] = {
+        "id": f"{episode.task.id}#{episode.id}",
+        "messages": [_wire(message) for message in episode.messages[: last + 1]],
+        "reward": scored.reward.total,
+        "success": scored.success,
+    }
+    return {**row, "tools": [dict(tool) for tool in tools]} if tools else row
+
+
+def write_demonstrations(
+    path: Path,
+    groups: Iterable[Group],
+    tools: Mapping[str, Tools],
+    *,
+    keep: Callable[[ScoredEpisode], bool] = lambda scored: scored.success is True,
+) -> int:
+    """Write those that `keep` keeps, successes unless said; returns their number.
+
+    Raises DataError, and writes nothing, when there is none.
+    """
+    kept = [
+        demonstration(scored, tools.get(scored.episode.task.id, ()))
+        for group in groups
+        for scored in group.episodes
+        if keep(scored)
+    ]
+    if not kept:
+        raise DataError("no episode is worth showing: none succeeded; keep all of them, or take a better policy")
+    with boundary(DataError, f"{path} cannot be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+    return len(kept)
+
+
+def _wire(message: Message) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return made

@@ -1,0 +1,131 @@
+"""Playing tasks without training: held-out evaluation and demonstrations, by a model here or by one elsewhere."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from headrace.config import Config, Rl
+from headrace.config.paths import remote_name
+from headrace.errors import ConfigError
+from headrace.infer.remote import RemoteModel, Where
+from headrace.loops.evaluate import Evaluation
+from headrace.loops.evaluate import evaluate as evaluate_tasks
+from headrace.model.quiet import no_progress_bars
+from headrace.model.worker import Worker
+from headrace.protocols import Env
+from headrace.render import Renderer
+from headrace.reward.terms import GroupTerm, Term
+from headrace.rollout.demonstrations import Tools, noting, write_demonstrations
+from headrace.rollout.group import play_group_remotely
+from headrace.types import metric_values
+from headrace.wiring.models import load_policy, make_sampler
+from headrace.wiring.play import Play, ending, make_sampling, play_held_out
+from headrace.wiring.programs import Programs
+from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
+from headrace.wiring.sources import make_env_of, tasks_of
+
+
+def evaluate(config: Config) -> dict[str, float]:
+    """Held-out metrics of the configured model."""
+    with no_progress_bars():
+        out = asyncio.run(_evaluation(config))
+    metrics = metric_values(out.metrics)
+    if remote_name(config.model.path) is not None:
+        del metrics["eval/length"]  # its tokens are not known
+    return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrated:
+    """`written` of `played` episodes were worth showing."""
+
+    written: int
+    played: int
+    metrics: dict[str, float]
+
+
+def demonstrate(config: Config, path: Path, *, tasks: int, samples: int, keep_all: bool) -> Demonstrated:
+    """Let the configured model play the first `tasks` tasks of [rl.tasks], `samples` times each, and write its
+    conversations as rows for [sft]: those that succeeded, or all."""
+    if config.rl is None:
+        raise ConfigError("there are no tasks to demonstrate: add a table [rl] with tasks")
+    temperature = config.rl.sampling.temperature
+    shown = replace(config.eval, source=config.rl.tasks, tasks=tasks, samples=samples, temperature=temperature)
+    tools: dict[str, Tools] = {}
+    with no_progress_bars():
+        out = asyncio.run(_evaluation(replace(config, eval=shown), lambda make_env: noting(make_env, tools)))
+    played = sum(len(group.episodes) for group in out.groups)
+    if keep_all:
+        written = write_demonstrations(path, out.groups, tools, keep=lambda scored: True)
+    else:
+        written = write_demonstrations(path, out.groups, tools)
+    return Demonstrated(written=written, played=played, metrics=metric_values(out.metrics))
+
+
+async def _evaluation(
+    config: Config, around: Callable[[Callable[[], Env]], Callable[[], Env]] = lambda make_env: make_env
+) -> Evaluation:
+    if config.eval.source is None:
+        raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
+    tasks = tasks_of(config.eval.source)[: config.eval.tasks]
+    terms = make_terms(config, None)
+    if not terms:
+        raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
+    opened = _here if remote_name(config.model.path) is None else _elsewhere
+    try:
+        async with opened(config, terms, around(make_env_of(config.eval.source))) as play:
+            return await evaluate_tasks(tasks, play)
+    finally:
+        await close_terms(terms)
+
+
+@asynccontextmanager
+async def _here(config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]) -> AsyncIterator[Play]:
+    lm = load_policy(config.model, config.model.path, seed=config.run.seed)
+    worker = Worker()
+    sampler = make_sampler(config, lm, worker)
+    try:
+        renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+        programs = Programs(renderer)
+        try:
+            yield play_held_out(config, sampler, renderer, terms, programs, make_env=make_env)
+        finally:
+            await programs.close()
+    finally:
+        sampler.close()
+        worker.close()
+
+
+@asynccontextmanager
+async def _elsewhere(config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]) -> AsyncIterator[Play]:
+    source, name = config.eval.source, remote_name(config.model.path)
+    assert source is not None
+    assert name is not None
+    rl = config.rl or Rl(steps=1, tasks=source)
+    c = config.remote
+    where = Where(
+        url=c.url, api_key_env=c.api_key_env, timeout_s=c.timeout_s, deadline_s=c.deadline_s, at_once=c.at_once
+    )
+    model = RemoteModel(name, where, make_sampling(rl.sampling, config.eval.temperature))
+    threads = ThreadPoolExecutor(max_workers=rl.env_threads, thread_name_prefix="environment")
+    try:
+        yield partial(
+            play_group_remotely,
+            group_size=config.eval.samples,
+            make_env=make_env,
+            chat=model,
+            reward_runner=make_reward_runner(terms, rl),
+            temperature=config.eval.temperature,
+            max_turns=rl.max_turns,
+            timeout_s=rl.asynchronous.task_timeout_s,
+            run_seed=config.eval.seed,
+            **ending(rl),
+            threads=threads,
+        )
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        await model.close()
