@@ -14,6 +14,9 @@ within a seed. Held-out success at the end, on rooms never trained on, is shown 
     PYTHONPATH=. python3 bench/credit.py --jobs 16 --out credit.json      # about 40 runs of a minute of one core
     PYTHONPATH=. python3 bench/credit.py --read credit.json --markdown    # the same figures as a table
 
+A run is in the file of --out as soon as it has ended, and one that is there is not trained again: what was stopped goes
+on by the same command.
+
 It is the demo's run by hand, over tier 1 functions, so that it runs where only torch and transformers are installed.
 The last line is JSON; `ratio` is the mean area of GiGPO over that of GRPO.
 """
@@ -29,7 +32,7 @@ import statistics
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
@@ -216,21 +219,41 @@ async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> T
     )
 
 
-def train_all(budget: Budget, *, seeds: int, methods: Sequence[str], jobs: int) -> list[Trained]:
-    """Every seed's SFT first; its methods are queued as soon as it is there."""
+def train_all(
+    budget: Budget, *, seeds: int, methods: Sequence[str], jobs: int, done: Sequence[Trained], out: Path | None
+) -> list[Trained]:
+    """Every seed's SFT first; its methods are queued as soon as it is there. What is `done` is not done again."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that are started below
     spawn = multiprocessing.get_context("spawn")
-    trained: list[Trained] = []
+    trained = list(done)
+    have = {(one.seed, one.method) for one in done}
+    left = {seed: [method for method in methods if (seed, method) not in have] for seed in range(seeds)}
     with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, initializer=start_process) as pool:
-        starts = {pool.submit(train_sft, seed, budget): seed for seed in range(seeds)}
-        runs: list[Future[Trained]] = []
-        for start in as_completed(starts):
-            seed, weights = starts[start], start.result()
-            runs += [pool.submit(train_rl, seed, method, weights, budget) for method in methods]
-        for run in as_completed(runs):
-            trained.append(run.result())
-            print(line(trained[-1]), flush=True)
-    return sorted(trained, key=lambda one: (one.seed, methods.index(one.method)))
+        starts = {pool.submit(train_sft, seed, budget): seed for seed, wanted in left.items() if wanted}
+        pending: set[Future[Any]] = set(starts)
+        while pending:
+            ended, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in ended:
+                if (seed := starts.get(future)) is not None:
+                    pending |= {pool.submit(train_rl, seed, m, future.result(), budget) for m in left[seed]}
+                    continue
+                trained.append(future.result())
+                print(line(trained[-1]), flush=True)
+                save(out, budget, trained)
+    return sorted(trained, key=lambda one: (one.seed, METHODS.index(one.method)))
+
+
+def save(out: Path | None, budget: Budget, trained: Sequence[Trained]) -> None:
+    """Replaced as a whole, so a run that is stopped here loses nothing."""
+    if out is not None:
+        beside = out.with_name(out.name + ".new")
+        beside.write_text(json.dumps({"budget": asdict(budget), "trained": [asdict(one) for one in trained]}) + "\n")
+        beside.replace(out)
+
+
+def read(path: Path) -> tuple[Budget, list[Trained]]:
+    kept = json.loads(path.read_text())
+    return Budget(**kept["budget"]), [Trained(**{**one, "curve": tuple(one["curve"])}) for one in kept["trained"]]
 
 
 def line(one: Trained) -> str:
@@ -343,23 +366,17 @@ def main() -> None:
     given = parser.parse_args()
     if given.seeds < 2:
         parser.error("an interval needs two seeds or more")
+    names = ("steps", "groups", "group_size", "learning_rate", "sft_steps", "eval_tasks")
+    budget, trained = Budget(**{name: getattr(given, name) for name in names}), []
     if given.read is not None:
-        kept = json.loads(given.read.read_text())
-        budget = Budget(**kept["budget"])
-        trained = [Trained(**{**one, "curve": tuple(one["curve"])}) for one in kept["trained"]]
-    else:
-        budget = Budget(
-            steps=given.steps,
-            groups=given.groups,
-            group_size=given.group_size,
-            learning_rate=given.learning_rate,
-            sft_steps=given.sft_steps,
-            eval_tasks=given.eval_tasks,
-        )
-        trained = train_all(budget, seeds=given.seeds, methods=tuple(given.methods), jobs=given.jobs)
-    if given.out is not None:
-        kept = {"budget": asdict(budget), "trained": [asdict(one) for one in trained]}
-        given.out.write_text(json.dumps(kept) + "\n")
+        budget, trained = read(given.read)
+    elif given.out is not None and given.out.exists():
+        asked, (budget, trained) = budget, read(given.out)
+        if budget != asked:
+            parser.error(f"{given.out} has runs of other sizes ({budget}): take another file")
+    if given.read is None:
+        wanted = tuple(given.methods)
+        trained = train_all(budget, seeds=given.seeds, methods=wanted, jobs=given.jobs, done=trained, out=given.out)
     print(f"\n{tables(trained, markdown=given.markdown)}\n")
     print(json.dumps(summary(budget, trained)))
 

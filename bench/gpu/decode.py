@@ -25,6 +25,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
+from headrace.model.cuda.layers import fuse_layers
 from headrace.model.load import prepare
 from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 
@@ -92,6 +93,7 @@ def mismatch(engine: EmbeddedEngine, prompts: np.ndarray, completions: list[Comp
 
 def ours(prompts: np.ndarray, lengths: np.ndarray, rows: int, repeats: int) -> tuple[list[float], float]:
     lm = prepare(random_model(), None, source="bench")
+    fuse_layers(lm.model)
     longest = PROMPT + int(lengths.max())
     kv_tokens = rows * -(-(longest + 1) // 64) * 64
     began = time.perf_counter()

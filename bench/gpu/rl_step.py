@@ -41,6 +41,7 @@ from headrace.algo.weights import reweight
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
+from headrace.model.cuda.layers import fuse_layers
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.worker import Worker
 from headrace.render import Renderer
@@ -118,6 +119,7 @@ class Ours:
     """The loop of `loops/rl.py`, one step at a time."""
 
     def __init__(self, lm: LanguageModel) -> None:
+        fuse_layers(lm.model)
         self.worker = Worker()
         self.backend = TorchBackend(lm, micro_batch_tokens=MICRO_BATCH_TOKENS, worker=self.worker)
         rows = PROMPTS * SAMPLES

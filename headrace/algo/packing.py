@@ -15,19 +15,26 @@ from headrace.types import IntArray, int_array
 WORTH_SHARING = 16  # tokens; below, one more piece of attention costs more than it saves
 
 
-def pack(lengths: Sequence[int], units: Sequence[int | None], *, budget: int) -> tuple[tuple[int, ...], ...]:
+def pack(
+    lengths: Sequence[int], units: Sequence[int | None], *, budget: int, beginnings: Sequence[bytes] | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Indices of each micro-batch: first-fit decreasing over units, at most `budget` tokens each.
 
     A unit longer than the budget gets a micro-batch of its own (it cannot be split). Inside a micro-batch the
-    original order is kept. Deterministic: ties are broken by position.
+    original order is kept. Units with the same beginning stay together as far as they fit, so that it is computed once.
+    Deterministic: ties are broken by position.
     """
     assert len(lengths) == len(units)
+    assert beginnings is None or len(beginnings) == len(units)
     assert budget > 0
     members: dict[tuple[str, int], list[int]] = {}
     for index, unit in enumerate(units):
         members.setdefault(("own", index) if unit is None else ("unit", unit), []).append(index)
+    together = list(members.values())
+    if beginnings is not None:
+        together = _joined(together, lengths, beginnings, budget)
     sized = sorted(
-        ((sum(lengths[index] for index in indices), indices) for indices in members.values()),
+        ((sum(lengths[index] for index in indices), indices) for indices in together),
         key=lambda item: (-item[0], item[1][0]),
     )
     room: list[int] = []
@@ -41,6 +48,26 @@ def pack(lengths: Sequence[int], units: Sequence[int | None], *, budget: int) ->
             room[place] -= size
             batches[place].extend(indices)
     return tuple(tuple(sorted(batch)) for batch in sorted(batches, key=min))
+
+
+def _joined(
+    units: Sequence[list[int]], lengths: Sequence[int], beginnings: Sequence[bytes], budget: int
+) -> list[list[int]]:
+    """Units whose first data begin alike, one after the other, cut where the budget is full."""
+    alike: dict[bytes, list[list[int]]] = {}
+    for indices in units:
+        alike.setdefault(beginnings[indices[0]], []).append(indices)
+    found: list[list[int]] = []
+    for group in alike.values():
+        room = 0
+        for indices in group:
+            size = sum(lengths[index] for index in indices)
+            if size > room:
+                found.append([])
+                room = budget
+            found[-1] += indices
+            room -= size
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,9 +34,10 @@ from headrace.infer.sampling import check_request, sample_rows
 from headrace.infer.scoring import Scorer
 from headrace.infer.slots import Placed, Slots
 from headrace.infer.slots import Sequence as Sampling
-from headrace.infer.visits import STEPS, STEPS_ALONE, Decoder, decodable, drawn_rows, row_of
+from headrace.infer.visits import STEPS, STEPS_ALONE, STEPS_JOINED, Decoder, decodable, drawn_rows, row_of
 from headrace.infer.weights import copy_weights, read_folder
 from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
+from headrace.model import head
 from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
 from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
@@ -389,9 +390,9 @@ class EmbeddedEngine:
 
     def _step(self) -> None:
         self._grow_if_needed()
-        self._seat_waiting()
+        joined = self._seat_waiting()
         if self._decoder is not None and not any(sequence.adapter for _, sequence in self._slots.active()):
-            self._visit(self._decoder)
+            self._visit(self._decoder, joined)
             return
         self._compact()
         pieces, decoding = self._plan()
@@ -403,8 +404,9 @@ class EmbeddedEngine:
         if decoding:
             self._sample(hidden_TD, decoding)
 
-    def _visit(self, decoder: Decoder) -> None:
-        """Prompts, until three in four rows have theirs; then some tokens of each of those rows."""
+    def _visit(self, decoder: Decoder, joined: bool) -> None:
+        """Prompts, until three in four rows have theirs; then some tokens of each of those rows: few, if someone has
+        just joined, because others may be about to."""
         pieces, decoding = self._plan()
         while pieces and 4 * len(decoding) < 3 * sum(1 for _ in self._slots.active()):
             decoder.prefill(pieces, [token for piece in pieces for token in self._tokens_of(piece)])
@@ -417,7 +419,7 @@ class EmbeddedEngine:
             decoding = self._plan()[1]
         if decoding and all(decodable(sequence) for _, sequence in decoding):
             rows = [row_of(row, each, slot_tokens=self._slots.tokens) for row, each in decoding]
-            visit = decoder.run(rows, STEPS if self._slots.waiting else STEPS_ALONE)
+            visit = decoder.run(rows, STEPS if self._slots.waiting else STEPS_JOINED if joined else STEPS_ALONE)
             self.counters.steps += visit.tokens.shape[1]
             for (row, sequence), drawn in zip(decoding, drawn_rows(visit), strict=True):
                 self._append(row, sequence, *drawn)
@@ -450,10 +452,13 @@ class EmbeddedEngine:
                 budget -= length
         return pieces, decoding
 
-    def _seat_waiting(self) -> None:
-        for placed in self._slots.place_waiting():
+    def _seat_waiting(self) -> bool:
+        """Whether someone has got a seat."""
+        seats = self._slots.place_waiting()
+        for placed in seats:
             self._settle(placed)
             self.counters.shared += placed.shared
+        return bool(seats)
 
     def _settle(self, placed: Placed) -> None:
         if placed.stale:
@@ -534,7 +539,8 @@ class EmbeddedEngine:
         padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
         hidden_BD = hidden_TD[padded]
         with self._using([self._row_adapters[row] for row in padded]):
-            return adapt(HEAD, hidden_BD, linear(hidden_BD, self._head_weight()))[: len(rows)]
+            product = head.logits if self._adapters is None else linear
+            return adapt(HEAD, hidden_BD, product(hidden_BD, self._head_weight()))[: len(rows)]
 
     def _fail_damaged(self, sequence: Sampling) -> None:
         """A damaged adapter is the trouble of those who use it; a damaged base is everyone's."""

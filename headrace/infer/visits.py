@@ -16,7 +16,7 @@ from headrace.model.attention import KVCache, Piece
 from headrace.types import FloatArray, IntArray
 
 STOPS = 8  # stop tokens that a decoder looks for in a row
-STEPS, STEPS_ALONE = 16, 32  # of a visit while others wait for rows, and while nobody does
+STEPS, STEPS_JOINED, STEPS_ALONE = 16, 8, 32  # of a visit while others wait for rows, when some just got theirs, else
 
 
 @dataclass(frozen=True, slots=True)

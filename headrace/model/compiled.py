@@ -17,6 +17,7 @@ from headrace.errors import ModelError
 from headrace.model.lora import lora_layers
 
 COMPILED = "_headrace_compiled"
+FUSED = "_headrace_fused"  # on a layer: a function that takes the place of its class's (`model/cuda/layers.py`)
 
 
 def compile_layers(model: Any) -> None:
@@ -31,10 +32,18 @@ def compile_layers(model: Any) -> None:
         layer.forward = MethodType(_compiled, layer)  # bound to the layer, so a deep copy of the model uses its own
 
 
+def plain_layers(model: nn.Module) -> None:
+    """Take back what stands in for the forward functions of modules: fused, compiled, recomputed."""
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
+
+
 def layer_forward(layer: nn.Module) -> Callable[..., Any]:
-    """What computes this layer now: the class's own function, or that function compiled."""
+    """What computes this layer now: the class's own function, that function compiled, or one of ours."""
     forward = type(layer).forward
-    return compiled_forward(forward) if torch.is_grad_enabled() and getattr(layer, COMPILED, False) else forward
+    if torch.is_grad_enabled() and getattr(layer, COMPILED, False):
+        return compiled_forward(forward)
+    return getattr(layer, FUSED, forward)
 
 
 def _compiled(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

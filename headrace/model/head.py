@@ -54,9 +54,9 @@ class Chunk:
 
 def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool) -> Chunk:
     """Softmax in float32 (float64 stays float64)."""
-    logits_CV = linear(hidden_CD, weight_VD)
-    if not want_entropy and logits_CV.is_cuda and logits_CV.dtype in HALF and cuda.available():
-        return _read_in_place(logits_CV, targets)
+    logits_CV = logits(hidden_CD, weight_VD)
+    if not want_entropy and logits_CV.is_cuda and weight_VD.dtype in HALF and cuda.available():
+        return _read_in_place(logits_CV, targets, weight_VD.dtype)
     if logits_CV.dtype in (torch.bfloat16, torch.float16):
         logits_CV = logits_CV.float()
     if targets.temperature is not None:
@@ -81,16 +81,24 @@ def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_e
     return Chunk(probs_CV, None, picked.view(targets.tokens.shape), None)
 
 
-def _read_in_place(logits_CV: Tensor, targets: Targets) -> Chunk:
-    """On CUDA the probabilities take the place of half-precision logits; sums are still in float32."""
+def logits(hidden_CD: Tensor, weight_VD: Tensor, out: Tensor | None = None) -> Tensor:
+    """hidden @ weight.T; on CUDA in float32 of half-precision factors too, because logits of 16 and more would be
+    rounded to multiples of 0.125."""
+    if hidden_CD.is_cuda and hidden_CD.dtype in HALF:
+        return torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32, out=out)
+    return linear(hidden_CD, weight_VD) if out is None else torch.mm(hidden_CD, weight_VD.T, out=out)
+
+
+def _read_in_place(logits_CV: Tensor, targets: Targets, dtype: torch.dtype) -> Chunk:
+    """On CUDA half-precision probabilities take the place of the logits; sums are still in float32."""
     from headrace.model.cuda.head import softmax_  # needs Triton
 
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
-    picked = logits_CV.gather(1, flat).float()
+    picked = logits_CV.gather(1, flat)
     if targets.temperature is not None:
         picked = picked / targets.temperature[:, None]
-    picked = picked - softmax_(logits_CV, targets.temperature)[:, None]
-    return Chunk(logits_CV, None, picked.view(targets.tokens.shape), None)
+    probs_CV, lse_C = softmax_(logits_CV, targets.temperature, dtype)
+    return Chunk(probs_CV, None, (picked - lse_C[:, None]).view(targets.tokens.shape), None)
 
 
 def picked_logprobs(logits_CK: Tensor, top_C1: Tensor, probs_CV: Tensor) -> Tensor:

@@ -203,7 +203,10 @@ class TorchBackend:
         check_head(loss, policy=not has_scalar_head(self.lm), scalar=self._scalar_head is not None)
         check_data(data, loss, vocabulary=self.lm.vocabulary, context=self.lm.context)
         batches = pack(
-            [datum.num_tokens for datum in data], [datum.unit for datum in data], budget=self._micro_batch_tokens
+            [datum.num_tokens for datum in data],
+            [datum.unit for datum in data],
+            budget=self._micro_batch_tokens,
+            beginnings=[datum.inputs[:WORTH_SHARING].tobytes() for datum in data],
         )
         logprobs: list[FloatArray] = [float_array(np.full(datum.targets.shape, np.nan)) for datum in data]
         queued: list[tuple[tuple[int, ...], _Part]] = []
@@ -233,7 +236,7 @@ class TorchBackend:
             rows_R = torch.arange(len(weighted))
         if not len(rows_R):
             return None
-        shares = device.type == "cpu"  # where it has been compared with sequences one by one
+        shares = device.type in ("cpu", "cuda")  # where it has been compared with sequences one by one
         layout = lay_out([datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1)
         tokens_T = _send(torch.tensor(layout.tokens, dtype=torch.long), device)
         positions_T = _send(torch.tensor(layout.positions, dtype=torch.long), device)

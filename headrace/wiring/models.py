@@ -41,15 +41,19 @@ def load_policy(c: Model, path: str, *, seed: int) -> LanguageModel:
     return lm
 
 
+def fuse(lm: LanguageModel) -> None:
+    """Layers as a run on CUDA has them."""
+    if lm.device.type == "cuda" and cuda.available():
+        from headrace.model.cuda.layers import fuse_layers  # needs Triton
+
+        fuse_layers(lm.model)
+
+
 def _speed_up(lm: LanguageModel, c: Model) -> None:
     """What makes training faster or smaller; `settled` has decided about recomputation, "auto" alone is no."""
-    if lm.device.type == "cuda":
-        if cuda.available():
-            from headrace.model.cuda.layers import fuse_layers  # needs Triton
-
-            fuse_layers(lm.model)
-        if c.compile:
-            compile_layers(lm.model)
+    fuse(lm)
+    if lm.device.type == "cuda" and c.compile:
+        compile_layers(lm.model)
     if c.recompute is True:
         recompute_layers(lm.model)
 

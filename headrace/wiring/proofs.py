@@ -21,6 +21,7 @@ from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, LossSpec
+from headrace.wiring.models import fuse
 
 ROWS, LONGEST = 16, 4096  # of the engine that is looked at
 
@@ -31,6 +32,7 @@ def verify(*, model: str | None, device: str) -> Iterator[Proof]:
         place = choose_device(device)
         dtype = choose_dtype("auto", place)
         lm = _small_model(place, dtype) if model is None else load_model(model, device=place, dtype=dtype)
+        fuse(lm)
         yield from prove(verify_parts(lm))
 
 

@@ -16,7 +16,16 @@ from headrace.model.compiled import compile_layers
 from headrace.model.load import LanguageModel, prepare, recompute_layers
 from headrace.train.optimizer import MasterAdamW
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
+from headrace.types import (
+    CROSS_ENTROPY,
+    Adam,
+    Datum,
+    FloatArray,
+    SampleRequest,
+    SamplingParams,
+    float_array,
+    int_array,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 VOCABULARY = 700
@@ -60,10 +69,34 @@ def batch(seed: int = 0, *, temperature: float = 1.0) -> list[Datum]:
     return data
 
 
-def gradients(lm: LanguageModel, *, micro_batch_tokens: int = 600, temperature: float = 1.0) -> dict[str, Tensor]:
+def groups(seed: int = 0) -> list[Datum]:
+    """Three groups of five sequences: a prompt of their own each, and two levels of common beginnings in the third."""
+    rng = np.random.default_rng(seed)
+    data = []
+    for group in range(3):
+        prompt = rng.integers(0, VOCABULARY, 70 + 30 * group)
+        inner = rng.integers(0, VOCABULARY, 40)
+        for member in range(5):
+            rest = rng.integers(0, VOCABULARY, 20 + 35 * member)
+            tokens = np.concatenate([prompt, *([inner] if group == 2 and member > 1 else []), rest])
+            weights = rng.normal(size=len(tokens) - 1) / 1000
+            weights[: len(prompt) - 1] = 0.0
+            data.append(
+                Datum(
+                    inputs=int_array(tokens[:-1]),
+                    targets=int_array(tokens[1:]),
+                    arrays={"weights": float_array(weights)},
+                )
+            )
+    return data
+
+
+def gradients(
+    lm: LanguageModel, data: list[Datum] | None = None, *, micro_batch_tokens: int = 600, temperature: float = 1.0
+) -> dict[str, Tensor]:
     backend = TorchBackend(lm, micro_batch_tokens=micro_batch_tokens)
     try:
-        backend.forward_backward(batch(temperature=temperature), CROSS_ENTROPY).result()
+        backend.forward_backward(data or batch(temperature=temperature), CROSS_ENTROPY).result()
         return {name: value.float().cpu() for name, value in backend.gradients().result().items()}
     finally:
         backend.close()
@@ -91,6 +124,49 @@ def test_the_packed_bf16_gradient_is_the_float32_one_within_rounding(temperature
     fused = distance(gradients(model_on("cuda", torch.bfloat16), temperature=temperature), exact)
     assert plain < 8 * BF16  # about a dozen roundings in a row, each of them half of that at most
     assert fused < 1.1 * plain  # the fused kernels round no more often
+
+
+def log_probs(lm: LanguageModel, data: list[Datum], *, micro_batch_tokens: int) -> FloatArray:
+    backend = TorchBackend(lm, micro_batch_tokens=micro_batch_tokens)
+    try:
+        found = np.concatenate(backend.forward(data, CROSS_ENTROPY).result().logprobs)
+    finally:
+        backend.close()
+    return float_array(found[np.isfinite(found)])
+
+
+WHOLE, ALONE = 100_000, 1  # tokens of a micro-batch: what is shared is computed once, or every sequence by itself
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_shared_beginning_gives_the_log_probs_and_gradients_of_sequences_one_by_one(fused: bool) -> None:
+    cpu, data = model_on("cpu", torch.float32), groups()
+    lm = model_on("cuda", torch.bfloat16, fused=fused)
+    exact = log_probs(cpu, data, micro_batch_tokens=ALONE)
+    alone, shared = (np.abs(log_probs(lm, data, micro_batch_tokens=size) - exact).mean() for size in (ALONE, WHOLE))
+    assert alone < 0.01
+    assert shared < 1.2 * alone
+    exact_gradients = gradients(cpu, data, micro_batch_tokens=ALONE)
+    one_by_one, once = (distance(gradients(lm, data, micro_batch_tokens=n), exact_gradients) for n in (ALONE, WHOLE))
+    assert once < max(1.2 * one_by_one, BF16)
+    assert one_by_one < 8 * BF16
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_shared_beginnings_repeat_bit_by_bit() -> None:
+    found = [gradients(model_on("cuda", torch.bfloat16), groups(), micro_batch_tokens=WHOLE) for _ in range(2)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_float32_stream_is_nearer_to_float32_than_transformers() -> None:
+    data = batch()
+    exact = log_probs(model_on("cpu", torch.float32), data, micro_batch_tokens=600)
+    plain, fused = (
+        np.abs(log_probs(model_on("cuda", torch.bfloat16, fused=fused), data, micro_batch_tokens=600) - exact).mean()
+        for fused in (False, True)
+    )
+    print(f"mean distance of log-probs to float32: transformers {plain:.5f}, fused {fused:.5f}")
+    assert fused < plain
 
 
 def test_float32_on_cuda_is_float32_on_the_cpu() -> None:

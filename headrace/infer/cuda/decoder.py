@@ -19,6 +19,7 @@ from headrace.infer.cuda.forward import Buffers, DecodeAttention, Places
 from headrace.infer.cuda.layout import bucket_for, prompt_blocks
 from headrace.infer.cuda.weights import DenseWeights
 from headrace.infer.visits import STOPS, Row, Visit
+from headrace.model import head
 from headrace.model.attention import KVCache, Piece
 from headrace.model.load import LanguageModel
 
@@ -63,7 +64,7 @@ class GraphDecoder:
         self._host_temperatures = torch.ones(self._max_rows, dtype=torch.float32, pin_memory=pinned)
         self._out = torch.zeros((3, self._max_rows, VISIT_STEPS), dtype=torch.int32, device=device)
         self._host_out = torch.zeros(self._out.shape, dtype=torch.int32, pin_memory=pinned)
-        self._logits = torch.zeros((self._max_rows, shape.V), dtype=lm.dtype, device=device)
+        self._logits = torch.zeros((self._max_rows, shape.V), dtype=torch.float32, device=device)
         self._blocks = torch.zeros((4, self._max_rows * triton.cdiv(shape.V, BLOCK)), device=device)
         self._graphs: dict[int, Any] = {}
         self._pool: Any = None
@@ -192,7 +193,7 @@ class GraphDecoder:
         attend = partial(self._attention, buffers=buffers, places=places, cache=self._cache)
         forward.hidden(self._weights, self._field(TOKEN), buffers, attend, only_cache=False)
         logits = self._logits[:bucket]
-        torch.mm(buffers.normed, self._weights.head.t(), out=logits)
+        head.logits(buffers.normed, self._weights.head, out=logits)
         blocks = triton.cdiv(shape.V, BLOCK)
         partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
         draw.block_kernel[(bucket, blocks)](

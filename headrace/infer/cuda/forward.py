@@ -24,7 +24,7 @@ DECODE_BLOCK = 64  # keys that a decode program reads at a time
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Intermediate results for T rows."""
+    """Intermediate results for T rows; the stream is float32."""
 
     stream: Tensor
     normed: Tensor
@@ -36,11 +36,11 @@ class Buffers:
 
     @staticmethod
     def make(shape: Shape, rows: int, like: Tensor) -> "Buffers":
-        def empty(width: int) -> Tensor:
-            return torch.zeros(rows, width, dtype=like.dtype, device=like.device)
+        def empty(width: int, dtype: torch.dtype = like.dtype) -> Tensor:
+            return torch.zeros(rows, width, dtype=dtype, device=like.device)
 
         return Buffers(
-            stream=empty(shape.D),
+            stream=empty(shape.D, torch.float32),
             normed=empty(shape.D),
             delta=empty(shape.D),
             qkv=empty((shape.Q + 2 * shape.H) * shape.W),

@@ -1,8 +1,8 @@
 """The Triton kernels of the CUDA engine: norms, rotary positions, attention over KV slots, the gate.
 
-Each rounds where the modules of transformers round (after the norm, after each product of the rotation, after the
-activation), so that what is sampled differs from what is trained by the order of sums only. Weights are read from
-where they are; nothing here allocates, so every launch can be captured in a graph.
+Each rounds where the trainer's kernels round (`model/cuda/layers.py`): once, at its end, and the residual stream not at
+all, so that what is sampled differs from what is trained by the order of sums only. Weights are read from where they
+are; nothing here allocates, so every launch can be captured in a graph.
 
 A slot's keys are [heads, positions, width] in one piece; how many positions a slot has is read from device memory, so
 a captured launch stays valid when the slots get longer.
@@ -20,22 +20,21 @@ LOG2_E = 1.4426950408889634
 def add_norm_kernel(  # type: ignore[no-untyped-def]
     out, stream, delta, table, tokens, weight, epsilon, width, BLOCK: tl.constexpr, EMBED: tl.constexpr
 ):
-    """stream = table[token] (EMBED) or stream + delta; out = RMS norm of it times weight. One program per row."""
+    """stream = table[token] (EMBED) or stream + delta, in float32; out = RMS norm of it times weight. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     dtype = out.dtype.element_ty
     if EMBED:
         token = tl.load(tokens + row).to(tl.int64)
-        hidden = tl.load(table + token * width + column, mask=inside, other=0.0)
+        hidden = tl.load(table + token * width + column, mask=inside, other=0.0).to(tl.float32)
     else:
-        before = tl.load(stream + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        hidden = (before + tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        hidden = tl.load(stream + row * width + column, mask=inside, other=0.0)
+        hidden += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(stream + row * width + column, hidden, mask=inside)
-    exact = hidden.to(tl.float32)
-    scaled = exact * tl.rsqrt(tl.sum(exact * exact, 0) / width + epsilon)
+    scaled = hidden * (1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / width + epsilon))
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (scaled.to(dtype).to(tl.float32) * scale).to(dtype), mask=inside)
+    tl.store(out + row * width + column, (scaled * scale).to(dtype), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -47,28 +46,21 @@ def gate_kernel(out, both, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     dtype = out.dtype.element_ty
     gate = tl.load(both + row * 2 * inner + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * inner + inner + column, mask=inside, other=0.0).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    active = gate * tl.sigmoid(gate)
     tl.store(out + row * inner + column, (active * up).to(dtype), mask=inside)
-
-
-@triton.jit
-def _product(left, right):  # type: ignore[no-untyped-def]
-    """A product as the modules make it: rounded to their type, then used in float32."""
-    return (left.to(tl.float32) * right.to(tl.float32)).to(left.dtype).to(tl.float32)
 
 
 @triton.jit
 def _turn(first, second, cosine, sine):  # type: ignore[no-untyped-def]
     """The rotary embedding of a head given as its two halves."""
-    turned_first = (_product(first, cosine) - _product(second, sine)).to(first.dtype)
-    turned_second = (_product(second, cosine) + _product(first, sine)).to(first.dtype)
-    return turned_first, turned_second
+    x, y, c, s = first.to(tl.float32), second.to(tl.float32), cosine.to(tl.float32), sine.to(tl.float32)
+    return (x * c - y * s).to(first.dtype), (y * c + x * s).to(first.dtype)
 
 
 @triton.jit
 def _scaled(half, inverse, weight):  # type: ignore[no-untyped-def]
     """One half of a head after its RMS norm."""
-    return _product((half.to(tl.float32) * inverse).to(half.dtype), weight).to(half.dtype)
+    return (half.to(tl.float32) * inverse * weight.to(tl.float32)).to(half.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,12 +126,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         f1 = q1.to(tl.float32)
         f2 = q2.to(tl.float32)
-        inverse = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / W + epsilon)
+        inverse = 1.0 / tl.sqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / W + epsilon)
         q1 = _scaled(q1, inverse[:, None], tl.load(query_norm + half)[None, :])
         q2 = _scaled(q2, inverse[:, None], tl.load(query_norm + HALF + half)[None, :])
         g1 = k1.to(tl.float32)
         g2 = k2.to(tl.float32)
-        own = tl.rsqrt((tl.sum(g1 * g1, 0) + tl.sum(g2 * g2, 0)) / W + epsilon)
+        own = 1.0 / tl.sqrt((tl.sum(g1 * g1, 0) + tl.sum(g2 * g2, 0)) / W + epsilon)
         k1 = _scaled(k1, own, tl.load(key_norm + half))
         k2 = _scaled(k2, own, tl.load(key_norm + HALF + half))
     cosine = tl.load(cosines + position * HALF + half)
@@ -253,7 +245,7 @@ def turn_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         f1 = x1.to(tl.float32)
         f2 = x2.to(tl.float32)
-        inverse = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / W + epsilon)[:, None]
+        inverse = 1.0 / tl.sqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / W + epsilon)[:, None]
         w1 = tl.where(is_query, tl.load(query_norm + half)[None, :], tl.load(key_norm + half)[None, :])
         w2 = tl.where(is_query, tl.load(query_norm + HALF + half)[None, :], tl.load(key_norm + HALF + half)[None, :])
         x1 = _scaled(x1, inverse, w1)

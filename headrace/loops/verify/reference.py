@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headrace.model.compiled import plain_layers
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.packed import PackedLinear
 from headrace.types import Datum
@@ -45,6 +46,7 @@ def reference_model(lm: LanguageModel) -> Any:
 def plain_model(lm: LanguageModel) -> Any:
     """A copy of the weights in their own precision under transformers' own attention and torch's own products."""
     model = copy.deepcopy(lm.model)
+    plain_layers(model)
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Softmax of a chunk of half-precision logits in place, without a float32 copy of it.
+"""Softmax of a chunk of float32 logits into half-precision probabilities, in the place of the logits.
 
 `model/head.py` does the same in torch, where a chunk goes through memory in float32 several times. Here each row is
-read for its maximum and denominator, then read again, mostly out of the cache, and overwritten by its probabilities.
+read for its maximum and denominator, then read again and overwritten, from its beginning, by its probabilities.
 
 Shape letters: C tokens of a chunk, V vocabulary.
 """
@@ -14,21 +14,27 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def softmax_(logits_CV: Tensor, temperature_C: Tensor | None) -> Tensor:
-    """Overwrite the logits by softmax(logits / temperature); returns the logs of the denominators [C], in float32."""
+def softmax_(logits_CV: Tensor, temperature_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """softmax(logits / temperature) in a half-precision type, and the logs of the denominators [C] in float32.
+
+    The probabilities lie in the storage of the logits, in the first half of each row.
+    """
     assert logits_CV.is_contiguous()
+    assert logits_CV.dtype == torch.float32
     tokens, vocabulary = logits_CV.shape
     lse_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
+    halves_CV = logits_CV.view(dtype)
     if tokens:
         _softmax_kernel[(tokens,)](
-            logits_CV, temperature_C, lse_C, vocabulary, TEMPERED=temperature_C is not None, BLOCK=BLOCK, num_warps=8
-        )
-    return lse_C
+            logits_CV, halves_CV, temperature_C, lse_C, vocabulary,
+            TEMPERED=temperature_C is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return halves_CV[:, :vocabulary], lse_C
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _softmax_kernel(  # type: ignore[no-untyped-def]
-    logits, temperature, lse, vocabulary, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
+    logits, halves, temperature, lse, vocabulary, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -39,7 +45,7 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + lane
-        z = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
+        z = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=-float("inf"))
         z = z / tau
         high = tl.maximum(top, z)
         kept = tl.where(top == -float("inf"), 0.0, tl.exp(top - high))
@@ -52,6 +58,7 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         column = start + lane
         inside = column < vocabulary
-        raw = tl.load(logits + row * vocabulary + column, mask=inside, other=-float("inf"))
-        p = tl.exp(raw.to(tl.float32) / tau - denominator)
-        tl.store(logits + row * vocabulary + column, p.to(raw.dtype), mask=inside)
+        z = tl.load(logits + row * vocabulary + column, mask=inside, other=-float("inf"))
+        p = tl.exp(z / tau - denominator)
+        tl.debug_barrier()  # all of a block has been read before its place is written
+        tl.store(halves + row * vocabulary * 2 + column, p.to(halves.dtype.element_ty), mask=inside)

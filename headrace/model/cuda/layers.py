@@ -1,7 +1,8 @@
 """RMS norm, rotation and gated SiLU of a decoder layer, one kernel each way, in half precision.
 
-transformers computes them operation by operation, and each is a pass through memory; here each is one pass. Norms and
-activations round where transformers' modules round; rotations round once, at the end.
+transformers computes them operation by operation, and each is a pass through memory that rounds; here each is one pass
+that rounds once, at its end. The residual stream between the layers is float32: rounding it at every addition is half
+of what bfloat16 does to a log-prob. The sampler's kernels (`infer/cuda/kernels.py`) do the same.
 
 Shape letters: T tokens, D width (of a head where there are heads), H heads.
 """
@@ -15,9 +16,11 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from headrace.model.attention import Packed, attend
+from headrace.model.compiled import FUSED
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm")
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP")
 HALF = (torch.bfloat16, torch.float16)
 STRIPS = 1056  # programs of the norm's backward pass, eight for each multiprocessor of an H100 or H200
@@ -25,13 +28,16 @@ BLOCK = 1024
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Give norms, MLPs and attentions that are known here their fused forward; all others stay as they are."""
+    """Give layers, norms, MLPs and attentions that are known here their fused forward; all others stay as they are."""
     for module in model.modules():
         name = type(module).__name__
         if name in NORMS:
             module.forward = MethodType(_norm_forward, module)  # bound, so a deep copy of the model uses its own
         elif name in ATTENTIONS:
             module.forward = MethodType(_attention_forward, module)
+        elif name in LAYERS:
+            setattr(module, FUSED, _layer_forward)
+            module.forward = MethodType(_layer_forward, module)
         elif name in MLPS and isinstance(module.act_fn, nn.SiLU | _silu_type()):
             module.forward = MethodType(_mlp_forward, module)
 
@@ -47,8 +53,19 @@ def _applies(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in HALF and not torch.compiler.is_compiling()
 
 
+def _layer_forward(module: Any, hidden_states: Tensor, **given: Any) -> Tensor:
+    """transformers' layer with a float32 stream, which is what it returns."""
+    first, second = module.input_layernorm, module.post_attention_layernorm
+    if not _applies(first.weight):
+        return type(module).forward(module, hidden_states, **given)  # type: ignore[no-any-return]
+    stream, normed = add_norm(hidden_states.float(), None, first.weight, first.variance_epsilon)
+    delta, _ = module.self_attn(hidden_states=normed, **given)
+    stream, normed = add_norm(stream, delta, second.weight, second.variance_epsilon)
+    return stream + module.mlp(normed)  # type: ignore[no-any-return]
+
+
 def _norm_forward(module: Any, hidden: Tensor) -> Tensor:
-    if not _applies(hidden) or module.weight.dtype != hidden.dtype:
+    if not _applies(module.weight):
         return type(module).forward(module, hidden)  # type: ignore[no-any-return]
     return rms_norm(hidden, module.weight, module.variance_epsilon)
 
@@ -85,9 +102,15 @@ def rotate(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """weight * (x / sqrt(mean x^2 + eps)) over the last dimension; statistics in float32."""
-    result: Tensor = _RmsNorm.apply(hidden, weight_D, eps)  # type: ignore[no-untyped-call]
+    """weight * (x / sqrt(mean x^2 + eps)) over the last dimension, in the weight's type; all in float32 until then."""
+    result: Tensor = _Norm.apply(hidden, None, weight_D, eps)[1]  # type: ignore[no-untyped-call]
     return result
+
+
+def add_norm(stream: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """stream + delta, and its norm."""
+    added, normed = _Norm.apply(stream, delta, weight_D, eps)  # type: ignore[no-untyped-call]
+    return added, normed
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -96,34 +119,46 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        width = hidden.shape[-1]
-        flat_TD = hidden.reshape(-1, width)
-        out_TD = torch.empty_like(flat_TD)
-        scale_T = torch.empty(len(flat_TD), dtype=torch.float32, device=hidden.device)
-        if len(flat_TD):
-            _norm_kernel[(len(flat_TD),)](
-                flat_TD, weight_D, out_TD, scale_T, width, eps, BLOCK=triton.next_power_of_2(width)
-            )
-        ctx.save_for_backward(flat_TD, weight_D, scale_T)
-        return out_TD.view(hidden.shape)
+class _Norm(torch.autograd.Function):
+    """(x, delta, weight, eps) to (x + delta, its norm); without a delta the first is x as it is."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def forward(ctx: Any, hidden: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        width = hidden.shape[-1]
+        flat_TD = hidden.reshape(-1, width)
+        added_TD = flat_TD if delta is None else torch.empty_like(flat_TD)
+        out_TD = torch.empty_like(flat_TD, dtype=weight_D.dtype)
+        scale_T = torch.empty(len(flat_TD), dtype=torch.float32, device=hidden.device)
+        if len(flat_TD):
+            change_TD = flat_TD if delta is None else delta.reshape(flat_TD.shape).contiguous()
+            _norm_kernel[(len(flat_TD),)](
+                flat_TD, change_TD, weight_D, added_TD, out_TD, scale_T, width, eps,
+                DELTA=delta is not None, BLOCK=triton.next_power_of_2(width),
+            )  # fmt: skip
+        ctx.save_for_backward(added_TD, weight_D, scale_T)
+        ctx.delta_dtype = None if delta is None else delta.dtype
+        ctx.set_materialize_grads(False)
+        return hidden if delta is None else added_TD.view(hidden.shape), out_TD.view(hidden.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_added: Tensor | None, grad: Tensor | None) -> Any:
         flat_TD, weight_D, scale_T = ctx.saved_tensors
         tokens, width = flat_TD.shape
-        grad_TD = grad.reshape(tokens, width).contiguous()
+        assert grad is not None, "a norm that nobody reads"
+        shape, grad_TD = grad.shape, grad.reshape(tokens, width).contiguous()
+        past_TD = None if grad_added is None else grad_added.reshape(tokens, width).contiguous()
         grad_x_TD = torch.empty_like(flat_TD)
+        grad_delta_TD = None if ctx.delta_dtype is None else torch.empty_like(flat_TD, dtype=ctx.delta_dtype)
         strips = min(STRIPS, max(tokens, 1))
         partial_SD = torch.zeros(strips, width, dtype=torch.float32, device=grad.device)
         if tokens:
             _norm_backward_kernel[(strips,)](
-                flat_TD, weight_D, scale_T, grad_TD, grad_x_TD, partial_SD, tokens, width, triton.cdiv(tokens, strips),
-                BLOCK=triton.next_power_of_2(width),
+                flat_TD, weight_D, scale_T, grad_TD, past_TD, grad_x_TD, grad_delta_TD, partial_SD,
+                tokens, width, triton.cdiv(tokens, strips),
+                PAST=past_TD is not None, DELTA=grad_delta_TD is not None, BLOCK=triton.next_power_of_2(width),
             )  # fmt: skip
-        return grad_x_TD.view(grad.shape), partial_SD.sum(dim=0).to(weight_D.dtype), None
+        grad_delta = None if grad_delta_TD is None else grad_delta_TD.view(shape)
+        return grad_x_TD.view(shape), grad_delta, partial_SD.sum(dim=0).to(weight_D.dtype), None
 
 
 class _Rotate(torch.autograd.Function):
@@ -172,23 +207,29 @@ class _GatedSilu(torch.autograd.Function):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm_kernel(x, weight, out, scales, width, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x, delta, weight, added, out, scales, width, eps, DELTA: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if DELTA:
+        value += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(added + row * width + column, value, mask=inside)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
     tl.store(scales + row, scale)
     w = tl.load(weight + column, mask=inside, other=0.0)
-    normed = (value * scale).to(w.dtype).to(tl.float32)
-    tl.store(out + row * width + column, (w.to(tl.float32) * normed).to(w.dtype), mask=inside)
+    tl.store(out + row * width + column, (value * scale * w.to(tl.float32)).to(w.dtype), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_backward_kernel(  # type: ignore[no-untyped-def]
-    x, weight, scales, grad, grad_x, partial, tokens, width, rows, BLOCK: tl.constexpr
-):
-    """dx = s (w g - n mean(w g n)), dw = sum_t g n, with n = x s; each program owns `rows` tokens and a row of dw."""
+    x, weight, scales, grad, past, grad_x, grad_delta, partial, tokens, width, rows,
+    PAST: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx = s (w g - n mean(w g n)) + what came past the norm, dw = sum_t g n, with n = x s; the delta's gradient is
+    that of x. Each program owns `rows` tokens and a row of dw."""
     strip = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -199,12 +240,17 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         there = inside & (row < tokens)
         value = tl.load(x + row * width + column, mask=there, other=0.0)
         scale = tl.load(scales + row, mask=row < tokens, other=0.0)
-        exact = value.to(tl.float32) * scale
+        n = value.to(tl.float32) * scale
         g = tl.load(grad + row * width + column, mask=there, other=0.0).to(tl.float32)
-        total += g * exact.to(value.dtype).to(tl.float32)
+        total += g * n
         wg = w * g
-        mean = tl.sum(wg * exact, axis=0) / width
-        tl.store(grad_x + row * width + column, (scale * (wg - exact * mean)).to(value.dtype), mask=there)
+        mean = tl.sum(wg * n, axis=0) / width
+        found = scale * (wg - n * mean)
+        if PAST:
+            found += tl.load(past + row * width + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * width + column, found.to(value.dtype), mask=there)
+        if DELTA:
+            tl.store(grad_delta + row * width + column, found.to(grad_delta.dtype.element_ty), mask=there)
     tl.store(partial + strip * width + column, total, mask=inside)
 
 
@@ -234,8 +280,7 @@ def _silu_kernel(gate, up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-u
     g = tl.load(gate + place, mask=inside, other=0.0)
     u = tl.load(up + place, mask=inside, other=0.0)
     exact = g.to(tl.float32)
-    silu = (exact * tl.sigmoid(exact)).to(g.dtype).to(tl.float32)
-    tl.store(out + place, (silu * u.to(tl.float32)).to(u.dtype), mask=inside)
+    tl.store(out + place, (exact * tl.sigmoid(exact) * u.to(tl.float32)).to(u.dtype), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
