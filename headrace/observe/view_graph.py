@@ -13,7 +13,7 @@ from headrace.observe.plain import figure, one_line, short_key
 from headrace.observe.view_anchors import Visit, visit
 from headrace.observe.view_catalog import finite_mean
 
-SOLVED, ENDED = "\x00solved", "\x00ended"  # where an episode's last action leads; no key begins like that
+SOLVED, ENDED = "\x00solved", "\x00ended"  # where an episode's last action leads
 MAX_NODES = 40
 WIDTH, HEIGHT = 132, 44  # of a node
 STRIDE_X, STRIDE_Y, MARGIN_X, MARGIN_Y = 262, 92, 14, 54
@@ -74,7 +74,7 @@ def state_graph(lines: Sequence[EpisodeLine], *, max_nodes: int = MAX_NODES) -> 
         return None
     starts = dict.fromkeys(line.steps[0].anchor for line in lines if line.steps and line.steps[0].anchor is not None)
     kept = set(starts) | {key for key, _ in visited.most_common(max_nodes)}
-    moves = [move for move in moves if move.source in kept and (move.target in kept or move.target[0] == "\x00")]
+    moves = [move for move in moves if move.source in kept and (move.target in kept or move.target in (SOLVED, ENDED))]
     layers = _ordered(_layers(list(starts), [key for key in visited if key in kept], moves), moves)
     places = _places(layers)
     returns: dict[str, list[float]] = defaultdict(list)
@@ -119,7 +119,7 @@ def _layers(starts: Sequence[str], keys: Sequence[str], moves: Sequence[Transiti
     queue = list(starts)
     for key in queue:
         for target in after[key]:
-            if target not in depth and target[0] != "\x00":
+            if target not in depth and target not in (SOLVED, ENDED):
                 depth[target] = depth[key] + 1
                 queue.append(target)
     for key in keys:
