@@ -80,6 +80,7 @@ class Access:
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
         self._polls: dict[str, int] = {}
+        self.num_refused = 0  # requests that came too soon
 
     def tenant(self, key: str | None) -> Tenant:
         """Raises Denied."""
@@ -95,6 +96,7 @@ class Access:
         bucket = self._buckets.setdefault(tenant.name, _Bucket(tenant.quota.burst, self._clock()))
         wait_s = bucket.take(self._clock(), rate=tenant.quota.requests_per_s, burst=tenant.quota.burst)
         if wait_s:
+            self.num_refused += 1
             raise TooMany("this key asks too often: slow down", retry_s=wait_s)
 
     def begin_poll(self, tenant: Tenant) -> None:

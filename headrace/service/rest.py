@@ -313,6 +313,7 @@ def _prometheus(service: Service, access: Access) -> str:
     counters = {
         "headrace_training_requests_total": service.trainer.clock,
         "headrace_sampled_tokens_total": service.sampling.num_tokens,
+        "headrace_refused_total": access.num_refused,
     }
     lines = [f"# TYPE {name} gauge\n{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE {name} counter\n{name} {value}" for name, value in counters.items()]

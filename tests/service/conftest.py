@@ -1,0 +1,22 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from service.served import BASE, Served, served
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Any:
+    return server.client()
+
+
+@pytest.fixture
+def training(client: Any) -> Any:
+    return client.create_lora_training_client(base_model=BASE, rank=8, user_metadata={"renderer_name": "role_colon"})

@@ -1,0 +1,77 @@
+"""A served service over the fake host, and clients of the public SDK for it."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.service.access import Access, HashedKey, Quota, hash_key
+from headrace.service.app import make_app
+from headrace.service.fake_host import FakeHost
+from headrace.service.journal import Journal
+from headrace.service.server import serving
+from headrace.service.service import Limits, ModelCard, Service
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+KEY, OTHER_KEY = "tml-alice", "tml-bob"
+BASE = "Qwen/Qwen3-8B"
+
+
+@dataclass
+class Served:
+    """One start of a server; `folder` outlives it."""
+
+    url: str
+    host: Any
+    service: Service
+    access: Access
+    folder: Path
+    closers: list[Callable[[], object]] = field(default_factory=list)
+
+    def client(self, key: str = KEY) -> Any:
+        import tinker
+
+        client = tinker.ServiceClient(base_url=self.url, api_key=key)
+        self.closers.append(lambda: client.close("success").result(30))
+        return client
+
+    def http(self, key: str | None = KEY) -> Any:
+        import httpx
+
+        headers = {} if key is None else {"X-API-Key": key}
+        client = httpx.Client(base_url=self.url, headers=headers, timeout=30)
+        self.closers.append(client.close)
+        return client
+
+
+@contextlib.contextmanager
+def served(
+    folder: Path,
+    *,
+    host: Any = None,
+    limits: Limits | None = None,
+    quota: Quota | None = None,
+    flags: dict[str, object] | None = None,
+    card: ModelCard | None = None,
+    keys: bool = True,
+    port: int = 0,
+) -> Iterator[Served]:
+    host = host or FakeHost()
+    card = card or ModelCard(
+        name="fake/bigram", context=host.context, vocabulary=host.vocabulary, aliases=(BASE,), tokenizer_id="/tok/dir"
+    )
+    journal = Journal(str(folder / "journal.sqlite"))
+    service = Service(host, card, journal, folder, limits=limits or Limits(poll_s=5.0))
+    names = ((KEY, "alice"), (OTHER_KEY, "bob")) if keys else ()
+    access = Access([HashedKey(owner=name, sha256=hash_key(key), quota=quota or Quota()) for key, name in names])
+    with serving(make_app(service, access, flags=flags), port=port) as url:
+        running = Served(url=url, host=host, service=service, access=access, folder=folder)
+        try:
+            yield running
+        finally:
+            for close in reversed(running.closers):
+                close()
+    host.close()
+    journal.close()
