@@ -3,7 +3,7 @@ prints; reads no file. Text of models is never taken as markup."""
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -71,10 +71,10 @@ def overview(catalog: Catalog) -> Table:
     return table
 
 
-def group_table(briefs: Sequence[Brief]) -> Table:
+def group_table(briefs: Sequence[Brief]) -> Group:
     """A row for each episode of a group."""
     table = _table("episode", "verdict", "R", "steps", "tokens", "A_E", "A", right=(2, 3, 4, 5, 6))
-    table.title = f"group {visible(briefs[0].group)}, task {one_line(briefs[0].task, 80)}"
+    title = f"group {visible(briefs[0].group)}, task {one_line(briefs[0].task, 80)}"
     for brief in briefs:
         if brief.failed is not None:
             table.add_row(
@@ -90,14 +90,13 @@ def group_table(briefs: Sequence[Brief]) -> Table:
             _signed(brief.episode_advantage),
             _tinted(span(*brief.advantages, sign=True)) if brief.advantages else "–",
         )
-    return table
+    return Group(Text(title, style="bold"), table)
 
 
-def episode_table(line: EpisodeLine, *, action_width: int = 44) -> Table:
+def episode_table(line: EpisodeLine, *, action_width: int = 44) -> Group:
     """A row for each step: what was done in which state, and how its advantage came to be."""
     columns = ("step", "state", "action", "reward", "G", "A_E", "A_S", "A", "peers")
     table = _table(*columns, right=(0, 3, 4, 5, 6, 7, 8))
-    table.title = _episode_title(line)
     for index, step in enumerate(line.steps):
         credit = step.credit
         table.add_row(
@@ -111,7 +110,7 @@ def episode_table(line: EpisodeLine, *, action_width: int = 44) -> Table:
             _signed(None if credit is None else credit.A),
             "–" if credit is None or credit.peers is None else str(credit.peers),
         )
-    return table
+    return Group(Text(_episode_title(line), style="bold"), table)
 
 
 def side_by_side(lines: Sequence[EpisodeLine], *, width: int) -> list[Table]:
@@ -131,11 +130,11 @@ def side_by_side(lines: Sequence[EpisodeLine], *, width: int) -> list[Table]:
     return tables
 
 
-def anchor_table(anchor: Anchor, group: str) -> Table:
+def anchor_table(anchor: Anchor, group: str) -> Group:
     """Every action taken in a state, best mean return first."""
     table = _table("action", "times", "mean G", "mean A_S", "mean A", "returns: G by episode/step", right=(1, 2, 3, 4))
     visits, mean = len(anchor.visits), figure(anchor.mean_return)
-    table.title = (
+    title = (
         f"state {one_line(anchor.key, 60)} of group {visible(group)}: {visits} visits "
         f"by {anchor.num_episodes} episodes, mean return {mean}"
     )
@@ -150,7 +149,7 @@ def anchor_table(anchor: Anchor, group: str) -> Table:
             _signed(choice.mean_advantage),
             _text(returns + (f"  and {more} more" if more > 0 else "")),
         )
-    return table
+    return Group(Text(title, style="bold"), table)
 
 
 def token_view(line: EpisodeLine, steps: Sequence[Sequence[Token]], by: By, *, colour: bool) -> list[RenderableType]:
@@ -164,7 +163,7 @@ def token_view(line: EpisodeLine, steps: Sequence[Sequence[Token]], by: By, *, c
     else:
         out.append(Text(f"tokens with their {by} in brackets"))
     for index, tokens in enumerate(steps):
-        text = Text(f"{index:>3}  ", style="bold")
+        text = Text().append(f"{index:>3}  ", style="bold")
         for token in tokens:
             piece = visible(token.text)
             if colour:
@@ -180,7 +179,7 @@ def token_view(line: EpisodeLine, steps: Sequence[Sequence[Token]], by: By, *, c
 
 
 def _table(*columns: str, right: Sequence[int] = ()) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="bold", title_justify="left", title_style="bold")
+    table = Table(box=None, padding=(0, 1), header_style="bold")
     for place, name in enumerate(columns):
         table.add_column(
             name, justify="right" if place in right else "left", overflow="ellipsis", no_wrap=place in right

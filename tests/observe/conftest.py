@@ -1,4 +1,6 @@
-"""A run folder with made-up but plausible numbers and episodes, for the report's tests."""
+"""A run folder with made-up but plausible numbers and episodes, for the report's tests.
+
+Property tests have no deadline, because some write files."""
 
 import math
 import random
@@ -7,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink
@@ -25,6 +28,9 @@ from headrace.types import (
     float_array,
     int_array,
 )
+
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 
 def made_up_episode(task: str, *, success: bool, actions: list[str], note: str = "") -> ScoredEpisode:

@@ -30,7 +30,8 @@ from headrace.types import (
 
 PARAMS = {"gamma": 0.5, "norm": "none"}
 ATTACK = (
-    "<script>document.title='owned'</script><img src=http://evil.invalid/x onerror=alert(1)>\x1b[31m[red]\u202e\"'&"
+    "[red]\x1b]0;owned\x07\x1b[5m\u202e\"'&"
+    "<script>document.title='owned'</script><img src=http://evil.invalid/x onerror=alert(1)>"
 )
 
 
