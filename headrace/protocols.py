@@ -46,6 +46,7 @@ class Sampler(Protocol):
         """One sequence. After `pause(interrupt=True)` an open call resolves with `stop = INTERRUPTED`.
 
         A call made while paused waits for `resume`. Raises SamplerError on a request that can never fit.
+        `prefix_logprobs` that a request asks for (`score_from`) may be None: then `score` tells.
         """
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:

@@ -55,7 +55,7 @@ R = TypeVar("R")
 
 
 class FakeSampler:
-    """Token = version * 1000 + position; its log-prob is -0.5 and scores are -0.5 as well.
+    """Token = version * 1000 + position; its log-prob is -0.5 and scores are `token_score()`, -0.5 as well.
 
     One token is made per `tick` (an awaitable; the default yields to the event loop once), so tests decide how
     slow a sequence is. It ends with Stop.STOP after `length(request)` tokens, or with LENGTH at max_tokens.
@@ -93,7 +93,7 @@ class FakeSampler:
         await self._running.wait()
         self._open += 1
         self._idle.clear()
-        stop = Stop.LENGTH
+        stop, score = Stop.LENGTH, self.token_score()
         try:
             end = min(self._length(request), request.params.max_tokens)
             while len(tokens) < end:
@@ -117,7 +117,14 @@ class FakeSampler:
             versions=int_array(versions),
             stop=stop,
             next_logprobs=known_next_logprobs(done, len(tokens)),
+            prefix_logprobs=None
+            if request.score_from is None
+            else float_array([score] * (request.num_given - request.score_from)),
         )
+
+    def token_score(self) -> float:
+        """The log-prob of any token under the weights that are loaded."""
+        return -0.5
 
     async def _wait_tick(self) -> None:
         if self._tick is None:
@@ -128,7 +135,7 @@ class FakeSampler:
             await waited
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
-        return tuple(float_array([math.nan, *[-0.5] * (len(sequence) - 1)]) for sequence in sequences)
+        return tuple(float_array([math.nan, *[self.token_score()] * (len(sequence) - 1)]) for sequence in sequences)
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
         if self._open:

@@ -97,7 +97,8 @@ class Completion:
 
     `sampler_logprobs` is under the tempered distribution (the one that sampled, before any top-p/top-k/min-p cut);
     `raw_logprobs` at temperature 1; `next_logprobs` as `sampler_logprobs`, but under the version after the one that
-    sampled the token: NaN where it is not known, None where nothing is.
+    sampled the token: NaN where it is not known, None where nothing is. `prefix_logprobs` are what the request's
+    `score_from` asks for, None where they are not known; whoever asked takes them out, and nothing stores them.
     """
 
     tokens: IntArray
@@ -106,6 +107,7 @@ class Completion:
     versions: IntArray  # policy version under which each token was sampled
     stop: Stop
     next_logprobs: FloatArray | None = None
+    prefix_logprobs: FloatArray | None = None
 
     def __post_init__(self) -> None:  # the engine has already raised; this catches us
         assert len(self.tokens) == len(self.sampler_logprobs) == len(self.raw_logprobs) == len(self.versions)
@@ -125,11 +127,21 @@ def known_next_logprobs(done: Completion | None, num_tokens: int) -> FloatArray 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """One sequence to sample. `continue_from` is an interrupted completion of the same prompt: its tokens count
-    against `max_tokens` and come back at the head of the new completion with their own log-probs and versions."""
+    against `max_tokens` and come back at the head of the new completion with their own log-probs and versions.
+
+    `score_from` asks for log-probs under the weights that go on sampling: of every token of the prompt and of
+    `continue_from`, from this one on (1 or later). A sampler that reads the beginning anyway can tell; others do not.
+    """
 
     prompt: IntArray
     params: SamplingParams
     continue_from: Completion | None = None
+    score_from: int | None = None
+
+    @property
+    def num_given(self) -> int:
+        """Tokens of the prompt and of what is continued."""
+        return len(self.prompt) + (0 if self.continue_from is None else len(self.continue_from.tokens))
 
 
 # --- episodes --------------------------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@ version say, and at a lag of 1 that is the proximal policy, so one-step weights 
 
 import asyncio
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
@@ -26,16 +27,44 @@ from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeRewardRunner
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, LossSpec, SamplingParams
+from headrace.types import (
+    CROSS_ENTROPY,
+    Adam,
+    Completion,
+    Datum,
+    FloatArray,
+    IntArray,
+    LossSpec,
+    SampleRequest,
+    SamplingParams,
+)
 from headrace.wiring.rollouts import make_settings
 
 
+class Telling(EmbeddedEngine):
+    """Counts log-probs that came with reading a sequence again, and sequences that were scored by a call."""
+
+    told = asked = 0
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        made = await super().sample(request)
+        self.told += 0 if made.prefix_logprobs is None else len(made.prefix_logprobs)
+        return made
+
+    async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
+        self.asked += len(sequences)
+        return await super().score(sequences, temperature)
+
+
+Rig = tuple[TorchBackend, RolloutExecutor, Telling]
+
+
 @pytest.fixture
-def backend_and_executor() -> Iterator[tuple[TorchBackend, RolloutExecutor]]:
+def rig() -> Iterator[Rig]:
     tokenizer = make_tokenizer(WORLDS["key_door"].vocabulary())
     model = make_model(vocab_size=len(tokenizer), width=32, layers=2, heads=2, kv_heads=1, context=256, seed=3)
     lm = prepare(model, tokenizer, source="made on the spot")
-    engine = EmbeddedEngine(replace(lm, model=copy.deepcopy(lm.model)), max_rows=8, source=lm)
+    engine = Telling(replace(lm, model=copy.deepcopy(lm.model)), max_rows=8, source=lm)
     backend = TorchBackend(lm)
     play = partial(
         play_group,
@@ -51,46 +80,53 @@ def backend_and_executor() -> Iterator[tuple[TorchBackend, RolloutExecutor]]:
         run_seed=11,
     )
     executor = build_executor(
-        AsyncSettings(max_staleness=4, next_logprobs=True, lockstep_tokens=2),
+        AsyncSettings(max_staleness=4, max_running=4, next_logprobs=True, lockstep_tokens=2),
         batch_groups=1,
         samplers=[engine],
         play=play,
         source=TaskSource(world_tasks("key_door", 9, 1, {}), 7),
     )
-    yield backend, executor
+    yield backend, executor, engine
     engine.close()
     backend.close()
 
 
-def test_next_logprobs_are_those_of_the_weights_of_the_next_version(
-    backend_and_executor: tuple[TorchBackend, RolloutExecutor],
-) -> None:
-    backend, executor = backend_and_executor
-    seen = {1: 0, 2: 0}
+def test_next_logprobs_are_those_of_the_weights_of_the_next_version(rig: Rig) -> None:
+    backend, executor, engine = rig
+    judge = TorchBackend(replace(backend.lm, model=copy.deepcopy(backend.lm.model)))
+    history: list[dict[str, torch.Tensor]] = []  # weights by version
+    seen = {2: 0, 3: 0}  # tokens that were checked, by lag; at 1 the proximal policy is the next version
+
+    def check(datum: Datum) -> None:
+        trained, known = datum.arrays["weights"] != 0, datum.arrays["next_logprobs"]
+        lags = np.where(trained, executor.version - datum.arrays["versions"], -1)
+        assert np.isnan(known[lags == 0]).all()
+        assert not np.isnan(known[lags >= 2]).any()
+        for lag in seen:
+            chosen = (lags == lag) & ~np.isnan(known)
+            if chosen.any():
+                judge.lm.model.load_state_dict(history[executor.version - lag + 1])
+                [scores] = judge.forward([datum], CROSS_ENTROPY).result().logprobs
+                np.testing.assert_allclose(known[chosen], scores[chosen], rtol=0, atol=2e-5)
+                seen[lag] += int(chosen.sum())
 
     async def train() -> None:
         async with executor:
-            for _ in range(9):
+            for _ in range(14):
                 groups = await executor.take_batch()
+                history.append(copy.deepcopy(backend.lm.model.state_dict()))
                 data = to_data(credit(groups, method="dr_grpo").episodes)
-                proximal = backend.forward(data, CROSS_ENTROPY).result().logprobs
-                for datum, logprobs in zip(data, proximal, strict=True):
-                    lags = np.where(datum.arrays["weights"] != 0, executor.version - datum.arrays["versions"], -1)
-                    known = datum.arrays["next_logprobs"]
-                    np.testing.assert_allclose(known[lags == 1], logprobs[lags == 1], rtol=0, atol=2e-5)
-                    assert not np.isnan(known[lags >= 1]).any()
-                    assert np.isnan(known[lags == 0]).all()
-                    if (lags == 2).any():  # two updates apart: another policy than the proximal one
-                        assert np.abs(known[lags == 2] - logprobs[lags == 2]).max() > 1e-3
-                    seen[1] += int((lags == 1).sum())
-                    seen[2] += int((lags == 2).sum())
+                for datum in data:
+                    check(datum)
                 backend.forward_backward(reweight(data, weighting="token_mean"), LossSpec(fn="cross_entropy"))
-                backend.optim_step(Adam(learning_rate=1e-2))
+                backend.optim_step(Adam(learning_rate=1e-2)).result()
                 executor.done(groups)
                 await executor.publish(backend.export_weights().result())
 
     asyncio.run(train())
-    assert min(seen.values()) > 20
+    judge.close()
+    assert min(seen.values()) > 20, seen
+    assert min(engine.told, engine.asked) > 5  # some were read off, some scored
 
 
 def test_next_version_log_probs_are_recorded_exactly_where_they_are_of_use() -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
+from headrace.infer.prefix import record, wanted_rows
 from headrace.infer.sampling import check_request, sample_rows
 from headrace.infer.scoring import Scorer
 from headrace.infer.slots import Placed, Slots
@@ -223,6 +224,12 @@ class EmbeddedEngine:
                 f"the completion to continue was sampled at version {done.versions[-1]}, version {self._version} is "
                 "loaded: load the newer weights first"
             )
+        if request.score_from is not None and not (params.temperature > 0 and 1 <= request.score_from):
+            raise SamplerError(
+                "score_from must be 1 or more, and the temperature above 0: the first token has no score"
+            )
+        if self._decoder is not None:  # it keeps the hidden states to itself
+            request = replace(request, score_from=None)
         stops = self.lm.eos_tokens if params.stop_tokens is None else params.stop_tokens
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # only the worker ends it
@@ -399,6 +406,8 @@ class EmbeddedEngine:
         if not pieces and not decoding:
             return
         hidden_TD = self._forward(pieces, decoding)
+        wanted = wanted_rows(pieces, self._slots.seated, first_row=_decode_rows(decoding))
+        record(hidden_TD, wanted, self._logits)
         self._record(pieces)
         self.counters.steps += 1
         if decoding:
@@ -468,7 +477,7 @@ class EmbeddedEngine:
             self._cache.copy_prefix(placed.donor, placed.row, placed.shared)
 
     def _forward(self, pieces: list[Piece], decoding: list[tuple[int, Sampling]]) -> Tensor:
-        decode_rows = -(-(decoding[-1][0] + 1) // ALIGN) * ALIGN if decoding else 0
+        decode_rows = _decode_rows(decoding)
         scratch = self._slots.tokens - 1
         tokens = [0] * decode_rows
         positions = [scratch] * decode_rows
@@ -660,6 +669,11 @@ class EmbeddedEngine:
             if target >= source:
                 break
             self._settle(self._slots.move(source, target))
+
+
+def _decode_rows(decoding: list[tuple[int, Sampling]]) -> int:
+    """Rows of a step that decode, with those in between that have nothing to say."""
+    return -(-(decoding[-1][0] + 1) // ALIGN) * ALIGN if decoding else 0
 
 
 def min_kv_tokens(longest: int) -> int:

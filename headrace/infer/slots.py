@@ -41,6 +41,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    prefix_logprobs: list[float] = field(default_factory=list)  # those that `score_from` asks for, as far as known
     row: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,10 +57,23 @@ class Sequence:
         return len(self.versions)
 
     @property
+    def num_given(self) -> int:
+        return self.request.num_given
+
+    @property
+    def unscored(self) -> int | None:
+        """The position whose hidden state tells the next log-prob that is asked for: it has to be computed."""
+        start = self.request.score_from
+        if start is None or start + len(self.prefix_logprobs) >= self.num_given:
+            return None
+        return start - 1 + len(self.prefix_logprobs)
+
+    @property
     def name(self) -> Name:
         return self.adapter, self.request.params.seed, self.request.prompt.tobytes()
 
     def completion(self, stop: Stop) -> Completion:
+        asked = self.request.score_from
         return Completion(
             tokens=int_array(self.tokens[len(self.request.prompt) :]),
             sampler_logprobs=float_array(self.logprobs),
@@ -67,6 +81,7 @@ class Sequence:
             versions=int_array(self.versions),
             stop=stop,
             next_logprobs=known_next_logprobs(self.request.continue_from, self.num_sampled),
+            prefix_logprobs=None if asked is None or self.unscored is not None else float_array(self.prefix_logprobs),
         )
 
 
@@ -158,6 +173,8 @@ class Slots:
         empty = np.array([other is None for other in self.seated])
         known = np.array([name == sequence.name for name in self._old])
         own = known & empty & (common >= filled) & (sequence.num_sampled > 0)  # it sat there before it was cut
+        if sequence.unscored is not None:  # from there on it is computed, whoever has it
+            common = np.minimum(common, sequence.unscored)
         shares = np.where(old & ~own, 0, np.minimum(common, filled))
         donor = int(shares.argmax())
         shared = int(shares[donor])

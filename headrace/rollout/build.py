@@ -43,7 +43,8 @@ def build_executor(
             "rl.async.lockstep_tokens repeats a run exactly and kept keys and values cannot be repeated: "
             'write rl.async.interrupt = "abort"'
         )
-    journals = Journals(lockstep_tokens=settings.lockstep_tokens)
+    reads_again = settings.interrupt is not Interrupt.INFLIGHT
+    journals = Journals(lockstep_tokens=settings.lockstep_tokens, next_logprobs=settings.next_logprobs and reads_again)
     if settings.lockstep_tokens:
         play = partial(play, timeout_s=settings.group_limit_s)
     return RolloutExecutor(

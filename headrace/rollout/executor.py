@@ -214,8 +214,8 @@ class RolloutExecutor:
             self._replay.add(groups)
 
     async def publish(self, handle: WeightsHandle) -> None:
-        """Pause every sampler, load, version + 1, drop what became stale, score what waits and runs if next-version
-        log-probs are wanted, resume; before all that, wait for slow tasks. Raises RolloutError."""
+        """Pause every sampler, score what waits and runs if next-version log-probs are wanted, load, version + 1, drop
+        what became stale, resume; before all that, wait for slow tasks. Raises RolloutError."""
         assert not self._waiting, "weights are published between batches"
         await self._wait_for_slow()
         if self._lockstep:
@@ -225,13 +225,10 @@ class RolloutExecutor:
         if self._journals is not None:
             self._journals.gate.hold()
         try:
-            async with self._publisher.publish(handle):
-                if self._journals is not None:
-                    await self._journals.collected(timeout_s=self._settings.grace_s)
+            async with self._publisher.publish(handle, before_load=self._collect):
                 self._window.drains_cut += self._publisher.drains_cut - cut_before
                 self._sweep()
                 self._cancel_late()
-                await self._fill()
                 self._barrier = self._state()
         except RolloutError as exc:
             self._failure = exc  # samplers may hold different weights: no further batch
@@ -553,7 +550,10 @@ class RolloutExecutor:
         self._urgent |= ready.intersection(slow)
         self._window.slow_missed += len(set(slow) - ready)
 
-    async def _fill(self) -> None:
-        """Score tokens of the version before under this one: of ready, replayed and running groups."""
+    async def _collect(self) -> None:
+        """While all are paused: wait for what was cut, then score under this version what the one before it sampled and
+        nobody has scored: of ready, replayed and running groups. The next version could not."""
+        if self._journals is not None:
+            await self._journals.collected(timeout_s=self._settings.grace_s)
         if self._scorer is not None:
             await fill_all(self._scorer, (self._ready, self._replay), self._journals, version=self.version)

@@ -1,8 +1,9 @@
 """How far running episodes have come: what each has sampled so far, for scoring, saving and taking up again.
 
 An episode samples through its journal, which keeps every turn, whole or cut off by a weight update, and continues what
-was cut. All journals share one gate in front of the samplers: closed while weights change, so that nothing is sampled
-between the old weights and the new, and opened round by round where a virtual clock runs (`lockstep_tokens`).
+was cut. Where next-version log-probs are wanted, it asks for those that come with reading a sequence again. All
+journals share one gate in front of the samplers: closed while weights change, so that nothing is sampled between the
+old weights and the new, and opened round by round where a virtual clock runs (`lockstep_tokens`).
 
 A journal that was saved plays its turns back: an episode that starts again from it gets the completions it had, goes
 on in the middle of the turn that was open, and is where it was, if its environment repeats itself.
@@ -18,6 +19,7 @@ import numpy as np
 from headrace.errors import EpisodeError, RolloutError, SamplerError
 from headrace.protocols import Sampler
 from headrace.rollout.group_json import from_json, to_json
+from headrace.rollout.unscored import Seen, begins_with, first_lacking, read_off
 from headrace.types import (
     Completion,
     Episode,
@@ -103,14 +105,16 @@ class Gate:
 
 
 class EpisodeJournal:
-    """One episode. `waiting`: at the gate, for its next round. `replayable`: its environment repeats itself."""
+    """One episode. `waiting`: at the gate, for its next round. `replayable`: its environment repeats itself.
+    `next_logprobs`: samplers are asked for those that they come by when a sequence goes on under new weights."""
 
-    def __init__(self, gate: Gate | None = None, turns: Sequence[Turn] = ()) -> None:
+    def __init__(self, gate: Gate | None = None, turns: Sequence[Turn] = (), *, next_logprobs: bool = False) -> None:
         self.turns = list(turns)
         self.result: Episode | FailedEpisode | None = None
         self.replayable = False
         self.waiting = False
         self._gate = gate or Gate()
+        self._next_logprobs = next_logprobs
         self._asked = 0
 
     async def sample(self, sampler: Sampler, request: SampleRequest) -> Completion:
@@ -124,10 +128,14 @@ class EpisodeJournal:
         while not turn.ended:
             await self._gate.enter(self)
             before = turn.completion
+            asked, version = self._limited(request, before), sampler.version
+            start = first_lacking(self._seen(asked), version=version) if self._next_logprobs else None
             try:
-                after = await sampler.sample(self._limited(request, before))
+                after = await sampler.sample(replace(asked, score_from=start))
             finally:
                 self._gate.leave()
+            if start is not None:
+                after = self._read_off(asked, after, start=start, version=version)
             turn.completion = self._unlimited(request, before, after)
             turn.ended = turn.completion.stop is not Stop.INTERRUPTED
             idle = 0 if before is None or len(after.tokens) > len(before.tokens) else idle + 1
@@ -161,6 +169,30 @@ class EpisodeJournal:
         limit = self._limited(request, before).params.max_tokens
         cut = after.stop is Stop.LENGTH and len(after.tokens) == limit < request.params.max_tokens
         return replace(after, stop=Stop.INTERRUPTED) if cut else after
+
+    def _seen(self, request: SampleRequest) -> list[Seen]:
+        """What this request goes on from: earlier turns that its prompt begins with, and what it continues."""
+        found = [(turn.prompt, turn.completion) for turn in self._before(request) if turn.completion is not None]
+        return found if request.continue_from is None else [*found, (request.prompt, request.continue_from)]
+
+    def _before(self, request: SampleRequest) -> list[Turn]:
+        return [
+            turn
+            for turn in self.turns[: self._asked - 1]
+            if turn.completion is not None
+            and turn.temperature == request.params.temperature
+            and begins_with(request.prompt, (turn.prompt, turn.completion))
+        ]
+
+    def _read_off(self, request: SampleRequest, made: Completion, *, start: int, version: int) -> Completion:
+        """Take what was asked for from token `start` on out of a completion, to where it belongs."""
+        logprobs, made = made.prefix_logprobs, replace(made, prefix_logprobs=None)
+        if logprobs is None:
+            return made
+        for turn in self._before(request):
+            assert turn.completion is not None
+            turn.completion = read_off((turn.prompt, turn.completion), logprobs, start=start, version=version)
+        return read_off((request.prompt, made), logprobs, start=start, version=version)
 
     def saved(self) -> _Saved:
         """How far the episode is now, as a value that stays as it is."""
@@ -200,17 +232,21 @@ class JournalSampler:
 class Journals:
     """The journals of all running groups, by group id, and the gate they share."""
 
-    def __init__(self, *, lockstep_tokens: int = 0) -> None:
+    def __init__(self, *, lockstep_tokens: int = 0, next_logprobs: bool = False) -> None:
         self.gate = Gate(lockstep_tokens=lockstep_tokens)
+        self._next_logprobs = next_logprobs
         self._groups: dict[int, tuple[EpisodeJournal, ...]] = {}
 
     def open(self, group_id: int, size: int) -> tuple[EpisodeJournal, ...]:
         """One journal for each episode of a group; those that were restored, if there are."""
         if group_id not in self._groups:
-            self._groups[group_id] = tuple(EpisodeJournal(self.gate) for _ in range(size))
+            self._groups[group_id] = tuple(self._journal() for _ in range(size))
         found = self._groups[group_id]
         assert len(found) == size, f"group {group_id} has {len(found)} journals and {size} episodes"
         return found
+
+    def _journal(self, turns: Sequence[Turn] = ()) -> EpisodeJournal:
+        return EpisodeJournal(self.gate, turns, next_logprobs=self._next_logprobs)
 
     def close(self, group_id: int) -> None:
         self._groups.pop(group_id, None)
@@ -281,7 +317,7 @@ class Journals:
 
     def _restored(self, entry: Mapping[str, Any]) -> EpisodeJournal:
         saved = from_json(entry, _Saved)
-        journal = EpisodeJournal(self.gate, saved.turns)
+        journal = self._journal(saved.turns)
         journal.result, journal.replayable = saved.episode or saved.failed, saved.replayable
         return journal
 

@@ -1,24 +1,26 @@
 """Log-probs of sampled tokens under the version after the one that sampled them, scored while that version is loaded.
 
-Right after version v + 1 was loaded, every token of version v that waits to be trained, or whose sequence still runs,
-is scored once; a later version never writes over it. What the model saw is scored, prompt and all, at the temperature
-it was sampled with. A token that was not scored in time has no such log-prob: NaN, never a stand-in.
+A sequence that goes on under version v + 1 is read again by it, and its tokens of version v get their log-probs from
+that (`EpisodeJournal`). What is left is scored by calls right before v + 2 is loaded: tokens of version v that wait to
+be trained, or whose sequence did not go on. Those trained until then are at most one version old and need no such
+log-prob. What the model saw is scored, prompt and all, at the temperature it was sampled with. A token that was not
+scored in time has no such log-prob: NaN, never a stand-in.
 """
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from headrace.algo.datum import chains
 from headrace.errors import HeadraceError, RolloutError, boundary
 from headrace.protocols import Sampler
 from headrace.rollout.journal import Journals, with_completions
-from headrace.types import Completion, FloatArray, Group, IntArray, Step, float_array, int_array
+from headrace.rollout.unscored import filled, lacking
+from headrace.types import Completion, FloatArray, Group, IntArray, Step, int_array
 
 SCORE_SEQUENCES = 64  # of one call
 
@@ -29,23 +31,6 @@ class Sampled:
 
     steps: tuple[Step, ...]
     temperature: float
-
-
-def lacking(completion: Completion, *, version: int) -> npt.NDArray[np.bool_]:
-    """Tokens of version - 1 whose log-prob under `version` is not known."""
-    known = completion.next_logprobs
-    unknown = np.ones(len(completion.tokens), dtype=bool) if known is None else np.isnan(known)
-    return np.asarray((completion.versions == version - 1) & unknown)
-
-
-def filled(completion: Completion, logprobs: FloatArray, *, version: int) -> Completion:
-    """The completion with `logprobs` (one for each of its tokens, under `version`) where they are lacking."""
-    assert len(logprobs) == len(completion.tokens)
-    where = lacking(completion, version=version)
-    if not where.any():
-        return completion
-    before = np.full(len(logprobs), np.nan) if completion.next_logprobs is None else completion.next_logprobs
-    return replace(completion, next_logprobs=float_array(np.where(where, logprobs, before)))
 
 
 class NextVersionScorer:
@@ -79,7 +64,7 @@ class NextVersionScorer:
         return [scores for piece in await asyncio.gather(*calls) for scores in piece]
 
     async def _score_on(self, index: int, sequences: Sequence[IntArray], temperature: float) -> Sequence[FloatArray]:
-        what = f"sampler {index} could not score {len(sequences)} sequences under the new weights"
+        what = f"sampler {index} could not score {len(sequences)} sequences under the next version"
         try:
             async with asyncio.timeout(self._timeout_s):
                 with boundary(RolloutError, "unexpected failure"):

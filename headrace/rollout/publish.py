@@ -1,7 +1,8 @@
 """Brings weights to every sampler; the only place that makes a version.
 
-The phases are fixed: pause (open sequences are interrupted, or waited for), load, compare fingerprints, version + 1,
-the caller's sweep and scoring, resume. Samplers acknowledge each phase; nothing is guessed by sleeping.
+The phases are fixed: pause (open sequences are interrupted, or waited for), the caller's scoring under the version that
+goes, load, compare fingerprints, version + 1, the caller's sweep, resume. Samplers acknowledge each phase; nothing is
+guessed by sleeping.
 """
 
 import asyncio
@@ -45,12 +46,17 @@ class Publisher:
                 )
 
     @asynccontextmanager
-    async def publish(self, handle: WeightsHandle) -> AsyncIterator[int]:
+    async def publish(
+        self, handle: WeightsHandle, *, before_load: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[int]:
         """Every sampler is paused and holds the new version inside the `with`, and samples again after it.
 
-        When a phase fails the samplers stay paused: they may hold different weights. Raises RolloutError that names
-        the sampler.
+        `before_load` runs when all are paused and still hold the version before. When a phase fails the samplers stay
+        paused: they may hold different weights. Raises RolloutError that names the sampler.
         """
+        await self._pause(self.samplers)
+        if before_load is not None:
+            await before_load()
         await self._load(self.samplers, handle, self.version + 1)
         self.version += 1
         yield self.version
@@ -59,6 +65,7 @@ class Publisher:
     async def catch_up(self, handle: WeightsHandle) -> None:
         """Load weights of the present version into samplers that do not have it yet, as after a restart."""
         behind = [sampler for sampler in self.samplers if sampler.version != self.version]
+        await self._pause(behind)
         await self._load(behind, handle, self.version)
         await _each(behind, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
 
@@ -71,10 +78,12 @@ class Publisher:
                     "load the weights of this version into it (catch_up) before sampling"
                 )
 
-    async def _load(self, samplers: Sequence[Sampler], handle: WeightsHandle, version: int) -> None:
+    async def _pause(self, samplers: Sequence[Sampler]) -> None:
         if self._interrupt is Interrupt.DRAIN:
             await self._drain(samplers)
         await _each(samplers, "pause", lambda sampler: sampler.pause(interrupt=True), timeout_s=self._timeout_s)
+
+    async def _load(self, samplers: Sequence[Sampler], handle: WeightsHandle, version: int) -> None:
         prints = await _each(
             samplers, "load the weights", lambda sampler: sampler.load(handle, version), timeout_s=self._timeout_s
         )

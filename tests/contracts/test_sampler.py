@@ -107,6 +107,19 @@ async def test_a_score_agrees_with_what_sampling_recorded(sampler: Sampler) -> N
     np.testing.assert_allclose(score[len(request.prompt) :], completion.sampler_logprobs, atol=1e-4)
 
 
+async def test_what_is_told_of_a_beginning_is_its_score(sampler: Sampler) -> None:
+    """Whether a sampler tells it is its own affair; what it tells has to be right."""
+    request = request_of(6, seed=3)
+    done = await sampler.sample(request)
+    assert done.prefix_logprobs is None
+    cut = replace(done, stop=Stop.INTERRUPTED)
+    made = await sampler.sample(replace(request_of(9, seed=3, after=cut), score_from=2))
+    assert made.tokens.tolist()[:6] == done.tokens.tolist()
+    [score] = await sampler.score([int_array(np.concatenate([request.prompt, done.tokens]))])
+    if made.prefix_logprobs is not None:
+        np.testing.assert_allclose(made.prefix_logprobs, score[2:], atol=1e-4)
+
+
 # --- versions --------------------------------------------------------------------------------------------------------
 
 

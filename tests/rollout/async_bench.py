@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import count
 
-import numpy as np
-
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.journal import EpisodeJournal, Journals
 from headrace.rollout.publish import Publisher
@@ -24,7 +22,6 @@ from headrace.types import (
     Shared,
     Step,
     Task,
-    float_array,
     int_array,
 )
 
@@ -32,13 +29,14 @@ HANDLE = Shared(fingerprint="abc")
 
 
 class HandSampler(FakeSampler):
-    """Samples one token of every open sequence per `step()`; a score is -1 - version, so it says who scored."""
+    """Samples one token of every open sequence per `step()`; a score is -1 - version, so it says who scored.
+    `scored` has what was asked for by calls, not what was read off a sequence that went on."""
 
     holds_in_flight = True
 
     def __init__(self) -> None:
         self._beat = asyncio.Event()
-        self.scored: list[tuple[int, list[int]]] = []  # (version, tokens) of every scored sequence
+        self.scored: list[tuple[int, list[int]]] = []  # (version, tokens) of every sequence
         super().__init__(tick=lambda: self._beat.wait())
 
     async def step(self, n: int = 1) -> None:
@@ -56,7 +54,10 @@ class HandSampler(FakeSampler):
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
         self.scored += [(self.version, sequence.tolist()) for sequence in sequences]
-        return tuple(float_array([np.nan, *[-1.0 - self.version] * (len(one) - 1)]) for one in sequences)
+        return await super().score(sequences, temperature)
+
+    def token_score(self) -> float:
+        return -1.0 - self.version
 
 
 async def turns(n: int = 30) -> None:
@@ -116,9 +117,11 @@ def executor_of(
     source: Callable[[], Task] | None = None,
     cursor: Callable[[], dict[str, int]] | None = None,
     size: int = 2,
+    reads: bool = True,
     **settings: object,
 ) -> RolloutExecutor:
-    journals = Journals(lockstep_tokens=lockstep)
+    """`reads` False: next-version log-probs are not read off sequences that go on."""
+    journals = Journals(lockstep_tokens=lockstep, next_logprobs=reads and bool(settings.get("next_logprobs")))
     drawn = tasks(names)
     given: dict[str, object] = {"task_timeout_s": 5.0, "grace_s": 0.5, "lockstep_tokens": lockstep, **settings}
     return RolloutExecutor(

@@ -28,9 +28,7 @@ from headrace.types import (
     Completion,
     CreditedEpisode,
     Episode,
-    FloatArray,
     Group,
-    IntArray,
     Reward,
     SampleRequest,
     SamplingParams,
@@ -38,7 +36,6 @@ from headrace.types import (
     Shared,
     Step,
     Task,
-    float_array,
     int_array,
 )
 
@@ -57,8 +54,8 @@ class ShowingSampler(FakeSampler):
     def __init__(self) -> None:
         super().__init__(tick=lambda: asyncio.ensure_future(asyncio.sleep(TOKEN_S)))
 
-    async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
-        return tuple(float_array([math.nan, *[score_of(self.version)] * (len(sequence) - 1)]) for sequence in sequences)
+    def token_score(self) -> float:
+        return score_of(self.version)
 
 
 def not_wanted(group: Group) -> Reject | bool:
@@ -108,7 +105,7 @@ class World:
         self.executor = self._executor()
 
     def _executor(self) -> RolloutExecutor:
-        self.sampler, self.journals = self.sampler_class(), Journals()
+        self.sampler, self.journals = self.sampler_class(), Journals(next_logprobs=self.settings.next_logprobs)
         return self.executor_class(
             play=self.play,
             next_task=self._next_task,

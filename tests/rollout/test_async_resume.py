@@ -6,7 +6,6 @@ import json
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 from async_bench import HANDLE, HandSampler, executor_of, ids, turns
 from hypothesis import given, settings
@@ -17,14 +16,14 @@ from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group_json import group_to_json
 from headrace.rollout.journal import EpisodeJournal, Gate, Journals, Turn
 from headrace.testing import FakeSampler, run_virtual
-from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, Task, float_array, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, Task, int_array
 
 
 class Scoring(FakeSampler):
     """A score is -1 - version."""
 
-    async def score(self, sequences: Any, temperature: float = 1.0) -> Any:
-        return tuple(float_array([np.nan, *[-1.0 - self.version] * (len(one) - 1)]) for one in sequences)
+    def token_score(self) -> float:
+        return -1.0 - self.version
 
 
 class Cursor:

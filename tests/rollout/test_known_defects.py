@@ -184,6 +184,8 @@ async def test_d8_a_scorer_that_fails_ends_the_run_with_its_error() -> None:
 
     async with executor_of(Dead(), max_staleness=2, next_logprobs=True) as executor:
         executor.done(await executor.take_batch())
+        await executor.publish(HANDLE)
+        executor.done(await executor.take_batch())
         with pytest.raises(RolloutError, match="out of memory"):
             await executor.publish(HANDLE)
         with pytest.raises(RolloutError, match="out of memory"):
@@ -197,6 +199,8 @@ async def test_d9_version_zero_is_scored_and_judged_like_any_other() -> None:
         await turns()
         await sampler.step(2)
         executor.done(await taking)
+        await executor.publish(HANDLE)
+        executor.done(await executor.take_batch())
         await executor.publish(HANDLE)
         [waited] = await executor.take_batch()
         made = waited.episodes[0].episode.steps[0].completion

@@ -20,11 +20,11 @@ from test_ledger_machine import LedgerMachine
 from headrace.algo import datum as datum_module
 from headrace.algo.staleness import Counts, HeadBound, Verdict
 from headrace.rollout import executor as executor_module
-from headrace.rollout import next_version
+from headrace.rollout import next_version, unscored
 from headrace.rollout.admission import Admission
 from headrace.rollout.buffer import ReadyBuffer
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.journal import Journals
+from headrace.rollout.journal import EpisodeJournal, Journals
 from headrace.rollout.keep import KeepFirst
 from headrace.rollout.ledger import Drop, Ledger
 from headrace.rollout.next_version import NextVersionScorer
@@ -211,7 +211,28 @@ def sampler_stands_in(completion: Completion, logprobs: Any, *, version: int) ->
     return FILLED(completion, completion.sampler_logprobs, version=version)
 
 
-LACKING, FILLED = next_version.lacking, next_version.filled
+def asks_and_forgets(self: EpisodeJournal, request: Any, made: Completion, *, start: int, version: int) -> Completion:
+    """What was read off is called known, and is not."""
+    before = made.sampler_logprobs if made.next_logprobs is None else made.next_logprobs
+    return replace(made, prefix_logprobs=None, next_logprobs=before)
+
+
+def everywhere(name: str, value: object) -> Patch:
+    """Where scores are asked for, and where they are read off."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (next_version, unscored):
+            monkeypatch.setattr(module, name, value)
+
+    return patch
+
+
+LACKING, FILLED = unscored.lacking, unscored.filled
+
+
+async def collects_only(self: RolloutExecutor) -> None:
+    """Nothing is scored before the next version is loaded."""
+    await self._journals.collected(timeout_s=1.0)  # type: ignore[union-attr]
 
 
 def no_such_method(self: Journals, group: Group) -> Group:
@@ -264,9 +285,11 @@ EXECUTOR_MUTANTS: dict[str, Patch] = {
     "shuffled before it is chosen": patched(ReadyBuffer, "__iter__", shuffled),
     "the newest are taken first": patched(KeepFirst, "choose", any_that_are_ready),
     "nothing is scored under the next version": patched(NextVersionScorer, "fill", nothing_is_scored),
-    "only the first segment is scored": patched(next_version, "lacking", first_segment_only),
-    "a later version writes over the next": patched(next_version, "lacking", last_segment_of_any_version),
-    "the sampler's log-prob stands for the next": patched(next_version, "filled", sampler_stands_in),
+    "only the first segment is scored": everywhere("lacking", first_segment_only),
+    "a later version writes over the next": everywhere("lacking", last_segment_of_any_version),
+    "the sampler's log-prob stands for the next": everywhere("filled", sampler_stands_in),
+    "what was read off is lost": patched(EpisodeJournal, "_read_off", asks_and_forgets),
+    "scores are asked for when the version is gone": patched(RolloutExecutor, "_collect", collects_only),
     "settling calls what is not there": patched(Journals, "refreshed", no_such_method),
     "versions are off by one token": patched(datum_module, "shifted", versions_are_not_shifted),
     "the version is read after the reply": patched(World, "sampler_class", LabelsAtTheEnd),
@@ -278,12 +301,16 @@ EXECUTOR_MUTANTS: dict[str, Patch] = {
 }
 
 
+BY_ATTRIBUTE = ("settling calls what is not there",)  # the fault is an AttributeError
+
+
 @pytest.mark.parametrize("name", EXECUTOR_MUTANTS)
 def test_the_executors_checks_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     EXECUTOR_MUTANTS[name](monkeypatch)
     with pytest.raises(Exception) as caught:  # an assertion of ours, or what the fault itself breaks
         trials()
-    assert not isinstance(caught.value, TypeError | NameError), "the mutant itself is broken"
+    broken = TypeError | NameError if name in BY_ATTRIBUTE else TypeError | NameError | AttributeError
+    assert not isinstance(caught.value, broken), "the mutant itself is broken"
 
 
 def test_the_ledgers_machine_passes_without_a_fault() -> None:

@@ -84,7 +84,7 @@ async def test_a_failing_score_leaves_everything_as_it_was_and_is_named() -> Non
         async def score(self, sequences: list[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:  # type: ignore[override]
             raise SamplerError("out of memory")
 
-    with pytest.raises(RolloutError, match="sampler 0 could not score 1 sequences under the new weights: out of mem"):
+    with pytest.raises(RolloutError, match="sampler 0 could not score 1 sequences under the next version: out of mem"):
         await NextVersionScorer([Dead()]).fill(
             [Sampled(steps=(step([1], completion([0])),), temperature=1.0)], version=1
         )
@@ -94,15 +94,16 @@ async def test_a_failing_score_leaves_everything_as_it_was_and_is_named() -> Non
 
 
 @pytest.mark.parametrize("interrupt", [Interrupt.ABORT, Interrupt.INFLIGHT])
-async def test_ready_and_running_groups_are_scored_at_publish(interrupt: Interrupt) -> None:
-    """eta = 2, B = 1. The short task waits in the buffer, the long one runs on, across two updates."""
+async def test_ready_and_running_groups_are_scored_while_their_next_version_is_loaded(interrupt: Interrupt) -> None:
+    """eta = 3, B = 1. Short tasks wait in the buffer, the long one runs on, across three updates."""
     sampler = HandSampler()
     executor = executor_of(
         sampler,
-        max_staleness=2,
+        max_staleness=3,
         next_logprobs=True,
-        names=["a", "b", "long"],
+        names=["a", "b", "c", "long"],
         publisher=Publisher([sampler], interrupt=interrupt),
+        reads=interrupt is Interrupt.ABORT,
         tokens=lambda t: (9,) if t.id == "long" else (2,),
     )
     async with executor:
@@ -113,26 +114,38 @@ async def test_ready_and_running_groups_are_scored_at_publish(interrupt: Interru
         assert [group.task.id for group in batch] == ["a"]
         assert batch[0].episodes[0].episode.steps[0].completion.next_logprobs is None
         executor.done(batch)
-        await executor.publish(HANDLE)  # b is ready, "long" has some tokens: all of version 0
+        await executor.publish(HANDLE)  # b and c are ready, "long" has some tokens: all of version 0
+        assert sampler.scored == []
         await sampler.step(2)
         batch = await executor.take_batch()
         assert [group.task.id for group in batch] == ["b"]
+        young = batch[0].episodes[1].episode.steps[0].completion
+        assert (young.versions.tolist(), young.next_logprobs) == ([0, 0], None)  # one version old: it needs none
+        executor.done(batch)
+        await executor.publish(HANDLE)
+        await sampler.step(2)
+        batch = await executor.take_batch()
+        assert [group.task.id for group in batch] == ["c"]
         waited = batch[0].episodes[1].episode.steps[0].completion
-        assert (waited.versions.tolist(), waited.next_logprobs is None) == ([0, 0], False)
+        assert waited.versions.tolist() == [0, 0]
         np.testing.assert_array_equal(waited.next_logprobs, np.float32([-2, -2]))
         executor.done(batch)
         await executor.publish(HANDLE)
         await sampler.step(12)
         [group] = await executor.take_batch()
         assert group.task.id == "long"
+        # read off when it went on, a token is scored under the version after it; by calls, when one more comes
+        newest = 2 if interrupt is Interrupt.ABORT else 1
         for scored in group.episodes:
             made = scored.episode.steps[0].completion
-            assert set(made.versions.tolist()) == {0, 1, 2}
+            assert set(made.versions.tolist()) == {0, 1, 2, 3}
             assert made.next_logprobs is not None
-            expected = np.where(made.versions == 2, np.nan, -2.0 - made.versions)
+            expected = np.where(made.versions > newest, np.nan, -2.0 - made.versions)
             np.testing.assert_array_equal(made.next_logprobs, np.float32(expected))
-    # version 1 scored what was sampled at 0, version 2 what was sampled at 1: nothing was scored twice
-    assert {version for version, _ in sampler.scored} == {1, 2}
+    asked = [(version, len(tokens)) for version, tokens in sampler.scored]
+    waiting, running = [(1, 4)] * 2, [pair for pair in asked if pair[1] > 4]  # both episodes of c: 2 + 2 tokens
+    assert [pair for pair in asked if pair[1] == 4] == waiting
+    assert [version for version, _ in running] == ([] if interrupt is Interrupt.ABORT else [1, 1, 2, 2])
 
 
 async def test_turns_that_ended_before_an_update_are_scored_with_the_one_that_is_open() -> None:
@@ -153,6 +166,7 @@ async def test_turns_that_ended_before_an_update_are_scored_with_the_one_that_is
         known = second.next_logprobs
         assert known is not None
         np.testing.assert_array_equal(known, np.where(second.versions == 0, np.float32(-2), np.float32(np.nan)))
+    assert sampler.scored == [], "all of it was read again when it went on"
 
 
 async def executor_publish(executor: object, taking: "asyncio.Task[object]") -> None:
@@ -184,13 +198,14 @@ async def test_what_was_cut_off_and_is_still_on_its_way_back_is_waited_for() -> 
             return made
 
     sampler = Late()
-    async with executor_of(sampler, max_staleness=2, next_logprobs=True, tokens=lambda task: (50,)) as executor:
-        taking = asyncio.create_task(executor.take_batch())
-        await turns()
-        await sampler.step(3)
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)
-        await executor.publish(HANDLE)
+    async with executor_of(
+        sampler, max_staleness=2, next_logprobs=True, reads=False, tokens=lambda task: (50,)
+    ) as executor:
+        for _ in range(2):
+            taking = asyncio.create_task(executor.take_batch())
+            await turns()
+            await sampler.step(3)
+            await executor_publish(executor, taking)
         saved = [
             turn["completion"]
             for journals in executor.state_dict()["journals"].values()
@@ -198,5 +213,6 @@ async def test_what_was_cut_off_and_is_still_on_its_way_back_is_waited_for() -> 
             for turn in journal["turns"]
         ]
     assert saved
-    assert all(one is not None and len(one["tokens"]) >= 3 for one in saved)
-    assert all(one["next_logprobs"] == [-2.0] * len(one["tokens"]) for one in saved)
+    for one in saved:
+        assert sorted(set(one["versions"])) == [0, 1]
+        assert one["next_logprobs"] == [-2.0 if version == 0 else None for version in one["versions"]]
