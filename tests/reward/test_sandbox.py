@@ -1,6 +1,7 @@
 """The sandbox beside the attacks: what is missing is said and can be refused, workers are replaced, nothing is left."""
 
 import asyncio
+import glob
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from headrace.errors import ConfigError
 from headrace.reward.sandbox import pool
 from headrace.reward.sandbox.limits import EVERY_LAYER, Answer, Layer, Limits, Outcome, essential_missing, missing
 from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.supervisor import scratch_root
 from headrace.reward.sandbox.walls import AROUND, environment
 
 ATTACKS = Path(attacks.__file__)
@@ -253,9 +255,11 @@ async def test_a_worker_that_was_killed_is_replaced(mode: Mode) -> None:
     sandbox = Sandbox({"spec": f"{ATTACKS}:good"}, mode.settings(limits=LIMITS, workers=1))
     await sandbox.describe()
     [pid] = sandbox.pids
+    [scratch] = glob.glob(f"{scratch_root()}/headrace-{os.getpid()}-{pid}-*")
     psutil.Process(pid).kill()
     answer = await sandbox.call({"rows": [a_row()]})
     assert json.loads(answer.result) == [{"score": 1.0}]
+    assert glob.glob(scratch) == []  # a supervisor that is killed cannot clear its folder away
     await sandbox.close()
 
 

@@ -38,6 +38,7 @@ from headrace.reward.sandbox.limits import (
     essential_missing,
     missing,
 )
+from headrace.reward.sandbox.supervisor import scratch_root, sweep
 from headrace.reward.sandbox.walls import environment, interpreter_paths, package_folder
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class Worker:
             "readable": list(readable),
             "uid_offset": next(_offsets) & 0xFFFFFFF,
             "limits": asdict(self._settings.limits),
+            "scratch": scratch_root(),
             "warm": self._settings.warm,
             "target": dict(target),
             "path": path_entries(),
@@ -163,11 +165,17 @@ class Worker:
             os.close(self._lifeline)
             if self._streams is not None:
                 self._streams[1].close()
+        return await asyncio.to_thread(self._wait)
+
+    def _wait(self) -> int:
+        """The supervisor's exit status. Blocks."""
         try:
-            return await asyncio.to_thread(self._process.wait, _STOP_S)
+            return self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return await asyncio.to_thread(self._process.wait)
+            return self._process.wait()
+        finally:
+            sweep(scratch_root(), self._process.pid)
 
     def abandon(self) -> None:
         """Cut the lifeline without waiting: for when there is no event loop any more."""

@@ -32,7 +32,7 @@ def supervise(plan: Plan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -
     """
     if kernel.available:
         kernel.adopt_orphans()
-    scratch = tempfile.mkdtemp(prefix=f"headrace-{os.getppid()}-", dir=plan.scratch or None)
+    scratch = tempfile.mkdtemp(prefix=_scratch_prefix(os.getppid(), os.getpid()), dir=plan.scratch)
     builder = os.fork()
     if builder == 0:
         _build(replace(plan, scratch=scratch), body, lifeline)
@@ -43,6 +43,22 @@ def supervise(plan: Plan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -
     finally:
         _end_all(builder)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def scratch_root() -> str:
+    """Where a worker's temporary folder is made; the same for every user."""
+    public = ("/tmp", "/var/tmp", "/usr/tmp")
+    return next((path for path in public if os.path.isdir(path) and os.access(path, os.W_OK)), tempfile.gettempdir())
+
+
+def sweep(root: str, supervisor: int) -> None:
+    """Remove the folder of a supervisor that this process started and that has ended; one that was killed left it."""
+    for left in Path(root).glob(f"{_scratch_prefix(os.getpid(), supervisor)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _scratch_prefix(owner: int, supervisor: int) -> str:
+    return f"headrace-{owner}-{supervisor}-"
 
 
 def _build(plan: Plan, body: Body, lifeline: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from headrace.reward.sandbox import frames
 from headrace.reward.sandbox.limits import EVERY_LAYER, OVER_CPU, OVER_MEMORY, Layer, Limits, Outcome, limits_from
-from headrace.reward.sandbox.supervisor import supervise
+from headrace.reward.sandbox.supervisor import supervise, sweep
 from headrace.reward.sandbox.walls import (
     AROUND,
     Plan,
@@ -64,12 +64,14 @@ def run_untrusted(code: str, stdin: str = "", limits: Limits = SMALL) -> Ended:
             process = _spawn((theirs.fileno(), begins), given.fileno())
         os.close(begins)
         around = [layer for layer in os.environ.get(AROUND, "").split(",") if layer]
-        order = {"code": code, "limits": asdict(limits), "around": around, "scratch": tempfile.gettempdir()}
+        scratch = tempfile.gettempdir()
+        order = {"code": code, "limits": asdict(limits), "around": around, "scratch": scratch}
         with process:
             with suppress(ConnectionError):  # it ended before it read its order: it has not begun
                 frames.send(ours.fileno(), order)
             ended = _followed(process, ours, limits, within=bool(around))
             ours.close()
+        sweep(scratch, process.pid)
         return ended if began_file.read(1) else replace(ended, outcome=Outcome.NOT_RUN)
 
 

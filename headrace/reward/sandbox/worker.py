@@ -58,7 +58,7 @@ def main(control: int, lifeline: int) -> int:
     plan = Plan(
         layers=frozenset(map(Layer, order["layers"])),
         readable=tuple(order["readable"]),
-        scratch="",
+        scratch=order["scratch"],
         uid_offset=order["uid_offset"],
         limits=limits_from(order["limits"]),
     )
