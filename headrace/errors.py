@@ -35,6 +35,10 @@ class SamplerError(HeadraceError):
     """A sampling or scoring request failed."""
 
 
+class SamplerGoneError(SamplerError):
+    """What was to be sampled from has made room for something newer, or was closed."""
+
+
 class EpisodeError(HeadraceError):
     """An episode failed: environment, policy or time limit."""
 

@@ -219,9 +219,13 @@ class EmbeddedEngine:
         params, prompt = request.params, len(request.prompt)
         room = min(self.lm.context, self._longest_slot() - 1)
         check_request(request, context=room, vocabulary=self.lm.vocabulary, decodes=self.lm.tokenizer is not None)
-        if (done := request.continue_from) is not None and len(done.versions) and done.versions[-1] > self._version:
+        if (
+            (done := request.continue_from) is not None
+            and len(done.versions)
+            and done.versions[-1] > (version := self._version_of(adapter))
+        ):
             raise SamplerError(
-                f"the completion to continue was sampled at version {done.versions[-1]}, version {self._version} is "
+                f"the completion to continue was sampled at version {done.versions[-1]}, version {version} is "
                 "loaded: load the newer weights first"
             )
         if request.score_from is not None and not (params.temperature > 0 and 1 <= request.score_from):
@@ -235,6 +239,11 @@ class EmbeddedEngine:
         future.set_running_or_notify_cancel()  # only the worker ends it
         limit = min(prompt + params.max_tokens, room)
         return Sampling(request, future, frozenset(stops), limit, next(self._arrivals), adapter)
+
+    def _version_of(self, adapter: int) -> int:
+        if adapter == BASE or self._adapters is None or adapter not in self._adapters:
+            return self._version
+        return self._adapters.version(adapter)
 
     def _longest_slot(self) -> int:
         """Positions of the longest slot that the KV budget allows."""
@@ -573,8 +582,7 @@ class EmbeddedEngine:
         self._slots.fill(row, fed + tokens[: count - 1])
         sequence.logprobs += logprobs[:count]
         sequence.raw_logprobs += raw_logprobs[:count]
-        version = self._version if self._adapters is None else self._adapters.version(sequence.adapter)
-        sequence.versions += [version] * count
+        sequence.versions += [self._version_of(sequence.adapter)] * count
         self.counters.decoded += count
         if stopped or tokens[count - 1] in sequence.stop_tokens:
             self._finish(sequence, Stop.STOP)

@@ -33,6 +33,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 ROWS, RANK = 4, 4  # see above
 KEPT = 4  # mixtures that are remembered: of the rows of a step and of those that sample, now and before
+SMALL = 400  # below, as a number of multiplications, torch has another loop for batched products, with other bits
 WASTE = 2.0  # rows computed in one batched product for each that is needed; beyond, one product for each adapter
 Keys = npt.NDArray[np.int64]
 
@@ -91,6 +92,8 @@ class Shelf:
     def __init__(self, parts: Sequence[Part], rank: int, like: Tensor) -> None:
         self.rank, self.parts = rank, {part.name: part for part in parts}
         self._like = like
+        narrowest = min(min(part.inputs, *part.outputs) for part in parts)
+        self.batches = narrowest * rank * ROWS >= SMALL  # whether batched products have the bits of single ones
         self.capacity = 0
         self._used: set[int] = set()
         self._free: list[int] = []
@@ -256,6 +259,7 @@ class _Share:
         delta_PO = self._each(part, chosen, x_PI) if self.first is None else self._batched(part, chosen, x_PI)
         if self.place is not None:
             delta_PO = delta_PO.index_select(0, self.place)
+        delta_PO = delta_PO.to(y_TO.dtype)  # logits may be in float32
         if self.rows is None:
             y_TO.add_(delta_PO)
         else:
@@ -305,7 +309,7 @@ def _share(shelf: Shelf, rows: Mapping[int, npt.NDArray[np.intp]], total: int, d
     slots = sorted(rows)
     padded = [-(-len(rows[slot]) // ROWS) * ROWS for slot in slots]
     span, tallest = slots[-1] - slots[0] + 1, max(padded)
-    batched = len(slots) > 1 and span * tallest <= WASTE * sum(padded)
+    batched = shelf.batches and len(slots) > 1 and span * tallest <= WASTE * sum(padded)
     sizes = [tallest] * span if batched else padded
     order = np.zeros(sum(sizes), dtype=np.int64)
     place = np.zeros(total, dtype=np.int64)

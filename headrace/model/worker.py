@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from headrace.errors import BackendError
+from headrace.errors import BackendError, HeadraceError
 
 R = TypeVar("R")
 CLOSED = "this worker is closed: nothing can be computed on it any more"
@@ -48,6 +48,21 @@ class Worker:
         """Wait for the request that runs; those behind it fail with BackendError."""
         self._closed = True
         self._pool.shutdown(wait=True)
+
+
+class Here:
+    """Runs requests where they are submitted, at once: for whoever is on a worker already."""
+
+    def submit(self, run: Callable[[], R]) -> "Future[R]":
+        future: Future[R] = Future()
+        try:
+            future.set_result(run())
+        except HeadraceError as exc:
+            future.set_exception(exc)
+        return future
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 def _begin(threads: int) -> None:

@@ -27,7 +27,7 @@ from headrace.model.attention import packed
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
 from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_dict, save_adapter
 from headrace.model.scalar import has_scalar_head, scalars
-from headrace.model.worker import Worker
+from headrace.model.worker import Here, Worker
 from headrace.train.optimizer import MasterAdamW
 from headrace.train.request import ReadyLoss, call_loss, check_data, check_head, packed_targets, ready_loss, stack
 from headrace.types import (
@@ -93,6 +93,8 @@ class TorchBackend:
     with a `value_head` beside its own serves losses of log-probs, of values, and of both in one forward pass; the head
     is trained with the policy and saved in a file of its own, and a sampler never sees it.
     `worker`: where requests run, in order with those of others that share it; None: one of the backend's own.
+    `keep_earlier`: a request that fails, or makes a gradient that is not finite, fails alone: what requests before it
+    accumulated stays. `idle_steps`: an update with nothing accumulated is one with a gradient of zero.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class TorchBackend:
         micro_batch_tokens: int = 8192,
         chunk_tokens: int | None = None,
         score_everything: bool = False,
-        worker: Worker | None = None,
+        worker: Worker | Here | None = None,
         value_head: nn.Linear | None = None,
+        keep_earlier: bool = False,
+        idle_steps: bool = False,
     ) -> None:
         assert micro_batch_tokens > 0
         assert value_head is None or not has_scalar_head(lm)
@@ -114,10 +118,16 @@ class TorchBackend:
         self._scalar_head: nn.Module | None = lm.model.score if has_scalar_head(lm) else value_head
         self._value_head = value_head
         self._optimizer = make_optimizer(lm, value_head)
+        self._keep_earlier, self._idle_steps = keep_earlier, idle_steps
         self._has_gradient = False
         self._num_updates = 0
         self.worker = worker or Worker()
         self._owns_worker = worker is None
+
+    @property
+    def num_updates(self) -> int:
+        """As of now, which requests that are queued may change."""
+        return self._num_updates
 
     # --- verbs: queue and return ---
 
@@ -138,6 +148,15 @@ class TorchBackend:
 
     def export_weights(self) -> "Future[WeightsHandle]":
         return self._submit("export_weights", self._export)
+
+    def read_state(self) -> "Future[TrainedState]":
+        """A copy of what has been trained, without what has been accumulated."""
+        return self._submit("read_state", self._read_state)
+
+    def write_state(self, state: "TrainedState") -> "Future[None]":
+        """Go on from there; what has been accumulated is forgotten. Raises BackendError, and nothing has changed, when
+        it is another model's."""
+        return self._submit("write_state", lambda: self._write_state(state))
 
     def gradients(self) -> "Future[dict[str, Tensor]]":
         """A copy of what has been accumulated, by parameter; no loop needs it, whoever checks one does."""
@@ -188,13 +207,19 @@ class TorchBackend:
             self._optimizer.discard()
 
     def _accumulate(self, data: Sequence[Datum], spec: LossSpec) -> ForwardOut:
+        kept = self._optimizer.gradients if self._keep_earlier and self._has_gradient else {}
+        earlier = {name: gradient.clone() for name, gradient in kept.items()}
         try:
             out = self._run(data, spec, want_gradient=True)
+            self._optimizer.fill()
+            if self._keep_earlier and not (np.isfinite(out.loss) and np.isfinite(self._optimizer.norm())):
+                raise BackendError(
+                    f"the loss is {out.loss:g} and its gradient not finite: look at the data of the request"
+                )
         except BaseException:  # whatever it was, half a gradient is worse than none
             self._optimizer.discard()
-            self._has_gradient = False
+            self._optimizer.gradients, self._has_gradient = earlier, bool(earlier)
             raise
-        self._optimizer.fill()
         self._has_gradient = True
         return out
 
@@ -392,7 +417,9 @@ class TorchBackend:
             self._optimizer.discard()
             self._has_gradient = False
             return StepOut(grad_norm=0.0, updated=False, num_updates=self._num_updates)
-        if not self._has_gradient:
+        if not self._has_gradient and self._idle_steps:
+            self._optimizer.fill()
+        elif not self._has_gradient:
             raise NoGradientError("optim_step needs a forward_backward before it: there is no gradient")
         self._has_gradient = False
         norm = self._optimizer.norm()
@@ -455,12 +482,25 @@ class TorchBackend:
             )
         flat = load_file(folder / OPTIMIZER_FILE)  # everything is read before anything is changed
         flat.pop("empty", None)
+        self._take(weights, flat, int(state["num_updates"]))
+
+    def _take(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], num_updates: int) -> None:
         with torch.no_grad():
-            for name, parameter in named.items():
+            for name, parameter in self._optimizer.parameters.items():
                 parameter.copy_(weights[name])
                 self._optimizer.masters[name].copy_(weights[name])
-        self._optimizer.load_state_dict(flat)
-        self._num_updates, self._has_gradient = int(state["num_updates"]), False
+        self._optimizer.load_state_dict(moments)
+        self._num_updates, self._has_gradient = num_updates, False
+
+    def _read_state(self) -> "TrainedState":
+        weights = {name: value.detach().clone() for name, value in self._optimizer.parameters.items()}
+        return TrainedState(weights=weights, moments=self._optimizer.state_dict(), num_updates=self._num_updates)
+
+    def _write_state(self, state: "TrainedState") -> None:
+        for name, parameter in self._optimizer.parameters.items():
+            if name not in state.weights or state.weights[name].shape != parameter.shape:
+                raise BackendError(f"there is no {name} of this shape in what was saved: it is another model's")
+        self._take(state.weights, state.moments, state.num_updates)
 
     def _frozen_fingerprint(self) -> str:
         """Of the weights that are not trained, which a state does not hold."""
@@ -469,6 +509,15 @@ class TorchBackend:
 
     def _export(self) -> WeightsHandle:
         return Shared(fingerprint=fingerprint(self.lm.model.named_parameters()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedState:
+    """Trained parameters by name, the optimiser's state as `MasterAdamW.state_dict` has it, the count of updates."""
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    num_updates: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

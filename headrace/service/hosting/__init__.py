@@ -1,0 +1,1 @@
+"""The host that computes: adapters of many tenants trained and sampled over one base model."""

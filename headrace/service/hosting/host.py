@@ -1,0 +1,311 @@
+"""`ModelHost` on one device: adapters of mixed ranks over one base model, trained one request at a time and sampled
+together in one batch.
+
+One worker thread computes everything, so training requests run in submission order and engine steps come between
+them. Every model has tensors, optimiser and counters of its own (`tenant.py`); samplers are copies in an
+`AdapterTable`, which later updates of the model do not touch. A full model's samplers are full copies with an engine
+each, of which only the newest are kept.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from headrace.errors import BackendError, CheckpointError, ModelError, SamplerError, SamplerGoneError, boundary
+from headrace.infer.engine import EmbeddedEngine
+from headrace.model.adapters import BASE, Adapter, AdapterTable, listen
+from headrace.model.load import LanguageModel, fingerprint
+from headrace.model.views import full_copy, shared_view
+from headrace.model.worker import Worker
+from headrace.service.host import AdapterSpec, Full, TopLogprobs
+from headrace.service.hosting.files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
+from headrace.service.hosting.tenant import Tenant, adapter_of, make_tenant
+from headrace.types import (
+    Adam,
+    Completion,
+    Datum,
+    Discard,
+    FloatArray,
+    ForwardOut,
+    IntArray,
+    LossSpec,
+    SampleRequest,
+    StepOut,
+    float_array,
+    int_array,
+)
+
+R = TypeVar("R")
+FULL_COPIES = 2  # samplers of a full model that are kept
+REMEMBERED = 1000  # of those that made room
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A sampler: an engine, and the adapter in it. A full copy has an engine of its own."""
+
+    engine: EmbeddedEngine
+    adapter: int
+    full: bool = False
+
+
+class AdapterHost:
+    """See `ModelHost`. `lm` is the base, which nothing changes; one full model may be trained beside the adapters.
+
+    `max_rows` sequences are sampled at once, with `kv_tokens` cached positions in all; more wait, and samplers take
+    turns. `micro_batch_tokens`: of one forward and backward pass.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        max_rows: int = 32,
+        kv_tokens: int | None = None,
+        micro_batch_tokens: int = 8192,
+        recompute: bool = False,
+        worker: Worker | None = None,
+    ) -> None:
+        lm.model.requires_grad_(False)
+        self._lm = lm
+        self._rows: dict[str, int | None] = {"max_rows": max_rows, "kv_tokens": kv_tokens}
+        self._micro_batch_tokens, self._recompute = micro_batch_tokens, recompute
+        self._worker = worker or Worker()
+        self._owns_worker = worker is None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-save")
+        self._written: Future[None] | None = None  # the last save that was asked for
+        self._tenants: dict[str, Tenant] = {}
+        self._samplers: dict[str, _Opened] = {}
+        self._gone: dict[str, str] = {}  # full copies that made room, and why
+        self._base: str | None = None
+        sampled = shared_view(lm)
+        self._table = AdapterTable(sampled.model)
+        listen(sampled.model, self._table)
+        self._engine = self._make_engine(sampled, self._table)
+
+    def _make_engine(self, lm: LanguageModel, table: AdapterTable | None = None) -> EmbeddedEngine:
+        return EmbeddedEngine(
+            lm,
+            max_rows=self._rows["max_rows"] or 32,
+            kv_tokens=self._rows["kv_tokens"],
+            worker=self._worker,
+            adapters=table,
+        )
+
+    # --- training ---
+
+    def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]":
+        return self._submit("create", lambda: self._create(model, spec))
+
+    def drop(self, model: str) -> "Future[None]":
+        def run() -> None:
+            self._tenants.pop(model, None)
+
+        return self._submit("drop", run)
+
+    def forward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+        return self._submit("forward", lambda: self._tenant(model).backend.forward(data, loss).result())
+
+    def forward_backward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+        return self._submit(
+            "forward_backward", lambda: self._tenant(model).backend.forward_backward(data, loss).result()
+        )
+
+    def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]":
+        return self._submit("optim_step", lambda: self._tenant(model).backend.optim_step(update).result())
+
+    def save(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
+        """Weights are copied in turn with other requests; the disk is waited for beside them."""
+        copied = self._submit("save", lambda: self._copy(model, optimizer))
+
+        def write() -> None:
+            saved, lm = copied.result()
+            write_model(folder, saved, lm)
+
+        self._written = self._writer.submit(write)
+        return self._written
+
+    def load(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
+        written = self._written
+        return self._submit("load", lambda: self._load(model, folder, optimizer, written))
+
+    # --- sampling ---
+
+    def snapshot(self, model: str, sampler: str) -> "Future[None]":
+        return self._submit("snapshot", lambda: self._snapshot(model, sampler))
+
+    def open_sampler(self, sampler: str, folder: Path | None) -> "Future[None]":
+        written = self._written
+        return self._submit("open_sampler", lambda: self._open(sampler, folder, written))
+
+    def close_sampler(self, sampler: str) -> "Future[None]":
+        return self._submit("close_sampler", lambda: self._close(sampler, f"the sampler '{sampler}' was closed"))
+
+    async def sample(self, sampler: str, request: SampleRequest) -> Completion:
+        opened = self._sampler(sampler)
+        return await opened.engine.sample(request, adapter=opened.adapter)
+
+    async def score(
+        self, sampler: str, sequences: Sequence[IntArray], temperature: float = 1.0
+    ) -> tuple[FloatArray, ...]:
+        opened = self._sampler(sampler)
+        return await opened.engine.score(sequences, temperature, adapter=opened.adapter)
+
+    async def top_logprobs(self, sampler: str, sequence: IntArray, k: int) -> TopLogprobs:
+        opened = self._sampler(sampler)
+        tokens, logprobs = await opened.engine.top_logprobs(sequence, k, adapter=opened.adapter)
+        nothing = np.zeros((1, k))  # nothing is before the first token
+        return TopLogprobs(
+            tokens=int_array(np.concatenate([nothing, tokens])),
+            logprobs=float_array(np.concatenate([nothing * np.nan, logprobs])),
+        )
+
+    async def target_logprobs(self, sampler: str, sequence: IntArray, targets: IntArray) -> FloatArray:
+        opened = self._sampler(sampler)
+        return await opened.engine.target_logprobs(sequence, targets, adapter=opened.adapter)
+
+    def close(self) -> None:
+        """Open calls fail; saves that were asked for are finished."""
+        self._writer.shutdown(wait=True)
+        for engine in {id(each.engine): each.engine for each in self._samplers.values()}.values():
+            engine.close()
+        self._engine.close()
+        if self._owns_worker:
+            self._worker.close()
+
+    # --- on the worker ---
+
+    def _submit(self, what: str, run: Callable[[], R]) -> "Future[R]":
+        def guarded() -> R:
+            with boundary(BackendError, f"{what} failed"):
+                return run()
+
+        return self._worker.submit(guarded)
+
+    def _tenant(self, model: str) -> Tenant:
+        if model not in self._tenants:
+            raise BackendError(f"there is no model '{model}' here: create it first")
+        return self._tenants[model]
+
+    def _sampler(self, sampler: str) -> _Opened:
+        if sampler in self._gone:
+            raise SamplerGoneError(self._gone[sampler])
+        if sampler not in self._samplers:
+            raise SamplerError(f"there is no sampler '{sampler}' here: open it first")
+        return self._samplers[sampler]
+
+    def _create(self, model: str, spec: AdapterSpec | Full) -> None:
+        if model in self._tenants:
+            raise BackendError(f"there is a model '{model}' already: choose another name, or drop it first")
+        if isinstance(spec, Full) and any(isinstance(each.spec, Full) for each in self._tenants.values()):
+            raise BackendError("all parameters of one model only can be trained here: drop that one, or ask for a rank")
+        self._tenants[model] = make_tenant(
+            self._lm, spec, micro_batch_tokens=self._micro_batch_tokens, recompute=self._recompute
+        )
+
+    def _copy(self, model: str, optimizer: bool) -> tuple[SavedModel, LanguageModel]:
+        tenant = self._tenant(model)
+        saved = SavedModel(spec=tenant.spec, state=tenant.state(), optimizer=optimizer, base=self._base_fingerprint())
+        return saved, tenant.backend.lm if isinstance(tenant.spec, Full) else self._lm
+
+    def _load(self, model: str, folder: Path, optimizer: bool, written: "Future[None] | None") -> None:
+        tenant = self._tenant(model)
+        _finished(written)
+        saved = read_model(folder, optimizer=optimizer)
+        if _kind(saved.spec) != _kind(tenant.spec):
+            raise CheckpointError(
+                f"{folder} holds {_named(saved.spec)}, the model '{model}' is {_named(tenant.spec)}: make one like it"
+            )
+        self._check_base(folder, saved.spec, saved.base)
+        try:
+            tenant.backend.write_state(saved.state).result()
+        except BackendError as exc:
+            raise CheckpointError(f"{folder} cannot be loaded: {exc}") from exc
+
+    def _base_fingerprint(self) -> str:
+        if self._base is None:
+            self._base = fingerprint(self._lm.model.named_parameters())
+        return self._base
+
+    def _check_base(self, folder: Path, spec: AdapterSpec | Full, base: str | None) -> None:
+        if isinstance(spec, AdapterSpec) and base is not None and base != self._base_fingerprint():
+            raise CheckpointError(f"the adapter in {folder} was trained over another base model than this one")
+
+    def _snapshot(self, model: str, sampler: str) -> None:
+        tenant = self._tenant(model)
+        self._check_free(sampler)
+        if isinstance(tenant.spec, Full):
+            self._keep_full(sampler, full_copy(tenant.backend.lm))
+        else:
+            self._keep(sampler, adapter_of(tenant))
+
+    def _open(self, sampler: str, folder: Path | None, written: "Future[None] | None") -> None:
+        self._check_free(sampler)
+        if folder is None:
+            self._samplers[sampler] = _Opened(self._engine, BASE)
+            return
+        _finished(written)
+        if is_full(folder):
+            lm = full_copy(self._lm)
+            tenant = make_tenant(lm, Full(), micro_batch_tokens=self._micro_batch_tokens)
+            tenant.backend.write_state(read_model(folder, optimizer=False).state).result()
+            self._keep_full(sampler, tenant.backend.lm)
+            return
+        self._check_base(folder, AdapterSpec(rank=1), base_of(folder))
+        self._keep(sampler, read_adapter(folder))
+
+    def _check_free(self, sampler: str) -> None:
+        if sampler in self._samplers:
+            raise SamplerError(f"there is a sampler '{sampler}' already: choose another name, or close it first")
+
+    def _keep(self, sampler: str, adapter: Adapter) -> None:
+        try:
+            key = self._table.put(adapter)
+        except ModelError as exc:
+            raise SamplerError(f"the sampler '{sampler}' cannot be opened: {exc}") from exc
+        self._samplers[sampler] = _Opened(self._engine, key)
+
+    def _keep_full(self, sampler: str, lm: LanguageModel) -> None:
+        """The newest take the place of the oldest."""
+        lm.model.requires_grad_(False)
+        kept = [name for name, each in self._samplers.items() if each.full]
+        for name in kept[: len(kept) - FULL_COPIES + 1]:
+            why = f"the sampler '{name}' made room: {FULL_COPIES} copies of a full model are kept, and newer ones came"
+            self._close(name, why)
+            self._gone[name] = why
+            if len(self._gone) > REMEMBERED:
+                del self._gone[next(iter(self._gone))]
+        self._samplers[sampler] = _Opened(self._make_engine(lm), BASE, full=True)
+
+    def _close(self, sampler: str, why: str) -> None:
+        self._gone.pop(sampler, None)
+        opened = self._samplers.pop(sampler, None)
+        if opened is None:
+            return
+        if opened.full:
+            opened.engine.end(SamplerGoneError(why))
+        elif opened.adapter != BASE:
+            self._engine.release(opened.adapter, SamplerGoneError(why))
+
+
+def _finished(written: "Future[None] | None") -> None:
+    """Wait for what was to be written before; whether that failed is told to whoever asked for it."""
+    if written is not None:
+        wait([written])
+
+
+def _kind(spec: AdapterSpec | Full) -> object:
+    """Specs that differ in their seeds only are of one kind."""
+    return replace(spec, seed=0) if isinstance(spec, AdapterSpec) else spec
+
+
+def _named(spec: AdapterSpec | Full) -> str:
+    if isinstance(spec, Full):
+        return "a full model"
+    flags = {"attention": spec.train_attn, "mlp": spec.train_mlp, "head": spec.train_unembed}
+    trained = " and ".join(name for name, flag in flags.items() if flag)
+    return f"an adapter of rank {spec.rank} and alpha {spec.alpha:g} on {trained}"
