@@ -9,9 +9,8 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.errors import DataError, ModelError
@@ -46,6 +45,7 @@ class Parsed:
     calls: tuple[ToolCall, ...] = ()
 
 
+@lru_cache(maxsize=4)
 def find_form(renderer: Renderer) -> ToolForm | None:
     """How the chat template writes a call; None: as bare JSON, as something else than JSON, or not at all."""
     question = Message(role="user", content="a")
@@ -116,11 +116,6 @@ def with_ids(calls: Sequence[ToolCall], seed: int, number: int) -> tuple[ToolCal
     return tuple(
         replace(call, id=f"{derive_seed(seed, number, index) % 10**9:09d}") for index, call in enumerate(calls)
     )
-
-
-def shows_tools(renderer: Renderer, messages: Sequence[Message], tools: Tools) -> bool:
-    """Whether the chat template shows these tools at all."""
-    return not np.array_equal(renderer.prompt(messages, tools), renderer.prompt(messages))
 
 
 def extended_prompt(

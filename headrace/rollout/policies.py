@@ -23,7 +23,6 @@ from headrace.tool_calls import (
     how_to_call,
     is_object,
     parse_reply,
-    shows_tools,
     with_ids,
 )
 from headrace.types import (
@@ -123,15 +122,16 @@ class SampledPolicy:
         return len(self._prompt) < self._max_tokens
 
     def _start_anew(self, tools: Tools) -> None:
+        prompt = self._renderer.prompt(self._messages, tools or None)
         if tools and tuple(tools) != tuple(self._tools):
-            if not shows_tools(self._renderer, self._messages, tools):
+            if np.array_equal(prompt, self._renderer.prompt(self._messages)):
                 raise EpisodeError(
                     "the environment offers tools and this model's chat template shows none: take a model whose "
                     "template does, or an environment that is played in words"
                 )
             self._form = find_form(self._renderer)
         self._tools = tools
-        self._prompt, self._told = self._renderer.prompt(self._messages, tools or None), tuple(self._messages)
+        self._prompt, self._told = prompt, tuple(self._messages)
 
     def _read(self, tokens: IntArray) -> Action:
         """The turn as text, and the calls in it where tools were offered."""

@@ -18,7 +18,7 @@ from headrace.algo.random import derive_seed
 from headrace.errors import DataError, EpisodeError, HeadraceError, SamplerError, boundary
 from headrace.infer.endpoint.wire import ChatRequest, Refused
 from headrace.render import Renderer
-from headrace.tool_calls import Parsed, ToolForm, extended_prompt, parse_reply, shows_tools, with_ids
+from headrace.tool_calls import Parsed, ToolForm, extended_prompt, parse_reply, with_ids
 from headrace.types import Completion, Ended, IntArray, Message, SampleRequest, SamplingParams, Step, Stop, int_array
 
 MAX_INTERRUPTS = 1000
@@ -192,7 +192,7 @@ class EpisodeRecord:
                 if found is not None:
                     return found
             prompt = self._renderer.prompt(messages, tools)
-            if tools is not None and not shows_tools(self._renderer, messages, tools):
+            if tools is not None and np.array_equal(prompt, self._renderer.prompt(messages)):
                 raise Refused(
                     "this model's chat template shows no tools: describe them in a message and leave tools out",
                     param="tools",
