@@ -176,7 +176,7 @@ class FakeHost:
         def run() -> None:
             loaded = self._model(model)
             tables, facts = _read(folder)
-            if facts["spec"] != asdict(loaded.spec):
+            if {**facts["spec"], "seed": 0} != {**asdict(loaded.spec), "seed": 0}:
                 raise CheckpointError(f"{folder} was saved with other adapter settings")
             if optimizer and "first" not in tables:
                 raise CheckpointError(f"{folder} has no optimiser state: load it without")

@@ -9,6 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, JournalError, RequestError
@@ -192,10 +193,11 @@ def outcome_of(row: Row) -> Outcome | None:
     return Done(media=PROTOBUF if row.kind in BINARY_KINDS else JSON, body=row.result)
 
 
-def failed(exc: HeadraceError) -> Failed:
-    """A refusal is the caller's doing, what came out of foreign code is ours."""
+def failed(exc: HeadraceError, hide: Path | None = None) -> Failed:
+    """A refusal is the caller's doing, what came out of foreign code is ours; the folder to `hide` is not named."""
     ours = exc.__cause__ is not None and not isinstance(exc.__cause__, HeadraceError)
-    return Failed(message=str(exc), category="server" if ours and not isinstance(exc, RequestError) else "user")
+    message = str(exc) if hide is None else str(exc).replace(str(hide), "the server's folder")
+    return Failed(message=message, category="server" if ours and not isinstance(exc, RequestError) else "user")
 
 
 def done_json(value: object) -> Done:

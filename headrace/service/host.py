@@ -85,7 +85,8 @@ class ModelHost(Protocol):
         """
 
     def load(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
-        """Take saved weights, of the same spec; moments and counters as saved, or (optimizer=False) as of a new model.
+        """Take saved weights of the same rank and layers (seeds may differ); moments and counters as saved, or
+        (optimizer=False) as of a new model.
 
         What was accumulated is forgotten. Raises CheckpointError, and the model is then as it was.
         """

@@ -196,7 +196,7 @@ class Sampling:
             with boundary(SamplerError, "sampling failed"):
                 outcome: Outcome = await self._sample(self.registry.sampler(ticket.row.target, ticket.row.owner), ask)
         except HeadraceError as exc:
-            outcome = failed(exc)
+            outcome = failed(exc, self.folder)
         finally:
             self.running -= len(ask.params)
             self._tasks.pop(ticket.row.id, None)

@@ -222,7 +222,7 @@ class Trainer:
             if ticket.replay:
                 logger.warning("request %s, run again after a restart, failed: %s", ticket.row.id, exc)
                 return
-            outcome = failed(exc)
+            outcome = failed(exc, self._folder)
             if isinstance(ticket.work, Step):
                 self._saved(ticket, None, also)
         finally:
@@ -384,7 +384,7 @@ class Trainer:
         except HeadraceError as exc:
             line.restoring = False
             for ticket in [line.waiting.pop(number) for number in sorted(line.waiting)]:
-                await self._board.settle(ticket, failed(exc))
+                await self._board.settle(ticket, failed(exc, self._folder))
             return
         for row in rows:
             ticket = Ticket(
