@@ -37,8 +37,8 @@ from headrace.infer.slots import Placed, Slots
 from headrace.infer.slots import Sequence as Sampling
 from headrace.infer.visits import STEPS, STEPS_ALONE, STEPS_JOINED, Decoder, decodable, drawn_rows, row_of
 from headrace.infer.weights import copy_weights, read_folder
-from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
 from headrace.model import head
+from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
 from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
 from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
