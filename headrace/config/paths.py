@@ -1,8 +1,9 @@
 """The paths a configuration names: models, data, and a user's functions, seen from the TOML file's folder first."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.config.tree import Config, Critic, RewardModel, RewardTerm, Rl, Sft, Source
 
@@ -71,10 +72,24 @@ def _function(text: str, base: Path) -> str:
 
 
 def _source(source: Source, base: Path) -> Source:
+    if source.type == "world":
+        return replace(source, options=_options(source.options, base))
     if source.path is None:
         return source
     located = _function(source.path, base) if source.type == "python" else _absolute(source.path, base)
     return replace(source, path=located)
+
+
+def _options(options: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Options of worlds that are somebody's files: `env` ("file.py:function"), `tasks`, and files in a `command`."""
+    found = dict(options)
+    if isinstance(options.get("env"), str):
+        found["env"] = _function(options["env"], base)
+    if isinstance(options.get("tasks"), str) and options["tasks"]:
+        found["tasks"] = _absolute(options["tasks"], base)
+    if isinstance(options.get("command"), list):
+        found["command"] = [_absolute(part, base) if Path(str(part)).suffix else part for part in options["command"]]
+    return found
 
 
 def _sources(stage: Stage, base: Path) -> Stage:

@@ -2,8 +2,10 @@
 
 import math
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +41,17 @@ def _game(name: str, data: dict[str, Any], plans: Sequence[str]) -> EnvCase:
     return EnvCase(name=name, open=WORLDS[name].make_env, task=task, plans=plans, package=name)
 
 
+FOREIGN = Path(__file__).parent.parent / "rollout" / "foreign"
+OF_VERIFIERS = {"env": f"{FOREIGN / 'games_of_verifiers.py'}:hunt", "settings": {}}
+HUNT = {"prompt": [{"role": "user", "content": "a number from 0 to 7"}], "answer": "5", "example_id": 0}
+PLAIN_SERVER = {
+    "command": [sys.executable, "-S", str(FOREIGN / "plain_server.py")],
+    "shared": False,
+    "reward_tool": "judge",
+    "state_tool": "where",
+    "call_timeout_s": 60.0,
+    "max_turns": 6,
+}
 SLIPPERY = Task(id="slippery", data={"map": ["A...", "....", "....", "...G"], "max_turns": 20, "slip": 0.6})
 ADDING = Task(id="adding", data={"question": "12 + 7", "max_turns": 6, "tools": True})
 CALLS = (
@@ -75,6 +88,33 @@ ENVS: Sequence[EnvCase] = (
     _game("gymnasium", {"env": "Taxi-v4", "settings": {"is_rainy": True}}, ("north", "east", "pickup", "fly", "")),
     _game("textarena", {"env": "GuessTheNumber-v0", "settings": {}}, ("[3]", "[12]", "[99]", "five", "")),
     _game("textworld", {"rooms": 2, "objects": 3, "quest_length": 2}, ("go south", "go north", "sing", "")),
+    _game(
+        "openenv",
+        {"env": f"{FOREIGN / 'games_of_openenv.py'}:Line", "settings": {}, "reset": {}, "field": "", "show": ""},
+        ('{"direction": "right"}', '{"direction": "left", "steps": 2}', '{"direction": "up"}', "right", ""),
+    ),
+    EnvCase(
+        name="verifiers",
+        open=WORLDS["verifiers"].make_env,
+        task=Task(
+            id="hunt", data={"row": HUNT, "verifiers": {**OF_VERIFIERS, "state": ["low", "high"], "max_turns": 0}}
+        ),
+        plans=("3", "5", "7", "seven", ""),
+        package="verifiers",
+    ),
+    EnvCase(
+        name="mcp",
+        open=WORLDS["mcp"].make_env,
+        task=Task(id="count", messages=(Message(role="user", content="Count to 3."),), data={"mcp": PLAIN_SERVER}),
+        plans=(
+            '{"name": "count", "arguments": {"by": 2}}',
+            '[{"name": "count", "arguments": {"by": 1}}, {"name": "count", "arguments": {"by": -1}}]',
+            '[{"name": "count", "arguments": {"by": 1}}, {"name": "count", "arguments": {"by": "one"}}]',
+            '{"name": "count", "arguments": {}}',
+            '{"name": "where", "arguments": {}}',
+            "2",
+        ),
+    ),
 )
 
 

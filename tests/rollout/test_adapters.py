@@ -15,6 +15,8 @@ from headrace.rollout.worlds.adapters.package import OwnLuck, require
 from headrace.rollout.worlds.adapters.textarena_games import state_key
 from headrace.types import Observation, StepResult, Task
 
+GAMES = ("gymnasium", "textarena", "textworld")  # the others have tests of their own
+
 
 def play(name: str, task: Task, actions: list[str], seed: int = 1) -> tuple[Observation, list[StepResult]]:
     env = WORLDS[name].make_env()
@@ -32,7 +34,7 @@ def text(observation: Observation) -> str:
 # --- without any package ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", GAMES)
 def test_a_missing_package_gives_the_command_that_installs_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
@@ -41,6 +43,14 @@ def test_a_missing_package_gives_the_command_that_installs_it(name: str, monkeyp
     unseen = {"max_turns": 9} if name != "textworld" else {"rooms": 7}  # it keeps the games it has made
     with pytest.raises(ConfigError, match=f"pip install {name}"):
         world_tasks(name, 1, 0, unseen)
+
+
+@pytest.mark.parametrize(("name", "pip"), [("verifiers", r"'verifiers>=0\.3,<0\.4'"), ("openenv", "openenv")])
+def test_a_missing_package_of_environments_too(name: str, pip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
+    with pytest.raises(ConfigError, match=rf"is not installed: run  pip install {pip}$"):
+        world_tasks(name, 1, 0, {"env": "mine.py:make"})
 
 
 def test_a_package_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +69,7 @@ def test_a_task_of_another_world_is_refused(name: str) -> None:
         WORLDS[name].make_env().reset(Task(id="x"), seed=0)
 
 
-@pytest.mark.parametrize("name", ["textarena", "textworld"])
+@pytest.mark.parametrize("name", sorted(set(ADAPTERS) - {"gymnasium"}))
 def test_a_tiny_model_cannot_know_the_words(name: str) -> None:
     with pytest.raises(ConfigError, match='use a real model, not "tiny"'):
         WORLDS[name].vocabulary()
@@ -328,7 +338,7 @@ def test_impossible_adventures_are_refused(textworld: Any) -> None:
         world_tasks("textworld", 1, 0, {"quest_length": 13})
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", GAMES)
 def test_splits_never_meet_and_a_seed_fixes_the_tasks(name: str) -> None:
     pytest.importorskip(name)
     train, held_out = (world_tasks(name, 60, 0, {"split": split}) for split in ("train", "held_out"))

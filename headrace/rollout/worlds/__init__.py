@@ -13,7 +13,14 @@ from headrace.algo.lookup import hint, lookup
 from headrace.errors import ConfigError
 from headrace.protocols import Env
 from headrace.rollout.worlds import calculator, frozen_lake, guess_number, key_door, single_turn, sokoban
-from headrace.rollout.worlds.adapters import gymnasium_games, textarena_games, textworld_games
+from headrace.rollout.worlds.adapters import (
+    gymnasium_games,
+    mcp_tools,
+    openenv_envs,
+    textarena_games,
+    textworld_games,
+    verifiers_envs,
+)
 from headrace.rollout.worlds.adapters.package import no_demonstrations, no_vocabulary
 from headrace.rollout.worlds.making import SolvedEnv, demonstrate
 from headrace.types import Message, Task
@@ -42,6 +49,16 @@ def _solved(
         generate_tasks=generate_tasks,
         demonstrations=partial(demonstrate, name, make_env),
         vocabulary=vocabulary,
+    )
+
+
+def _foreign(name: str, make_env: Callable[[], Env], generate_tasks: Callable[..., list[Task]]) -> World:
+    """A world that cannot play itself and may say anything."""
+    return World(
+        make_env=make_env,
+        generate_tasks=generate_tasks,
+        demonstrations=partial(no_demonstrations, name),
+        vocabulary=partial(no_vocabulary, name),
     )
 
 
@@ -74,18 +91,16 @@ ADAPTERS: Mapping[str, World] = {
         demonstrations=partial(no_demonstrations, "gymnasium"),
         vocabulary=gymnasium_games.vocabulary,
     ),
-    "textarena": World(
-        make_env=textarena_games.TextArenaEnv,
-        generate_tasks=textarena_games.generate_tasks,
-        demonstrations=partial(no_demonstrations, "textarena"),
-        vocabulary=partial(no_vocabulary, "textarena"),
-    ),
+    "textarena": _foreign("textarena", textarena_games.TextArenaEnv, textarena_games.generate_tasks),
     "textworld": _solved(
         "textworld",
         textworld_games.TextWorldGameEnv,
         textworld_games.generate_tasks,
         partial(no_vocabulary, "textworld"),
     ),
+    "verifiers": _foreign("verifiers", verifiers_envs.VerifiersEnv, verifiers_envs.generate_tasks),
+    "openenv": _foreign("openenv", openenv_envs.OpenEnvEnv, openenv_envs.generate_tasks),
+    "mcp": _foreign("mcp", mcp_tools.McpEnv, mcp_tools.generate_tasks),
 }
 WORLDS: Mapping[str, World] = {**BUILT_IN, **ADAPTERS}
 

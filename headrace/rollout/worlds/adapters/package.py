@@ -6,13 +6,15 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from headrace.algo.random import derive_seed
 from headrace.errors import ConfigError, boundary
-from headrace.rollout.worlds.making import draw_tasks
+from headrace.rollout.shuffle import permutation
+from headrace.rollout.worlds.making import check_split, digest_of, draw_tasks, is_held_out
 from headrace.types import Message, Task
 
 MAX_SEED = 2**31 - 1  # what every package takes
@@ -27,21 +29,51 @@ def require(module: str, pip: str) -> Any:
 
 
 def seed_tasks(world: str, size: int, seed: int, *, split: str, data: Mapping[str, Any]) -> list[Task]:
-    """`size` tasks that have `data` and a seed of their own, `data["seed"]`, from which the game starts."""
-    return draw_tasks(
+    """`size` tasks that have `data` and a seed of their own, `data["seed"]`, from which the game starts.
+
+    A seed belongs to one split whatever the data, so that a game with other limits is still held out.
+    """
+    drawn = draw_tasks(
         world,
         size,
         seed,
         split=split,
-        draw=partial(_random_text, settings=json.dumps(data, sort_keys=True)),
-        data_of=lambda text: {**data, "seed": int(text.partition(" ")[0])},
+        draw=lambda rng: str(rng.randint(0, MAX_SEED)),
+        data_of=lambda text: {**data, "seed": int(text)},
         what="seeds",
         remedy="ask for fewer",
     )
+    return [replace(task, id=f"{world}/{digest_of(json.dumps(task.data, sort_keys=True))}") for task in drawn]
 
 
-def _random_text(rng: random.Random, *, settings: str) -> str:
-    return f"{rng.randint(0, MAX_SEED)} {settings}"
+def choose_tasks(
+    world: str,
+    known: Sequence[Task],
+    size: int,
+    seed: int,
+    *,
+    split: str,
+    settings: Mapping[str, Any],
+    what: str,
+    by_hash: bool = True,
+) -> list[Task]:
+    """`size` of the tasks that somebody else has written, in an order that `seed` decides, with `settings` in their
+    data under the world's name.
+
+    A task belongs to one split by what is written in it, whatever the settings, so the two never meet; not `by_hash`:
+    all are of this split. Raises ConfigError when there are fewer.
+    """
+    check_split(split)
+    found: dict[str, Task] = {}
+    for task in known:
+        digest = digest_of(json.dumps([[asdict(message) for message in task.messages], task.data], sort_keys=True))
+        if not by_hash or is_held_out(digest) == (split == "held_out"):
+            found[digest] = replace(task, id=f"{world}/{digest}", data={**task.data, world: settings})
+    if len(found) < size:
+        remedy = f"set size to {len(found)} or less" if found else "give it more"
+        raise ConfigError(f"{what} has {len(found)} different tasks for split = {split!r}: {remedy}")
+    tasks = list(found.values())
+    return [tasks[index] for index in permutation(len(tasks), key=(derive_seed(world, seed),), epoch=0)[:size]]
 
 
 def no_demonstrations(world: str, tasks: Sequence[Task], seed: int, mistake_rate: float) -> list[tuple[Message, ...]]:

@@ -1,0 +1,239 @@
+"""Tool servers of the Model Context Protocol (MCP) as a world: questions from a file, answered with the server's tools.
+
+Each episode has a server process of its own, so what a server keeps belongs to one episode; `shared = true` gives all
+episodes of this process one server, which is right for one that keeps nothing. A turn without a call is the answer and
+ends the episode. A server gives no rewards and shows no state, unless tools of it do so: `reward_tool` and
+`state_tool` are called by the world and never offered to the model. Nothing has to be installed to speak to a server.
+"""
+
+import atexit
+import json
+import shlex
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from headrace.config import Source
+from headrace.errors import ConfigError, DataError, EpisodeError, boundary
+from headrace.rollout.actions import arguments_of, tool_message
+from headrace.rollout.sources import load_tasks
+from headrace.rollout.worlds.adapters.mcp_server import McpServer, Tool, start_server
+from headrace.rollout.worlds.adapters.package import choose_tasks
+from headrace.rollout.worlds.making import digest_of
+from headrace.types import Action, Message, Observation, StepResult, Task, ToolCall
+
+
+class McpEnv:
+    """`valid` means calls of tools there are, with arguments that fit them; others cost a turn, and the server does not
+    see them. What a tool refuses or fails to do is told to the model."""
+
+    deterministic = False  # nothing is known of what a server does
+    blocking = True
+
+    def __init__(self) -> None:
+        self._server: McpServer | None = None
+        self._settings: Mapping[str, Any] = {}
+        self._offered: Mapping[str, Tool] = {}
+        self._turns_left = 0
+
+    def reset(self, task: Task, seed: int) -> Observation:
+        """Starts the server, with HEADRACE_SEED and HEADRACE_TASK (the task's data as JSON) in its environment.
+
+        Raises DataError when the task is not one of this world, EpisodeError when the server cannot be started.
+        """
+        if "mcp" not in task.data:
+            raise DataError(f"task {task.id} is not of the mcp world: its data need `mcp`")
+        self.close()
+        self._settings = task.data["mcp"]
+        self._turns_left = int(self._settings["max_turns"])
+        command = self._settings["command"]
+        told = json.dumps({key: value for key, value in task.data.items() if key != "mcp"})
+        if self._settings["shared"]:
+            self._server = SHARED.get(command)
+        else:
+            self._server = start_server(command, env={"HEADRACE_SEED": str(seed), "HEADRACE_TASK": told})
+        self._offered = offered_tools(self._server.tools, self._settings)
+        return self._observe(())
+
+    def step(self, action: str) -> StepResult:
+        """An action where there is no tool: the answer."""
+        return self.call(Action(text=action, content=action))
+
+    def call(self, action: Action) -> StepResult:
+        assert self._turns_left > 0, "the episode is over"
+        self._turns_left -= 1
+        messages, valid = self._answered(action)
+        done = valid and not action.calls
+        truncated = not done and self._turns_left == 0
+        reward = self._reward(action.content) if done or truncated else None
+        return StepResult(
+            observation=self._observe(messages),
+            reward=reward or 0.0,
+            done=done,
+            truncated=truncated,
+            valid=valid,
+            success=None if reward is None else done and reward >= 1.0,
+        )
+
+    def _answered(self, action: Action) -> tuple[tuple[Message, ...], bool]:
+        """What comes of the calls, and whether they are well-formed; one that is not, and none of them is made."""
+        if action.problem is not None:
+            return (Message(role="user", content=action.problem),), False
+        problems = [self._problem(call) for call in action.calls]
+        if any(problems):
+            other = "not called, because another call of this turn is wrong"
+            told = zip(action.calls, problems, strict=True)
+            return tuple(tool_message(call, problem or other) for call, problem in told), False
+        return tuple(self._made(call) for call in action.calls), True
+
+    def _problem(self, call: ToolCall) -> str | None:
+        return argument_problem(self._offered[call.name].schema, arguments_of(call))
+
+    def _made(self, call: ToolCall) -> Message:
+        return tool_message(call, self._ask(call.name, arguments_of(call)))
+
+    def _ask(self, name: str, arguments: Mapping[str, Any]) -> str:
+        assert self._server is not None, "reset comes before call"
+        return self._server.call(name, arguments, float(self._settings["call_timeout_s"])).text
+
+    def _reward(self, answer: str) -> float | None:
+        """What the server's own judge says of the episode, if there is one; it may ask for the answer."""
+        name = self._settings["reward_tool"]
+        if not name:
+            return None
+        assert self._server is not None
+        schema = next(tool.schema for tool in self._server.tools if tool.name == name)
+        text = self._ask(name, {"answer": answer} if "answer" in schema.get("properties", {}) else {})
+        with boundary(EpisodeError, f"the reward tool {name} answered {text[:60]!r}, which is not a number"):
+            return float(text)
+
+    def _observe(self, messages: tuple[Message, ...]) -> Observation:
+        name = self._settings["state_tool"]
+        return Observation(
+            messages=messages,
+            state=digest_of(self._ask(name, {})) if name else None,
+            tools=tuple(_described(tool) for tool in self._offered.values()),
+        )
+
+    def close(self) -> None:
+        if self._server is not None and not self._settings["shared"]:
+            self._server.close()
+        self._server = None
+
+
+class SharedServers:
+    """One server for each command, started when first asked for and again if it has ended."""
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[str, ...], McpServer] = {}
+        self._lock = threading.Lock()
+
+    def get(self, command: Sequence[str]) -> McpServer:
+        with self._lock:
+            server = self._servers.get(tuple(command))
+            if server is None or not server.alive:
+                if server is not None:
+                    server.close()
+                server = self._servers[tuple(command)] = start_server(command)
+            return server
+
+    def close(self) -> None:
+        with self._lock:
+            for server in self._servers.values():
+                server.close()
+            self._servers.clear()
+
+
+SHARED = SharedServers()
+atexit.register(SHARED.close)
+
+
+def offered_tools(tools: Sequence[Tool], settings: Mapping[str, Any]) -> dict[str, Tool]:
+    """The tools that the model may call; raises ConfigError if one that the settings name is not there."""
+    own = [settings[key] for key in ("reward_tool", "state_tool") if settings[key]]
+    names = [tool.name for tool in tools]
+    for name in own:
+        if name not in names:
+            raise ConfigError(f"the MCP server has no tool {name}: it has {', '.join(names) or 'none'}")
+    return {tool.name: tool for tool in tools if tool.name not in own}
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with a call's arguments by their names and plain types; the rest is the server's to judge.
+
+    >>> add = {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
+    >>> [argument_problem(add, call) for call in ({"a": 1, "b": "x"}, {"b": 1}, {"a": True})]
+    [None, 'the argument a is missing', 'the argument a must be of type integer']
+    """
+    for name in schema.get("required", ()):
+        if name not in arguments:
+            return f"the argument {name} is missing"
+    properties = schema.get("properties", {})
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"there is no argument {name}: there are {', '.join(properties) or 'none'}"
+        wanted = properties[name].get("type")
+        allowed = _TYPES.get(wanted) if isinstance(wanted, str) else None
+        if allowed is not None and (
+            not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
+        ):
+            return f"the argument {name} must be of type {wanted}"
+    return None
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.schema)}
+    return {"type": "function", "function": function}
+
+
+def generate_tasks(
+    size: int,
+    seed: int,
+    *,
+    split: Literal["train", "held_out"] = "train",
+    command: list[str] = [],  # noqa: B006 - never changed; its type says what the option takes
+    tasks: str = "",
+    shared: bool = False,
+    reward_tool: str = "",
+    state_tool: str = "",
+    call_timeout_s: float = 30.0,
+    max_turns: int = 10,
+) -> list[Task]:
+    """`size` of the questions in the JSONL file `tasks`, for the server that `command` starts.
+
+    The server is started once, to see that it is there and has the tools. Raises ConfigError if not.
+    """
+    if not command or not tasks:
+        raise ConfigError(
+            'the world mcp needs the options command and tasks: command = ["python", "server.py"], '
+            'tasks = "questions.jsonl", say'
+        )
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"there is no program {command[0]}: correct the option command of the world mcp")
+    settings = {
+        "command": command,
+        "shared": shared,
+        "reward_tool": reward_tool,
+        "state_tool": state_tool,
+        "call_timeout_s": call_timeout_s,
+        "max_turns": max_turns,
+    }
+    try:
+        server = start_server(command)
+    except EpisodeError as exc:
+        raise ConfigError(f"{exc}: try the command {shlex.join(command)} by hand") from exc
+    server.close()
+    offered_tools(server.tools, settings)
+    known = load_tasks(Source(type="jsonl", path=tasks))
+    return choose_tasks("mcp", known, size, seed, split=split, settings=settings, what=tasks)

@@ -1,0 +1,40 @@
+"""An MCP server without any package: a counter that ends where it is told to, the same in every episode."""
+
+import json
+import sys
+
+NUMBER = {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}
+ANSWER = {"type": "object", "properties": {"answer": {"type": "string"}}}
+TOOLS = [
+    {"name": "count", "description": "Count on.", "inputSchema": NUMBER},
+    {"name": "where", "description": "The state.", "inputSchema": {"type": "object", "properties": {}}},
+    {"name": "judge", "description": "The reward.", "inputSchema": ANSWER},
+]
+
+
+def called(name: str, arguments: dict, counted: list[int]) -> str:
+    if name == "count":
+        counted[0] += arguments["by"]
+    if name == "judge":
+        return str(float(arguments["answer"] == str(counted[0])))
+    return str(counted[0])
+
+
+def main() -> None:
+    counted = [0]
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "id" not in request:
+            continue
+        result: dict = {}
+        if request["method"] == "initialize":
+            result = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "plain"}}
+        elif request["method"] == "tools/list":
+            result = {"tools": TOOLS}
+        elif request["method"] == "tools/call":
+            text = called(request["params"]["name"], request["params"]["arguments"], counted)
+            result = {"content": [{"type": "text", "text": text}]}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+
+
+main()
