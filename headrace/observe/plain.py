@@ -29,6 +29,16 @@ def one_line(text: str, width: int) -> str:
     return flat if len(flat) <= width else flat[: width - 1] + "…"
 
 
+def last_line(text: str) -> str:
+    """What an action comes to: after a page of thoughts, that is its last line.
+
+    >>> last_line("Let me see.\\nrun({})\\n"), last_line("go east")
+    ('… run({})', 'go east')
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    return text.strip() if len(lines) < 2 else f"… {lines[-1].strip()}"
+
+
 def short_key(key: str | None, width: int = 12) -> str:
     """The beginning of an anchor key; "–" where there is none."""
     return "–" if key is None else one_line(key, width) or "(empty)"

@@ -74,6 +74,7 @@ function moveStep(by) {
   if (!episode()) return;
   const steps = all(".step", episode());
   const now = steps.find(on);
+  if (now) now.open = false;
   if (steps.length) showStep(now ? beside(steps, now, by) : steps[by > 0 ? 0 : steps.length - 1], true);
 }
 

@@ -82,8 +82,8 @@ def write_page(asked: Asked, out: Path) -> int:
             break
         kept += members[:MAX_EPISODES]
     lines = read_episodes(catalog.path, [brief.place for brief in kept], tokens=True)
-    pieces = token_pieces(find_tokenizer(catalog.path, asked.tokenizer))
-    write_whole(out, page(catalog, lines, pieces))
+    tokenizer = find_tokenizer(catalog.path, asked.tokenizer)
+    write_whole(out, page(catalog, lines, token_pieces(tokenizer), ids_only=tokenizer is None))
     return len(lines)
 
 

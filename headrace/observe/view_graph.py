@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.observe.lines import EpisodeLine
-from headrace.observe.plain import figure, one_line, short_key
+from headrace.observe.plain import figure, last_line, one_line, short_key
 from headrace.observe.view_anchors import Visit, visit
 from headrace.observe.view_catalog import finite_mean
 
@@ -257,7 +257,7 @@ def _curve(x1: float, y1: float, x2: float, y2: float) -> tuple[str, float, floa
 
 def _labels(move: Transition) -> tuple[str, ...]:
     """The two most frequent actions with their counts and mean returns, and how many others there are."""
-    actions = Counter(one.action for one in move.visits)
+    actions = Counter(last_line(one.action) for one in move.visits)
     ranked = sorted(actions.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{one_line(action or '(nothing)', 15)} ×{count}" for action, count in ranked[:2]]
     if len(ranked) > 2:

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from headrace.observe.lines import EpisodeLine, MessageLine, StepLine
-from headrace.observe.plain import figure, one_line, short_key, visible
+from headrace.observe.plain import figure, last_line, one_line, short_key, visible
 from headrace.observe.view_anchors import Anchor, Choice, anchors
 from headrace.observe.view_catalog import Catalog, finite_mean, group_of, method_text
 from headrace.observe.view_graph import Graph, advantage_tone, state_graph
@@ -46,6 +46,7 @@ class PageStep:
     anchor_slug: str | None
     seen: tuple[MessageLine, ...]  # since the turn before
     action: str
+    brief: str
     valid: bool
     figures: tuple[tuple[str, str, str], ...]  # name, text, tone
     tone: str
@@ -105,8 +106,8 @@ class PageGroup:
     slugs: dict[str, str]  # of anchor cards by key
 
 
-def page(catalog: Catalog, lines: Sequence[EpisodeLine], pieces: Pieces) -> str:
-    """The page as text; pure but for reading the template beside this file."""
+def page(catalog: Catalog, lines: Sequence[EpisodeLine], pieces: Pieces, *, ids_only: bool = False) -> str:
+    """The page as text; pure but for reading the template beside this file. `ids_only`: pieces are no text."""
     package = files("headrace.observe")
     script = (package / "view.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -125,6 +126,7 @@ def page(catalog: Catalog, lines: Sequence[EpisodeLine], pieces: Pieces) -> str:
         left_out=len(catalog.briefs) - len(lines),
         has_tokens=any(not brief.lean for brief in played),
         without_tokens=room.refused,
+        ids_only=ids_only,
         legend=LEGEND,
         bys=list(By),
         style=Markup((package / "view.css").read_text(encoding="utf-8")),
@@ -247,6 +249,7 @@ def _step(
         anchor_slug=None if key is None else slugs.get(key),
         seen=seen,
         action=visible(step.action.strip()[:MAX_CHARACTERS]) or "(nothing)",
+        brief=one_line(last_line(step.action), 60) or "(nothing)",
         valid=step.valid,
         figures=tuple(_step_figures(line, index, step)),
         tone=_tone(advantage),
@@ -308,7 +311,7 @@ def _tone(value: float | None) -> str:
 
 
 def _anchor(slug: str, anchor: Anchor, at: dict[str, str]) -> PageAnchor:
-    returns = [visit.returns for visit in anchor.visits if visit.returns is not None]
+    returns = [visit.returns for visit in anchor.visits if visit.returns is not None and math.isfinite(visit.returns)]
     low, high = min(returns, default=0.0), max(returns, default=0.0)
     return PageAnchor(
         slug=slug,
@@ -326,7 +329,7 @@ def _choice(choice: Choice, at: dict[str, str], low: float, high: float) -> Page
     dots = []
     taken: Counter[int] = Counter()  # dots near a place of the line: they are stacked
     for visit in choice.visits:
-        if visit.returns is None or math.isnan(visit.returns):
+        if visit.returns is None or not math.isfinite(visit.returns):
             continue
         x = 8 + (STRIP - 16) * (0.5 if high == low else (visit.returns - low) / (high - low))
         y = 13 + (0, -7, 7)[taken[round(x / 6)] % 3]

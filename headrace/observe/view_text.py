@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.lines import EpisodeLine, StepLine
-from headrace.observe.plain import figure, one_line, short_key, span, visible
+from headrace.observe.plain import figure, last_line, one_line, short_key, span, visible
 from headrace.observe.view_anchors import Anchor
 from headrace.observe.view_catalog import Brief, Catalog, method_text
 from headrace.observe.view_tokens import LEGEND, By, Token, tone
@@ -213,7 +213,7 @@ def _verdict(success: bool | None, truncated: bool) -> Text:
 
 
 def _action(step: StepLine, width: int) -> Text:
-    text = _text(one_line(step.action, width) or "(nothing)")
+    text = _text(one_line(last_line(step.action), width) or "(nothing)")
     return text if step.valid else text.append(" invalid", style="yellow")
 
 
