@@ -244,7 +244,7 @@ def _async_options(rl: Rl) -> Iterator[str]:
     if c.max_staleness and c.stale_action == "mask":
         yield "older tokens are not trained; a group stays while it has younger ones"
     if c.max_staleness >= 2 and c.behaviour_weight == "one_step":
-        yield "every publish scores waiting and running groups under the new weights (segment-wise)"
+        yield "tokens are scored under the version after theirs, before a second one is published (segment-wise)"
     if c.oversampling > 1:
         live = math.ceil(c.oversampling * rl.groups)
         left = "goes into the next" if c.max_staleness else "is cancelled"

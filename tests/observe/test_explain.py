@@ -110,7 +110,7 @@ def test_the_resolved_configuration_in_it_loads_to_the_same() -> None:
         (["rl.async={max_staleness=1, stale_action='mask'}"], "a group stays while it has younger ones"),
         (
             ["rl.async={max_staleness=2, behaviour_weight='one_step'}"],
-            "scores waiting and running groups under the new",
+            "scored under the version after theirs, before a second",
         ),
         (["rl.groups=8", "rl.async.oversampling=1.3"], "11 groups are started for a batch of 8; the first are kept"),
         (["rl.async={max_staleness=1, replay_groups=2}"], "2 groups of earlier batches are added to every batch"),
