@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -346,6 +347,46 @@ def recredit(
     print(f"credit {method_text(result.method)}; written to {result.out}")
 
 
+@app.command()
+def serve(
+    file: Annotated[Path | None, typer.Argument(help="The service's TOML file; without one the tiny model.")] = None,
+    port: Annotated[int | None, typer.Option(help="Instead of the file's, which is 8765 by default.")] = None,
+    new_key: Annotated[bool, typer.Option("--new-key", help="Make another key, and print it once.")] = False,
+) -> None:
+    """Serve a model to the public tinker SDK: training and sampling."""
+    from dataclasses import replace
+
+    from headrace.service.server import listen, make_server
+    from headrace.service.settings import ServeConfig, load_serve_config
+    from headrace.wiring.serve import open_service
+
+    if file is not None and not file.is_file():
+        raise ConfigError(f"there is no file {file}: give the path of the service's TOML file, or none")
+    config = ServeConfig() if file is None else load_serve_config(file.read_text(encoding="utf-8"), file=str(file))
+    if port is not None:
+        config = replace(config, serve=replace(config.serve, port=port))
+    with open_service(config, make_key=new_key) as opened, listen(config.serve.host, config.serve.port) as listening:
+        host, bound = listening.getsockname()[:2]
+        names = " = ".join((opened.card.name, *opened.card.aliases))
+        print(f"headrace {__version__} serves {names} on http://{host}:{bound}")
+        if opened.new_key is not None:
+            address = f"TINKER_BASE_URL=http://{host}:{bound} TINKER_API_KEY={opened.new_key}"
+            print(f"the key, shown this once:\n  export {address}")
+        sys.stdout.flush()
+        make_server(opened.app).run(sockets=[listening])
+
+
+@app.command()
+def key(
+    owner: Annotated[str, typer.Argument(help="Whose key it is; what is made with it belongs to this name.")],
+) -> None:
+    """Make a key for a service: the key itself, and what its TOML file needs."""
+    from headrace.service.access import hash_key, new_key
+
+    made = new_key()
+    print(f'the key, shown this once: {made}\n\n[[keys]]\nowner = {json.dumps(owner)}\nsha256 = "{hash_key(made)}"')
+
+
 # --- what several commands do ----------------------------------------------------------------------------------------
 
 
@@ -379,13 +420,14 @@ def played_by(policy: str) -> str:
 def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval", "demonstrate"]) -> "Config":
     """The configuration of a file, checked, with its paths made absolute."""
     from headrace.config import absolute_paths, check, load_config
+    from headrace.rollout.task_files import task_defaults
 
     if not file.is_file():
         raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
     with boundary(ConfigError, f"{file} cannot be read"):
         text = file.read_text(encoding="utf-8")
-    config = load_config(text, file=str(file), overrides=overrides)
     base = file.absolute().parent
+    config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
 
     from headrace.algo.advantages.credit import METHODS
     from headrace.algo.losses import LOSSES

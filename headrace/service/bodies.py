@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
-Id = Annotated[str, Field(min_length=1, max_length=400)]
+Id = Annotated[str, Field(max_length=400, pattern=r"^[\x21-\x7e]+$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Metadata = Annotated[dict[Annotated[str, Field(max_length=256)], str], Field(max_length=64)]
 

@@ -173,7 +173,8 @@ class Board:
 
     async def recall(self, id: str) -> tuple[Row, Outcome | None] | None:
         """An ended request from the journal; its outcome is None when it was forgotten."""
-        rows = await asyncio.wrap_future(self._journal.requests("id = ?", (id,)))
+        plain = id.isascii() and id.isprintable()  # no other id was ever given out
+        rows = await asyncio.wrap_future(self._journal.requests("id = ?", (id,))) if plain else []
         if not rows:
             return None
         return rows[0], outcome_of(rows[0])

@@ -150,13 +150,17 @@ class Journal:
             self._commit([item for item in group if item is not None])
 
     def _commit(self, group: list[tuple[Sequence[Statement], "Future[None]"]]) -> None:
+        """All of them together; if that cannot be, each by itself, so that none fails for another's sake."""
         try:
             with boundary(JournalError, "the journal cannot be written"):
                 self._writer_database.run(statement for statements, _ in group for statement in statements)
         except JournalError as exc:
+            if len(group) > 1:
+                for item in group:
+                    self._commit([item])
+                return
             logger.error("%s", exc)
-            for _, done in group:
-                done.set_exception(exc)
+            group[0][1].set_exception(exc)
             return
         for _, done in group:
             done.set_result(None)

@@ -376,7 +376,7 @@ class Trainer:
                     self._journal.requests("target = ? AND seq > ? AND state != 'queued'", (model.id, model.saved_seq))
                 )
                 if model.saved_seq >= 0:
-                    steps = [self._host.create(model.id, model.spec)]
+                    steps = [self._host.drop(model.id), self._host.create(model.id, model.spec)]
                     if model.folder is not None:
                         steps.append(self._host.load(model.id, self._folder / model.folder, optimizer=True))
                     for step in steps:
