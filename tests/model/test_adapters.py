@@ -129,27 +129,30 @@ EIGHTS = (3, 4, 5)
 
 
 @cache
-def mixing() -> AdapterTable:
-    """Of a wider model: narrow layers are never computed in batched products."""
-    lm = prepare(make_model(**{**SHAPE, "width": 64}), make_tokenizer(()), source="tiny")
+def mixing(width: int) -> AdapterTable:
+    lm = prepare(make_model(**{**SHAPE, "width": width}), make_tokenizer(()), source="tiny")
     table = AdapterTable(lm.model)
     assert [table.put(make_adapter(lm, rank, seed=seed)) for seed, rank in enumerate(RANKS)] == [1, 2, 3, 4, 5, 6]
     return table
 
 
 def deltas(keys: list[int], x_TI: Tensor) -> Tensor:
-    out = torch.zeros(len(keys), 128)
+    out, table = torch.zeros(len(keys), 2 * x_TI.shape[1]), mixing(x_TI.shape[1])
     with torch.inference_mode():
-        if (mixture := mixing().mixture(np.array(keys))) is not None:
-            mixture.add_(mixing().parts[FIRST], None, x_TI, out)
+        if (mixture := table.mixture(np.array(keys))) is not None:
+            mixture.add_(table.parts[FIRST], None, x_TI, out)
     return out
 
 
 @settings(max_examples=60, deadline=None)
-@given(keys=st.lists(st.integers(0, len(RANKS)), min_size=1, max_size=40), seed=st.integers(0, 99))
-def test_a_row_has_the_bits_that_it_has_alone(keys: list[int], seed: int) -> None:
+@given(
+    keys=st.lists(st.integers(0, len(RANKS)), min_size=1, max_size=40),
+    seed=st.integers(0, 99),
+    width=st.sampled_from([16, 64]),
+)
+def test_a_row_has_the_bits_that_it_has_alone(keys: list[int], seed: int, width: int) -> None:
     """Whatever the others use, and whether they are computed one by one or in one product."""
-    x_TI = torch.randn(len(keys), 64, generator=torch.Generator().manual_seed(seed))
+    x_TI = torch.randn(len(keys), width, generator=torch.Generator().manual_seed(seed))
     together = deltas(keys, x_TI)
     for row, key in enumerate(keys):
         alone = deltas([BASE, key], torch.stack([x_TI[row - 1], x_TI[row]]))
@@ -160,7 +163,7 @@ def test_a_row_has_the_bits_that_it_has_alone(keys: list[int], seed: int) -> Non
 
 def test_many_adapters_of_a_rank_are_one_product_and_few_of_many_are_not() -> None:
     """The test above means nothing if one of the two ways is never taken."""
-    balanced, lopsided = mixing().mixture(np.array(EIGHTS)), mixing().mixture(np.array([3] * 30 + [5]))
+    balanced, lopsided = (mixing(64).mixture(np.array(keys)) for keys in (EIGHTS, [3] * 30 + [5]))
     assert balanced is not None
     assert lopsided is not None
     assert [share.first for share in balanced.shares] == [0]

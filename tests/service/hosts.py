@@ -95,4 +95,4 @@ def sample(host: AdapterHost, asked: Sequence[tuple[str, SampleRequest]]) -> lis
 def bits(completion: Completion) -> tuple[Any, ...]:
     """Equal for two completions exactly when tokens, log-probs (bit for bit) and the stop are."""
     logprobs = completion.sampler_logprobs.view(np.int32), completion.raw_logprobs.view(np.int32)
-    return completion.tokens.tolist(), *(each.tolist() for each in logprobs), completion.stop
+    return tuple(completion.tokens.tolist()), *(tuple(each.tolist()) for each in logprobs), completion.stop
