@@ -1,0 +1,157 @@
+"""Order, turns and repeats without HTTP: any arrival order gives the same run."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.service import bodies
+from headrace.service.access import Quota, Tenant
+from headrace.service.fake_host import FakeHost
+from headrace.service.futures import Done, Failed
+from headrace.service.journal import Journal
+from headrace.service.service import Limits, ModelCard, Service
+
+ALICE = Tenant(name="alice", quota=Quota())
+CARD = ModelCard(name="fake", context=64, vocabulary=16)
+
+
+@asynccontextmanager
+async def opened(folder: Path, host: FakeHost, **limits: Any) -> AsyncIterator[Service]:
+    journal = Journal(str(folder / "journal.sqlite"))
+    service = Service(host, CARD, journal, folder, limits=Limits(poll_s=20.0, **limits))
+    try:
+        async with service.running():
+            yield service
+    finally:
+        journal.close()
+
+
+async def make_model(service: Service, session: str, number: int) -> str:
+    body = bodies.CreateModel(session_id=session, model_seq_id=number, base_model="fake")
+    ticket = await service.create_model(ALICE, body, body.model_dump_json().encode())
+    assert isinstance(await service.wait(ticket), Done)
+    return ticket.row.target
+
+
+async def step(service: Service, model: str, seq: int) -> Any:
+    raw = json.dumps({"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}).encode()
+    return await service.train(ALICE, "optim_step", model, seq, raw)
+
+
+async def new_session(service: Service) -> str:
+    return (await service.create_session(ALICE, bodies.CreateSession(), None)).id
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.permutations(range(1, 9)), st.lists(st.integers(1, 8), max_size=6))
+def test_numbers_run_in_order_and_once_whatever_the_arrival(arrival: list[int], again: list[int]) -> None:
+    async def run() -> list[float]:
+        host = FakeHost()
+        with TemporaryDirectory() as folder:
+            async with opened(Path(folder), host) as service:
+                model = await make_model(service, await new_session(service), 0)
+                tickets = {seq: await step(service, model, seq) for seq in [*arrival, *again]}
+                outcomes = {seq: await service.wait(ticket) for seq, ticket in tickets.items()}
+        host.close()
+        assert sum(verb.startswith("optim_step") for verb in host.log) == 8
+        return [json.loads(outcomes[seq].body)["metrics"]["num_updates:max"] for seq in range(1, 9)]  # type: ignore[union-attr]
+
+    assert asyncio.run(run()) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+async def test_models_take_turns(tmp_path: Path) -> None:
+    host = FakeHost()
+    async with opened(tmp_path, host) as service:
+        session = await new_session(service)
+        busy, quiet = await make_model(service, session, 0), await make_model(service, session, 1)
+        late = [await step(service, busy, seq) for seq in range(2, 12)]  # all wait for number 1
+        late.append(await step(service, quiet, 2))
+        for model in (busy, quiet):
+            late.append(await step(service, model, 1))
+        for ticket in late:
+            await service.wait(ticket)
+        order = [verb.split()[1] for verb in host.log if verb.startswith("optim_step")]
+    host.close()
+    assert order.index(quiet) < 5  # not behind all of the other's
+    assert [order.count(busy), order.count(quiet)] == [11, 2]
+
+
+async def test_a_model_that_rests_comes_back_with_its_gradient(tmp_path: Path) -> None:
+    from headrace.service import schema
+
+    def forward(model: str, seq: int) -> bytes:
+        message = schema.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = (1).to_bytes(4, "little")
+        for name, dtype, data in (("target_tokens", 2, (2).to_bytes(8, "little")), ("weights", 1, b"\x00\x00\x80\x3f")):
+            datum.loss_fn_inputs[name].dense, datum.loss_fn_inputs[name].dtype = data, dtype
+        return bytes(message.SerializeToString())
+
+    host = FakeHost()
+    async with opened(tmp_path, host, resident_models=1) as service:
+        session = await new_session(service)
+        model = await make_model(service, session, 0)
+        await service.wait(await service.forward_backward(ALICE, forward(model, 1), None))
+        gradient = host._models[model].gradient.copy()
+        await service.trainer.rest(model)
+        assert model not in host._models
+        done = await service.wait(await step(service, model, 2))
+        assert isinstance(done, Done)
+        norm = json.loads(done.body)["metrics"]["unclipped_grad_l2:mean"]
+        assert norm == pytest.approx(float((gradient**2).sum() ** 0.5))
+        assert norm > 0.1
+    host.close()
+
+
+async def test_a_cancelled_request_never_starts_and_its_number_counts(tmp_path: Path) -> None:
+    host = FakeHost()
+    async with opened(tmp_path, host) as service:
+        model = await make_model(service, await new_session(service), 0)
+        second, third = await step(service, model, 2), await step(service, model, 3)
+        assert await service.cancel(ALICE, second.row.id)
+        first = await step(service, model, 1)
+        outcomes = [await service.wait(ticket) for ticket in (first, second, third)]
+        assert [type(outcome) for outcome in outcomes] == [Done, Failed, Done]
+        assert json.loads(outcomes[2].body)["metrics"]["num_updates:max"] == 2  # type: ignore[union-attr]
+        assert not await service.cancel(ALICE, first.row.id)  # too late
+    host.close()
+
+
+async def test_what_waits_for_a_number_that_never_came_fails_with_its_session(tmp_path: Path) -> None:
+    host = FakeHost()
+    async with opened(tmp_path, host) as service:
+        session = await new_session(service)
+        model = await make_model(service, session, 0)
+        waiting = await step(service, model, 5)
+        await service.finish_session(ALICE, session, "success")
+        outcome = await service.wait(waiting)
+        assert isinstance(outcome, Failed)
+        assert "has ended" in outcome.message
+        assert model not in host._models
+    host.close()
+
+
+async def test_a_state_that_cannot_be_saved_is_made_again_from_the_journal(tmp_path: Path) -> None:
+    class FullDisk(FakeHost):
+        def save(self, model: str, folder: Path, *, optimizer: bool) -> Any:
+            return self._submit("save", lambda: (_ for _ in ()).throw(OSError("no space left")))
+
+    broken, host = FullDisk(), FakeHost()
+    async with opened(tmp_path, broken) as service:
+        model = await make_model(service, await new_session(service), 0)
+        for seq in (1, 2, 3):
+            assert isinstance(await service.wait(await step(service, model, seq)), Done)
+    async with opened(tmp_path, host) as service:
+        done = await service.wait(await step(service, model, 4))
+        assert isinstance(done, Done)
+        assert json.loads(done.body)["metrics"]["num_updates:max"] == 4
+    broken.close()
+    host.close()

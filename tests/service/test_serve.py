@@ -1,0 +1,126 @@
+"""serve.toml and `headrace serve`: what it says, what it refuses, and the tiny model behind the public SDK."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli import app
+from headrace.errors import ConfigError
+from headrace.service.access import hash_key
+from headrace.service.server import serving
+from headrace.service.settings import ServeConfig, load_serve_config
+from headrace.wiring.serve import Opened, open_service
+from service.sdk import prompt, sampling, tinker, types
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Opened]]:
+    folder = tmp_path_factory.mktemp("serve")
+    text = f'[serve]\nfolder = "{folder}"\n[model]\naliases = ["Qwen/Qwen3-8B"]\n[engine]\nmax_rows = 8'
+    with open_service(load_serve_config(text, file="serve.toml")) as opened, serving(opened.app) as url:
+        yield url, opened
+
+
+@pytest.fixture(scope="module")
+def model(tiny: tuple[str, Opened]) -> Iterator[Any]:
+    url, opened = tiny
+    client = tinker.ServiceClient(base_url=url, api_key=opened.new_key)
+    yield client.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=4)
+    client.close("success").result(30)
+
+
+def sequences(count: int, seed: int) -> list[list[int]]:
+    return [row.tolist() for row in np.random.default_rng(seed).integers(8, 40, (count, 16))]
+
+
+def datum(tokens: list[int]) -> Any:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+
+
+def test_the_loss_of_a_real_model_falls(model: Any) -> None:
+    data = [datum(tokens) for tokens in sequences(4, seed=0)]
+    losses = []
+    for _ in range(5):
+        loss = model.forward_backward(data, "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=0.01))
+        losses.append(loss.result().metrics["loss:sum"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_sampled_logprobs_are_the_trainers(model: Any) -> None:
+    sampler = model.save_weights_and_get_sampling_client()
+    reply = sampler.sample(prompt(9, 10, 11), 3, sampling(max_tokens=12, temperature=0.7, stop=[])).result()
+    for sequence in reply.sequences:
+        whole = [9, 10, 11, *sequence.tokens]
+        trained = model.forward([datum(whole)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        assert sequence.logprobs == pytest.approx(trained[2:], abs=2e-5)
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()[1:]
+        assert scored == pytest.approx(trained, abs=2e-5)
+
+
+def test_the_clients_tokenizer_is_the_servers_folder(tiny: tuple[str, Opened], model: Any) -> None:
+    tokenizer = model.get_tokenizer()
+    assert len(tokenizer) == tiny[1].card.vocabulary
+    assert tokenizer.decode(tokenizer.encode("door")) == "door"
+
+
+def test_a_wrong_token_is_the_callers_mistake(model: Any) -> None:
+    with pytest.raises(tinker.RequestFailedError, match="vocabulary") as failure:
+        model.forward_backward([datum([1, 2, 9999])], "cross_entropy").result()
+    assert failure.value.category == types.RequestErrorCategory.User
+
+
+def test_the_key_is_told_once(tmp_path: Path) -> None:
+    config = load_serve_config(f'[serve]\nfolder = "{tmp_path}"', file="serve.toml")
+    keys = []
+    for make_key in (False, False, True):
+        with open_service(config, make_key=make_key) as opened:
+            keys.append(opened.new_key)
+    assert keys[0] is not None
+    assert keys[1] is None
+    assert keys[2] not in (None, keys[0])
+    assert keys[0].encode() not in (tmp_path / "journal.sqlite").read_bytes()
+
+
+def test_a_configured_key_is_its_hash() -> None:
+    made = CliRunner().invoke(app, ["key", 'a "friend"']).stdout
+    key = made.split("once: ")[1].split("\n")[0]
+    config = load_serve_config(made.split("\n\n", 1)[1], file="serve.toml")
+    assert (config.keys[0].owner, config.keys[0].sha256) == ('a "friend"', hash_key(key))
+    assert key.startswith("tml-")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[serve]\nprot = 1", "unknown key 'serve.prot'; did you mean 'port'?"),
+        ('[serve]\nport = "x"', "serve.port"),
+        ("[[keys]]\nowner = 'a'\nsha256 = 'abc'", "is no SHA-256"),
+        ("[[keys]]\nowner = 'a'\nsha = 'abc'", "unknown key 'keys.sha'"),
+        ("[[keys]]\nowner = 'a'\nsha256 = 'abc'\nquota = {burts = 1}", "did you mean 'burst'?"),
+        ("[limits]\npolls = 1", "unknown key 'limits.polls'"),
+        ("no toml", "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?").replace("[", r"\[")):
+        load_serve_config(text, file="serve.toml")
+
+
+def test_everybody_is_not_let_in_by_accident(tmp_path: Path) -> None:
+    config = load_serve_config(f'[serve]\nfolder = "{tmp_path}"\nhost = "0.0.0.0"', file="serve.toml")
+    with pytest.raises(ConfigError, match="let everybody in"), open_service(config):
+        pass
+
+
+def test_without_a_file_it_is_this_machine_alone() -> None:
+    config = ServeConfig()
+    assert (config.serve.host, config.serve.port, config.model.path) == ("127.0.0.1", 8765, "tiny")
