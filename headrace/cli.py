@@ -79,12 +79,13 @@ def configure(
     ] = False,
 ) -> None:
     debug = os.environ.get("HEADRACE_DEBUG") == "1"
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    terminal = logging.StreamHandler()
+    if not debug:  # what is said of every group is for log.txt
+        terminal.setLevel(logging.INFO)
+        terminal.addFilter(lambda record: record.name != "headrace.loops.tell")
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(format=form, datefmt="%H:%M:%S", handlers=[terminal])
     logging.getLogger("headrace").setLevel(logging.DEBUG if debug else logging.INFO)
-    if not debug:
-        for handler in logging.getLogger().handlers:  # the terminal's: what is said of every group is for log.txt
-            handler.setLevel(logging.INFO)
-            handler.addFilter(lambda record: record.name != "headrace.loops.tell")
 
 
 @app.command()

@@ -135,7 +135,7 @@ class _Judge:
             whole = episode_of(line, f"episode {line.id}")
             return (whole.scored if isinstance(whole, CreditedEpisode) else whole).episode
         if self._takes_tokens is None:
-            self._takes_tokens = next((fn for fn in self._c.rewards if _takes_tokens(fn)), "")
+            self._takes_tokens = next((fn for fn in self._c.rewards if _takes_tokens(fn, self._c)), "")
         if self._takes_tokens:
             raise RewardError(
                 f"{self._takes_tokens} takes episodes with their tokens, but episode {line.id} was saved lean: "
@@ -169,11 +169,16 @@ def _config(c: Recredit) -> Config:
     return absolute_paths(Config(rl=rl), base=Path.cwd())
 
 
-def _takes_tokens(fn: str) -> bool:
+def _takes_tokens(fn: str, c: Recredit) -> bool:
     if fn in BUILTIN:
         return False
+    rl = _config(replace(c, rewards=(fn,))).rl
+    assert rl is not None
+    user = UserReward(name=fn, spec=rl.rewards[0].fn)
+    if c.trusted:
+        return calling.load(user.target).shape.takes_tokens
     with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
-        about = aside.submit(check_importable, UserReward(name=fn, spec=fn), Settings()).result()
+        about = aside.submit(check_importable, user, Settings()).result()
     return calling.Shape(about["shape"]).takes_tokens
 
 

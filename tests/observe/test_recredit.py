@@ -1,0 +1,169 @@
+"""Rollouts scored and credited anew without a model: bit for bit where nothing changes, and in the sandbox."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rollout_world as world
+
+from headrace.errors import ConfigError, RewardError
+from headrace.observe.lines import iter_lines, read_lines
+from headrace.observe.trajectories import load_trajectories, save_trajectories
+from headrace.types import CreditedEpisode
+from headrace.wiring.recredit import Recredit, recredit
+
+COUNT_ON = '''
+def judge(messages, ground_truth=None, **kwargs):
+    """How often the policy went on; it cannot tell where it turned back."""
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    if "back" in said:
+        raise ValueError("turned back")
+    return {"score": said.count("on") / 10, "steps": [0.1 * (word == "on") for word in said]}
+'''
+BY_TOKENS = """
+def judge(episode):
+    return float(sum(step.completion.tokens.sum() for step in episode.steps))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "count_on.py").write_text(COUNT_ON)
+    (tmp_path / "by_tokens.py").write_text(BY_TOKENS)
+    return world.save(tmp_path / "step_000004.jsonl")
+
+
+def test_the_same_method_gives_the_same_file(file: Path) -> None:
+    """Advantages recomputed from the file are those it was saved with, to the last bit, and nothing else changes."""
+    result = recredit(Recredit(path=file))
+    assert result.out == file.with_name("recredited_step_000004.jsonl")
+    assert [json.loads(line) for line in result.out.read_text().splitlines()] == [
+        {"failed": None, **json.loads(line)} for line in file.read_text().splitlines()
+    ]
+    assert all(change.changed == 0 for change in result.comparison.groups)
+    for before, after in zip(load_trajectories(file), load_trajectories(result.out), strict=True):
+        assert isinstance(before, CreditedEpisode)
+        assert isinstance(after, CreditedEpisode)
+        assert (before.advantages, before.parts) == (after.advantages, after.parts)
+        for old, new in zip(before.scored.episode.steps, after.scored.episode.steps, strict=True):
+            np.testing.assert_array_equal(old.completion.sampler_logprobs, new.completion.sampler_logprobs)
+
+
+def test_another_method_changes_advantages_only(file: Path) -> None:
+    result = recredit(Recredit(path=file, method="dr_grpo"))
+    lines = read_lines(result.out)
+    # R = 1, 1, 0: minus their mean
+    assert [line.advantages for line in lines[:3]] == [
+        pytest.approx((1 / 3,) * 3),
+        pytest.approx((1 / 3,) * 4),
+        pytest.approx((-2 / 3,) * 3),
+    ]
+    assert [line.reward for line in lines] == [line.reward for line in read_lines(file)]
+    assert lines[0].credit is not None
+    assert (lines[0].credit.method, lines[0].credit.params) == ("dr_grpo", {})
+
+
+def test_numbers_of_the_same_method_are_kept_unless_given(file: Path) -> None:
+    assert recredit(Recredit(path=file)).method.params == {"gamma": 0.5, "norm": "none"}
+    assert recredit(Recredit(path=file, params={"gamma": 1.0})).method.params == {"gamma": 1.0, "norm": "none"}
+    assert recredit(Recredit(path=file, method="gigpo")).method.params == {"gamma": 0.5, "norm": "none"}
+    with pytest.raises(ConfigError, match="gama"):
+        recredit(Recredit(path=file, params={"gama": 1.0}))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_another_reward_is_called_and_one_that_cannot_tell_leaves_its_episode_out(file: Path, trusted: bool) -> None:
+    result = recredit(Recredit(path=file, rewards=("count_on.py:judge",), method="dr_grpo", trusted=trusted))
+    lines = list(iter_lines(result.out))
+    assert [line.reward.total for line in lines[:2]] == pytest.approx([0.3, 0.3])
+    assert lines[1].reward.steps == pytest.approx((0.0, 0.1, 0.1, 0.1))
+    assert lines[2].failed is not None
+    assert "turned back" in lines[2].failed
+    assert np.isnan(lines[2].reward.total)
+    assert len(lines[2].steps) == 3, "it can still be looked at"
+    assert lines[0].group_size == 2, "the others are compared without it"
+    assert lines[-1].failed == "the world ended", "what had failed before stays as it was"
+    change, _ = result.comparison.groups
+    assert (change.failed, change.rewards) == (1, ((0.0, 1.0), (pytest.approx(0.3), pytest.approx(0.3))))
+
+
+def test_the_reward_runs_in_the_sandbox_by_default(file: Path) -> None:
+    (file.parent / "spy.py").write_text(
+        "import pathlib\n\n\ndef judge(text, truth):\n"
+        f"    pathlib.Path({str(file.parent / 'trace')!r}).write_text('here')\n    return 1.0\n"
+    )
+    lines = list(iter_lines(recredit(Recredit(path=file, rewards=("spy.py:judge",))).out))
+    assert not (file.parent / "trace").exists()
+    assert all(line.failed for line in lines)
+    lines = list(iter_lines(recredit(Recredit(path=file, rewards=("spy.py:judge",), trusted=True)).out))
+    assert (file.parent / "trace").exists()
+    assert lines[0].reward.total == 1.0
+
+
+def test_built_in_rewards_work_too(file: Path) -> None:
+    lines = read_lines(recredit(Recredit(path=file, rewards=("env", "exact_match"))).out)
+    assert lines[0].reward.parts == {"env": 0.0, "exact_match": 0.0}
+
+
+def test_a_lean_file_is_recredited_but_has_no_tokens_for_a_reward(file: Path) -> None:
+    lean = world.save(file.with_name("lean.jsonl"), lean=True)
+    result = recredit(Recredit(path=lean, rewards=("count_on.py:judge",), method="opo"))
+    assert all(line.lean for line in read_lines(result.out))
+    # opo weighs by sampled tokens, 6 and 8 of them: the rewards are equal, so all is 0
+    assert read_lines(result.out)[0].advantages == (0.0, 0.0, 0.0)
+    with pytest.raises(
+        RewardError, match=r"by_tokens.py:judge takes episodes with their tokens, but .* was saved lean"
+    ):
+        recredit(Recredit(path=lean, rewards=("by_tokens.py:judge",)))
+    whole = read_lines(recredit(Recredit(path=file, rewards=("by_tokens.py:judge",))).out)
+    assert whole[0].reward.total == 3 * 23.0
+
+
+def test_a_group_that_was_not_saved_whole_is_refused_unless_asked_for(file: Path) -> None:
+    texts = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(texts[1:]))
+    with pytest.raises(ConfigError, match=r"has 2 of the 3 episodes of group 7.*rl\.save\.whole_groups"):
+        recredit(Recredit(path=file))
+    result = recredit(Recredit(path=file, partial=True, method="dr_grpo"))
+    assert read_lines(result.out)[0].advantages == (0.5,) * 4
+
+
+def test_steps_of_several_training_steps_are_compared_apart(file: Path) -> None:
+    """Whitening over the batch is over the batch of a training step, as it was."""
+    first, second = world.save(file.with_name("a.jsonl"), training_step=1), world.save(file.with_name("b.jsonl"))
+    mixed = file.with_name("mixed.jsonl")
+    mixed.write_text(first.read_text() + second.read_text())
+    alone = read_lines(recredit(Recredit(path=second, method="reinforce_pp")).out)
+    both = read_lines(recredit(Recredit(path=mixed, method="reinforce_pp")).out)
+    assert [line.advantages for line in both[5:]] == [line.advantages for line in alone]
+    assert len(both) == 10
+    one = read_lines(recredit(Recredit(path=mixed, method="reinforce_pp", step=1)).out)
+    assert {line.training_step for line in one} == {1}
+
+
+def test_episodes_that_were_never_credited_can_be(file: Path) -> None:
+    plain = file.with_name("eval_rl.jsonl")
+    save_trajectories(plain, world.uncredited())
+    with pytest.raises(ConfigError, match="was not credited: say how with --credit"):
+        recredit(Recredit(path=plain))
+    lines = read_lines(recredit(Recredit(path=plain, method="gigpo", params=world.PARAMS)).out)
+    assert [line.advantages for line in lines] == [line.advantages for line in read_lines(file)]
+    assert [line.group_id for line in lines] == [7, 7, 7, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"method": "turn_gae"}, "asks a critic, which is not there"),
+        ({"method": "gigppo"}, "gigpo"),
+        ({"rewards": ("nowhere.py:judge",)}, "there is no file nowhere.py"),
+        ({"rewards": ("exact_mtach",)}, "exact_mtach is not known"),
+        ({"out": Path("step_000004.jsonl")}, "is the file that is read"),
+        ({"path": Path("nowhere")}, "there is no file or folder nowhere"),
+    ],
+)
+def test_what_cannot_work_is_said(file: Path, asked: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        recredit(Recredit(**{"path": file, **asked}))  # type: ignore[arg-type]
