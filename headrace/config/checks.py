@@ -369,7 +369,7 @@ def _source_problems(key: str, source: Source, base: Path, worlds: Collection[st
             yield from _name_problems(f"{key}.name", value, worlds)
         case "python":
             yield from _function_problems(f"{key}.path", value, base, ())
-        case "jsonl" | "parquet" | "dataset":
+        case "jsonl" | "parquet" | "dataset" | "task":
             found = find_path(value, base)
             kind = "folder" if source.type == "dataset" else "file"
             if found is None:

@@ -4,7 +4,7 @@ import json
 import re
 import tomllib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
@@ -19,9 +19,16 @@ from headrace.errors import ConfigError
 _SYNONYMS = {"eta": "max_staleness", "lr": "learning_rate"}  # names used elsewhere
 
 
-def load_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    text: str,
+    *,
+    file: str,
+    overrides: Sequence[str] = (),
+    rl_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda rl: {},
+) -> Config:
     """TOML text, then overrides `a.b=value` (lists by position: `sft.sources.0.size=8`); `file` is for messages.
 
+    `rl_defaults(table)` says what [rl] may leave out because its tasks say it.
     An override's value is TOML; a bare word that is not is taken as a string. Raises ConfigError in one sentence.
 
     >>> load_config('[rl]\\nsteps = 5\\ntasks.type = "world"', file="run.toml", overrides=["rl.loss=ppo"]).rl.steps
@@ -39,7 +46,7 @@ def load_config(text: str, *, file: str, overrides: Sequence[str] = ()) -> Confi
         for path in _unknown_keys(tree, Config, ()):
             raise _Wrong(path, f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
         if isinstance(rl := tree.get("rl"), dict):
-            tree["rl"] = filled_in(rl)
+            tree["rl"] = filled_in({**rl_defaults(rl), **rl})
         try:
             return TypeAdapter(Config).validate_python(tree)
         except ValidationError as exc:

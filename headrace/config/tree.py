@@ -105,12 +105,13 @@ class Source:
     type = "world": `name` of a built-in world, `size` tasks from `seed`, `options` of the world;
     "jsonl", "parquet", "dataset" (a folder written by `datasets.save_to_disk`): `path`, `columns` maps our names
     (prompt, messages, answer, id) to theirs; "reasoning_gym": `name`, `size`, `seed`, `options`;
-    "python": `path` is "file.py:function" which returns an iterable of rows.
+    "python": `path` is "file.py:function" which returns an iterable of rows; "task": `path` is a task definition.
     """
 
     # "dataset" is a folder written by `datasets.save_to_disk`; "python" a function that returns rows
-    type: Literal["world", "jsonl", "parquet", "dataset", "reasoning_gym", "python"]
-    path: str | None = None  # jsonl, parquet, dataset: the file or folder; python: "file.py:function"
+    # "task": a TOML or JSON file in the shape of reward-kit's task definitions
+    type: Literal["world", "jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
+    path: str | None = None  # jsonl, parquet, dataset, task: the file or folder; python: "file.py:function"
     name: str | None = None  # world, reasoning_gym: which one
     size: Positive = 1000  # world, reasoning_gym: how many tasks are made
     seed: Seed = 0  # world, reasoning_gym: of the tasks

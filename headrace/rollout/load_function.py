@@ -29,6 +29,11 @@ def load_function(spec: str, *, base: Path | None = None) -> Callable[..., Any]:
     return function
 
 
+def load_module(place: str, *, base: Path | None = None) -> ModuleType:
+    """A user's module: "file.py", looked up in `base`, or "package.module". Raises ConfigError if there is none."""
+    return _load_file(place, base) if place.endswith(".py") else _load_module(place, place)
+
+
 def _load_file(place: str, base: Path | None) -> ModuleType:
     path = ((base or Path()) / Path(place).expanduser()).resolve()
     if not path.is_file():

@@ -40,6 +40,8 @@ def read_rows(source: Source, *, base: Path | None = None) -> Iterator[Row]:
             return _read_reasoning_gym(source)
         case "python":
             return _read_python(source, base)
+        case "task":
+            raise ConfigError('a source of type = "task" has something to play and no rows: use it in rl.tasks')
         case _:
             assert_never(source.type)
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from headrace.config import Config, Rl, Sft, Source
 from headrace.errors import DataError
@@ -17,6 +18,7 @@ from headrace.rollout.conversations import (
 )
 from headrace.rollout.preferences import Pair, load_pairs
 from headrace.rollout.sources import load_tasks, with_system
+from headrace.rollout.task_files import TaskDefinition, load_task_definition
 from headrace.rollout.tasks import filter_prompts, overlap
 from headrace.rollout.worlds import WORLDS, demonstrated_tasks, world_demonstrations, world_pairs, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
@@ -30,7 +32,15 @@ def tasks_of(source: Source) -> list[Task]:
         assert source.name is not None
         tasks = world_tasks(source.name, source.size, source.seed, source.options)
         return [replace(task, messages=with_system(task.messages, source.system)) for task in tasks]
+    if source.type == "task":
+        defined = _definition(source).tasks
+        return [replace(task, messages=with_system(task.messages, source.system)) for task in defined]
     return load_tasks(source)
+
+
+def _definition(source: Source) -> TaskDefinition:
+    assert source.path is not None
+    return load_task_definition(Path(source.path))
 
 
 def conversations_of(source: Source) -> list[Conversation]:
@@ -115,4 +125,6 @@ def make_env_of(source: Source) -> Callable[[], Env]:
     if source.type == "world":
         assert source.name is not None
         return WORLDS[source.name].make_env
+    if source.type == "task":
+        return _definition(source).make_env
     return SingleTurnEnv

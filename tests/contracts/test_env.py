@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from headrace.protocols import Env
+from headrace.rollout.actions import describe_tool
 from headrace.rollout.policies import tool_names
 from headrace.rollout.worlds import WORLDS
 from headrace.rollout.worlds.making import play_action
+from headrace.rollout.worlds.resources import Database, PythonState, ResourceEnv
 from headrace.testing import FakeEnv, FakeToolEnv
 from headrace.types import Message, Observation, StepResult, Task
 
@@ -68,7 +70,51 @@ CALLS = (
     "19",
     "",
 )
+ASKED = (Message(role="user", content="do it"),)
+CLEARING = Task(id="clearing", messages=ASKED, data={"initial_state": {"left": ["a", "b"]}})
+BOOKING = Task(id="booking", messages=ASKED, data={"script": "CREATE TABLE seats (n); INSERT INTO seats VALUES (3);"})
+
+
+def take(resource: PythonState, which: str) -> str:
+    resource.state["left"].remove(which)
+    return "taken"
+
+
+def resource_env(open_resource: Callable[[Task], Any], name: str, tool: Callable[..., Any]) -> ResourceEnv:
+    return ResourceEnv(
+        open_resource=open_resource,
+        achieved=lambda resource, task: None,
+        tools={name: tool},
+        described=(describe_tool(name, "do it", {"query" if name == "execute_sql" else "which": {"type": "string"}}),),
+    )
+
+
+def execute_sql(query: str, resource: Database) -> Any:
+    return resource.execute(query)
+
+
 ENVS: Sequence[EnvCase] = (
+    EnvCase(
+        name="python state",
+        open=lambda: resource_env(lambda task: PythonState(task.data["initial_state"]), "take", take),
+        task=CLEARING,
+        plans=(
+            '{"name": "take", "arguments": {"which": "a"}}',
+            '{"name": "take", "arguments": {"that": "a"}}',
+            '{"name": "give"}',
+            "done",
+        ),
+    ),
+    EnvCase(
+        name="database",
+        open=lambda: resource_env(lambda task: Database(task.data["script"]), "execute_sql", execute_sql),
+        task=BOOKING,
+        plans=(
+            '{"name": "execute_sql", "arguments": {"query": "UPDATE seats SET n = n - 1"}}',
+            '{"name": "x"}',
+            "done",
+        ),
+    ),
     EnvCase(name="fake", open=FakeEnv, task=Task(id="count"), plans=("up", "down", "")),
     EnvCase(name="fake tools", open=FakeToolEnv, task=Task(id="count"), plans=(CALLS[0], "up", "")),
     EnvCase(
