@@ -1,7 +1,8 @@
 """A language model as the judge, sampled by the embedded engine: any model folder, no endpoint.
 
-    python examples/judge.py smollm2-135m                        # or a folder that save_pretrained wrote
+    python examples/judge.py FOLDER            # one that save_pretrained wrote, of a model that follows instructions
 
+The default, smollm2-135m, is too small to keep to the form it is asked for; its replies show what becomes of that.
 `rl_judge.toml` asks a judge behind an endpoint instead. Either way the judge is a term like any other: it has a weight
 and a curve, and an episode that it does not judge has no reward, which is not the same as reward 0.
 """

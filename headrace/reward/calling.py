@@ -1,6 +1,6 @@
 """A reward function as its author wrote it: found, recognised by its signature, and called.
 
-Knows the shapes that reward functions have elsewhere (docs/rewards.md). Runs on both sides of the sandbox's wall, so it
+Knows the shapes that reward functions have elsewhere (docs/authoring-rewards.md). Runs on both sides of the wall, so it
 needs the standard library only; numpy and the package's own types are imported when a function asks for an episode.
 Everything here is trusted as little as the function it calls: numbers are checked on the other side, in `verdict.py`.
 """
