@@ -1,7 +1,7 @@
 """Plays groups within the staleness bound and hands them out in batches; synchronous training is its eta = 0.
 
-One event loop owns all state: the ledger counts, admission decides, the runner plays, the journals keep what runs, the
-buffer what is ready, the publisher makes versions. A background task settles what has ended and starts what may start;
+One event loop owns all state: the books say what is known, admission decides, the runner plays, the journals keep what
+runs, the publisher makes versions. A background task settles what has ended and starts what may start;
 all else happens in the caller's own calls. At eta = 0 nothing starts before a batch is asked for and one task is drawn
 for each group that was given up, so which tasks are drawn and which groups are taken depend on the rewards alone, never
 on the order of completion (with over-sampling, which groups end first decides).
@@ -13,7 +13,6 @@ batches depend on the state alone, for any eta.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,21 +22,18 @@ from typing import Any, Self
 from headrace.algo.staleness import StalenessPolicy, Verdict
 from headrace.errors import CheckpointError, DataError, HeadraceError, RolloutError, boundary
 from headrace.rollout.admission import Admission, Limit
-from headrace.rollout.buffer import ReadyBuffer
-from headrace.rollout.failures import DropsInARow, too_few, why_failed
+from headrace.rollout.books import Books
+from headrace.rollout.failures import too_few, why_failed
 from headrace.rollout.filters import Filter, first_rejection
-from headrace.rollout.group_json import from_json, to_json
 from headrace.rollout.journal import Journals
 from headrace.rollout.keep import Keep, KeepFirst
-from headrace.rollout.ledger import Drop, Ledger, State, Ticket
+from headrace.rollout.ledger import Drop, State, Ticket
 from headrace.rollout.next_version import NextVersionScorer, fill_all
 from headrace.rollout.publish import Publisher
-from headrace.rollout.replay import ReplayBuffer
 from headrace.rollout.runner import Err, Ok, Outcome, TaskRunner
 from headrace.rollout.settings import AsyncSettings, StaleAction
-from headrace.rollout.slow import SlowTasks
 from headrace.rollout.stall import pending
-from headrace.rollout.window import Window, mean_length
+from headrace.rollout.window import mean_length
 from headrace.types import Group, Task, WeightsHandle
 
 logger = logging.getLogger(__name__)
@@ -81,7 +77,6 @@ class RolloutExecutor:
         self._policy = policy or settings.policy
         self._journals = journals
         self._cursor = cursor
-        self._ledger = Ledger()
         self._admission = Admission(
             batch_groups=batch_groups,
             max_staleness=settings.max_staleness,
@@ -90,13 +85,13 @@ class RolloutExecutor:
             limits=tuple(limits),
         )
         self._runner = TaskRunner(timeout_s=settings.group_limit_s)
-        self._ready = ReadyBuffer(max_groups=self._admission.max_live)
-        self._replay = ReplayBuffer(max_groups=REPLAY_BATCHES * settings.replay_groups)
+        self._books = Books(
+            max_live=self._admission.max_live,
+            max_replayed=REPLAY_BATCHES * settings.replay_groups,
+            max_drops=settings.max_consecutive_drops,
+        )
+        self._ledger, self._ready, self._replay = self._books.ledger, self._books.ready, self._books.replay
         self._scorer = NextVersionScorer(publisher.samplers) if settings.next_logprobs else None
-        self._tasks: dict[int, Task] = {}  # of running groups
-        self._again: deque[Task] = deque()  # dropped as stale, to be tried before new ones
-        self._slow = SlowTasks()
-        self._urgent: set[int] = set()  # ready groups that a publish waited for
         self._doomed: dict[int, Drop] = {}  # running groups that were cancelled, and why
         self._ended: list[Outcome] = []  # not settled yet
         self._settler: asyncio.Task[None] | None = None
@@ -105,9 +100,6 @@ class RolloutExecutor:
         self._publishing = False
         self._failure: HeadraceError | None = None  # ends the run at the next take_batch
         self._source_failure: HeadraceError | None = None  # ends it once what has been started is used up
-        self._drops = DropsInARow(limit=settings.max_consecutive_drops)
-        self._window = Window()
-        self._reported: dict[str, int] = {}
         # the state at the last publish, before anything went on
         self._barrier: Callable[[], dict[str, Any]] | None = None
 
@@ -128,7 +120,7 @@ class RolloutExecutor:
     @property
     def _used_up(self) -> bool:
         """No task is left: the source has failed and none is to be tried again."""
-        return self._source_failure is not None and not self._again
+        return self._source_failure is not None and not self._books.again
 
     @property
     def _lockstep(self) -> bool:
@@ -143,7 +135,7 @@ class RolloutExecutor:
         if self._journals is not None and self._lockstep:
             self._journals.gate.changed = self._progress.set
         for ticket in self._ledger.tickets(State.RUNNING):  # restored
-            self._runner.spawn(ticket.id, partial(self._play, self._tasks[ticket.id], ticket.id))
+            self._runner.spawn(ticket.id, partial(self._play, self._books.tasks[ticket.id], ticket.id))
         self._cancel_late()
         return self
 
@@ -201,8 +193,8 @@ class RolloutExecutor:
                     self._ledger.drop(group.id, Drop.CANCELLED)
                 raise
         again = self._replay.draw(self._settings.replay_groups)
-        self._window.replayed += len(again)
-        self._window.take((*groups, *again), version=self.version, oldest=self.oldest)
+        self._books.window.replayed += len(again)
+        self._books.window.take((*groups, *again), version=self.version, oldest=self.oldest)
         return (*groups, *again)
 
     def done(self, groups: Sequence[Group]) -> None:
@@ -226,7 +218,7 @@ class RolloutExecutor:
             self._journals.gate.hold()
         try:
             async with self._publisher.publish(handle, before_load=self._collect):
-                self._window.drains_cut += self._publisher.drains_cut - cut_before
+                self._books.window.drains_cut += self._publisher.drains_cut - cut_before
                 self._sweep()
                 self._cancel_late()
                 self._barrier = self._state()
@@ -245,12 +237,7 @@ class RolloutExecutor:
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call, lag of the tokens taken since then, and how many groups run and wait now."""
-        totals, counts, window = self._ledger.totals, self._ledger.counts, self._window
-        since = {name: float(total - self._reported.get(name, 0)) for name, total in totals.items()}
-        self._reported, self._window = totals, Window()
-        values = since | window.values()
-        values |= {"running": float(counts.running), "ready": float(counts.ready), "version": float(self.version)}
-        return {f"rollout/{name}": value for name, value in values.items()}
+        return self._books.metrics(version=self.version)
 
     # --- checkpoint ----------------------------------------------------------------------------------------------
 
@@ -264,58 +251,26 @@ class RolloutExecutor:
         The call makes JSON of it, whenever that is and on any thread: most states are never written. Groups that train,
         or that run and cannot be taken up again, are dropped when it is loaded.
         """
-        state = self._barrier or self._state()
-        since = {"reported": dict(self._reported), "window": self._window.state_dict()}
-        return lambda: {**state(), **since}
+        state, figures = self._barrier or self._state(), self._books.figures()
+        return lambda: {**state(), **figures}
 
     def _state(self) -> Callable[[], dict[str, Any]]:
-        """Of now: references to values that never change, and copies of what does."""
-        counts = {
-            "version": self.version,
-            "ledger": self._ledger.state_dict(),
-            "slow": self._slow.state_dict(),
-            "urgent": sorted(self._urgent),
-            "drops": self._drops.state_dict(),
-            "cursor": None if self._cursor is None else dict(self._cursor()),
-        }
-        ready, replay = self._ready.snapshot(), self._replay.snapshot()
+        """Of now, without the figures that are reported."""
+        cursor = None if self._cursor is None else dict(self._cursor())
+        here = {"version": self.version, "cursor": cursor}
+        groups = self._books.snapshot()
         journals = dict if self._journals is None else self._journals.snapshot()
-        running, again = sorted(self._tasks.items()), tuple(self._again)
-        return lambda: {
-            **counts,
-            "ready": ready(),
-            "replay": replay(),
-            "running": [{"id": id, "task": to_json(task)} for id, task in running],
-            "journals": journals(),
-            "again": [to_json(task) for task in again],
-        }
+        return lambda: {**here, **groups(), "journals": journals()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError when `state` is not what `state_dict` gave."""
         assert self._settler is None, "a state is loaded before the executor is entered"
+        self._books.load_state_dict(state)
         with boundary(CheckpointError, "the rollout state in the checkpoint cannot be read"):
-            self._ledger.load_state_dict(state["ledger"])
-            self._ready.load_state_dict(state["ready"])
-            self._replay.load_state_dict(state["replay"])
             self._publisher.version = int(state["version"])
-            self._tasks = {int(entry["id"]): from_json(entry["task"], Task) for entry in state["running"]}
             if self._journals is not None:
                 self._journals.load_state_dict(state["journals"])
-            self._again = deque(from_json(entry, Task) for entry in state["again"])
-            self._slow.load_state_dict(state["slow"])
-            self._urgent = {int(id) for id in state["urgent"]}
-            self._drops.load_state_dict(state["drops"])
-            totals = self._ledger.totals  # where the clock is real, some of what was reported comes again
-            reported = {str(name): int(total) for name, total in state["reported"].items()}
-            self._reported = {name: min(total, totals.get(name, 0)) for name, total in reported.items()}
-            self._window = Window.from_state(state["window"])
-            ready = [ticket.id for ticket in self._ledger.tickets(State.READY)]
-            if ready != sorted(group.id for group in self._ready):
-                raise CheckpointError(f"the ledger lists the ready groups {ready} and other groups are stored")
-        for ticket in self._ledger.tickets(State.RUNNING, State.TRAINING):
-            if ticket.state is State.TRAINING or self._journals is None or not self._journals.resumable(ticket.id):
-                self._forget(ticket.id)
-                self._ledger.drop(ticket.id, Drop.RESUME)
+        self._books.forget_unresumable(self._journals)
 
     # --- starting and settling -----------------------------------------------------------------------------------
 
@@ -346,12 +301,11 @@ class RolloutExecutor:
                 return
             try:
                 with boundary(DataError, "the task source has no further task"):
-                    task = self._again.popleft() if self._again else self._next_task()
+                    task = self._books.again.popleft() if self._books.again else self._next_task()
             except HeadraceError as exc:
                 self._source_failure = exc
                 return
-            ticket = self._ledger.start(task.id, version=self.version)
-            self._tasks[ticket.id] = task
+            ticket = self._books.start(task, version=self.version)
             self._runner.spawn(ticket.id, partial(self._play, task, ticket.id))
 
     def _settle(self, outcome: Outcome) -> None:
@@ -359,7 +313,8 @@ class RolloutExecutor:
         if (reason := self._doomed.pop(outcome.id, None)) is not None:
             if reason is Drop.STALE:
                 assert self._journals is not None
-                self._drop_stale(self._tasks[outcome.id], outcome.id, self._journals.mean_sampled(outcome.id))
+                length = self._journals.mean_sampled(outcome.id)
+                self._books.drop_stale(self._books.tasks[outcome.id], outcome.id, length)
             else:
                 self._ledger.drop(outcome.id, reason)
             self._forget(outcome.id)
@@ -372,7 +327,7 @@ class RolloutExecutor:
             case Ok(id=id, group=played):
                 assert played.id == id, f"group {id} came back as {played.id}"
                 group = replace(played, started_version=self._ledger.ticket(id).started_version)
-                self._window.failed_episodes += len(group.failed)
+                self._books.window.failed_episodes += len(group.failed)
                 self._judge(group if self._journals is None else self._journals.refreshed(group))
         self._forget(outcome.id)
 
@@ -388,25 +343,18 @@ class RolloutExecutor:
         elif rejection is not None:
             self._give_up(group.id, f"filtered_{rejection.reason}", "")
         elif self._decide(group) is Verdict.DROP:
-            self._drop_stale(group.task, group.id, mean_length(group))
+            self._books.drop_stale(group.task, group.id, mean_length(group))
         else:
-            self._ledger.ready(group.id)
-            self._ready.put(group)
-            self._drops.clear()
-            self._slow.ended(group.task.id)
-            self._window.end(mean_length(group), stale=False)
+            self._books.keep(group)
 
     def _forget(self, id: int) -> None:
         """A group runs no more."""
-        self._tasks.pop(id, None)
+        self._books.tasks.pop(id, None)
         if self._journals is not None:
             self._journals.close(id)
 
     def _give_up(self, id: int, reason: str, text: str) -> None:
-        """Drop a group that is of no use; too many in a row end the run."""
-        logger.debug("group %d dropped (%s): %s", id, reason, text)
-        self._ledger.drop(id, reason)
-        failure = self._drops.note(reason, text)
+        failure = self._books.give_up(id, reason, text)
         self._failure = self._failure or failure
 
     # --- a batch -------------------------------------------------------------------------------------------------
@@ -428,13 +376,11 @@ class RolloutExecutor:
         return enough
 
     def _take(self) -> tuple[Group, ...]:
-        chosen = self._keep.choose(tuple(self._ready), self._batch_groups, before=self._urgent)
-        groups = self._ready.take(group.id for group in chosen)
+        chosen = self._keep.choose(tuple(self._ready), self._batch_groups, before=self._books.urgent)
+        groups = self._books.take(group.id for group in chosen)
         assert len(groups) == self._batch_groups
         for group in groups:
             assert self._decide(group) is not Verdict.DROP, "a stale group was taken"
-        self._urgent -= {group.id for group in groups}
-        self._ledger.take(group.id for group in groups)
         return groups
 
     async def _drop_surplus(self) -> None:
@@ -505,7 +451,7 @@ class RolloutExecutor:
         self._replay.sweep(self._decide)
         stale = self._ready.sweep(self._decide)
         for group in stale:
-            self._drop_stale(group.task, group.id, mean_length(group))
+            self._books.drop_stale(group.task, group.id, mean_length(group))
         if stale:
             self._admit()
 
@@ -522,13 +468,6 @@ class RolloutExecutor:
         head = self._journals.head_version(ticket.id)
         return self.version if head is None else head
 
-    def _drop_stale(self, task: Task, id: int, num_tokens: float) -> None:
-        self._ledger.drop(id, Drop.STALE)
-        self._urgent.discard(id)
-        self._window.end(num_tokens, stale=True)
-        if self._slow.dropped(task.id):
-            self._again.append(task)
-
     async def _wait_for_slow(self) -> None:
         """Groups of slow tasks that this publish brings to the bound are waited for: it is their last chance."""
         if self._settings.stale_action is not StaleAction.DROP or not self._settings.max_staleness:
@@ -537,18 +476,18 @@ class RolloutExecutor:
         slow = [
             ticket.id
             for ticket in self._ledger.tickets(State.RUNNING)
-            if ticket.task_id in self._slow and self._head(ticket) == last
+            if ticket.task_id in self._books.slow and self._head(ticket) == last
         ]
-        self._window.slow_waits += len(slow)
+        self._books.window.slow_waits += len(slow)
         try:
             async with asyncio.timeout(self._settings.slow_limit_s):
-                while any(id in self._tasks for id in slow) and self._failure is None:
+                while any(id in self._books.tasks for id in slow) and self._failure is None:
                     await self._wait_for_progress()
         except TimeoutError:
             logger.warning("publishing without slow tasks: %s", self.pending())
         ready = {group.id for group in self._ready}
-        self._urgent |= ready.intersection(slow)
-        self._window.slow_missed += len(set(slow) - ready)
+        self._books.urgent |= ready.intersection(slow)
+        self._books.window.slow_missed += len(set(slow) - ready)
 
     async def _collect(self) -> None:
         """While all are paused: wait for what was cut, then score under this version what the one before it sampled and

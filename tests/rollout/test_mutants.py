@@ -19,8 +19,8 @@ from test_ledger_machine import LedgerMachine
 
 from headrace.algo import datum as datum_module
 from headrace.algo.staleness import Counts, HeadBound, Verdict
+from headrace.rollout import books, next_version, unscored
 from headrace.rollout import executor as executor_module
-from headrace.rollout import next_version, unscored
 from headrace.rollout.admission import Admission
 from headrace.rollout.buffer import ReadyBuffer
 from headrace.rollout.executor import RolloutExecutor
@@ -296,7 +296,7 @@ EXECUTOR_MUTANTS: dict[str, Patch] = {
     "a continued sequence loses its beginning": patched(World, "sampler_class", LosesWhatWasCut),
     "a modifier is added after the minimum": patched(executor_module, "Admission", ModifierAfterMin),
     "groups in training are not live": patched(executor_module, "Admission", ForgetsTraining),
-    "a restart forgets what is ready": patched(executor_module, "Ledger", ForgetsReady),
+    "a restart forgets what is ready": patched(books, "Ledger", ForgetsReady),
     "pausing does not stop admission": patched(RolloutExecutor, "pause", lambda self: None),
 }
 
