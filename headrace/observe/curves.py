@@ -22,6 +22,8 @@ class Curve:
     marked: bool = False
 
 
+REWARD = "Reward"
+SUMMARIES = ("reward/mean", "reward/max", "reward/min")  # of the sum; the other reward/<name> are terms
 MAX_TRIES = 128  # samples of a held-out task that the success chart knows of
 
 CURVES = (
@@ -37,7 +39,7 @@ CURVES = (
         marked=True,
     ),
     Curve(
-        title="Reward",
+        title=REWARD,
         names=(("reward/mean", "mean reward"),),
         explanation="What the episodes of each training step earned on average; reinforcement learning makes "
         "well-paid behaviour more likely, so this should climb.",
@@ -137,16 +139,34 @@ class Chart:
 
 
 def charts(records: Sequence[MetricRecord]) -> tuple[Chart, ...]:
-    """Every chart of CURVES that has data, then where the time went."""
-    drawn = [chart for curve in CURVES if (chart := draw(curve, records)) is not None]
+    """Every chart of CURVES that has data, with the terms of the reward behind their sum, then where the time went."""
+    terms = _reward_terms(records)
+    wanted = [one for curve in CURVES for one in ((curve, terms) if curve.title == REWARD and terms else (curve,))]
+    drawn = [chart for curve in wanted if (chart := draw(curve, records)) is not None]
     timing = _draw_times(records)
     return (*drawn, timing) if timing is not None else tuple(drawn)
 
 
 def other_names(records: Sequence[MetricRecord]) -> list[str]:
     """The metrics that no chart of `charts` shows."""
-    shown = {metric for curve in CURVES for metric, _ in curve.names} | {metric for metric, _ in TIMES}
+    terms = _reward_terms(records)
+    curves = CURVES if terms is None else (*CURVES, terms)
+    shown = {metric for curve in curves for metric, _ in curve.names} | {metric for metric, _ in TIMES}
     return sorted({name for record in records for name in record.values} - shown)
+
+
+def _reward_terms(records: Sequence[MetricRecord]) -> Curve | None:
+    """The terms that the reward is the weighted sum of, as many as a chart has styles for; None: there is only one."""
+    named = {name for record in records for name in record.values if name.startswith("reward/")}
+    terms = sorted(name for name in named - set(SUMMARIES) if name.count("/") == 1)
+    if len(terms) < 2:
+        return None
+    return Curve(
+        title="Rewards by term",
+        names=tuple((name, name.removeprefix("reward/")) for name in terms[: len(STYLES)]),
+        explanation="What each reward function gave, before its weight; one that climbs while another falls shows what "
+        "the model trades for what.",
+    )
 
 
 def other_charts(records: Sequence[MetricRecord], names: Sequence[str]) -> tuple[Chart, ...]:

@@ -71,6 +71,18 @@ def test_charts_without_data_are_left_out_and_stages_do_not_mix() -> None:
     assert charts([]) == ()
 
 
+def test_the_terms_of_a_reward_have_a_chart_behind_their_sum() -> None:
+    values = {"reward__mean": 1.0, "reward__env": 0.5, "reward__length": -0.25, "reward__env/part": 0.1}
+    several = [record(1, "rl", **values)]
+    assert [chart.title for chart in charts(several)] == ["Reward", "Rewards by term"]
+    assert [label for _, label in charts(several)[1].legend] == ["env", "length"]
+    assert other_names(several) == ["reward/env/part"]
+    many = [record(1, "rl", reward__mean=1.0, **{f"reward__{letter}": 1.0 for letter in "abcdef"})]
+    assert len(charts(many)[1].legend) == 4
+    assert other_names(many) == ["reward/e", "reward/f"]  # each in a chart of its own
+    assert [chart.title for chart in charts([record(1, "rl", reward__mean=1.0, reward__env=1.0)])] == ["Reward"]
+
+
 def test_every_chart_explains_itself_in_a_sentence(synthetic_run: Callable[..., Path]) -> None:
     records = read_metrics(synthetic_run() / "metrics.jsonl")
     drawn = charts(records)

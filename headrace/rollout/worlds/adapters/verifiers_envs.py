@@ -280,7 +280,9 @@ def _loaded(env: str, settings: str, max_turns: int) -> Any:
     if not isinstance(made, verifiers.MultiTurnEnv):
         raise ConfigError(f"{env} is no environment of turns (vf.MultiTurnEnv) but a {type(made).__name__}")
     if made.requires_group_rollouts:
-        raise ConfigError(f"the rubric of {env} judges whole groups at once: write it as a batch reward (rewards.md)")
+        raise ConfigError(
+            f"the rubric of {env} judges whole groups at once: write it as a batch reward (authoring-rewards.md)"
+        )
     if max_turns:
         made.max_turns = max_turns
     for rubric in _rubrics(made.rubric):
