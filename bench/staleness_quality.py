@@ -1,7 +1,7 @@
 """How much does the age of tokens cost, and which weights of stale tokens make up for it? eta in {0, 2, 8} times
 coupled PPO and decoupled PPO with full, one-step (segment-wise) and log-linear weights, on the demo's world.
 
-    PYTHONPATH=. python3 bench/staleness_quality.py --jobs 14 --out staleness.json    # 60 runs of one or two minutes each
+    PYTHONPATH=. python3 bench/staleness_quality.py --jobs 14 --out staleness.json    # 60 runs, a minute or two each
     PYTHONPATH=. python3 bench/staleness_quality.py --read staleness.json --markdown  # the same figures as tables
 
 A run is in the file of --out as soon as it has ended, and one that is there is not trained again: what was stopped goes
@@ -14,8 +14,9 @@ short SFT checkpoint with the same tasks and sampling seeds: differences are tak
 
 Figures, over the seeds with their standard deviation: area under the curve of training success (its mean over the
 steps), success in the last quarter of the steps, held-out success at the end; and by lag the spread of log w and the
-effective sample size of the weights as used. The last line is JSON; `ratio` is the mean area of decoupled PPO with full
-weights over that of coupled PPO at the largest eta.
+effective sample size of the weights as used. Each variant is compared with decoupled PPO of full weights at the same
+eta by the paired 95 % t-interval of the difference over the seeds. The last line is JSON; `ratio` is the mean area of
+decoupled PPO with full weights over that of coupled PPO at the largest eta.
 """
 
 import argparse
@@ -33,7 +34,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from credit import DEMO, EVAL_SEED, WORLD, Budget, Weights, demo_adam, demo_model, start_process, table, train_sft
+from credit import (
+    DEMO,
+    EVAL_SEED,
+    WORLD,
+    Budget,
+    Interval,
+    Weights,
+    demo_adam,
+    demo_model,
+    paired_interval,
+    shown,
+    start_process,
+    table,
+    train_sft,
+)
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.correction import Behaviour
@@ -250,6 +265,16 @@ def mean_weights(runs: Sequence[Trained]) -> dict[str, float]:
     }
 
 
+def against_full(trained: Sequence[Trained], figure: str) -> dict[tuple[int, str], Interval]:
+    """eta and variant -> the difference to `full` within a seed, for seeds that have both; two or more are needed."""
+    values = {(one.eta, one.variant, one.seed): getattr(one, figure) for one in trained}
+    differences: dict[tuple[int, str], list[float]] = {}
+    for (eta, variant, seed), value in values.items():
+        if variant != "full" and (eta, "full", seed) in values:
+            differences.setdefault((eta, variant), []).append(value - values[eta, "full", seed])
+    return {case: paired_interval(found) for case, found in differences.items() if len(found) > 1}
+
+
 def summary(budget: Budget, parts: int, trained: Sequence[Trained]) -> dict[str, Any]:
     found = cells(trained)
     figures = {
@@ -268,6 +293,12 @@ def summary(budget: Budget, parts: int, trained: Sequence[Trained]) -> dict[str,
         "minibatches": parts,
         **asdict(budget),
         "cases": figures,
+        "against_full": {
+            f"eta {eta}, {variant}": {
+                figure: asdict(against_full(trained, figure)[eta, variant]) for figure in ("area", "held_out")
+            }
+            for eta, variant in against_full(trained, "area")
+        },
         "ratio": ratio,
     }
 
@@ -275,12 +306,12 @@ def summary(budget: Budget, parts: int, trained: Sequence[Trained]) -> dict[str,
 def tables(trained: Sequence[Trained], *, markdown: bool) -> str:
     found = cells(trained)
 
-    def shown(runs: Sequence[Trained], name: str) -> str:
+    def mean(runs: Sequence[Trained], name: str) -> str:
         figure = spread([getattr(one, name) for one in runs])
         return f"{figure['mean']:.3f} ± {figure['std']:.3f}"
 
     rows = [
-        (str(eta), variant, *(shown(runs, name) for name in ("area", "final", "held_out")))
+        (str(eta), variant, *(mean(runs, name) for name in ("area", "final", "held_out")))
         for (eta, variant), runs in found.items()
     ]
     first = table(("eta", "loss", "area", "last quarter", "held out"), rows, markdown=markdown)
@@ -290,8 +321,11 @@ def tables(trained: Sequence[Trained], *, markdown: bool) -> str:
         if (weights := mean_weights(runs))
         for lag in sorted({name.split()[-1] for name in weights}, key=lambda lag: int(lag.split("_")[0]))
     ]
+    area, held_out = against_full(trained, "area"), against_full(trained, "held_out")
+    differences = [(str(eta), name, shown(area[eta, name]), shown(held_out[eta, name])) for eta, name in area]
+    middle = table(("eta", "loss", "area - that of full", "held out - that of full"), differences, markdown=markdown)
     second = table(("eta", "loss", "lag", "std of log w", "effective share"), lags, markdown=markdown)
-    return f"{first}\n\n{second}"
+    return f"{first}\n\n{middle}\n\n{second}"
 
 
 def main() -> None:

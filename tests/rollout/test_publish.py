@@ -37,12 +37,17 @@ class LoggedSampler(FakeSampler):
 async def test_phases_are_finished_everywhere_before_the_next_begins() -> None:
     log: list[str] = []
     publisher = Publisher([LoggedSampler("a", log), LoggedSampler("b", log)])
-    async with publisher.publish(HANDLE) as version:
+
+    async def score() -> None:
+        log.append(f"score at {publisher.version}")
+
+    async with publisher.publish(HANDLE, before_load=score) as version:
         log.append(f"sweep at {version}")
         assert publisher.version == 1
     assert log == [
         "a pause True",
         "b pause True",
+        "score at 0",
         "a load 1",
         "b load 1",
         "sweep at 1",
