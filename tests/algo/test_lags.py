@@ -56,6 +56,7 @@ def test_staleness_by_hand() -> None:
     scored = [float_array([0, LOG2, math.nan]), float_array([LOG2])]
     values = metric_values(staleness_metrics(data, scored, version=5))
     assert values["staleness/weight_mean"] == pytest.approx(7 / 3)
+    assert values["staleness/weight_std"] == pytest.approx(math.sqrt(21 / 3 - (7 / 3) ** 2))
     assert values["staleness/weight_max"] == pytest.approx(4)
     assert values["staleness/effective_share"] == pytest.approx(7**2 / 21 / 3)
     assert values["staleness/effective_share_lag_0"] == pytest.approx(1)
