@@ -51,7 +51,7 @@ def lag_metrics(data: Sequence[Datum], *, version: int) -> dict[str, Metric]:
 def staleness_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
     """What the lag of tokens has done to their weights w = exp(proximal - sampler), in one minibatch of a step.
 
-    Mean, deviation and maximum of w, deviation of log w and effective sample size, the last two also for each lag. It is
+    Mean, deviation and maximum of w, deviation of log w and effective sample size, the last two also for each lag, all
     measured whatever the loss makes of stale tokens. Data without `proximal_logprobs` are measured by `logprobs`, those
     of the forward pass of their own update, so updates made before it in the step count too.
     """
