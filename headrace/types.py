@@ -305,15 +305,18 @@ class StepCredit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedEpisode:
-    """One advantage per step of the episode, and what each was made of, unless a critic made them."""
+    """One advantage per step of the episode, and what each was made of, unless a critic made them. `values`: what the
+    critic, if there is one, expected where the step began; NaN for a step without a token."""
 
     scored: ScoredEpisode
     group_id: int
     advantages: tuple[float, ...]
     parts: tuple[StepCredit, ...] | None = None
+    values: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.advantages) == len(self.scored.episode.steps)
+        assert self.values is None or len(self.values) == len(self.advantages)
         assert self.parts is None or len(self.parts) == len(self.advantages)
 
 

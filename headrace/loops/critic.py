@@ -207,7 +207,7 @@ def _batch(layout: Layout, gae: Gae, values_T: Floats, *, whiten: bool) -> StepB
         **_value_health(values_T[learned_T], gae.returns[learned_T]),
     }
     return StepBatch(
-        episodes=_with_step_means(layout, advantages_T), data=data, group_ids=layout.group_ids, metrics=metrics
+        episodes=_looked_at(layout, advantages_T, values_T), data=data, group_ids=layout.group_ids, metrics=metrics
     )
 
 
@@ -218,15 +218,19 @@ def _value_health(values: Floats, returns: Floats) -> dict[str, Metric]:
     return health if np.isnan(explained) else {**health, "critic/explained_variance": Mean(explained, 1)}
 
 
-def _with_step_means(layout: Layout, advantages_T: Floats) -> tuple[CreditedEpisode, ...]:
-    """The mean advantage of each step's tokens, for people who look at episodes."""
+def _looked_at(layout: Layout, advantages_T: Floats, values_T: Floats) -> tuple[CreditedEpisode, ...]:
+    """For people who look at episodes: the mean advantage of each step's tokens, and the value before its first."""
     sampled_T = layout.turns_T != NOT_SAMPLED
     num_steps = sum(len(episode.advantages) for episode in layout.episodes)
     totals_S = np.bincount(layout.turns_T[sampled_T], weights=advantages_T[sampled_T], minlength=num_steps)
     means_S = (totals_S / np.maximum(np.bincount(layout.turns_T[sampled_T], minlength=num_steps), 1)).tolist()
+    values_S = np.full(num_steps, np.nan)
+    turns, places = np.unique(layout.turns_T, return_index=True)
+    values_S[turns[turns != NOT_SAMPLED]] = values_T[places[turns != NOT_SAMPLED]]
     out, first = [], 0
     for episode in layout.episodes:
-        out.append(replace(episode, advantages=tuple(means_S[first : first + len(episode.advantages)])))
+        own = slice(first, first + len(episode.advantages))
+        out.append(replace(episode, advantages=tuple(means_S[own]), values=tuple(values_S[own].tolist())))
         first += len(episode.advantages)
     return tuple(out)
 

@@ -62,7 +62,8 @@ class TokensLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class CreditLine:
-    """Of one step: the advantage and, unless a critic made it, its parts (`headrace.types.StepCredit`)."""
+    """Of one step: the advantage and its parts (`headrace.types.StepCredit`), or V, what the critic that made it
+    expected where the step began."""
 
     A: float
     G: float | None = None
@@ -70,6 +71,7 @@ class CreditLine:
     A_S: float | None = None
     peers: int | None = None
     anchor: str | None = None
+    V: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)

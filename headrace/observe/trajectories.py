@@ -56,7 +56,7 @@ def save_trajectories(path: Path, episodes: Iterable[Saved], *, lean: bool = Fal
     sizes = about.group_sizes
     if sizes is None:
         sizes = Counter(episode.group_id for episode in episodes if isinstance(episode, CreditedEpisode))
-    write_whole(path, "".join(_line(episode, about, sizes, lean=lean) for episode in episodes))
+    write_whole(path, (_line(episode, about, sizes, lean=lean) for episode in episodes))
 
 
 def load_trajectories(path: Path) -> tuple[ScoredEpisode | CreditedEpisode, ...]:
@@ -172,8 +172,9 @@ def _reward_fields(reward: Reward) -> dict[str, Any]:
 
 def _credit_fields(credited: CreditedEpisode) -> list[dict[str, Any]]:
     parts = credited.parts or (None,) * len(credited.advantages)
+    values = credited.values or (None,) * len(credited.advantages)
     return [
-        {"A": float(advantage)}
+        {"A": float(advantage), **({} if value is None else {"V": None if np.isnan(value) else float(value)})}
         if part is None
         else {
             "A": float(advantage),
@@ -183,7 +184,7 @@ def _credit_fields(credited: CreditedEpisode) -> list[dict[str, Any]]:
             "peers": part.peers,
             "anchor": part.anchor,
         }
-        for advantage, part in zip(credited.advantages, parts, strict=True)
+        for advantage, part, value in zip(credited.advantages, parts, values, strict=True)
     ]
 
 
@@ -261,7 +262,13 @@ def episode_of(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode
     if line.group_id is None or line.advantages is None:
         return scored
     credits = [step.credit for step in line.steps if step.credit is not None]
-    return CreditedEpisode(scored=scored, group_id=line.group_id, advantages=line.advantages, parts=_parts(credits))
+    return CreditedEpisode(
+        scored=scored,
+        group_id=line.group_id,
+        advantages=line.advantages,
+        parts=_parts(credits),
+        values=_values(credits),
+    )
 
 
 def outline_of(line: EpisodeLine) -> ScoredEpisode:
@@ -300,6 +307,12 @@ def _outline(saved: StepLine) -> Step:
         reward=saved.reward,
         valid=saved.valid,
     )
+
+
+def _values(credits: Sequence[CreditLine]) -> tuple[float, ...] | None:
+    if all(credit.V is None for credit in credits):
+        return None
+    return tuple(float("nan") if credit.V is None else credit.V for credit in credits)
 
 
 def _parts(credits: Sequence[CreditLine]) -> tuple[StepCredit, ...] | None:

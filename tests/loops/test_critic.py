@@ -78,6 +78,7 @@ async def test_gae_of_an_episode_that_ended_by_itself() -> None:
     assert sampled(datum, "values") == pytest.approx([0.5, 0.25])
     assert datum.arrays["advantages"][0] == 0.0
     assert batch.episodes[0].advantages == pytest.approx([(0.125 + 0.75) / 2])
+    assert batch.episodes[0].values == pytest.approx((0.5,))
 
 
 async def test_an_episode_cut_off_by_a_limit_goes_on_in_the_value_after_its_last_token() -> None:
@@ -112,6 +113,14 @@ async def test_rows_of_steps_have_the_advantages_of_the_episodes_one_row() -> No
         for name in ("advantages", "returns", "values"):
             in_rows = [value for datum in parts.data for value in sampled(datum, name)]
             assert in_rows == [value for datum in whole.data for value in sampled(datum, name)]
+
+
+async def test_a_step_has_the_value_before_its_first_token_and_one_without_tokens_has_none() -> None:
+    silent = step([], prompt=(7, 8, 10, 11, 12, 13))
+    episodes = [stepped(two_turns(), 0.5, 2.0), scored(0.0, step([-0.5, -0.5]), silent)]
+    batch = await critic(Oracle(9.0, 0.5, 0.25, 77.0, 88.0, 1.0, 99.0)).credit([group(1, *episodes)])
+    assert batch.episodes[0].values == pytest.approx((0.5, 1.0))
+    assert batch.episodes[1].values == pytest.approx((0.5, float("nan")), nan_ok=True)
 
 
 async def test_tokens_of_the_environment_take_no_step() -> None:

@@ -195,6 +195,32 @@ def test_a_line_stores_each_token_once(tmp_path: Path) -> None:
     }
 
 
+def test_values_of_a_critic_are_saved_with_each_step_and_unknown_ones_are_null(tmp_path: Path) -> None:
+    completion = Completion(
+        tokens=int_array([1]),
+        sampler_logprobs=float_array([-1.0]),
+        raw_logprobs=float_array([-1.0]),
+        versions=int_array([0]),
+        stop=Stop.STOP,
+    )
+    steps = tuple(Step(prompt=int_array([5]), completion=completion, action="a") for _ in range(2))
+    episode = Episode(id="0/0", task=Task(id="t"), seed=0, steps=steps, messages=(), temperature=1.0)
+    credited = CreditedEpisode(
+        scored=ScoredEpisode(episode=episode, reward=Reward(total=1.0)),
+        group_id=0,
+        advantages=(0.5, 1.0),
+        values=(0.25, float("nan")),
+    )
+    save_trajectories(tmp_path / "values.jsonl", [credited])
+    line = json.loads((tmp_path / "values.jsonl").read_text().splitlines()[0])
+    assert [step["credit"] for step in line["steps"]] == [{"A": 0.5, "V": 0.25}, {"A": 1.0, "V": None}]
+    [loaded] = load_trajectories(tmp_path / "values.jsonl")
+    assert isinstance(loaded, CreditedEpisode)
+    assert loaded.values is not None
+    assert loaded.values[0] == 0.25
+    assert np.isnan(loaded.values[1])
+
+
 def test_a_lean_file_can_be_read_but_not_loaded(tmp_path: Path) -> None:
     save_trajectories(tmp_path / "a.jsonl", [two_turns()], lean=True)
     (line,) = read_lines(tmp_path / "a.jsonl")
