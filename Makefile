@@ -20,6 +20,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 CHROMIUM := $(VENV)/.looked-for-chromium
+# Only for the tests that compare with it, in a folder of its own: it wants an openai of long ago.
+REWARD_KIT := reward-kit==0.4.1 openai==1.78.1 aiohttp==3.14.5 aiohappyeyeballs==2.7.1 aiosignal==1.4.0 frozenlist==1.8.0 \
+	multidict==7.2.1 propcache==0.5.4 yarl==1.25.1
 PYTEST_ARGS ?=
 SLOW_BENCHES := bench/staleness_quality.py
 
@@ -75,6 +78,8 @@ $(DEV): $(CORE)
 	$(PIP) -e ".[envs]" || $(PIP) gymnasium textarena || echo "no game can be installed here: their tests will be skipped"
 	$(PIP) -e ".[dev-envs]" && $(PIP) --no-deps openenv==0.10.0 && $(PIP) --no-deps verifiers==0.3.1 openai-agents==0.24.0 \
 		|| echo "not all of mcp, openenv and verifiers can be installed here: their tests will be skipped"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/reward-kit $(REWARD_KIT) \
+		|| echo "reward-kit cannot be installed here: the tests that compare with it will be skipped"
 	@touch $@
 
 # The report is looked at in a real browser. Without one that test is skipped and says so.

@@ -1,16 +1,16 @@
 """reward-kit's own functions give the same results through the stand-in as through the real package.
 
-The package has heavy requirements, so it is looked for in a folder of its own:
-
-    pip install --target FOLDER reward-kit==0.4.1 'mcp<2'
-    HEADRACE_REWARD_KIT=FOLDER pytest tests/reward/test_real_reward_kit.py
+The package wants other versions of openai and datasets than all else here, so it has a folder of its own beside the
+rest of the virtual environment, which `make install` fills; HEADRACE_REWARD_KIT names another one.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reward_episodes import episode
@@ -21,44 +21,56 @@ from headrace.reward.rows import row_of
 from headrace.reward.sandbox.limits import Outcome
 from headrace.reward.sandbox.pool import Sandbox, Settings
 
-FOLDER = os.environ.get("HEADRACE_REWARD_KIT", "")
-pytestmark = pytest.mark.skipif(not FOLDER, reason="reward-kit is not installed: see the head of this file")
+FOLDER = Path(os.environ.get("HEADRACE_REWARD_KIT") or Path(sys.prefix) / "reward-kit")
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "reward_kit").is_dir(), reason=f"reward-kit is not in {FOLDER}: run  make install"
+)
 
 EXPECTED = [{"role": "assistant", "content": "(B) 4"}]
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}]}
 
 # functions of its library that need nothing but the standard library: module, function, arguments
-LIBRARY = [
+LIBRARY: list[tuple[str, str, dict[str, Any]]] = [
     ("format", "format_reward", {}),
     ("length", "length_reward", {"target_length": 5}),
     ("length", "cosine_length_reward", {"correctness": 1.0}),
     ("tag_count", "tag_count_reward", {"required_tags": ["answer"]}),
     ("repetition", "repetition_penalty_reward", {}),
     ("repetition", "diversity_reward", {}),
-    ("accuracy", "accuracy_reward", {}),
+    ("accuracy", "accuracy_reward", {"ground_truth": [{"role": "assistant", "content": "4"}]}),
     ("multiple_choice_math_reward", "multiple_choice_math_reward", {"ground_truth": EXPECTED}),
     ("list_comparison_math_reward", "list_comparison_math_reward", {}),
     ("reasoning_steps", "reasoning_steps_reward", {}),
     ("math", "math_reward", {}),
     ("language_consistency", "language_consistency_reward", {}),
+    ("lean_prover", "lean_prover_reward", {"statement": "2 + 2 = 4"}),
+    ("function_calling", "exact_tool_match_reward", {"ground_truth": CALL}),
 ]
+USERS = {"pointwise": POINTWISE, "steps": STEPS, "batch": BATCH}
+NAMES = [f"{module}.{function}" for module, function, _ in LIBRARY] + list(USERS)
 ANSWERS = [
     "The answer is \\boxed{4}.",
     "<think>\n2 + 2\n</think>\n<answer>\n4\n</answer>",
     "First, I add. Second, I check. So (B) 4, 5, 6.",
     "four four four four four four",
+    "theorem two : 2 + 2 = 4 := by\n  norm_num",
+    '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>',
     "",
 ]
 
 REAL = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-sys.path.insert(0, {folder!r})
-sys.path.insert(0, {root!r})
+sys.path[:0] = [{root!r}, {folder!r}]
 import reward_kit
 assert reward_kit.__file__.startswith({folder!r})
+assert reward_kit.__version__ == "0.4.1", reward_kit.__version__
 from headrace.reward.calling import load
-function = load({{"spec": {spec!r}, "kwargs": {kwargs!r}}})
-print("RESULT", json.dumps([function.call({{"rows": [row]}}) for row in json.loads({rows!r})]))
+rows, found = json.loads({rows!r}), {{}}
+for name, spec in json.loads({specs!r}).items():
+    function = load(spec)
+    found[name] = [function.call({{"rows": [row]}}) for row in rows]
+print("RESULT", json.dumps(found))
 """
 
 
@@ -66,40 +78,55 @@ def rows() -> list[dict[str, object]]:
     return [row_of(episode(answer, answer="4"), with_tokens=False) for answer in ANSWERS]
 
 
-def through_the_real_package(spec: str, kwargs: dict[str, object]) -> object:
+def written_specs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Each function as a user's file: those of the library with the imports that they would have outside of it."""
+    specs: dict[str, dict[str, Any]] = {}
+    for module, function, kwargs in LIBRARY:
+        text = (FOLDER / "reward_kit" / "rewards" / f"{module}.py").read_text(encoding="utf-8")
+        for inner in ("models", "typed_interface", "reward_function"):
+            text = text.replace(f"from ..{inner} import", f"from reward_kit.{inner} import")
+        (folder / f"my_{module}.py").write_text(text, encoding="utf-8")
+        specs[f"{module}.{function}"] = {"spec": f"{folder / f'my_{module}.py'}:{function}", "kwargs": kwargs}
+    for name, text in USERS.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+        specs[name] = {"spec": str(folder / f"{name}.py"), "kwargs": {}}
+    return specs
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
+    return written_specs(tmp_path_factory.mktemp("reward_kit"))
+
+
+@pytest.fixture(scope="module")
+def real(specs: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
+    """What every function gives in a process that has the real package; it is imported once, which takes seconds."""
     root = str(Path(__file__).parents[2])
-    code = REAL.format(folder=FOLDER, root=root, spec=spec, kwargs=kwargs, rows=json.dumps(rows()))
+    code = REAL.format(folder=str(FOLDER), root=root, specs=json.dumps(specs), rows=json.dumps(rows()))
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd="/")
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stderr]
-    return json.loads(line.removeprefix("RESULT "))
+    found: Mapping[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
 
 
-async def through_the_stand_in(spec: str, kwargs: dict[str, object]) -> object:
-    sandbox = Sandbox({"spec": spec, "kwargs": kwargs}, Settings(workers=1))
+async def through_the_stand_in(spec: Mapping[str, Any]) -> object:
+    sandbox = Sandbox(dict(spec), Settings(workers=1))
     answers = [await sandbox.call({"rows": [row]}) for row in rows()]
     await sandbox.close()
     assert {answer.outcome for answer in answers} == {Outcome.RETURNED}, answers
     return [json.loads(answer.result) for answer in answers]
 
 
-@pytest.mark.parametrize(("module", "name", "kwargs"), LIBRARY, ids=[f"{m}.{f}" for m, f, _ in LIBRARY])
-async def test_a_library_function_as_a_users_file(
-    module: str, name: str, kwargs: dict[str, object], tmp_path: Path
-) -> None:
-    """The file as it is in the package, with the imports that it would have outside of it."""
-    text = (Path(FOLDER) / "reward_kit" / "rewards" / f"{module}.py").read_text()
-    for inner in ("models", "typed_interface", "reward_function"):
-        text = text.replace(f"from ..{inner} import", f"from reward_kit.{inner} import")
-    (tmp_path / "mine.py").write_text(text)
-    spec = f"{tmp_path / 'mine.py'}:{name}"
-    assert await through_the_stand_in(spec, kwargs) == through_the_real_package(spec, kwargs)
+@pytest.mark.parametrize("name", NAMES)
+async def test_both_give_the_same(name: str, specs: Mapping[str, dict[str, Any]], real: Mapping[str, Any]) -> None:
+    assert await through_the_stand_in(specs[name]) == real[name]
 
 
-@pytest.mark.parametrize("text", [POINTWISE, STEPS, BATCH], ids=["pointwise", "steps", "batch"])
-async def test_a_users_file(text: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(text)
-    spec = str(tmp_path / "mine.py")
-    assert await through_the_stand_in(spec, {}) == through_the_real_package(spec, {})
+def test_the_answers_tell_the_functions_apart(real: Mapping[str, Any]) -> None:
+    """Every function tells some of the answers apart, so that the equality above says something."""
+    told = {name: len({json.dumps(result, sort_keys=True) for result in results}) for name, results in real.items()}
+    assert set(told) == set(NAMES)
+    assert [name for name, different in told.items() if different == 1] == []
 
 
 def test_the_stand_in_is_what_was_compared() -> None:
