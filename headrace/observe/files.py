@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
     """Write to a temporary name beside `path`, fsync, rename: a reader sees the file before or after, never a part.
 
+    `text` may come in pieces, so that it need not be in memory as a whole.
     Raises RunFolderError (a full disk, a folder that is not writable); what was there before is then still there.
     """
     temporary = path.with_name(path.name + ".tmp")
@@ -39,7 +40,7 @@ def write_whole(path: Path, text: str) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
+                file.writelines([text] if isinstance(text, str) else text)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,23 +65,31 @@ async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
     judged: dict[GroupKey, list[ScoredEpisode | FailedEpisode]] = {}
     try:
         async for key, lines in _by_group(file, c.step):
-            before += [_without_tokens(line) for line in lines]
+            before += [_numbers(line) for line in lines]
             judged.setdefault(key, []).extend(await judge.score([line for line in lines if line.failed is None]))
     finally:
         await judge.close()
-    if not any(line.failed is None for line in before):
+    if not any(judged.values()):
         raise ConfigError(f"{file} has no episodes to compare")
     _check_whole(before, file, partial=c.partial)
     method = _method(c, before, file)
     results = _credited(judged, before, method)
     about = About(method=method.method, params=method.params, group_sizes=_sizes(results.values()))
-    texts = [
-        raw.decode() if line.failed is not None else recredited(raw, results[line.training_step, line.id], about)
-        for raw, line in iter_raw(file)
-        if c.step is None or line.training_step == c.step
-    ]
-    write_whole(out, "".join(text if text.endswith("\n") else text + "\n" for text in texts))
-    after = [_without_tokens(parse_line(text)) for text in texts]
+    after: list[EpisodeLine] = []
+
+    def rewritten() -> Iterator[str]:
+        for raw, line in iter_raw(file):
+            if c.step is None or line.training_step == c.step:
+                kept = line.failed is not None
+                text = (
+                    f"{raw.decode().rstrip()}\n"
+                    if kept
+                    else recredited(raw, results[line.training_step, line.id], about)
+                )
+                after.append(_numbers(parse_line(text)))
+                yield text
+
+    write_whole(out, rewritten())
     return Result(out=out, method=method, comparison=compare_credit(before, after))
 
 
@@ -103,8 +111,10 @@ def _key(line: EpisodeLine) -> GroupKey:
     return line.training_step, group_of(line)
 
 
-def _without_tokens(line: EpisodeLine) -> EpisodeLine:
-    return replace(line, steps=tuple(replace(step, tokens=None) for step in line.steps))
+def _numbers(line: EpisodeLine) -> EpisodeLine:
+    """What is compared of a line; texts and tokens are not held."""
+    steps = tuple(replace(step, tokens=None, action="") for step in line.steps)
+    return replace(line, steps=steps, messages=(), task=replace(line.task, messages=(), data={}))
 
 
 # --- reward ----------------------------------------------------------------------------------------------------------
@@ -121,7 +131,7 @@ class _Judge:
 
     async def score(self, lines: Sequence[EpisodeLine]) -> list[ScoredEpisode | FailedEpisode]:
         """Outlines of the episodes with their new rewards; failed where a function could not tell."""
-        outlines = [outline_of(line) for line in lines]
+        outlines = [_outline(line) for line in lines]
         if self._runner is None or not lines:
             return list(outlines)
         scored = await self._runner.score([self._seen_by_functions(line) for line in lines])
@@ -145,6 +155,12 @@ class _Judge:
 
     async def close(self) -> None:
         await close_terms(self._terms)
+
+
+def _outline(line: EpisodeLine) -> ScoredEpisode:
+    """What credit reads of an episode: its messages only where they tell its states apart."""
+    scored = outline_of(line)
+    return scored if _anchors(line) is None else replace(scored, episode=replace(scored.episode, messages=()))
 
 
 def _terms(c: Recredit) -> list[Term | GroupTerm]:
