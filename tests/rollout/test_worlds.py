@@ -157,18 +157,21 @@ def test_splits_never_meet_and_a_seed_fixes_the_tasks(name: str) -> None:
     assert other_seed != held_out
 
 
+demonstrated = WORLDS["key_door"].demonstrations
+
+
 def test_demonstrations_without_mistakes_are_shortest_solutions() -> None:
     tasks = world_tasks("key_door", 30, 3, {})
-    for task, conversation in zip(tasks, key_door.demonstrations(tasks, 0, 0.0), strict=True):
+    for task, conversation in zip(tasks, demonstrated(tasks, 0, 0.0), strict=True):
         assert [message.role for message in conversation] == ["user", "assistant"] * task.data["optimal"]
 
 
 def test_mistakes_lower_the_success_of_demonstrations_into_the_useful_range() -> None:
     tasks = world_tasks("key_door", 300, 1, {})
-    solved = [_solves(task, talk) for task, talk in zip(tasks, key_door.demonstrations(tasks, 0, 0.45), strict=True)]
+    solved = [_solves(task, talk) for task, talk in zip(tasks, demonstrated(tasks, 0, 0.45), strict=True)]
     assert 0.2 <= sum(solved) / len(solved) <= 0.6
-    assert key_door.demonstrations(tasks[:5], 0, 0.45) == key_door.demonstrations(tasks, 0, 0.45)[:5]
-    assert key_door.demonstrations(tasks[:5], 1, 0.45) != key_door.demonstrations(tasks[:5], 0, 0.45)
+    assert demonstrated(tasks[:5], 0, 0.45) == demonstrated(tasks, 0, 0.45)[:5]
+    assert demonstrated(tasks[:5], 1, 0.45) != demonstrated(tasks[:5], 0, 0.45)
 
 
 def _solves(task: Task, conversation: tuple[Message, ...]) -> bool:

@@ -33,7 +33,7 @@ from headrace.rollout.worlds.grid import (
     read_map,
     the_one,
 )
-from headrace.rollout.worlds.making import draw_tasks
+from headrace.rollout.worlds.making import draw_tasks, turn_result, words_of
 from headrace.types import Message, Observation, StepResult, Task
 
 ACTIONS = tuple(MOVES)  # among equally good ones, the solver takes the first
@@ -160,25 +160,16 @@ class FrozenLakeEnv:
     def step(self, action: str) -> StepResult:
         assert self._lake is not None, "reset comes before step"
         assert self._turns_left > 0, "the episode is over"
-        words = " ".join(action.split())
+        words = words_of(action)
         valid = words in ACTIONS
         drawn, side = self._rng.random(), self._rng.randrange(2)  # always two draws, so that turn n has its own
         if valid:
             move = _SIDEWAYS[words][side] if drawn < self._slip else words
             self._cell = advance(self._lake, self._cell, move)
-        self._turns_left -= 1
-        success = self._cell == self._lake.goal
-        done = success or self._cell in self._lake.holes
-        truncated = not done and self._turns_left == 0
-        if done:
-            self._turns_left = 0
-        return StepResult(
-            observation=self._observe(self._lake),
-            reward=float(success),
-            done=done,
-            truncated=truncated,
-            valid=valid,
-            success=success,
+        success, sunk = self._cell == self._lake.goal, self._cell in self._lake.holes
+        self._turns_left = 0 if success or sunk else self._turns_left - 1
+        return turn_result(
+            self._observe(self._lake), valid=valid, success=success, failed=sunk, turns_left=self._turns_left
         )
 
     def best_action(self) -> str | None:

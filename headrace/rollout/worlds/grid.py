@@ -1,7 +1,7 @@
 """Cells and directions of the grid worlds, the words they are told in, and shortest ways through any state graph."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from headrace.errors import DataError
@@ -83,3 +83,14 @@ def distances(start: S, after: Callable[[S], Iterable[S]], is_goal: Callable[[S]
                 reached[earlier] = reached[state] + 1
                 queue.append(earlier)
     return reached
+
+
+def shortest_way(
+    state: S, to_goal: Mapping[S, int], advance: Callable[[S, str], S], actions: Sequence[str]
+) -> str | None:
+    """The first of `actions` that brings the goal nearer; None at a goal and where none can be reached any more.
+    `to_goal` is `distances`."""
+    left = to_goal.get(state)
+    if not left:
+        return None
+    return next(action for action in actions if to_goal.get(advance(state, action)) == left - 1)

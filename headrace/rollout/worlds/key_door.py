@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from headrace.algo.random import derive_seed
 from headrace.errors import ConfigError, DataError
 from headrace.rollout.worlds import grid
 from headrace.rollout.worlds.grid import MAX_SIDE, MOVES, Cell, neighbour, offset, the_one
-from headrace.rollout.worlds.making import draw_tasks
+from headrace.rollout.worlds.making import draw_tasks, turn_result, words_of
 from headrace.types import Message, Observation, StepResult, Task
 
 ACTIONS = (*MOVES, "take key", "open door")  # among equally short ways, the solver takes the first
@@ -113,13 +112,10 @@ def distances(layout: Layout) -> dict[State, int]:
     )
 
 
-def solve(layout: Layout, state: State, to_goal: dict[State, int] | None = None) -> str:
+def solve(layout: Layout, state: State, to_goal: dict[State, int] | None = None) -> str | None:
     """A shortest way's next action; north and south come before east and west. `to_goal` is `distances(layout)`."""
-    to_goal = distances(layout) if to_goal is None else to_goal
-    if to_goal.get(state, 0) == 0:
-        raise DataError("there is no next action: the goal is reached, or cannot be")
-    return next(
-        action for action in ACTIONS if to_goal.get(advance(layout, state, action), len(to_goal)) == to_goal[state] - 1
+    return grid.shortest_way(
+        state, distances(layout) if to_goal is None else to_goal, partial(advance, layout), ACTIONS
     )
 
 
@@ -135,6 +131,7 @@ class KeyDoorEnv:
         self._layout: Layout | None = None
         self._state = State(cell=(0, 0))
         self._turns_left = 0
+        self._to_goal: dict[State, int] | None = None
 
     def reset(self, task: Task, seed: int) -> Observation:
         """Raises DataError when the task is not one of this world."""
@@ -143,28 +140,26 @@ class KeyDoorEnv:
         self._layout = parse_map(task.data["map"])
         self._state = State(cell=self._layout.start)
         self._turns_left = int(task.data["max_turns"])
+        self._to_goal = None
         return self._observe(self._layout)
 
     def step(self, action: str) -> StepResult:
         assert self._layout is not None, "reset comes before step"
         assert self._turns_left > 0, "the episode is over"
-        words = " ".join(action.split())
+        words = words_of(action)
         valid = words in ACTIONS
         if valid:
             self._state = advance(self._layout, self._state, words)
-        self._turns_left -= 1
-        done = self._state.cell == self._layout.goal
-        truncated = not done and self._turns_left == 0
-        if done:
-            self._turns_left = 0
-        return StepResult(
-            observation=self._observe(self._layout),
-            reward=float(done),
-            done=done,
-            truncated=truncated,
-            valid=valid,
-            success=done,
-        )
+        success = self._state.cell == self._layout.goal
+        self._turns_left = 0 if success else self._turns_left - 1
+        return turn_result(self._observe(self._layout), valid=valid, success=success, turns_left=self._turns_left)
+
+    def best_action(self) -> str | None:
+        """The next action of a shortest way."""
+        assert self._layout is not None, "reset comes before best_action"
+        if self._to_goal is None:
+            self._to_goal = distances(self._layout)
+        return solve(self._layout, self._state, self._to_goal)
 
     def _observe(self, layout: Layout) -> Observation:
         message = Message(role="user", content=describe(layout, self._state))
@@ -174,7 +169,7 @@ class KeyDoorEnv:
         self._layout = None
 
 
-# --- tasks and demonstrations ----------------------------------------------------------------------------------------
+# --- tasks -----------------------------------------------------------------------------------------------------------
 
 
 def generate_tasks(
@@ -243,30 +238,3 @@ def _random_map(rng: random.Random, *, room_width: int, height: int, walls: int)
     for cell in rng.sample(free, min(walls, len(free))):
         signs[cell] = "#"
     return "\n".join("".join(signs.get((r, c), "#") for c in range(2 * room_width + 3)) for r in range(height + 2))
-
-
-def demonstrations(tasks: Sequence[Task], seed: int, mistake_rate: float) -> list[tuple[Message, ...]]:
-    """One conversation per task by a player that, with probability `mistake_rate`, does any of `ACTIONS` at random.
-
-    Episodes that ran out of turns are kept: whoever imitates these learns the format, and the mistakes.
-    """
-    if not 0.0 <= mistake_rate <= 1.0:
-        raise ConfigError(f"mistake_rate is {mistake_rate}: write a number from 0 to 1")
-    return [_demonstrate(task, derive_seed("key_door demonstration", seed, task.id), mistake_rate) for task in tasks]
-
-
-def _demonstrate(task: Task, seed: int, mistake_rate: float) -> tuple[Message, ...]:
-    rng = random.Random(seed)
-    layout = parse_map(task.data["map"])
-    to_goal = distances(layout)
-    state = State(cell=layout.start)
-    messages: list[Message] = []
-    for _ in range(task.data["max_turns"]):
-        mistaken = rng.random() < mistake_rate
-        action = rng.choice(ACTIONS) if mistaken else solve(layout, state, to_goal)
-        messages.append(Message(role="user", content=describe(layout, state)))
-        messages.append(Message(role="assistant", content=action))
-        state = advance(layout, state, action)
-        if state.cell == layout.goal:
-            break
-    return tuple(messages)

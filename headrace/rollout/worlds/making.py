@@ -110,6 +110,26 @@ def _play(env: SolvedEnv, task: Task, seed: int, mistake_rate: float) -> tuple[M
         observation = result.observation
 
 
+def words_of(action: str) -> str:
+    """What the policy wrote, with single spaces."""
+    return " ".join(action.split())
+
+
+def turn_result(
+    observation: Observation, *, valid: bool, success: bool, turns_left: int, failed: bool = False
+) -> StepResult:
+    """Of a world with one reward, 1 for success, and a limit of turns; `failed`: nothing can be won any more."""
+    done = success or failed
+    return StepResult(
+        observation=observation,
+        reward=float(success),
+        done=done,
+        truncated=not done and turns_left == 0,
+        valid=valid,
+        success=success,
+    )
+
+
 def play_action(env: Env, observation: Observation, action: str, *, turn: int) -> tuple[Message, StepResult]:
     """The message that an action is, in words or as calls, and what the environment answers."""
     if not observation.tools:

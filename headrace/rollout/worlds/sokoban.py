@@ -27,9 +27,10 @@ from headrace.rollout.worlds.grid import (
     neighbour,
     offsets,
     read_map,
+    shortest_way,
     the_one,
 )
-from headrace.rollout.worlds.making import draw_tasks
+from headrace.rollout.worlds.making import draw_tasks, turn_result, words_of
 from headrace.types import Message, Observation, StepResult, Task
 
 ACTIONS = tuple(MOVES)  # among equally short ways, the solver takes the first
@@ -150,34 +151,20 @@ class SokobanEnv:
     def step(self, action: str) -> StepResult:
         assert self._room is not None, "reset comes before step"
         assert self._turns_left > 0, "the episode is over"
-        words = " ".join(action.split())
+        words = words_of(action)
         valid = words in ACTIONS
         if valid:
             self._state = advance(self._room, self._state, words)
-        self._turns_left -= 1
-        done = is_solved(self._room, self._state)
-        truncated = not done and self._turns_left == 0
-        if done:
-            self._turns_left = 0
-        return StepResult(
-            observation=self._observe(self._room),
-            reward=float(done),
-            done=done,
-            truncated=truncated,
-            valid=valid,
-            success=done,
-        )
+        success = is_solved(self._room, self._state)
+        self._turns_left = 0 if success else self._turns_left - 1
+        return turn_result(self._observe(self._room), valid=valid, success=success, turns_left=self._turns_left)
 
     def best_action(self) -> str | None:
         """The first move of a shortest solution; None once a box is stuck."""
         assert self._room is not None, "reset comes before best_action"
         if self._left is None:
             self._left = pushes_left(self._room)
-        left = self._left.get(self._state)
-        if not left:
-            return None
-        ahead = {move: self._left.get(advance(self._room, self._state, move)) for move in ACTIONS}
-        return next(move for move, rest in ahead.items() if rest == left - 1)
+        return shortest_way(self._state, self._left, partial(advance, self._room), ACTIONS)
 
     def _observe(self, room: Room) -> Observation:
         message = Message(role="user", content=describe(room, self._state))
