@@ -437,6 +437,11 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         (RL, ["model.tiny.kv_heads=3"], "'model.tiny.heads' is 4: make it a multiple of the 3 kv_heads"),
         (
             RL,
+            ["rl.tasks.env=mine.py:Room"],
+            "'rl.tasks.env' is an environment of your own, but type \"world\" has one: leave it out",
+        ),
+        (
+            RL,
             ["model.path=openai:gpt-5-mini"],
             "'model.path' is \"openai:gpt-5-mini\", a model elsewhere: no log-probs of its tokens are known, so it "
             "cannot be trained; give a model folder, and use this one for  headrace eval  and  headrace demonstrate",

@@ -360,6 +360,10 @@ def _source_problems(key: str, source: Source, base: Path, worlds: Collection[st
     if value is None:
         yield f"'{key}' has type \"{source.type}\", which needs '{key}.{needed}': add it"
         return
+    if source.env is not None:
+        if source.type in ("world", "task"):
+            yield f"'{key}.env' is an environment of your own, but type \"{source.type}\" has one: leave it out"
+        yield from _function_problems(f"{key}.env", source.env, base, ())
     if source.type in _EXTRAS:
         package, extra = _EXTRAS[source.type]
         if importlib.util.find_spec(package) is None:

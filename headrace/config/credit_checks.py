@@ -27,7 +27,8 @@ def credit_problems(rl: Rl) -> Iterator[str]:
 
 def gives_rewards(rl: Rl) -> bool:
     """Whether episodes bring rewards of their own."""
-    return rl.tasks.type in ("world", "task") or rl.generate_fn is not None or rl.program is not None
+    own = rl.tasks.env is not None or rl.tasks.type in ("world", "task")
+    return own or rl.generate_fn is not None or rl.program is not None
 
 
 def _truncated_problems(rl: Rl) -> Iterator[str]:

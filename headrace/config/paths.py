@@ -74,6 +74,8 @@ def _function(text: str, base: Path) -> str:
 def _source(source: Source, base: Path) -> Source:
     if source.type == "world":
         return replace(source, options=_options(source.options, base))
+    if source.env is not None:
+        source = replace(source, env=_function(source.env, base))
     if source.path is None:
         return source
     located = _function(source.path, base) if source.type == "python" else _absolute(source.path, base)

@@ -108,8 +108,7 @@ class Source:
     "python": `path` is "file.py:function" which returns an iterable of rows; "task": `path` is a task definition.
     """
 
-    # "dataset" is a folder written by `datasets.save_to_disk`; "python" a function that returns rows
-    # "task": a TOML or JSON file in the shape of reward-kit's task definitions
+    # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows, "task" a task definition
     type: Literal["world", "jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
     path: str | None = None  # jsonl, parquet, dataset, task: the file or folder; python: "file.py:function"
     name: str | None = None  # world, reasoning_gym: which one
@@ -120,6 +119,7 @@ class Source:
     columns: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # passed to the world or the reasoning-gym dataset
     system: str | None = None  # put before every conversation that has no system message
+    env: str | None = None  # "file.py:Class": an environment of your own that plays these tasks (docs/environments.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

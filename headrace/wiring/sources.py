@@ -16,6 +16,7 @@ from headrace.rollout.conversations import (
     prompt_of,
     with_system_message,
 )
+from headrace.rollout.load_function import load_function
 from headrace.rollout.preferences import Pair, load_pairs
 from headrace.rollout.sources import load_tasks, with_system
 from headrace.rollout.task_files import TaskDefinition, load_task_definition
@@ -127,4 +128,6 @@ def make_env_of(source: Source) -> Callable[[], Env]:
         return WORLDS[source.name].make_env
     if source.type == "task":
         return _definition(source).make_env
+    if source.env is not None:
+        return load_function(source.env)
     return SingleTurnEnv
