@@ -360,7 +360,7 @@ class Trainer:
             return
         if folder is not None and model.folder is not None:
             also.stale.append(model.folder)
-        kept = replace(model, saved_seq=seq, folder=str(folder) if folder else model.folder)
+        kept = replace(model, saved_seq=seq, folder=str(folder) if folder else model.folder, last_request=time.time())
         line.settled = {number for number in line.settled if number > seq}
         also.statements += [self._registry.keep(kept), forget_bodies(model.id, up_to=seq)]
 
