@@ -214,6 +214,7 @@ def _models() -> dict[str, Any]:
         reasoning_content: str | None = None
         control_plane_step: dict[str, Any] | None = None
         weight: float | None = None
+        logprobs: Any = None
 
     class MetricResult(Model):
         is_score_valid: bool = True

@@ -344,3 +344,15 @@ def test_parameters_are_checked_by_name_and_kind() -> None:
         check_method("gigpo", {"gama": 0.5})
     with pytest.raises(ConfigError, match="finite number"):
         check_method("gigpo", {"gamma": "high"})
+
+
+def test_hgpo_without_histories_and_std_is_the_step_term_of_gigpo() -> None:
+    out = hgpo(table(E1), gamma=0.5, depth=0, norm=Norm.NONE)
+    expected = [0.34375, 0.4375, -0.15625, 0, -0.5625, -0.03125, -0.3125, 0, 0.4375, -0.15625, 0]
+    np.testing.assert_allclose(out.values, expected, atol=1e-12)
+
+
+def test_gagpo_can_have_an_episode_term() -> None:
+    alone, both = (gagpo(table(E1), gamma=0.5, norm=Norm.NONE, episode_coef=coef).values for coef in (0.0, 2.0))
+    # A_E is +0.5 in the two successful episodes (2 and 4 steps) and -0.5 in the others (3 and 2)
+    np.testing.assert_allclose(both - alone, [1.0] * 2 + [-1.0] * 3 + [1.0] * 4 + [-1.0] * 2, atol=1e-12)

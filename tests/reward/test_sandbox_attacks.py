@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from sandbox_modes import Mode, a_row, modes, skip_unless_possible
 
 from headrace.reward.sandbox.limits import Answer, Limits, Outcome
 from headrace.reward.sandbox.pool import Sandbox
+from headrace.reward.sandbox.supervisor import scratch_root
 
 ATTACKS = Path(attacks.__file__)
 LIMITS = Limits(
@@ -90,7 +90,7 @@ class Aftermath:
 
 async def attack(mode: Mode, target: Target) -> Aftermath:
     """All of a kind on the same two warm workers: what one breaks must not reach the next."""
-    before, files = len(os.listdir("/proc/self/fd")), set(os.listdir(tempfile.gettempdir()))
+    before, files = len(os.listdir("/proc/self/fd")), set(os.listdir(scratch_root()))
     single = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS))
     hasty = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=HASTY))
     batch = Sandbox({"spec": f"{ATTACKS}:group"}, mode.settings(limits=HASTY, workers=1))
@@ -114,7 +114,7 @@ async def attack(mode: Mode, target: Target) -> Aftermath:
         descriptors=(before, len(os.listdir("/proc/self/fd"))),
         files=[
             name
-            for name in set(os.listdir(tempfile.gettempdir())) - files
+            for name in set(os.listdir(scratch_root())) - files
             if name.startswith(f"headrace-{os.getpid()}-")
         ],
         running=[process.pid for below in tree.values() for process in below if process.is_running()],
