@@ -33,6 +33,7 @@ class Quota:
     requests_per_s: float = 500.0
     burst: int = 2000
     open_requests: int = 20_000
+    open_bytes: int = 2 * 2**30
     open_polls: int = 8192
     models: int = 64
     checkpoint_bytes: int = 100 * 2**30

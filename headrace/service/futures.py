@@ -64,6 +64,7 @@ class Board:
         self._keep_bytes = keep_bytes
         self._last_finished = 0
         self._open_by_owner: Counter[str] = Counter()
+        self._bytes_by_owner: Counter[str] = Counter()
         self._watchers: dict[str, list[asyncio.Future[None]]] = {}
 
     @property
@@ -72,6 +73,10 @@ class Board:
 
     def open_of(self, owner: str) -> int:
         return self._open_by_owner[owner]
+
+    def bytes_of(self, owner: str) -> int:
+        """Of bodies that wait."""
+        return self._bytes_by_owner[owner]
 
     def get(self, id: str) -> Ticket | None:
         return self._open.get(id) or self._recent.get(id)
@@ -101,11 +106,13 @@ class Board:
         ticket = Ticket(row=row, work=work, accepted=asyncio.get_running_loop().create_future(), since=time.time())
         self._open[row.id] = ticket
         self._open_by_owner[row.owner] += 1
+        self._bytes_by_owner[row.owner] += len(row.body or b"")
         return ticket
 
     def _leave(self, row: Row) -> None:
         if self._open.pop(row.id, None) is not None:
             self._open_by_owner[row.owner] -= 1
+            self._bytes_by_owner[row.owner] -= len(row.body or b"")
 
     async def settle(self, ticket: Ticket, outcome: Outcome, also: Sequence[Statement] = ()) -> None:
         """Journal the outcome together with what else became true, then wake whoever waits."""

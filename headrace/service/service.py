@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 CLONE_STRIDE = 1_000_000_000  # sequence numbers of one clone of a sampling client
 MAX_SEQ_AHEAD = 1_000_000
+REMEMBERED = 10_000  # keys of sessions that a client may ask for again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,8 @@ class Service:
         )
         if idempotency:
             self._by_idempotency[who.name, idempotency] = session.id
+            if len(self._by_idempotency) > REMEMBERED:
+                del self._by_idempotency[next(iter(self._by_idempotency))]
         await self._write(self.registry.keep(session))
         return session
 
@@ -450,6 +453,7 @@ class Service:
 
     async def _drop_snapshot(self, sampler: SamplerRecord) -> None:
         self.sampling.forget(sampler.id)
+        self._asked.pop(sampler.id, None)
         await self._write(self.registry.forget(sampler))
         if sampler.folder is not None:
             await self.trainer.remove_folder(sampler.folder)
@@ -469,6 +473,8 @@ class Service:
     def _check_room(self, who: Tenant) -> None:
         if self.board.open_of(who.name) >= who.quota.open_requests:
             raise TooMany(f"this key has {who.quota.open_requests} requests waiting", retry_s=1.0)
+        if self.board.bytes_of(who.name) >= who.quota.open_bytes:
+            raise TooMany(f"this key has requests of {who.quota.open_bytes} bytes waiting", retry_s=1.0)
 
     async def _write(self, *statements: Statement) -> None:
         await asyncio.wrap_future(self._journal.write(statements))

@@ -146,6 +146,14 @@ def test_limits_of_a_key(tmp_path: Path) -> None:
         step = {"model_id": f"{session}:train:0", "adam_params": {}}
         codes = [http.post("/api/v1/optim_step", json={**step, "seq_id": seq}).status_code for seq in (5, 6, 7, 8, 5)]
         assert codes == [200, 200, 200, 429, 200]  # a repeat is no new request
+    with served(tmp_path / "bytes", quota=Quota(open_bytes=100)) as running:
+        http = running.http()
+        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+        http.post("/api/v1/create_model", json={**body, "session_id": session})
+        http.post("/api/v1/retrieve_future", json={"request_id": f"{session}:train:0:0"})
+        step = {"model_id": f"{session}:train:0", "adam_params": {}}
+        codes = [http.post("/api/v1/optim_step", json={**step, "seq_id": seq}).status_code for seq in (5, 6, 7)]
+        assert codes == [200, 200, 429]  # about 75 bytes each
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
