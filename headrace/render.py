@@ -49,6 +49,7 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_tokens: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._last: tuple[tuple[Message, ...], IntArray] | None = None  # what was rendered last, without tools
         self._template: str | None = None
         if tokenizer.chat_template is None:
             self._template = _plain_template(tokenizer)
@@ -57,7 +58,13 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> IntArray:
         """The tokens an engine is given before it samples the assistant's next turn."""
-        return int_array(self._tokens(messages, tools, generate=True))
+        asked, last = tuple(messages), self._last
+        if tools is None and last is not None and last[0] == asked:  # the episodes of a group begin alike
+            return last[1]
+        tokens = int_array(self._tokens(messages, tools, generate=True))
+        if tools is None:
+            self._last = asked, tokens
+        return tokens
 
     def conversation(
         self, messages: Sequence[Message], *, tools: Tools | None = None, max_tokens: int | None = None
@@ -113,13 +120,21 @@ class Renderer:
 
     def decode(self, tokens: IntArray | Sequence[int]) -> str:
         """Text for people, environments and reward functions, without special and end-of-turn tokens."""
-        kept = [int(token) for token in tokens if int(token) not in self.eos_tokens]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(self._within(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     def spoken(self, tokens: IntArray | Sequence[int]) -> str:
         """As `decode`, with the special tokens in it that do not end a turn: the marks of a tool call, for example."""
-        kept = [int(token) for token in tokens if int(token) not in self.eos_tokens]
-        return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(self._within(tokens), clean_up_tokenization_spaces=False))
+
+    def _within(self, tokens: IntArray | Sequence[int]) -> npt.NDArray[np.int64]:
+        """Without those that end a turn; an array, which the tokenizer need not look through."""
+        array = np.asarray(tokens, dtype=np.int64)
+        kept = np.ones(len(array), dtype=np.bool_)
+        for end in self.eos_tokens:
+            kept &= array != end
+        return array[kept]
 
     def token_texts(self, tokens: IntArray | Sequence[int]) -> list[str]:
         """Each token by itself; a part of a character shows as the replacement character."""

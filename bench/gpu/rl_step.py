@@ -2,6 +2,7 @@
 
     python bench/gpu/rl_step.py [--trl-steps 3] [--steps 6] [--trl-recompute]
     python bench/gpu/rl_step.py --tail     # the end-of-sequence logit is raised, so that lengths are geometric
+    python bench/gpu/rl_step.py --ours     # without TRL, to look at our own time
 
 A model of the shape of Qwen2.5-1.5B with random weights in bfloat16; 16 prompts x 16 samples, 128 + 512 tokens, GRPO's
 advantages, clipped surrogate averaged over tokens, AdamW. TRL has micro-batches of 32 sequences and `generate` with
@@ -326,29 +327,37 @@ def run_trl(
     return watch, first, sum(losses)
 
 
+def check_loss(ours: Ours, batch: list[dict[str, np.ndarray]], trl_loss: float, trl_norm: float) -> None:
+    loss, norm = ours.check(batch)
+    print(f"loss: TRL {trl_loss:.6f}, ours {loss:.6f}; gradient norm: TRL {trl_norm:.5f}, ours {norm:.5f}", flush=True)
+    if abs(loss - trl_loss) > 0.01 or abs(norm / trl_norm - 1) > 0.05:
+        raise SystemExit("the losses differ: nothing to compare")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6, help="of ours; the first is not counted")
     parser.add_argument("--trl-steps", type=int, default=3, help="the first is not counted")
     parser.add_argument("--tail", action="store_true")
+    parser.add_argument("--ours", action="store_true", help="without TRL")
     parser.add_argument("--trl-recompute", action="store_true", help="TRL with gradient checkpointing, its own default")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("headrace").setLevel(logging.ERROR)
     figures: dict[str, float] = {}
-    watch, batch, trl_loss = run_trl(make_model(tail=given.tail), given.trl_steps, recompute=given.trl_recompute)
-    figures["trl_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    gc.collect()
-    torch.cuda.empty_cache()
-    figures["left_by_trl_gb"] = torch.cuda.memory_allocated() / 1e9
-    ours = Ours(prepare(make_model(tail=given.tail), make_tokenizer(), source="bench"))
-    loss, norm = ours.check(batch)
-    print(
-        f"loss: TRL {trl_loss:.6f}, ours {loss:.6f}; gradient norm: TRL {watch.norms[0]:.5f}, ours {norm:.5f}",
-        flush=True,
-    )
-    if abs(loss - trl_loss) > 0.01 or abs(norm / watch.norms[0] - 1) > 0.05:
-        raise SystemExit("the losses differ: nothing to compare")
+    sides: list[tuple[str, list[Times]]] = []
+    left_gb = 0.0
+    if given.ours:
+        ours = Ours(prepare(make_model(tail=given.tail), make_tokenizer(), source="bench"))
+    else:
+        watch, batch, trl_loss = run_trl(make_model(tail=given.tail), given.trl_steps, recompute=given.trl_recompute)
+        sides.append(("trl", watch.times[1:]))
+        figures["trl_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        gc.collect()
+        torch.cuda.empty_cache()
+        left_gb = torch.cuda.memory_allocated() / 1e9
+        ours = Ours(prepare(make_model(tail=given.tail), make_tokenizer(), source="bench"))
+        check_loss(ours, batch, trl_loss, watch.norms[0])
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -357,13 +366,15 @@ def main() -> None:
     for step in range(given.steps):
         mine.append(ours.step())
         show("ours", step + 1, mine[-1])
-    figures["ours_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 - figures.pop("left_by_trl_gb")
+    figures["ours_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 - left_gb
     ours.close()
-    for name, rows in (("trl", watch.times[1:]), ("ours", mine[1:])):
+    sides.append(("ours", mine[1:]))
+    for name, rows in sides:
         figures[f"{name}_generation_s"] = statistics.median(row[0] for row in rows)
         figures[f"{name}_rest_s"] = statistics.median(row[1] for row in rows)
         figures[f"{name}_tokens_per_s"] = statistics.median(row[2] / (row[0] + row[1]) for row in rows)
-    figures["ratio"] = figures["ours_tokens_per_s"] / figures["trl_tokens_per_s"]
+    if not given.ours:
+        figures["ratio"] = figures["ours_tokens_per_s"] / figures["trl_tokens_per_s"]
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 
 

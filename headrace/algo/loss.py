@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import TypeVar
 
 from torch import Tensor
@@ -81,6 +82,7 @@ class LossInputs:
     wants_segments: bool
 
 
+@cache
 def loss_inputs(fn: LossFn) -> LossInputs:
     """Read a signature; raises ConfigError when it is not that of a loss."""
     name = getattr(fn, "__name__", "custom")

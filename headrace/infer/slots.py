@@ -171,7 +171,7 @@ class Slots:
         coming = np.array([0 if other is None else len(other.tokens) - 1 for other in self.seated])
         coming[old] = 0
         empty = np.array([other is None for other in self.seated])
-        known = np.array([name == sequence.name for name in self._old])
+        known = np.array([name is not None and name == sequence.name for name in self._old])
         own = known & empty & (common >= filled) & (sequence.num_sampled > 0)  # it sat there before it was cut
         if sequence.unscored is not None:  # from there on it is computed, whoever has it
             common = np.minimum(common, sequence.unscored)

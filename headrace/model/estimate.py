@@ -14,7 +14,7 @@ from headrace.errors import ModelError
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
-CUDA_HEAD_CHUNK_TOKENS = 4096  # the same on CUDA, where half-precision logits are overwritten by what follows them
+CUDA_HEAD_CHUNK_TOKENS = 2048  # the same on CUDA, where float32 logits are overwritten by what follows them
 HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
 USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
@@ -193,7 +193,8 @@ def training_memory(
     fused = device == "cuda" and size < FP32
     layers_kept = activation_bytes_per_token(shape, size, fused=fused and shape.model_type in FUSED_TYPES)
     if recompute:  # every layer's input, and one layer in full
-        layers_kept = layers_kept // shape.layers + shape.layers * shape.width * size
+        stream = FP32 if fused and shape.model_type in FUSED_TYPES else size
+        layers_kept = layers_kept // shape.layers + shape.layers * shape.width * stream
     chunk = min(CUDA_HEAD_CHUNK_TOKENS if device == "cuda" else HEAD_CHUNK_TOKENS, micro_batch_tokens)
     return Memory(
         weights=(trainable + frozen) * size,
@@ -201,7 +202,7 @@ def training_memory(
         masters=trainable * FP32 if size < FP32 else 0,
         moments=2 * trainable * state,
         activations=micro_batch_tokens * layers_kept,
-        head=chunk * shape.vocabulary * (size if fused else state * HEAD_COPIES),
+        head=chunk * shape.vocabulary * (FP32 if fused else state * HEAD_COPIES),
         kv=kv_tokens * kv_bytes_per_token(shape, size),
         beside=beside,
         packed=packed_numbers(shape) * FP32 if device == "cpu" and dtype == "float32" else 0,
@@ -218,12 +219,13 @@ def packed_numbers(shape: Shape) -> int:
 def activation_bytes_per_token(shape: Shape, size: int, *, fused: bool = False) -> int:
     """L (8 D + 2 (Q + K + V) + 4 M) numbers: residuals and norms, projections before and after rotation, the MLP.
 
-    With fused kernels L (4 D + 2 (Q + K) + 3 M): norms keep what goes in and out, attention its rotated inputs and its
-    output, the MLP gate, up and their product.
+    With fused kernels L (4 D + 2 (Q + K) + 3 M), and half of the 4 D in float32: norms keep what goes in, which is the
+    residual stream, and what comes out, attention its rotated inputs and its output, the MLP gate, up and their product.
     """
     query, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     if fused:
-        return shape.layers * (4 * shape.width + 2 * (query + keys) + 3 * shape.mlp_width) * size
+        stream = 2 * shape.width * FP32
+        return shape.layers * (stream + (2 * shape.width + 2 * (query + keys) + 3 * shape.mlp_width) * size)
     return shape.layers * (8 * shape.width + 2 * (query + 2 * keys) + 4 * shape.mlp_width) * size
 
 

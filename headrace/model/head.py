@@ -23,7 +23,7 @@ from headrace.model.packed import back, linear
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 128
 UNLIKELY = -80.0  # a log-prob below which float32 probabilities are no longer whole
-CUDA_CHUNK_TOKENS = 4096  # fewer rows leave the matrix units of a large GPU waiting for work
+CUDA_CHUNK_TOKENS = 2048  # fewer rows leave the matrix units of a large GPU waiting for work
 
 
 def default_chunk(device: torch.device) -> int:

@@ -164,13 +164,17 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    titles, found = list[str](), list[Tensor]()
     for name, tensor in named:
         table = tensor.detach().contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
         whole_words = table.shape[1] * table.element_size() % 8 == 0
         bits = table.view(torch.int64 if whole_words else integer[table.element_size()])
-        sums = torch.cat([bits.sum(dim=dim, dtype=torch.int64) for dim in (0, 1)])
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(sums.cpu().numpy().tobytes())
+        found.append(torch.cat([bits.sum(dim=dim, dtype=torch.int64) for dim in (0, 1)]))
+        titles.append(f"{name} {tensor.dtype} {tuple(tensor.shape)};")
+    together = torch.cat(found).cpu() if found else torch.zeros(0, dtype=torch.int64)  # a device is asked once
+    for title, sums in zip(titles, torch.split(together, [len(sums) for sums in found]), strict=True):
+        digest.update(title.encode())
+        digest.update(sums.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -29,7 +29,16 @@ from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_
 from headrace.model.scalar import has_scalar_head, scalars
 from headrace.model.worker import Here, Worker
 from headrace.train.optimizer import MasterAdamW
-from headrace.train.request import ReadyLoss, call_loss, check_data, check_head, packed_targets, ready_loss, stack
+from headrace.train.request import (
+    ReadyLoss,
+    call_loss,
+    check_data,
+    check_head,
+    packed_targets,
+    ready_loss,
+    send,
+    stack,
+)
 from headrace.types import (
     CROSS_ENTROPY,
     Adam,
@@ -263,17 +272,17 @@ class TorchBackend:
             return None
         shares = device.type in ("cpu", "cuda")  # where it has been compared with sequences one by one
         layout = lay_out([datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1)
-        tokens_T = _send(torch.tensor(layout.tokens, dtype=torch.long), device)
-        positions_T = _send(torch.tensor(layout.positions, dtype=torch.long), device)
+        tokens_T = send(torch.tensor(layout.tokens, dtype=torch.long), device)
+        positions_T = send(torch.tensor(layout.positions, dtype=torch.long), device)
         context = packed(layout.lengths, device, layout.parents)
         embedded_TD = self._embedded(tokens_T) if want_gradient else None
         hidden_TD = self.lm.hidden(tokens_T, positions_T, context, embedded_TD=embedded_TD)
         real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
         inputs = {
-            name: _send(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
+            name: send(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
             for name, array in arrays.items()
         }
-        rows = _send(torch.tensor(layout.place, dtype=torch.long)[rows_R], device)
+        rows = send(torch.tensor(layout.place, dtype=torch.long)[rows_R], device)
         if not loss.reads_policy:
             computed = self._scalar(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
         else:
@@ -574,13 +583,6 @@ def _no_room(what: str, micro_batch_tokens: int, device: torch.device) -> str:
         f"{what} does not fit into the device's memory{size}: lower 'micro_batch_tokens', which is "
         f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_rows'"
     )
-
-
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device; to CUDA through pinned memory, so that the host need not wait for what is queued there."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _save_merged(lm: LanguageModel, folder: Path) -> None:
