@@ -160,9 +160,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """Every file that must be reproducible, by its name in the run folder."""
+    """Every file that must be reproducible, by its name in the run folder; rollouts name the run they are of."""
     files = [path for place in ("checkpoints", "rollouts", "start") for path in sorted((run / place).rglob("*"))]
     found = {str(path.relative_to(run)): path.read_bytes() for path in files if path.is_file()}
+    named = f'"run":"{run.name}"'.encode()
+    found = {
+        name: text.replace(named, b'"run":""') if name.startswith("rollouts/") else text for name, text in found.items()
+    }
     return found | {"metrics.jsonl": reproducible_bytes(run / "metrics.jsonl")}
 
 
