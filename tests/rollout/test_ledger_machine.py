@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.algo.staleness import Counts
+from headrace.algo.staleness import Counts, capacity
 from headrace.rollout.admission import Admission
 from headrace.rollout.ledger import Drop, Ledger, State
 
@@ -155,9 +155,10 @@ def test_counting_live_groups_is_areals_formula_when_nothing_is_dropped(eta: int
     # (eta + version + 1) B - accepted - running = (eta + 1) B - live, for a fixed batch (arXiv 2505.24298, eq. 3)
     running = ready = accepted = version = 0
     for move in moves:
-        live_form = (eta + 1) * batch - Counts(running=running, ready=ready).live
-        assert (eta + version + 1) * batch - accepted - running == live_form
-        if move == "start" and live_form > 0:
+        counts = Counts(running=running, ready=ready)
+        room = capacity(counts, batch_groups=batch, max_staleness=eta, max_running=10**6)
+        assert room == (eta + version + 1) * batch - accepted - running
+        if move == "start" and room > 0:
             running += 1
         elif move == "end" and running:
             running, ready, accepted = running - 1, ready + 1, accepted + 1
