@@ -198,12 +198,12 @@ class Step:
 
 
 class Ended(StrEnum):
-    """How an episode came to its end."""
+    """How an episode came to its end; the first that holds, in this order."""
 
     DONE = "done"  # the environment said so, or the agent program returned
+    ENV_LIMIT = "env_limit"  # the environment gave up
     END_TOOL = "end_tool"  # the policy called the tool that ends it
     END_PATTERN = "end_pattern"  # the policy's turn matched the pattern that ends it
-    ENV_LIMIT = "env_limit"  # the environment gave up
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"  # no room for another turn
     ERROR = "error"  # a FailedEpisode
