@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -249,6 +249,7 @@ class _Share:
     slots: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int | None
+    stacks: dict[tuple[str, range], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def add_(self, part: Part, index: int | None, x_TI: Tensor, y_TO: Tensor) -> None:
         """`index`: of a layer of the part, None for all of them side by side."""
@@ -259,11 +260,10 @@ class _Share:
         delta_PO = self._each(part, chosen, x_PI) if self.first is None else self._batched(part, chosen, x_PI)
         if self.place is not None:
             delta_PO = delta_PO.index_select(0, self.place)
-        delta_PO = delta_PO.to(y_TO.dtype)  # logits may be in float32
         if self.rows is None:
             y_TO.add_(delta_PO)
         else:
-            y_TO.index_add_(0, self.rows, delta_PO)
+            y_TO.index_add_(0, self.rows, delta_PO.to(y_TO.dtype))  # logits may be in float32
 
     def _each(self, part: Part, chosen: range, x_PI: Tensor) -> Tensor:
         widths, rank = [part.outputs[index] for index in chosen], self.shelf.rank
@@ -283,14 +283,23 @@ class _Share:
         return delta_PO
 
     def _batched(self, part: Part, chosen: range, x_PI: Tensor) -> Tensor:
-        assert self.first is not None
-        rank, slots = self.shelf.rank, slice(self.first, self.first + x_PI.shape[0] // self.sizes[0])
-        down_SRI = self.shelf.down[part.name][slots, chosen.start * rank : chosen.stop * rank]
-        x_SNI = x_PI.view(down_SRI.shape[0], self.sizes[0], -1)
-        lows = torch.bmm(x_SNI, down_SRI.transpose(1, 2)).chunk(len(chosen), dim=2)
-        ups = [self.shelf.up[part.name][index][slots].transpose(1, 2) for index in chosen]
-        deltas = [torch.bmm(low, up) for low, up in zip(lows, ups, strict=True)]
-        return (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=2)).view(x_PI.shape[0], -1)
+        down_SIR, ups_SRO = self._stacks(part, chosen)
+        low_SNR = torch.bmm(x_PI.view(down_SIR.shape[0], self.sizes[0], -1), down_SIR)
+        if len(ups_SRO) == 1:
+            return torch.bmm(low_SNR, ups_SRO[0]).view(x_PI.shape[0], -1)
+        lows = low_SNR.chunk(len(ups_SRO), dim=2)
+        return torch.cat([torch.bmm(*pair) for pair in zip(lows, ups_SRO, strict=True)], dim=2).view(x_PI.shape[0], -1)
+
+    def _stacks(self, part: Part, chosen: range) -> tuple[Tensor, list[Tensor]]:
+        """The slots of the batched product, turned; remembered, because a view takes as long as a small product."""
+        known = self.stacks.get((part.name, chosen))
+        if known is None:
+            assert self.first is not None
+            rank, slots = self.shelf.rank, slice(self.first, self.first + len(self.sizes))
+            down_SRI = self.shelf.down[part.name][slots, chosen.start * rank : chosen.stop * rank]
+            ups = [self.shelf.up[part.name][index][slots].transpose(1, 2) for index in chosen]
+            known = self.stacks[part.name, chosen] = (down_SRI.transpose(1, 2), ups)
+        return known
 
 
 @dataclass(frozen=True, slots=True)
