@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from test_anchor_keys import group, step, walk
-from test_gigpo import E1, table
+from test_gigpo import E1, Plain, table
 
 from headrace.algo.advantages.credit import STEP_METHODS
 from headrace.algo.advantages.health import Findings, anchor_findings, group_findings
@@ -24,6 +24,15 @@ def test_an_anchor_that_never_leaves_the_start_is_an_error() -> None:
     [error] = anchor_findings(inert, method="gigpo").errors
     assert "each of these 7 steps has one and the same state within its group" in error
     assert "rl.anchor" in error
+
+
+def test_a_policy_that_does_nothing_stays_where_it_is() -> None:
+    """Its last action may be valid: no step shows what came of it."""
+    still: list[Plain] = [(0, [5, 5], [0, 1], True), (0, [5, 5], [0, 0], False)]
+    found = anchor_findings(table(still, valid=[False, True, False, True]), method="gigpo")
+    assert not found.errors
+    assert [name for name, _ in found.warnings] == ["unmoved"]
+    assert anchor_findings(table(still, valid=[True, False, False, False]), method="gigpo").errors
 
 
 def test_no_anchor_at_all_is_an_error() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.algo.advantages.anchors import anchor_labels
+from headrace.algo.advantages.groups import Bools, Ints
 from headrace.algo.advantages.table import NO_STATE, StepTable
 from headrace.types import Group
 
@@ -26,34 +28,46 @@ def anchor_findings(table: StepTable, *, method: str) -> Findings:
     """Of a method that compares steps by their states.
 
     An error: episodes have several steps, and no group has more than one state. Then the anchor is taken at the start
-    and never changes, or there is none, or the policy never moves; A_S is nothing or a second A_E.
+    and never changes, or there is none; A_S is nothing, or a second A_E. It is only a warning if no action that another
+    step followed was valid: a policy that does nothing stays where it is.
     """
     states_G, several_G = _states_of_groups(table)
     if several_G.any() and (states_G[several_G] <= 1).all():
-        count = int(table.length_E[np.isin(table.group_E, np.flatnonzero(several_G))].sum())
-        what = "one and the same state within its group" if states_G.any() else "no state at all"
-        return Findings(
-            errors=(
-                f"credit {method!r} compares steps taken in the same state, but each of these {count} steps has "
-                f"{what}: let the environment give every observation its `state`, set rl.anchor to a function of your "
-                'own, or write rl.credit = "grpo" (if the policy just never moves, train it with [sft] first)',
-            )
-        )
+        stuck = not (table.valid_S & ~table.last_S).any()
+        return _unmoved(method) if stuck and states_G.any() else _inert(table, states_G, several_G, method)
+    share = _singleton_share(table)
+    if share <= MAX_SINGLETON_SHARE:
+        return Findings()
+    sentence = (
+        f"{share:.0%} of the anchor states were met by one step only, which {method!r} can compare with no other: "
+        "leave out of the state what does not matter (a counter, the time, the conversation so far)"
+    )
+    return Findings(warnings=(("singletons", sentence),))
+
+
+def _inert(table: StepTable, states_G: Ints, several_G: Bools, method: str) -> Findings:
+    count = int(table.length_E[np.isin(table.group_E, np.flatnonzero(several_G))].sum())
+    what = "one and the same state within its group" if states_G.any() else "no state at all"
+    sentence = (
+        f"credit {method!r} compares steps taken in the same state, but each of these {count} steps has {what}: let "
+        "the environment give every observation its `state`, set rl.anchor to a function of your own, or write "
+        'rl.credit = "grpo"'
+    )
+    return Findings(errors=(sentence,))
+
+
+def _unmoved(method: str) -> Findings:
+    sentence = (
+        f"no action was valid, so every episode stayed in its first state and {method!r} has nothing to compare: train "
+        "the policy with [sft] first"
+    )
+    return Findings(warnings=(("unmoved", sentence),))
+
+
+def _singleton_share(table: StepTable) -> float:
     anchored_S = table.state_S != NO_STATE
-    labels_S = table.group_S[anchored_S] * (int(table.state_S.max(initial=0)) + 1) + table.state_S[anchored_S]
-    _, count_A = np.unique(labels_S, return_counts=True)
-    share = float((count_A == 1).mean()) if len(count_A) else 0.0
-    if share > MAX_SINGLETON_SHARE:
-        return Findings(
-            warnings=(
-                (
-                    "singletons",
-                    f"{share:.0%} of the anchor states were met by one step only, which {method!r} can compare with no "
-                    "other: leave out of the state what does not matter (a counter, the time, the conversation so far)",
-                ),
-            )
-        )
-    return Findings()
+    _, count_A = np.unique(anchor_labels(table)[anchored_S], return_counts=True)
+    return float((count_A == 1).mean()) if len(count_A) else 0.0
 
 
 def group_findings(groups: Sequence[Group], *, mixed_versions: bool, compared: bool = True) -> Findings:
@@ -81,7 +95,7 @@ def _versions(group: Group) -> set[int]:
     return {int(version) for step in steps for version in np.unique(step.completion.versions)}
 
 
-def _states_of_groups(table: StepTable) -> tuple[np.ndarray, np.ndarray]:
+def _states_of_groups(table: StepTable) -> tuple[Ints, Bools]:
     """How many different states each group number has, and whether any of its episodes has several steps."""
     num_groups = int(table.group_E.max(initial=-1)) + 1
     anchored_S = table.state_S != NO_STATE
