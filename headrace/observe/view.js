@@ -49,6 +49,11 @@ function colourBy(name) {
   for (const button of all("[data-colour]")) button.setAttribute("aria-pressed", String(button.dataset.colour === name));
 }
 
+function showCells(name) {
+  root.dataset.show = name;
+  for (const button of all("[data-cells]")) button.setAttribute("aria-pressed", String(button.dataset.cells === name));
+}
+
 // What an address such as #e-0-3-2 points at comes into sight, wherever it is.
 function follow() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -93,6 +98,7 @@ const keys = {
     const open = !steps.every((step) => step.open);
     for (const step of steps) step.open = open;
   },
+  a: () => showCells(root.dataset.show === "A" ? "A_S" : "A"),
   c: () => colours.length && colourBy(colours[(colours.indexOf(root.dataset.by) + 1) % colours.length]),
   "?": () => document.getElementById("keys").showModal(),
 };
@@ -108,6 +114,7 @@ addEventListener("keydown", (event) => {
 addEventListener("hashchange", follow);
 for (const button of all("[data-tab]")) button.addEventListener("click", () => showTab(button.dataset.tab));
 for (const button of all("[data-colour]")) button.addEventListener("click", () => colourBy(button.dataset.colour));
+for (const button of all("[data-cells]")) button.addEventListener("click", () => showCells(button.dataset.cells));
 for (const button of all("[data-help]")) button.addEventListener("click", keys["?"]);
 for (const link of all('a[href^="#"]')) link.addEventListener("click", () => link.hash === location.hash && follow());
 

@@ -51,6 +51,8 @@ class PageStep:
     figures: tuple[tuple[str, str, str], ...]  # name, text, tone
     tone: str
     advantage: str
+    step_tone: str  # of A_S
+    step_advantage: str
     num_sampled: int
     logprob: str
     tokens: tuple[PageToken, ...] | None
@@ -240,7 +242,7 @@ def _step(
 ) -> PageStep:
     step = line.steps[index]
     credit, key = step.credit, step.anchor
-    advantage = None if credit is None else credit.A
+    advantage, own = (None, None) if credit is None else (credit.A, credit.A_S)
     return PageStep(
         slug=slug,
         index=index,
@@ -254,6 +256,8 @@ def _step(
         figures=tuple(_step_figures(line, index, step)),
         tone=_tone(advantage),
         advantage=figure(advantage, sign=True),
+        step_tone="" if own is None else f"s{advantage_tone(own)}",
+        step_advantage=figure(own, sign=True),
         num_sampled=step.num_sampled,
         logprob=figure(step.logprob),
         tokens=None if tokens is None else tuple(map(_token, tokens)),

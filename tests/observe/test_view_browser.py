@@ -97,6 +97,17 @@ def test_tokens_change_colour_with_c_and_with_the_buttons(tab: Tab, page: Path) 
     assert tab.ask(legends) == ["advantage"]
 
 
+def test_cells_show_the_advantage_or_the_steps_own(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    cell = "document.querySelector('tr[data-episode=e-0-2] .cell')"  # A = -2/3 - 1/8, A_S = -1/8
+    look = f"[getComputedStyle({cell}).backgroundColor, {cell}.innerText.split('\\n')[1]]"
+    assert tab.ask(look) == ["rgb(249, 203, 197)", "-0.792"]
+    tab.press("a")
+    assert tab.ask(look) == ["rgb(253, 231, 228)", "-0.125"]
+    tab.ask("document.querySelector('.group.on [data-cells=A]').click()")
+    assert tab.ask(look) == ["rgb(249, 203, 197)", "-0.792"]
+
+
 def test_an_address_brings_its_step_or_state_into_sight(tab: Tab, page: Path) -> None:
     tab.open(page, address="#e-1-1-0")
     assert (seen(tab, ".group"), seen(tab, ".episode"), seen(tab, ".step[open]")) == (["g-1"], ["e-1-1"], ["e-1-1-0"])
