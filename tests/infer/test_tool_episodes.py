@@ -17,6 +17,7 @@ from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.rollout.conversations import ToolTalk
 from headrace.rollout.episode import EndRules, how_it_ends, run_episode
+from headrace.rollout.journal import EpisodeJournal
 from headrace.rollout.policies import tool_names
 from headrace.rollout.worlds.calculator import CalculatorEnv
 from headrace.testing import FakeEnv, FakeToolEnv
@@ -53,6 +54,7 @@ async def play(
     end_tool: str | None = None,
     end_pattern: str | None = None,
     threads: ThreadPoolExecutor | None = None,
+    journal: EpisodeJournal | None = None,
 ) -> Episode | FailedEpisode:
     return await run_episode(
         id="0/0",
@@ -69,6 +71,7 @@ async def play(
         end_tool=end_tool,
         end_pattern=None if end_pattern is None else re.compile(end_pattern),
         threads=threads,
+        journal=journal,
     )
 
 
@@ -131,6 +134,17 @@ async def test_ids_follow_from_the_seed_so_that_an_episode_can_be_played_again()
         ids.append([call.id for message in episode.messages for call in message.tool_calls])
     assert ids[0] == ids[1]
     assert len(set(ids[0])) == 2
+
+
+async def test_an_episode_with_calls_is_played_back_from_its_journal_without_sampling() -> None:
+    sampler, renderer = scripted("I add first. " + ADD, TIMES, ANSWER)
+    journal = EpisodeJournal()
+    first = await played(CalculatorEnv(), sampler, renderer, task=SUM, journal=journal)
+    silent = KeepingSampler(lambda request: pytest.fail("sampled again"))
+    again = await played(CalculatorEnv(), silent, renderer, task=SUM, journal=EpisodeJournal(turns=journal.turns))
+    assert again.messages == first.messages
+    assert journal.replayable
+    assert [step.prompt.tolist() for step in again.steps] == [step.prompt.tolist() for step in first.steps]
 
 
 async def test_tools_of_an_environment_that_cannot_be_shown_fail_the_episode() -> None:
