@@ -212,7 +212,7 @@ class Ended(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """A finished conversation of one policy with one task. `truncated`: ended by a limit rather than by itself.
-    `ended` None: a user's own rollout, which does not say."""
+    `ended` None: a user's own rollout, which does not say. `final_state`: the state key after the last step."""
 
     id: str
     task: Task
@@ -223,6 +223,7 @@ class Episode:
     truncated: bool = False
     success: bool | None = None
     ended: Ended | None = None
+    final_state: str | None = None
 
     @property
     def head_version(self) -> int:

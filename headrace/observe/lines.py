@@ -130,6 +130,7 @@ class EpisodeLine:
     temperature: float
     truncated: bool
     ended: Ended | None = None
+    final_state: str | None = None
     success: bool | None  # the environment's verdict
     reward: RewardLine
     messages: tuple[MessageLine, ...]

@@ -154,6 +154,7 @@ def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dic
         "temperature": episode.temperature,
         "truncated": episode.truncated,
         "ended": episode.ended,
+        "final_state": episode.final_state,
         "success": episode.success,
         "reward": _reward_fields(_scored(saved).reward),
         "messages": [_message_fields(message) for message in episode.messages],
@@ -289,6 +290,7 @@ def _scored_of(line: EpisodeLine, steps: Sequence[Step]) -> ScoredEpisode:
             truncated=line.truncated,
             success=line.success,
             ended=line.ended,
+            final_state=line.final_state,
         ),
         reward=Reward(total=reward.total, parts=reward.parts, steps=reward.steps, success=reward.success),
     )

@@ -6,11 +6,13 @@ Everything here is trusted as little as the function it calls: numbers are check
 """
 
 import asyncio
+import copy
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -235,7 +237,7 @@ def pool(row: Row) -> dict[str, Any]:
     start = row["prompt_count"]
     return {
         "info": {},
-        "state": {},
+        "state": _final_state(row),
         "answer": truth,
         "tools": None,
         "task_definition_name": row["task_id"],
@@ -249,6 +251,23 @@ def pool(row: Row) -> dict[str, Any]:
         "step_ids": [step["id"] for step in row["steps"]],
         "text": last_text(messages),
     }
+
+
+class Snapshot:
+    """What a resource of a task definition was in the end, for functions that ask reward-kit's for its state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def get_state(self) -> dict[str, Any]:
+        return copy.deepcopy(self._state)
+
+
+def _final_state(row: Row) -> dict[str, Any]:
+    """reward-kit passes the resource itself; what is left of a dictionary is its final state."""
+    if "initial_state" not in row["data"] or row.get("final_state") is None:
+        return {}
+    return {"resource": Snapshot(json.loads(row["final_state"]))}
 
 
 def last_text(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headrace.algo.turns import step_positions
-from headrace.types import Completion, Episode, Message, Step, Stop, Task, ToolCall
+from headrace.types import Completion, Ended, Episode, Message, Step, Stop, Task, ToolCall
 
 
 def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
@@ -39,6 +39,8 @@ def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
         "temperature": episode.temperature,
         "success": episode.success,
         "truncated": episode.truncated,
+        "ended": episode.ended,
+        "final_state": episode.final_state,
     }
 
 
@@ -71,6 +73,8 @@ def episode_from(row: Mapping[str, Any]) -> Episode:
         messages=_messages_from(row["messages"]),
         temperature=row["temperature"],
         truncated=row["truncated"],
+        ended=None if row.get("ended") is None else Ended(row["ended"]),
+        final_state=row.get("final_state"),
         success=row["success"],
     )
 

@@ -203,6 +203,7 @@ async def _play(
         truncated=ended not in BY_ITSELF or move.completion.stop is not Stop.STOP,
         success=success,
         ended=ended,
+        final_state=observation.state,
     )
 
 

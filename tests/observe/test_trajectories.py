@@ -91,6 +91,7 @@ def scored_episodes(draw: st.DrawFn) -> ScoredEpisode:
             truncated=draw(st.booleans()),
             success=draw(verdicts),
             ended=draw(st.none() | st.sampled_from(Ended)),
+            final_state=draw(st.none() | TEXT),
         ),
         reward=Reward(
             total=draw(REALS),
@@ -104,7 +105,7 @@ def scored_episodes(draw: st.DrawFn) -> ScoredEpisode:
 def assert_same(left: ScoredEpisode, right: ScoredEpisode) -> None:
     assert left.reward == right.reward
     ours, theirs = left.episode, right.episode
-    for name in ("id", "task", "seed", "messages", "temperature", "truncated", "success", "ended"):
+    for name in ("id", "task", "seed", "messages", "temperature", "truncated", "success", "ended", "final_state"):
         assert getattr(ours, name) == getattr(theirs, name), name
     for mine, other in zip(ours.steps, theirs.steps, strict=True):
         for name in ("action", "state", "reward", "valid"):

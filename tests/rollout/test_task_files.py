@@ -1,6 +1,7 @@
 """Task definitions in reward-kit's shape: tasks, an environment with tools, a reward and a number of rollouts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from headrace.cli import load_checked
 from headrace.errors import ConfigError, DataError
 from headrace.protocols import ToolEnv
+from headrace.reward.calling import pool
+from headrace.reward.rows import row_of
 from headrace.rollout.actions import read_action
 from headrace.rollout.policies import tool_names
 from headrace.rollout.task_files import TaskDefinition, load_task_definition
 from headrace.rollout.worlds.resources import Database, PythonState
-from headrace.types import Observation, StepResult
+from headrace.types import Episode, Message, Observation, StepResult
 from headrace.wiring.sources import make_env_of, tasks_of
 
 TOOLS = '''
@@ -327,3 +330,28 @@ def test_the_resources_can_be_used_by_themselves() -> None:
     assert state.key() == '{"a": [1]}'
     state.set_state({"b": 1})
     assert state.key() == '{"b": 1}'
+
+
+async def test_a_reward_function_of_reward_kits_kind_sees_the_final_state(folder: Path) -> None:
+    definition = load_task_definition(folder / "task.toml")
+    [task] = definition.tasks
+    episode = Episode(
+        id="0/0",
+        task=task,
+        seed=0,
+        steps=(),
+        messages=(*task.messages, Message(role="assistant", content="done")),
+        temperature=1.0,
+        final_state='{"counter": 2, "items": ["a"], "status": "initialized"}',
+    )
+
+    def evaluate(messages: list[Any], *, state: Any, ground_truth_comparable_state: Any, **kwargs: Any) -> float:
+        found = state["resource"].get_state()
+        found["counter"] -= 2  # a copy, so the next caller sees what it was
+        kept = state["resource"].get_state()
+        return float(all(kept[key] == value for key, value in ground_truth_comparable_state.items()))
+
+    values = pool(row_of(episode, with_tokens=False))
+    wanted = {name: values[name] for name in ("messages", "state", "ground_truth_comparable_state")}
+    assert evaluate(**wanted) == 1.0
+    assert pool(row_of(replace(episode, final_state=None), with_tokens=False))["state"] == {}
