@@ -280,3 +280,23 @@ def test_data_of_one_request_are_those_of_the_wire() -> None:
         out = host.forward_backward("mine", [datum], CROSS_ENTROPY).result(LIMIT_S)
         assert out.loss == pytest.approx(-float((out.logprobs[0] * weights).sum()), rel=1e-4)
         assert data(0)[0].num_tokens == 12
+
+
+def test_half_precision_has_float32_masters_and_samples_what_it_trains() -> None:
+    with opened(small_model(torch.bfloat16)) as host:
+        for name, spec in (("two", SPECS["two"]), ("eight", SPECS["eight"])):
+            host.create(name, spec)
+            train(host, name, [1, 2])
+            host.snapshot(name, name).result(LIMIT_S)
+        host.open_sampler("base", None).result(LIMIT_S)
+        for name, drawn in zip(
+            ("two", "eight"), sample(host, [(n, request(0)) for n in ("two", "eight")]), strict=True
+        ):
+            tokens = int_array([*request(0).prompt, *drawn.tokens])
+            datum = Datum(
+                inputs=tokens[:-1], targets=tokens[1:], arrays={"weights": float_array(np.ones(len(tokens) - 1))}
+            )
+            [trained] = host.forward(name, [datum], CROSS_ENTROPY).result(LIMIT_S).logprobs
+            [plain] = asyncio.run(host.score("base", [tokens]))
+            np.testing.assert_allclose(drawn.raw_logprobs, trained[-12:], atol=0.1)  # eight bits of mantissa
+            assert np.abs(plain[-12:] - trained[-12:]).max() > 0.3

@@ -1,0 +1,101 @@
+"""What few bits save of a reference model's memory, and what they cost in its log-probs, on the CPU.
+
+    python bench/reference.py [--model smollm2-135m] [--tokens 64] [--texts 8]
+
+Each text is sampled from the model itself, from a prompt of its own, so its log-probs are those that training compares
+with. They are scored by the model in float32 (what is true), in bfloat16 (what a reference model has on a GPU), and
+with int8 and int4 weights over bfloat16 and over float32. Errors are against float32. `ratio` is the memory of int8
+over bfloat16, embedding and head included, over that of bfloat16. Without --model: a random Llama, 256 wide.
+"""
+
+import argparse
+import asyncio
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.infer.engine import EmbeddedEngine
+from headrace.model.load import LanguageModel, load_model, prepare
+from headrace.model.quantized import Bits
+from headrace.model.tiny import make_model
+from headrace.train.references import ReferenceModels
+from headrace.types import Datum, FloatArray, SampleRequest, SamplingParams, float_array, int_array
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    name: str
+    dtype: torch.dtype
+    bits: Bits | None
+
+
+KINDS = (
+    Kind("float32", torch.float32, None),
+    Kind("bfloat16", torch.bfloat16, None),
+    Kind("int8 over bfloat16", torch.bfloat16, 8),
+    Kind("int4 over bfloat16", torch.bfloat16, 4),
+    Kind("int8 over float32", torch.float32, 8),
+    Kind("int4 over float32", torch.float32, 4),
+)
+
+
+def make(path: str | None, dtype: torch.dtype) -> LanguageModel:
+    if path:
+        return load_model(path, dtype=dtype)
+    model = make_model(vocab_size=8192, width=256, layers=6, heads=4, kv_heads=2, context=512, seed=0)
+    return prepare(model.to(dtype), None, source="bench")
+
+
+def own_texts(lm: LanguageModel, count: int, tokens: int) -> list[Datum]:
+    engine = EmbeddedEngine(lm, max_rows=8, kv_tokens=16 * (tokens + 64))
+    rng = np.random.default_rng(0)
+    prompts = [int_array(rng.integers(0, lm.vocabulary, 4)) for _ in range(count)]
+
+    async def sample() -> list[Datum]:
+        params = [SamplingParams(max_tokens=tokens, seed=seed, stop_tokens=()) for seed in range(count)]
+        asked = [SampleRequest(prompt=prompt, params=each) for prompt, each in zip(prompts, params, strict=True)]
+        done = await asyncio.gather(*(engine.sample(each) for each in asked))
+        made = []
+        for prompt, completion in zip(prompts, done, strict=True):
+            text = int_array([*prompt, *completion.tokens])
+            weights = float_array([0.0] * (len(prompt) - 1) + [1.0] * len(completion.tokens))
+            made.append(Datum(inputs=text[:-1], targets=text[1:], arrays={"weights": weights}))
+        return made
+
+    texts = asyncio.run(sample())
+    engine.close()
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--texts", type=int, default=8)
+    options = parser.parse_args()
+    texts = own_texts(make(options.model, torch.float32), options.texts, options.tokens)
+    scored = np.concatenate([datum.arrays["weights"] for datum in texts]) != 0
+    sizes: dict[str, int] = {}
+    logprobs: dict[str, FloatArray] = {}
+    for kind in KINDS:
+        references = ReferenceModels(lambda _, dtype=kind.dtype: make(options.model, dtype), bits=kind.bits)  # type: ignore[misc]
+        logprobs[kind.name] = np.concatenate(references.score("it", texts))[scored]
+        sizes[kind.name] = references.size_bytes
+    found = {}
+    for kind in KINDS[1:]:
+        difference = logprobs[kind.name].astype(np.float64) - logprobs["float32"]
+        found[kind.name] = {
+            "mib": round(sizes[kind.name] / 2**20, 1),
+            "mean_error": round(float(np.abs(difference).mean()), 5),
+            "max_error": round(float(np.abs(difference).max()), 4),
+            "k3": float(f"{(np.exp(difference) - 1 - difference).mean():.3g}"),
+        }
+        print(kind.name, found[kind.name])
+    ratio = sizes["int8 over bfloat16"] / sizes["bfloat16"]
+    print(json.dumps({"ratio": round(ratio, 3), "float32_mib": round(sizes["float32"] / 2**20, 1), **found}))
+
+
+if __name__ == "__main__":
+    main()

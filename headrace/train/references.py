@@ -1,0 +1,119 @@
+"""Frozen models that training is compared with: loaded when first asked for, kept while there is room, shared.
+
+An LRU cache. It must not know what the scores are for. Loading and scoring happen on the caller's thread; a model that
+is being loaded is waited for by all who want it, and one that is evicted while somebody scores with it goes when he is
+done.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.errors import ModelError
+from headrace.model.load import LanguageModel
+from headrace.model.quantized import Bits, model_bytes, quantize_model
+from headrace.train.scorer import FrozenScorer
+from headrace.types import Datum, FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model in the cache. `lock`: one request at a time computes on it."""
+
+    scorer: FrozenScorer
+    size_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the cache did."""
+
+    loaded: int = 0
+    evicted: int = 0
+    found: int = 0
+
+
+class ReferenceModels:
+    """`load` makes a model of a name. At most `limit` are kept, of `room_bytes` together if that is given; the one
+    that was used longest ago goes first. `bits`: of their weights, None for those that they come with."""
+
+    def __init__(
+        self,
+        load: Callable[[str], LanguageModel],
+        *,
+        limit: int = 2,
+        room_bytes: int | None = None,
+        bits: Bits | None = None,
+        micro_batch_tokens: int = 8192,
+    ) -> None:
+        assert limit >= 1
+        self._load = load
+        self._limit, self._room_bytes, self._bits = limit, room_bytes, bits
+        self._micro_batch_tokens = micro_batch_tokens
+        self._kept: OrderedDict[str, Reference] = OrderedDict()
+        self._loading: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+        self.counts = Counts()
+
+    def score(self, name: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
+        """See `FrozenScorer.score`. Raises ModelError when the model cannot be loaded or has no room."""
+        reference = self._get(name)
+        with reference.lock:
+            return reference.scorer.score(data)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that are kept, the one used last at the end."""
+        with self._lock:
+            return tuple(self._kept)
+
+    @property
+    def size_bytes(self) -> int:
+        with self._lock:
+            return sum(each.size_bytes for each in self._kept.values())
+
+    def _get(self, name: str) -> Reference:
+        while True:
+            with self._lock:
+                if (known := self._kept.get(name)) is not None:
+                    self._kept.move_to_end(name)
+                    self.counts.found += 1
+                    return known
+                waited_for = self._loading.get(name)
+                if waited_for is None:
+                    mine = self._loading[name] = threading.Event()
+                    break
+            waited_for.wait()  # if that load fails, this caller tries for itself
+        try:
+            return self._keep(name, self._make(name))
+        finally:
+            with self._lock:
+                del self._loading[name]
+            mine.set()
+
+    def _make(self, name: str) -> Reference:
+        lm = self._load(name)
+        lm.model.requires_grad_(False)
+        if self._bits is not None:
+            quantize_model(lm.model, self._bits)
+        size = model_bytes(lm.model)
+        if self._room_bytes is not None and size > self._room_bytes:
+            raise ModelError(
+                f"the reference model '{name}' needs {size:,} bytes and reference models may have "
+                f"{self._room_bytes:,}: give them more, or fewer bits"
+            )
+        return Reference(FrozenScorer(lm, micro_batch_tokens=self._micro_batch_tokens), size)
+
+    def _keep(self, name: str, reference: Reference) -> Reference:
+        with self._lock:
+            self.counts.loaded += 1
+            self._kept[name] = reference
+            while len(self._kept) > self._limit or self._over_room():
+                self._kept.popitem(last=False)
+                self.counts.evicted += 1
+        return reference
+
+    def _over_room(self) -> bool:
+        return self._room_bytes is not None and sum(each.size_bytes for each in self._kept.values()) > self._room_bytes
