@@ -118,6 +118,8 @@ def value_axis(values: Sequence[float], *, share: bool = False) -> Axis:
     low, high = min(values), max(values)
     if share and low >= 0.0 and high <= 1.0:
         return Axis(low=0.0, high=1.0, ticks=(0.0, 0.25, 0.5, 0.75, 1.0))
+    if max(abs(low), abs(high)) < 1.0 / LARGEST:  # too small to be divided
+        low = high = 0.0
     if low > 1.0 / LARGEST and high > 1000.0 * low:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         every = math.ceil(len(decades) / 6)

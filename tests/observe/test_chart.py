@@ -68,6 +68,8 @@ def test_axes_are_chosen_by_the_values() -> None:
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=30))
 @example([100000.0, 100000.0000001])
 @example([5e-324, 1e299])
+@example([5e-324])
+@example([-5e-324, 0.0])
 def test_every_value_lies_on_its_axis(values: list[float]) -> None:
     axis = value_axis(values)
     assert len(set(axis.ticks)) == len(axis.ticks) >= 2
