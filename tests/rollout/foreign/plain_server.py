@@ -1,7 +1,8 @@
-"""An MCP server without any package: a counter that ends where it is told to, the same in every episode."""
+"""An MCP server without any package: a counter. With an argument it dies, or hangs, when it is first called."""
 
 import json
 import sys
+import time
 
 NUMBER = {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}
 ANSWER = {"type": "object", "properties": {"answer": {"type": "string"}}}
@@ -13,6 +14,11 @@ TOOLS = [
 
 
 def called(name: str, arguments: dict, counted: list[int]) -> str:
+    if sys.argv[1:] == ["die"]:
+        print("no fuel", file=sys.stderr)
+        sys.exit(9)
+    if sys.argv[1:] == ["hang"]:
+        time.sleep(600)
     if name == "count":
         counted[0] += arguments["by"]
     if name == "judge":

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PIP = "'verifiers>=0.3,<0.4'"
 CLOSE_TIMEOUT_S = 5.0
 LIMITS = ("max_turns_reached", "max_total_completion_tokens_reached", "timeout_reached", "prompt_too_long")
-_LOADING = threading.Lock()
+_LOADING, _STARTING = threading.Lock(), threading.Lock()
 _FAILURES: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures of reward functions")
 T = TypeVar("T")
 
@@ -246,9 +246,14 @@ def package() -> Any:
     return verifiers
 
 
-@lru_cache(maxsize=1)
 def _loop() -> asyncio.AbstractEventLoop:
     """One for all episodes, as under verifiers itself: environments keep semaphores and sessions of one loop."""
+    with _STARTING:  # a cache alone lets several threads make one each
+        return _started_loop()
+
+
+@lru_cache(maxsize=1)
+def _started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
     return loop
