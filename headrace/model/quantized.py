@@ -8,6 +8,7 @@ it runs wherever torch does, and is not faster than the full weights.
 Shape letters: O outputs, I inputs, G groups of a row, W inputs of a group.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,8 @@ from torch.nn import functional as F
 from headrace.model.lora import LoraLinear
 
 Bits = Literal[8, 4]
-GROUP = {8: 128, 4: 32}  # inputs that share a scale, where they divide the inputs
+GROUP = {8: 128, 4: 32}  # inputs that share a scale, at most
+SMALLEST_GROUP = 16
 LEVELS = {8: 127, 4: 7}
 
 
@@ -47,11 +49,17 @@ class QuantizedLinear(nn.Module):
         return weight
 
 
+def group_width(inputs: int, bits: Bits) -> int:
+    """The widest group that divides the inputs; the whole row where only narrow ones do."""
+    width = math.gcd(inputs, GROUP[bits])
+    return width if width >= SMALLEST_GROUP else inputs
+
+
 def quantize(weight_OI: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
     """Whole numbers [O, I] (int8) and scales [O, G] of the weight's own type. No weight is off by more than half a
     scale, which is (largest magnitude of its group) / (2 ** (bits - 1) - 1)."""
     outputs, inputs = weight_OI.shape
-    width = GROUP[bits] if inputs % GROUP[bits] == 0 else inputs
+    width = group_width(inputs, bits)
     grouped = weight_OI.float().view(outputs, inputs // width, width)
     scales_OG = (grouped.abs().amax(dim=2) / LEVELS[bits]).clamp_min(torch.finfo(torch.float32).tiny)
     scales_OG = scales_OG.to(weight_OI.dtype)
