@@ -3,15 +3,16 @@
     python examples/judge.py FOLDER            # one that save_pretrained wrote, of a model that follows instructions
 
 The default, smollm2-135m, is too small to keep to the form it is asked for; its replies show what becomes of that.
-`rl_judge.toml` asks a judge behind an endpoint instead. Either way the judge is a term like any other: it has a weight
-and a curve, and an episode that it does not judge has no reward, which is not the same as reward 0.
+A run file says  fn = "judge"  with  path = "FOLDER"  for the same; `rl_judge.toml` asks one behind an endpoint. Either
+way the judge is a term like any other: it has a weight and a curve, and an episode that it does not judge has no
+reward, which is not the same as reward 0.
 """
 
 import asyncio
 import sys
 
 from headrace.infer.engine import EmbeddedEngine
-from headrace.model.load import load_model, smollm2_folder
+from headrace.model.load import load_model
 from headrace.render import Renderer
 from headrace.reward.judge import Judge, ask_sampler, judge_term
 from headrace.reward.runner import GroupRewardRunner
@@ -24,7 +25,7 @@ JUDGE = Judge(rubric="Is the answer right, and is the way to it explained in a f
 
 async def main(path: str) -> tuple[ScoredEpisode | FailedEpisode, ...]:
     """Judge three answers to one question, each in a request of its own; prints and returns what came of it."""
-    lm = load_model(str(smollm2_folder()) if path == "smollm2-135m" else path)
+    lm = load_model(path)
     renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
     engine = EmbeddedEngine(lm, max_rows=JUDGE.at_once)
     ask = ask_sampler(engine, renderer, SamplingParams(max_tokens=64, temperature=0.3))

@@ -40,7 +40,7 @@ steps = 2
 groups = 2
 group_size = 4
 minibatches = 2
-max_turns = 1
+max_turns = 2  # an answer ends the episode
 max_prompt_tokens = 16
 max_episode_tokens = 24
 tasks = {{ {ADD}, options = {{ max_number = 9 }} }}

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from test_docs import ROOT, load, train
 
 from headrace.algo.datum import conversation_datum
 from headrace.algo.weights import reweight
+from headrace.config import Config, Model, RewardTerm, Rl, Source
+from headrace.errors import ConfigError
 from headrace.model.load import load_model
 from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Message, ScoredEpisode
+from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
 
 
 def test_success_rises_from_raw_steps_through_gigpo_and_ppo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,9 +41,10 @@ def test_success_rises_from_raw_steps_through_gigpo_and_ppo(capsys: pytest.Captu
         assert float(episode) + float(step) == pytest.approx(float(advantage), abs=2e-3)
 
 
-def test_a_judge_is_asked_through_a_sampler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tiny model that has learned to say nothing but 7 of 10 is a judge like any other."""
-    folder = tmp_path / "judge"
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that has learned to say nothing but 7 of 10, which is a judge like any other."""
+    folder = tmp_path_factory.mktemp("judge")
     save_tiny(folder, words=["SCORE:", "7", "question"], width=32, layers=1, heads=2, kv_heads=1, context=512, seed=0)
     lm = load_model(str(folder))
     renderer, backend = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), TorchBackend(lm)
@@ -50,9 +55,26 @@ def test_a_judge_is_asked_through_a_sampler(tmp_path: Path, capsys: pytest.Captu
         backend.optim_step(Adam(learning_rate=1e-2)).result()
     backend.save_state(folder).result()
     backend.close()
-    results = asyncio.run(load(ROOT / "examples" / "judge.py").main(str(folder)))
+    return folder
+
+
+def test_a_judge_is_asked_through_a_sampler(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = asyncio.run(load(ROOT / "examples" / "judge.py").main(str(seven)))
     assert [item.reward.total for item in results if isinstance(item, ScoredEpisode)] == [0.7] * 3
     assert capsys.readouterr().out.count(": 0.70\n") == 3
+
+
+async def test_a_run_file_may_name_the_model_that_judges(seven: Path) -> None:
+    term = RewardTerm(fn="judge", path=str(seven), weight=2.0, kwargs={"rubric": "be right", "max_tokens": 8})
+    rl = Rl(steps=1, tasks=Source(type="world", name="add"), rewards=(term,))
+    terms = make_terms(Config(model=Model(device="cpu"), rl=rl), None)
+    [judged] = await make_reward_runner(terms, rl).score([load(ROOT / "examples" / "judge.py").answered(0, "42")])
+    await close_terms(terms)
+    assert isinstance(judged, ScoredEpisode)
+    assert judged.reward.total == pytest.approx(1.4)
+    wrong = replace(rl, rewards=(replace(term, kwargs={"rubric": "be right", "url": "http://x"}),))
+    with pytest.raises(ConfigError, match="needs kwargs rubric, maybe max_tokens and temperature, and these are wrong"):
+        make_terms(Config(rl=wrong), None)
 
 
 @pytest.fixture

@@ -230,12 +230,11 @@ def _reward_model_problems(config: Config, rl: Rl, base: Path) -> Iterator[str]:
         yield "'rl.critic.path' is \"reward_model\", but this file trains none: add a table [reward_model]"
     for position, term in enumerate(rl.rewards):
         key = f"rl.rewards[{position}]"
-        if term.fn != "reward_model":
-            if term.path is not None:
-                yield f'\'{key}.path\' is for fn = "reward_model", but its fn is "{term.fn}": leave it out'
-        elif term.path is not None:
+        if term.path is not None:
+            if term.fn not in ("reward_model", "judge"):
+                yield f'\'{key}.path\' is for fn = "reward_model" or "judge", but its fn is "{term.fn}": leave it out'
             yield from _frozen_problems(f"{key}.path", term.path, base)
-        elif config.reward_model is None:
+        elif term.fn == "reward_model" and config.reward_model is None:
             yield f"'{key}' needs a reward model: add a table [reward_model], or '{key}.path', a saved one"
 
 

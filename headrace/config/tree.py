@@ -175,7 +175,8 @@ class RewardTerm:
 
     # env, exact_match, reasoning_gym, reward_model, judge, length, format, valid_actions, or "file.py:function"
     fn: str
-    path: str | None = None  # reward_model: the folder of a saved one; unset: the one that [reward_model] trains
+    # reward_model: a saved one, unset: the one that [reward_model] trains; judge: a model that is sampled here
+    path: str | None = None
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its curve; unset: the function's
     kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the judge, length or format; a user's function

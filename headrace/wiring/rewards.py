@@ -11,12 +11,14 @@ from headrace.algo.scalar_data import scored_datum
 from headrace.config import Config, Model, RewardRunner, RewardTerm, Rl
 from headrace.config.paths import is_code_path
 from headrace.errors import ConfigError, ModelError, boundary
+from headrace.infer.engine import EmbeddedEngine
 from headrace.model.scalar import is_scalar_folder
+from headrace.render import Renderer
 from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.by_model import reward_by_model
 from headrace.reward.format import SPEC as FORMAT_SPEC
 from headrace.reward.format import matches
-from headrace.reward.judge import Judge, ask_endpoint, judge_term
+from headrace.reward.judge import Judge, ask_endpoint, ask_sampler, judge_term
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.limits import Limits
 from headrace.reward.sandbox.pool import Settings
@@ -25,8 +27,8 @@ from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH, GroupTerm, Rew
 from headrace.reward.truncation import CutOff, Truncation
 from headrace.reward.verdict import Alignment
 from headrace.train.scorer import FrozenScorer
-from headrace.types import IntArray
-from headrace.wiring.models import load_scalar
+from headrace.types import IntArray, SamplingParams
+from headrace.wiring.models import load_policy, load_scalar
 
 ENV = "env"  # what the world gives
 
@@ -125,19 +127,30 @@ def _check_format(term: RewardTerm) -> None:
         matches([], [], **term.kwargs)
 
 
-def _judge_term(term: RewardTerm) -> GroupTerm:
-    """Of `kwargs`, the judge's own keys go to it, and the others to the endpoint."""
+def _judge_term(term: RewardTerm, model: Model) -> GroupTerm:
+    """Of `kwargs`, the judge's own keys go to it, the others to the endpoint, or to the sampling of a model here."""
     own = {field.name for field in fields(Judge)}
     judge = {key: value for key, value in term.kwargs.items() if key in own}
-    endpoint = {key: value for key, value in term.kwargs.items() if key not in own}
-    with boundary(ConfigError, 'a reward with fn = "judge" needs kwargs url, model and rubric, and these are wrong'):
-        return judge_term(_name(term), ask_endpoint(**endpoint), Judge(**judge), weight=term.weight)
+    rest = {key: value for key, value in term.kwargs.items() if key not in own}
+    needs = "url, model and rubric" if term.path is None else "rubric, maybe max_tokens and temperature"
+    with boundary(ConfigError, f'a reward with fn = "judge" needs kwargs {needs}, and these are wrong'):
+        if term.path is None:
+            return judge_term(_name(term), ask_endpoint(**rest), Judge(**judge), weight=term.weight)
+        chosen, params = Judge(**judge), SamplingParams(**{"max_tokens": 512, "temperature": 0.3, **rest})
+    lm = load_policy(replace(model, lora=None, recompute=False), term.path, seed=0)
+    engine = EmbeddedEngine(lm, max_rows=chosen.at_once)
+    ask = ask_sampler(engine, Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), params)
+
+    async def close() -> None:
+        await asyncio.to_thread(engine.close)
+
+    return replace(judge_term(_name(term), ask, chosen, weight=term.weight), close=close)
 
 
 def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_batch_tokens: int) -> Term | GroupTerm:
     name = _name(term)
     if term.fn == JUDGE:
-        return _judge_term(term)
+        return _judge_term(term, model)
     if term.fn == REWARD_MODEL:
         path = term.path or reward_model_path
         assert path is not None
