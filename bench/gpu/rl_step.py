@@ -95,24 +95,41 @@ def evenness(ids: list[int]) -> float:
 
 
 @torch.no_grad()
-def make_model(*, tail: bool) -> Qwen2ForCausalLM:
-    """With `tail`, one coordinate is the same for all tokens, and the end-of-sequence token has more of it than others,
-    as much as makes its mean probability one in TAIL_MEAN."""
-    model = random_model(attn_implementation="sdpa")
-    if not tail:
-        return model
+def tail_bias() -> float:
+    """What the end-of-sequence token needs of the coordinate that all tokens have COMMON of, so that its mean
+    probability is one in TAIL_MEAN where the model itself has sampled."""
+    model = make_model(None)
     table = model.get_input_embeddings().weight
     table[:, 0] = COMMON
-    tokens = torch.randint(2, VOCABULARY, (4, 512), generator=torch.Generator().manual_seed(2)).cuda()
-    hidden = model.base_model(input_ids=tokens).last_hidden_state.flatten(0, 1)
-    others = torch.logsumexp((hidden @ table[2:].T).float(), dim=-1)
+    drawn = torch.randint(2, VOCABULARY, (16, PROMPT_TOKENS), generator=torch.Generator().manual_seed(2)).cuda()
+    tokens = model.generate(
+        drawn,
+        attention_mask=torch.ones_like(drawn),
+        do_sample=True,
+        top_k=0,
+        temperature=1.0,
+        max_new_tokens=COMPLETION_TOKENS // 2,
+        suppress_tokens=[EOS],
+    )
+    hidden = model.base_model(input_ids=tokens[:, :-1]).last_hidden_state[:, PROMPT_TOKENS - 1 :].flatten(0, 1)
+    others = torch.cat([torch.logsumexp((part @ table[2:].T).float(), dim=-1) for part in hidden.split(1024)])
     own = hidden[:, 1:].float() @ table[EOS, 1:].float()
     low, high = -20.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2
         rate = torch.sigmoid(hidden[:, 0].float() * middle + own - others).mean()
         low, high = (middle, high) if rate < 1 / TAIL_MEAN else (low, middle)
-    table[EOS, 0] = low
+    return low
+
+
+@torch.no_grad()
+def make_model(bias: float | None) -> Qwen2ForCausalLM:
+    """With a bias, one coordinate is the same for all tokens but the one that ends a sequence."""
+    model = random_model(attn_implementation="sdpa")
+    if bias is not None:
+        table = model.get_input_embeddings().weight
+        table[:, 0] = COMMON
+        table[EOS, 0] = bias
     return model
 
 
@@ -344,19 +361,20 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("headrace").setLevel(logging.ERROR)
+    bias = tail_bias() if given.tail else None
     figures: dict[str, float] = {}
     sides: list[tuple[str, list[Times]]] = []
     left_gb = 0.0
     if given.ours:
-        ours = Ours(prepare(make_model(tail=given.tail), make_tokenizer(), source="bench"))
+        ours = Ours(prepare(make_model(bias), make_tokenizer(), source="bench"))
     else:
-        watch, batch, trl_loss = run_trl(make_model(tail=given.tail), given.trl_steps, recompute=given.trl_recompute)
+        watch, batch, trl_loss = run_trl(make_model(bias), given.trl_steps, recompute=given.trl_recompute)
         sides.append(("trl", watch.times[1:]))
         figures["trl_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         gc.collect()
         torch.cuda.empty_cache()
         left_gb = torch.cuda.memory_allocated() / 1e9
-        ours = Ours(prepare(make_model(tail=given.tail), make_tokenizer(), source="bench"))
+        ours = Ours(prepare(make_model(bias), make_tokenizer(), source="bench"))
         check_loss(ours, batch, trl_loss, watch.norms[0])
     gc.collect()
     torch.cuda.empty_cache()
