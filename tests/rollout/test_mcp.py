@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.config import absolute_paths, load_config
 from headrace.errors import ConfigError, EpisodeError
 from headrace.rollout.actions import read_action, write_call
 from headrace.rollout.worlds import world_tasks
@@ -407,3 +408,26 @@ def test_what_cannot_be_played_is_refused_with_a_reason(options: dict[str, Any],
 def test_more_tasks_than_there_are_questions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"questions.jsonl has \d+ different tasks for split = 'train': set size to"):
         world_tasks("mcp", 100, 0, quick())
+
+
+def test_files_of_a_worlds_options_are_found_from_the_configuration(tmp_path: Path) -> None:
+    for name in ("server.py", "questions.jsonl", "games.py", "python"):
+        (tmp_path / name).write_text("")
+    text = """
+[rl]
+steps = 1
+tasks.type = "world"
+tasks.name = "mcp"
+tasks.options = { command = ["python", "server.py", "--port", "none.py"], tasks = "questions.jsonl", max_turns = 3 }
+[eval]
+source = { type = "world", name = "verifiers", options = { env = "games.py:load" } }
+"""
+    config = absolute_paths(load_config(text, file="run.toml"), base=tmp_path)
+    assert config.rl is not None
+    assert config.eval.source is not None
+    assert config.rl.tasks.options == {
+        "command": ["python", str(tmp_path / "server.py"), "--port", "none.py"],
+        "tasks": str(tmp_path / "questions.jsonl"),
+        "max_turns": 3,
+    }
+    assert config.eval.source.options == {"env": f"{tmp_path / 'games.py'}:load"}
