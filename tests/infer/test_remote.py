@@ -26,7 +26,7 @@ from headrace.rollout.demonstrations import demonstration, noting, write_demonst
 from headrace.rollout.group import play_group_remotely, start_hash
 from headrace.rollout.worlds import world_tasks
 from headrace.rollout.worlds.calculator import CalculatorEnv
-from headrace.testing import FakeEnv, FakeRewardRunner, FakeToolEnv
+from headrace.testing import FakeEnv, FakeRewardRunner, FakeToolEnv, run_virtual
 from headrace.types import Ended, Group, Message, SamplingParams, Stop, Task
 from infer.agents import ADD, scripted
 
@@ -198,10 +198,44 @@ async def test_what_cannot_be_mended_by_trying_again_is_told_at_once(answer: Ans
     assert len(server.asked) == 1
 
 
-async def test_a_server_that_is_not_there_is_given_up_at_the_deadline() -> None:
-    async with model_at("http://127.0.0.1:9", deadline_s=0.05) as model:
-        with pytest.raises(SamplerError, match=r"gave no reply within 0.05 s; the last attempt: ConnectError"):
+def test_a_server_that_is_not_there_is_tried_until_the_deadline() -> None:
+    attempts = 0
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        nonlocal attempts
+        attempts += 1
+        raise httpx.ConnectError("nobody listens")
+
+    async def ask() -> None:
+        where = Where(url="http://x/v1", deadline_s=60.0)
+        model = RemoteModel("m", where, SAMPLING, transport=httpx.MockTransport(refuse))
+        with pytest.raises(SamplerError, match=r"gave no reply within 60 s; the last attempt: ConnectError: nobody"):
             await model.reply(HELLO, ())
+        await model.close()
+
+    run_virtual(ask())
+    assert attempts == 8  # after 0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5 and 51.5 s
+
+
+async def test_a_real_port_on_which_nobody_listens_is_tried_again() -> None:
+    pauses: list[float] = []
+    tired = asyncio.Event()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            tired.set()
+
+    with Server([ok("hi")]) as server:
+        url = server.url
+    model = RemoteModel("m", Where(url=url), SAMPLING, pause=pause)
+    asking = asyncio.ensure_future(model.reply(HELLO, ()))
+    await tired.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await model.close()
+    assert pauses[:3] == [0.5, 1.0, 2.0]
 
 
 async def test_so_many_requests_are_open_together_and_no_more() -> None:

@@ -123,6 +123,8 @@ async def test_a_call_that_cannot_be_made_is_told_as_the_environment_wants_and_i
         "call up",
     ]
     assert [len(message.tool_calls) for message in episode.messages if message.role == "assistant"] == [0, 0, 3]
+    told_ids = [message.tool_call_id for message in episode.messages if message.role == "tool"]
+    assert len(set(told_ids)) == 3  # of one turn
     assert (episode.success, episode.ended) == (True, Ended.DONE)
 
 
