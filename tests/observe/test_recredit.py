@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import rollout_world as world
 
+from headrace.algo.advantages.credit import credit
 from headrace.errors import ConfigError, RewardError
 from headrace.observe.lines import iter_lines, read_lines
-from headrace.observe.trajectories import load_trajectories, save_trajectories
+from headrace.observe.trajectories import About, load_trajectories, save_trajectories
 from headrace.types import CreditedEpisode
 from headrace.wiring.recredit import Recredit, recredit
 
@@ -141,6 +142,17 @@ def test_steps_of_several_training_steps_are_compared_apart(file: Path) -> None:
     assert len(both) == 10
     one = read_lines(recredit(Recredit(path=mixed, method="reinforce_pp", step=1)).out)
     assert {line.training_step for line in one} == {1}
+
+
+def test_states_are_told_apart_as_they_were_in_the_run(file: Path) -> None:
+    """The user's own anchors are in the file; their function is not needed again."""
+    own = credit(
+        world.groups(), method="gigpo", params=world.PARAMS, keys=lambda played: ["one room"] * len(played.steps)
+    )
+    save_trajectories(file, own.episodes, about=About(method="gigpo", params=world.PARAMS))
+    result = recredit(Recredit(path=file))
+    assert all(change.changed == 0 for change in result.comparison.groups)
+    assert {step.anchor for line in read_lines(result.out) for step in line.steps} == {"one room"}
 
 
 def test_episodes_that_were_never_credited_can_be(file: Path) -> None:
