@@ -127,4 +127,4 @@ def test_what_a_template_writes_is_read_back(said: str, arguments: dict[str, obj
 
 def test_the_examples_run() -> None:
     results = doctest.testmod(tool_calls)
-    assert (results.attempted, results.failed) == (4, 0)
+    assert (results.attempted, results.failed) == (5, 0)

@@ -16,6 +16,7 @@ import httpx
 
 from headrace.errors import ConfigError, SamplerError, boundary
 from headrace.render import Tools
+from headrace.tool_calls import wire_message
 from headrace.types import Message, SamplingParams, Stop, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -153,17 +154,11 @@ def _headers(api_key_env: str) -> dict[str, str]:
 
 
 def _wire(message: Message) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None and message.role != "tool":  # a result is known by its call's id
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
+    made = wire_message(message)
+    if message.role == "tool":  # a result is known by its call's id
+        made.pop("name", None)
     if message.tool_calls:
         made["content"] = message.content or None
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
     return made
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from headrace.errors import DataError, boundary
 from headrace.protocols import Env
-from headrace.types import Group, Message, Observation, ScoredEpisode, Task
+from headrace.tool_calls import wire_message
+from headrace.types import Group, Observation, ScoredEpisode, Task
 
 Tools = tuple[Mapping[str, Any], ...]
 
@@ -45,7 +46,7 @@ def demonstration(scored: ScoredEpisode, tools: Tools = ()) -> dict[str, Any]:
     last = max(place for place, message in enumerate(episode.messages) if message.role == "assistant")
     row: dict[str, Any] = {
         "id": f"{episode.task.id}#{episode.id}",
-        "messages": [_wire(message) for message in episode.messages[: last + 1]],
+        "messages": [wire_message(message) for message in episode.messages[: last + 1]],
         "reward": scored.reward.total,
         "success": scored.success,
     }
@@ -75,17 +76,3 @@ def write_demonstrations(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
     return len(kept)
-
-
-def _wire(message: Message) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return made
