@@ -1,4 +1,4 @@
-"""Does this machine keep the determinism contract? A tiny model is sampled alone and in crowds."""
+"""Does this machine keep the determinism contract? A tiny model is sampled alone and in crowds, with adapters too."""
 
 import asyncio
 from collections.abc import Iterator
@@ -6,13 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from headrace.infer.engine import FIRST_SLOT_TOKENS, EmbeddedEngine
+from headrace.model.adapters import BASE, Adapter, AdapterTable, listen
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model
+from headrace.model.views import shared_view
 from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 
 VOCABULARY, CROWD, ROWS = 384, 48, 16
+RANKS = (8, 8, 3)  # of the adapters that requests use in turn
 PROMPTS = (3, 17, 40, 64, 86, 110)  # tokens; the longest outgrow the first slots
 TIGHT = ROWS * FIRST_SLOT_TOKENS  # as soon as slots must grow, half of the sequences are preempted
 
@@ -27,23 +31,38 @@ class CheckResult:
         return self.changed == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    request: SampleRequest
+    adapter: int
+
+
 def check_bit_equality(lm: LanguageModel | None = None) -> CheckResult:
-    """Sample some requests alone, in a crowd, and in a crowd short of KV space; all must agree bit for bit."""
-    lm = lm or _tiny()
+    """Sample some requests alone, in a crowd, and in a crowd short of KV space; all must agree bit for bit.
+
+    On a CPU some of them use adapters, if the model has the layers for them and none of its own.
+    """
+    lm = shared_view(lm or _tiny())
+    table = AdapterTable(lm.model)
+    listen(lm.model, table)
+    keys = [BASE, *_adapters(lm, table)]
     vocabulary = lm.vocabulary
     rng = np.random.default_rng(7)
     prompts = [int_array(rng.integers(0, vocabulary, size)) for size in PROMPTS]
     requests = [
-        SampleRequest(
-            prompt=prompts[index % len(prompts)], params=SamplingParams(max_tokens=40, seed=index, stop_tokens=())
+        Asked(
+            SampleRequest(
+                prompt=prompts[index % len(prompts)], params=SamplingParams(max_tokens=40, seed=index, stop_tokens=())
+            ),
+            keys[index % len(keys)],
         )
         for index in range(CROWD)
     ]
-    with _engine(lm) as engine:
+    with _engine(lm, table) as engine:
         alone = [completion for request in requests[: len(prompts)] for completion in _sample(engine, [request])]
-    with _engine(lm) as engine:
+    with _engine(lm, table) as engine:
         crowd = _sample(engine, requests)
-    with _engine(lm, kv_tokens=TIGHT) as engine:
+    with _engine(lm, table, kv_tokens=TIGHT) as engine:
         tight = _sample(engine, requests)
         assert engine.counters.preempted > 0
     wrong = [
@@ -64,18 +83,32 @@ def _tiny() -> LanguageModel:
     return prepare(model, None, source="self-check")
 
 
+def _adapters(lm: LanguageModel, table: AdapterTable) -> list[int]:
+    if lm.device.type != "cpu" or not table.places:
+        return []
+    generator = torch.Generator().manual_seed(0)
+    keys = []
+    for rank in RANKS:
+        down, up = {}, {}
+        for name, (part, index) in table.places.items():
+            down[name] = torch.randn(rank, part.inputs, generator=generator).to(lm.dtype) / part.inputs**0.5
+            up[name] = 0.1 * torch.randn(part.outputs[index], rank, generator=generator).to(lm.dtype)
+        keys.append(table.put(Adapter(rank=rank, alpha=1.0, down=down, up=up)))
+    return keys
+
+
 @contextmanager
-def _engine(lm: LanguageModel, *, kv_tokens: int | None = None) -> Iterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(lm, max_rows=ROWS, kv_tokens=kv_tokens, piece_tokens=32)
+def _engine(lm: LanguageModel, table: AdapterTable, *, kv_tokens: int | None = None) -> Iterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(lm, max_rows=ROWS, kv_tokens=kv_tokens, piece_tokens=32, adapters=table)
     try:
         yield engine
     finally:
         engine.close()
 
 
-def _sample(engine: EmbeddedEngine, requests: list[SampleRequest]) -> list[Completion]:
+def _sample(engine: EmbeddedEngine, requests: list[Asked]) -> list[Completion]:
     async def run() -> list[Completion]:
-        return await asyncio.gather(*(engine.sample(request) for request in requests))
+        return await asyncio.gather(*(engine.sample(each.request, adapter=each.adapter) for each in requests))
 
     return asyncio.run(run())
 
