@@ -148,6 +148,11 @@ class EpisodeLine:
         return made if len(made) == len(self.steps) and self.group_id is not None else None
 
     @property
+    def by_critic(self) -> bool:
+        """Whether its advantages came from a critic's values."""
+        return any(step.credit is not None and step.credit.V is not None for step in self.steps)
+
+    @property
     def step_rewards(self) -> tuple[float, ...]:
         """What credit took as the reward of each step: without step rewards, the total on the last."""
         if self.reward.steps is not None:

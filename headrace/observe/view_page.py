@@ -68,6 +68,7 @@ class PageEpisode:
     episode_advantage: str
     episode_tone: str
     facts: tuple[tuple[str, str], ...]
+    worth: str  # V where a critic gave the advantages, else G
     steps: tuple[PageStep, ...]
     after: tuple[MessageLine, ...]
     failed: str | None
@@ -215,6 +216,7 @@ def _episode(slug: str, line: EpisodeLine, slugs: dict[str, str], pieces: Pieces
         episode_advantage=figure(own, sign=True),
         episode_tone=_tone(own),
         facts=tuple(_episode_facts(line)),
+        worth="V" if line.by_critic else "G",
         steps=steps,
         after=after,
         failed=None if line.failed is None else visible(line.failed),
@@ -269,7 +271,9 @@ def _step_figures(line: EpisodeLine, index: int, step: StepLine) -> list[tuple[s
     peers = "–" if credit is None or credit.peers is None else str(credit.peers)
     return [
         ("r", figure(line.step_rewards[index]), ""),
-        ("G", figure(None if credit is None else credit.G), ""),
+        ("V", figure(None if credit is None else credit.V), "")
+        if line.by_critic
+        else ("G", figure(None if credit is None else credit.G), ""),
         (
             "A_E",
             figure(None if credit is None else credit.A_E, sign=True),

@@ -95,7 +95,7 @@ def group_table(briefs: Sequence[Brief]) -> Group:
 
 def episode_table(line: EpisodeLine, *, action_width: int = 44) -> Group:
     """A row for each step: what was done in which state, and how its advantage came to be."""
-    columns = ("step", "state", "action", "reward", "G", "A_E", "A_S", "A", "peers")
+    columns = ("step", "state", "action", "reward", "V" if line.by_critic else "G", "A_E", "A_S", "A", "peers")
     table = _table(*columns, right=(0, 3, 4, 5, 6, 7, 8))
     for index, step in enumerate(line.steps):
         credit = step.credit
@@ -104,7 +104,7 @@ def episode_table(line: EpisodeLine, *, action_width: int = 44) -> Group:
             _text(short_key(step.anchor, 24)),
             _action(step, action_width),
             figure(line.step_rewards[index]),
-            figure(None if credit is None else credit.G),
+            figure(None if credit is None else credit.V if line.by_critic else credit.G),
             _signed(None if credit is None else credit.A_E),
             _signed(None if credit is None else credit.A_S),
             _signed(None if credit is None else credit.A),

@@ -1,6 +1,7 @@
 """Rollouts on a terminal: what the tables say, that hostile text stays text, and what happens without colours."""
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def test_an_episode_step_by_step(tmp_path: Path) -> None:
     assert ["1", "A", "back", "0", "0", "-0.667", "-0.333", "-1", "3"] in rows(text)
     assert ["2", "S", "jump", "invalid", "0", "0", "-0.667", "-0.125", "-0.792", "5"] in rows(text)
     assert "not solved, R 0, log-prob -6.15, ended by max turns, versions 3 to 4" in text
+
+
+def test_a_critics_value_stands_in_place_of_the_return(tmp_path: Path) -> None:
+    path = world.save(tmp_path / "a.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for step in lines[0]["steps"]:
+        step["credit"] = {"A": 0.25, "V": 0.75}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = shown(path, episode="7/0")
+    assert ["step", "state", "action", "reward", "V", "A_E", "A_S", "A", "peers"] in rows(text)
+    assert ["2", "B", "on", "1", "0.75", "–", "–", "+0.25", "–"] in rows(text)
+    assert "V" not in shown(path, episode="7/1").split()
 
 
 def test_a_group_side_by_side(tmp_path: Path) -> None:
