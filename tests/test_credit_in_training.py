@@ -121,7 +121,7 @@ def test_episodes_that_a_limit_cut_off_cost_what_the_file_says(
 
 def test_an_anchor_that_is_the_start_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="one and the same state within its group"):
-        train(tmp_path, 'rl.anchor="mine.py:start"')
+        train(tmp_path, 'rl.anchor="mine.py:start"', "rl.steps=20")
 
 
 def test_a_reward_function_that_always_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:

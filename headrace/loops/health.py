@@ -17,6 +17,7 @@ class CreditHealth:
     def __init__(self, *, method: str, mixed_versions: bool) -> None:
         self._method, self._mixed_versions = method, mixed_versions
         self._said: set[str] = set()
+        self._moves = 0  # in a row, that changed no state
 
     def look_at_groups(self, groups: Sequence[Group]) -> None:
         """Raises RolloutError on groups that cannot be compared."""
@@ -26,7 +27,9 @@ class CreditHealth:
     def look_at_credit(self, credited: Credited) -> None:
         """Raises RolloutError on anchors that compare nothing."""
         if self._method in STEP_METHODS:
-            self._act(anchor_findings(credited.table, method=self._method))
+            found = anchor_findings(credited.table, method=self._method, moves_before=self._moves)
+            self._moves = self._moves + found.moves if found.moves else 0
+            self._act(found)
 
     def _act(self, found: Findings) -> None:
         for name, sentence in found.warnings:

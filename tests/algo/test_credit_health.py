@@ -19,29 +19,32 @@ def test_a_setup_that_can_learn_has_nothing_said_about_it() -> None:
     assert group_findings([group(walk("a"), walk("b"), rewards=(1.0, 0.0))], mixed_versions=False) == Findings()
 
 
+INERT: list[Plain] = [(0, [5, 5], [0, 1], True), (0, [5, 5, 5], [0, 0, 0], False), (1, [6, 6], [0, 1], True)]
+
+
 def test_an_anchor_that_never_leaves_the_start_is_an_error() -> None:
-    inert = table([(0, [5, 5], [0, 1], True), (0, [5, 5, 5], [0, 0, 0], False), (1, [6, 6], [0, 1], True)])
-    [error] = anchor_findings(inert, method="gigpo").errors
-    assert "each of these 7 steps has one and the same state within its group" in error
+    # four of the seven steps are followed by another: with 46 of before they are the 50 that it takes
+    found = anchor_findings(table(INERT), method="gigpo", moves_before=46)
+    [error] = found.errors
+    assert "each step has one and the same state within its group, after 50 valid actions" in error
     assert "rl.anchor" in error
+    assert found.moves == 4
 
 
-def test_a_policy_that_does_nothing_stays_where_it_is() -> None:
-    """Its last action may be valid: no step shows what came of it."""
-    still: list[Plain] = [(0, [5, 5], [0, 1], True), (0, [5, 5], [0, 0], False)]
-    found = anchor_findings(table(still, valid=[False, True, False, True]), method="gigpo")
-    assert not found.errors
-    assert [name for name, _ in found.warnings] == ["unmoved"]
-    assert anchor_findings(table(still, valid=[True, False, False, False]), method="gigpo").errors
+def test_a_few_actions_that_led_nowhere_may_be_the_policys_fault() -> None:
+    for before, valid, moves in ((45, None, 4), (46, [False, True, True, True, True, True, True], 3)):
+        found = anchor_findings(table(INERT, valid), method="gigpo", moves_before=before)
+        assert (found.errors, [name for name, _ in found.warnings], found.moves) == ((), ["inert"], moves)
 
 
 def test_no_anchor_at_all_is_an_error() -> None:
     [error] = anchor_findings(table([(0, [None, None], [0, 1], True)] * 2), method="hgpo").errors
-    assert "each of these 4 steps has no state at all" in error
+    assert "but no step has a state" in error
 
 
 def test_one_group_that_moves_is_enough() -> None:
-    assert not anchor_findings(table([(0, [5, 5], [0, 1], True), (1, [6, 7], [0, 1], True)]), method="gigpo").errors
+    moving: list[Plain] = [(0, [5, 5], [0, 1], True), (1, [6, 7], [0, 1], True)]
+    assert not anchor_findings(table(moving), method="gigpo", moves_before=100).errors
 
 
 def test_episodes_of_one_step_have_nowhere_to_go() -> None:

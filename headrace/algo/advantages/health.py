@@ -16,25 +16,37 @@ from headrace.types import Group
 MAX_SINGLETON_SHARE = 0.9  # of the anchors; runs that learn from step credit are reported to stay below a third
 
 
+MIN_MOVES = 50  # valid actions after which a state that is still the first one is the anchor's fault
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Sentences. Those of `warnings` have a name, so that each is said once."""
+    """Sentences. Those of `warnings` have a name, so that each is said once. `moves`: valid actions of a batch in which
+    no state changed."""
 
     errors: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str], ...] = ()
+    moves: int = 0
 
 
-def anchor_findings(table: StepTable, *, method: str) -> Findings:
+def anchor_findings(table: StepTable, *, method: str, moves_before: int = 0) -> Findings:
     """Of a method that compares steps by their states.
 
     An error: episodes have several steps, and no group has more than one state. Then the anchor is taken at the start
-    and never changes, or there is none; A_S is nothing, or a second A_E. It is only a warning if no action that another
-    step followed was valid: a policy that does nothing stays where it is.
+    and never changes, or there is none; A_S is nothing, or a second A_E. A weak policy may stay where it is as well, so
+    this is said of MIN_MOVES valid actions that changed nothing, `moves_before` of earlier batches counted in; of fewer
+    it is a warning.
     """
     states_G, several_G = _states_of_groups(table)
     if several_G.any() and (states_G[several_G] <= 1).all():
-        stuck = not (table.valid_S & ~table.last_S).any()
-        return _unmoved(method) if stuck and states_G.any() else _inert(table, states_G, several_G, method)
+        if not states_G.any():
+            return Findings(errors=(_inert("no step has a state", method),))
+        moves = int((table.valid_S & ~table.last_S).sum())
+        what = f"each step has one and the same state within its group, after {moves_before + moves} valid actions"
+        sentence = _inert(what, method)
+        if moves_before + moves >= MIN_MOVES:
+            return Findings(errors=(sentence,), moves=moves)
+        return Findings(warnings=(("inert", sentence),), moves=moves)
     share = _singleton_share(table)
     if share <= MAX_SINGLETON_SHARE:
         return Findings()
@@ -45,23 +57,12 @@ def anchor_findings(table: StepTable, *, method: str) -> Findings:
     return Findings(warnings=(("singletons", sentence),))
 
 
-def _inert(table: StepTable, states_G: Ints, several_G: Bools, method: str) -> Findings:
-    count = int(table.length_E[np.isin(table.group_E, np.flatnonzero(several_G))].sum())
-    what = "one and the same state within its group" if states_G.any() else "no state at all"
-    sentence = (
-        f"credit {method!r} compares steps taken in the same state, but each of these {count} steps has {what}: let "
-        "the environment give every observation its `state`, set rl.anchor to a function of your own, or write "
-        'rl.credit = "grpo"'
+def _inert(what: str, method: str) -> str:
+    return (
+        f"credit {method!r} compares steps taken in the same state, but {what}: let the environment give every "
+        'observation its `state`, set rl.anchor to a function of your own, or write rl.credit = "grpo"; a policy that '
+        "never gets anywhere needs [sft] first"
     )
-    return Findings(errors=(sentence,))
-
-
-def _unmoved(method: str) -> Findings:
-    sentence = (
-        f"no action was valid, so every episode stayed in its first state and {method!r} has nothing to compare: train "
-        "the policy with [sft] first"
-    )
-    return Findings(warnings=(("unmoved", sentence),))
 
 
 def _singleton_share(table: StepTable) -> float:
