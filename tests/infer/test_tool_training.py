@@ -7,9 +7,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import wiring
-from headrace.cli import load_checked
+from headrace.cli import load_checked, played_by
+from headrace.config import Source
 from headrace.observe.lines import read_lines
 from headrace.observe.run_folder import RunFolder
+from headrace.rollout.conversations import ToolTalk, load_conversations
 from infer.agents import make_tokenizer
 
 RUN = """
@@ -79,3 +81,14 @@ def test_a_run_teaches_and_trains_with_tools(folder: Path) -> None:
     assert {line.ended for line in lines} <= {"max_turns", "done", "end_tool", "end_pattern", "max_tokens"}
     again = wiring.train(config, config_text_path=folder / "run.toml", resume=run.path)
     assert again.folder == run.path
+
+
+def test_a_model_here_demonstrates_what_sft_reads_with_its_tools(folder: Path) -> None:
+    config = load_checked(folder / "run.toml", [played_by("model")], command="demonstrate")
+    done = wiring.demonstrate(config, folder / "demos.jsonl", tasks=2, samples=1, keep_all=True)
+    assert (done.written, done.played) == (2, 2)
+    talks = load_conversations(Source(type="jsonl", path=str(folder / "demos.jsonl")))
+    for talk in talks:
+        assert isinstance(talk, ToolTalk)
+        assert [tool["function"]["name"] for tool in talk.tools] == ["calculate", "answer"]
+        assert talk.messages[-1].role == "assistant"
