@@ -129,7 +129,8 @@ class EpisodeJournal:
             await self._gate.enter(self)
             before = turn.completion
             asked, version = self._limited(request, before), sampler.version
-            start = first_lacking(self._seen(asked), version=version) if self._next_logprobs else None
+            wanted = self._next_logprobs and request.params.temperature > 0  # a greedy choice has no distribution
+            start = first_lacking(self._seen(asked), version=version) if wanted else None
             try:
                 after = await sampler.sample(replace(asked, score_from=start))
             finally:

@@ -86,13 +86,14 @@ async def test_the_next_turn_tells_of_the_turns_before_it_that_it_goes_on_from(r
         np.testing.assert_array_equal(kept.next_logprobs, np.float32([-2, -3]))
 
 
-async def test_a_turn_of_another_temperature_is_not_read_off() -> None:
+@pytest.mark.parametrize(("before", "now", "asked"), [(1.0, 1.0, 1), (0.5, 1.0, None), (0.0, 0.0, None)])
+async def test_a_turn_of_another_temperature_or_of_none_is_not_read_off(
+    before: float, now: float, asked: int | None
+) -> None:
     sampler, journal = Placing(), EpisodeJournal(next_logprobs=True)
-    first = await journal.sample(
-        sampler, SampleRequest(prompt=int_array([7]), params=SamplingParams(max_tokens=1, temperature=0.5))
-    )
+    params = SamplingParams(max_tokens=1, temperature=before)
+    first = await journal.sample(sampler, SampleRequest(prompt=int_array([7]), params=params))
     await sampler.load(HANDLE, 1)
-    await journal.sample(
-        sampler, SampleRequest(prompt=int_array([7, *first.tokens]), params=SamplingParams(max_tokens=1))
-    )
-    assert sampler.asked == [None, None]
+    prompt, params = int_array([7, *first.tokens]), SamplingParams(max_tokens=1, temperature=now)
+    await journal.sample(sampler, SampleRequest(prompt=prompt, params=params))
+    assert sampler.asked == [None, asked]
