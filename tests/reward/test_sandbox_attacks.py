@@ -112,11 +112,7 @@ async def attack(mode: Mode, target: Target) -> Aftermath:
         answers=answers,
         left=[process.pid for below in tree.values() for process in below[2:]],  # the builder, the first inside
         descriptors=(before, len(os.listdir("/proc/self/fd"))),
-        files=[
-            name
-            for name in set(os.listdir(scratch_root())) - files
-            if name.startswith(f"headrace-{os.getpid()}-")
-        ],
+        files=[name for name in set(os.listdir(scratch_root())) - files if name.startswith(f"headrace-{os.getpid()}-")],
         running=[process.pid for below in tree.values() for process in below if process.is_running()],
     )
 
