@@ -66,12 +66,14 @@ class AdamParams(Body):
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+    max_grad_norm: float = 0.0  # our own: above it the update is skipped
 
 
 class OptimStep(Body):
     model_id: Id
     seq_id: Number
     adam_params: AdamParams | None = None
+    discard: bool = False  # our own: forget the gradient, no update
     optimizer_params: dict[str, object] | None = None
 
 

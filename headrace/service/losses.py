@@ -18,6 +18,8 @@ from headrace.service.wire import Array, WireDatum, WireForward
 from headrace.types import Datum, LossSpec, float_array, int_array
 
 TARGETS, WEIGHTS, ADVANTAGES, UNIT = "target_tokens", "weights", "advantages", "unit"
+TEMPERATURE = "temperature"  # one number: logits are divided by it before log-probs are taken
+OWN = "headrace:"  # before the name of a loss: as this package defines it, also where the wire has the same name
 RENAMED = {"logprobs": "sampler_logprobs"}
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
@@ -69,7 +71,8 @@ def to_training(asked: WireForward) -> tuple[LossSpec, tuple[Datum, ...]]:
     wire = WIRE_LOSSES.get(asked.loss)
     numbers = _numbers(asked)
     spec = LossSpec(
-        fn=asked.loss if wire is None else wire.name, params=numbers if wire is None else wire.numbers(numbers)
+        fn=asked.loss.removeprefix(OWN) if wire is None else wire.name,
+        params=numbers if wire is None else wire.numbers(numbers),
     )
     fn = _find(str(spec.fn), asked.loss)
     data = tuple(_datum(index, datum, asked.loss, wire) for index, datum in enumerate(asked.data))
@@ -112,6 +115,7 @@ def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None) -> Da
             raise RequestError(f"datum {index}: clip thresholds are numbers of loss_fn_config here, not inputs")
         tensors = {name: tensors[name] for name in wire.inputs}
     unit = _unit(tensors.pop(UNIT, None), index)
+    temperature = _temperature(tensors.pop(TEMPERATURE, None), index)
     targets = _targets(tensors.pop(TARGETS), len(datum.inputs), index)
     arrays = {RENAMED.get(name, name): _floats(tensor, targets.shape, name, index) for name, tensor in tensors.items()}
     if WEIGHTS not in arrays:
@@ -122,6 +126,7 @@ def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None) -> Da
         targets=int_array(targets),
         arrays={name: float_array(array) for name, array in arrays.items()},
         unit=unit,
+        temperature=temperature,
     )
 
 
@@ -157,3 +162,10 @@ def _unit(tensor: Array | None, index: int) -> int | None:
     if not tensor.size or tensor.dtype.kind != "i":
         raise RequestError(f"datum {index}: unit must be an integer")
     return int(tensor.reshape(-1)[0])
+
+
+def _temperature(tensor: Array | None, index: int) -> float:
+    value = 1.0 if tensor is None or tensor.size != 1 else float(tensor.reshape(-1)[0])
+    if tensor is not None and (tensor.size != 1 or not 0.0 < value < float("inf")):
+        raise RequestError(f"datum {index}: temperature must be one number above 0")
+    return value

@@ -11,6 +11,7 @@ stays the one that was told.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import shutil
 import time
@@ -332,7 +333,8 @@ class Trainer:
         )
         also.statements.append(self._registry.keep(sampler))
         self._sampling.opened_by_snapshot(id)
-        return done_json({"sampling_session_id": id, "type": "save_weights_for_sampler"})
+        made_of = await asyncio.to_thread(_fingerprint, self._folder / folder)
+        return done_json({"sampling_session_id": id, "fingerprint": made_of, "type": "save_weights_for_sampler"})
 
     # --- state ---
 
@@ -424,11 +426,20 @@ def _step_metrics(step: StepOut, work: Step) -> dict[str, float]:
     """The norm before clipping is always there."""
     return {
         "unclipped_grad_l2:mean": step.grad_norm,
-        "learning_rate:mean": work.update.learning_rate,
+        "learning_rate:mean": 0.0 if isinstance(work.update, Discard) else work.update.learning_rate,
         "updated:mean": float(step.updated),
         "num_updates:max": float(step.num_updates),
         **metric_names(step.metrics),
     }
+
+
+def _fingerprint(folder: Path) -> str:
+    """The same for the same weights; what is said about them beside, in JSON, does not count."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".json"):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def _size(folder: Path) -> int:

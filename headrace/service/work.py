@@ -15,7 +15,7 @@ from headrace.service import bodies
 from headrace.service.losses import to_training
 from headrace.service.records import Kind, check_name, split_path
 from headrace.service.wire import parse_forward, read_forward
-from headrace.types import Adam, Datum, LossSpec
+from headrace.types import Adam, Datum, Discard, LossSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    update: Adam
+    update: Adam | Discard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,8 @@ def forward_work(message: Any) -> Work:
 
 def _step(body: bytes) -> Work:
     asked = bodies.OptimStep.model_validate_json(body)
+    if asked.discard:
+        return Step(update=Discard())
     if asked.optimizer_params is not None or asked.adam_params is None:
         raise RequestError("only adam_params are served: this model's optimiser is AdamW")
     adam = asked.adam_params
@@ -120,6 +122,7 @@ def _step(body: bytes) -> Work:
             eps=adam.eps,
             weight_decay=adam.weight_decay,
             clip_norm=adam.grad_clip_norm,
+            max_norm=adam.max_grad_norm,
         )
     )
 
