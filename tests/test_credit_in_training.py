@@ -119,9 +119,16 @@ def test_episodes_that_a_limit_cut_off_cost_what_the_file_says(
     assert {total for truncated, total in totals if not truncated} <= {0.0, high}
 
 
-def test_an_anchor_that_is_the_start_ends_the_run(tmp_path: Path) -> None:
+def test_an_anchor_that_is_the_start_ends_the_run_whose_last_rollouts_can_be_looked_at(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="one and the same state within its group"):
         train(tmp_path, 'rl.anchor="mine.py:start"', "rl.steps=20")
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = RunFolder.open(folder)
+    done = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
+    stopped_in = 1 + sum("reward/mean" in record for record in done)
+    saved = load_trajectories(run.step_rollouts(stopped_in))
+    assert {part.anchor for one in saved if isinstance(one, CreditedEpisode) for part in one.parts or ()}
+    assert not run.step_rollouts(stopped_in + 1).exists()
 
 
 def test_a_reward_function_that_always_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:

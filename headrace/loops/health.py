@@ -19,14 +19,12 @@ class CreditHealth:
         self._said: set[str] = set()
         self._moves = 0  # in a row, that changed no state
 
-    def look_at_groups(self, groups: Sequence[Group]) -> None:
-        """Raises RolloutError on groups that cannot be compared."""
+    def look(self, groups: Sequence[Group], credited: Credited | None) -> None:
+        """Raises RolloutError on groups that cannot be compared and on anchors that compare nothing; `credited` None:
+        the advantages are a critic's."""
         compared = self._method in METHODS  # the others ask a critic
         self._act(group_findings(groups, mixed_versions=self._mixed_versions, compared=compared))
-
-    def look_at_credit(self, credited: Credited) -> None:
-        """Raises RolloutError on anchors that compare nothing."""
-        if self._method in STEP_METHODS:
+        if credited is not None and self._method in STEP_METHODS:
             found = anchor_findings(credited.table, method=self._method, moves_before=self._moves)
             self._moves = self._moves + found.moves if found.moves else 0
             self._act(found)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from headrace.algo.advantages.credit import credit
+from headrace.algo.advantages.credit import Credited, credit
 from headrace.algo.advantages.keys import KeysFn, default_keys
 from headrace.algo.datum import Rows
 from headrace.algo.lags import lag_metrics, staleness_metrics
@@ -85,15 +85,15 @@ async def train_rl(
             taking = executor.take_batch()  # task -> rollout -> reward
             groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
-            health.look_at_groups(groups)
+            credited: Credited | None = None
             if critic is None:  # reward -> advantage -> datum
                 credited = credit(groups, method=c.credit, params=c.credit_params, keys=c.keys)
-                health.look_at_credit(credited)
                 batch = step_batch(credited, c.rows)
             else:
                 batch = await critic.credit(groups)
             tell_credit(groups, batch.episodes)
-            record(step, groups, batch.episodes)
+            record(step, groups, batch.episodes)  # before the health checks: what they stop a run for can be looked at
+            health.look(groups, credited)
             batch = replace(batch, data=without_older(batch.data, oldest=executor.oldest))
             batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             played = [e.scored for e in batch.episodes if e.group_id in executor.training]  # not those of before
