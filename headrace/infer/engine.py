@@ -228,7 +228,7 @@ class EmbeddedEngine:
                 f"the completion to continue was sampled at version {done.versions[-1]}, version {version} is "
                 "loaded: load the newer weights first"
             )
-        if request.score_from is not None and not (params.temperature > 0 and 1 <= request.score_from):
+        if request.score_from is not None and not (params.temperature > 0 and request.score_from >= 1):
             raise SamplerError(
                 "score_from must be 1 or more, and the temperature above 0: the first token has no score"
             )
