@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -194,6 +195,12 @@ class EmbeddedEngine:
             self._closed = True
         self._end(str(error), type(error))
 
+    def go_on(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """On the worker itself, when others have had it: take steps for so long, one at least, while there is work."""
+        end = clock() + seconds
+        while clock() <= end and not (self._closed or self._failure) and (self._inbox or self._busy()):
+            self._advance()
+
     def release(self, adapter: int, error: SamplerError) -> None:
         """On the worker itself: forget an adapter; open calls that use it fail like this."""
         assert self._adapters is not None
@@ -295,6 +302,15 @@ class EmbeddedEngine:
 
     def _turn(self) -> None:
         """Handle messages and take one step; then whoever else waits for the worker comes first."""
+        if not self._advance():
+            return
+        with self._lock:
+            self._scheduled = False
+            if not self._closed and (self._inbox or self._busy()):
+                self._schedule()
+
+    def _advance(self) -> bool:
+        """Whether it can go on after messages and a step."""
         try:
             with boundary(SamplerError, "the engine stopped"), torch.inference_mode(), self._on_stream():
                 while self._inbox and not self._closed:
@@ -304,11 +320,8 @@ class EmbeddedEngine:
                     self._step()
         except HeadraceError as exc:
             self._end(str(exc))
-            return
-        with self._lock:
-            self._scheduled = False
-            if not self._closed and (self._inbox or self._busy()):
-                self._schedule()
+            return False
+        return True
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

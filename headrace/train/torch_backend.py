@@ -104,6 +104,7 @@ class TorchBackend:
     `worker`: where requests run, in order with those of others that share it; None: one of the backend's own.
     `keep_earlier`: a request that fails, or makes a gradient that is not finite, fails alone: what requests before it
     accumulated stays. `idle_steps`: an update with nothing accumulated is one with a gradient of zero.
+    `between`: called between two micro-batches of a request, so that a long one need not hold up everyone.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class TorchBackend:
         value_head: nn.Linear | None = None,
         keep_earlier: bool = False,
         idle_steps: bool = False,
+        between: Callable[[], None] | None = None,
     ) -> None:
         assert micro_batch_tokens > 0
         assert value_head is None or not has_scalar_head(lm)
@@ -127,7 +129,7 @@ class TorchBackend:
         self._scalar_head: nn.Module | None = lm.model.score if has_scalar_head(lm) else value_head
         self._value_head = value_head
         self._optimizer = make_optimizer(lm, value_head)
-        self._keep_earlier, self._idle_steps = keep_earlier, idle_steps
+        self._keep_earlier, self._idle_steps, self._between = keep_earlier, idle_steps, between
         self._has_gradient = False
         self._num_updates = 0
         self.worker = worker or Worker()
@@ -244,7 +246,9 @@ class TorchBackend:
         )
         logprobs: list[FloatArray] = [float_array(np.full(datum.targets.shape, np.nan)) for datum in data]
         queued: list[tuple[tuple[int, ...], _Part]] = []
-        for indices in batches:
+        for number, indices in enumerate(batches):
+            if number and self._between is not None:
+                self._between()
             batch = [data[index] for index in indices]
             with torch.set_grad_enabled(want_gradient):
                 part = self._micro_batch(batch, loss, want_gradient=want_gradient)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, SamplerError, SamplerGoneError
 from headrace.model import packed
+from headrace.model.worker import Worker
 from headrace.service.host import AdapterSpec, Full
 from headrace.service.hosting.host import AdapterHost
 from headrace.types import CROSS_ENTROPY, Completion, Datum, float_array, int_array
@@ -53,6 +54,19 @@ def test_a_request_has_the_bits_that_it_has_alone(host: AdapterHost) -> None:
     for count in (2, 3, 7):  # other companies have other layouts of the products
         found = sample(host, asked[:count])
         assert [bits(each) for each in found] == [bits(each) for each in alone[:count]]
+
+
+def test_two_threads_of_arithmetic_keep_the_bits_of_a_crowd() -> None:
+    worker = Worker(threads=2)
+    with opened(max_rows=32, kv_tokens=8192, worker=worker) as host:
+        for seed in range(6):
+            host.create(f"{seed}", AdapterSpec(rank=(8, 8, 8, 2, 2, 32)[seed], seed=seed))
+            train(host, f"{seed}", [seed])
+            host.snapshot(f"{seed}", f"{seed}").result(LIMIT_S)
+        asked = [(f"{index % 6}", request(index, prompt=range(3, 6 + index), max_tokens=6)) for index in range(12)]
+        alone = [bits(sample(host, [each])[0]) for each in asked]
+        assert [bits(each) for each in sample(host, asked)] == alone
+    worker.close()
 
 
 def test_beginnings_are_shared_by_one_adapter_only(host: AdapterHost) -> None:

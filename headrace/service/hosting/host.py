@@ -7,6 +7,7 @@ them. Every model has tensors, optimiser and counters of its own (`tenant.py`); 
 each, of which only the newest are kept.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from headrace.model.views import full_copy, shared_view
 from headrace.model.worker import Worker
 from headrace.service.host import AdapterSpec, Full, TopLogprobs
 from headrace.service.hosting.files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
+from headrace.service.hosting.share import TimeShare
 from headrace.service.hosting.tenant import Tenant, adapter_of, make_tenant
 from headrace.types import (
     Adam,
@@ -57,7 +59,8 @@ class AdapterHost:
     """See `ModelHost`. `lm` is the base, which nothing changes; one full model may be trained beside the adapters.
 
     `max_rows` sequences are sampled at once, with `kv_tokens` cached positions in all; more wait, and samplers take
-    turns. `micro_batch_tokens`: of one forward and backward pass.
+    turns. `micro_batch_tokens`: of one forward and backward pass. Training and sampling have the worker for equal times
+    while both have something to do, measured by `clock`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class AdapterHost:
         micro_batch_tokens: int = 8192,
         recompute: bool = False,
         worker: Worker | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         lm.model.requires_grad_(False)
         self._lm = lm
@@ -82,6 +86,7 @@ class AdapterHost:
         self._samplers: dict[str, _Opened] = {}
         self._gone: dict[str, str] = {}  # full copies that made room, and why
         self._base: str | None = None
+        self._share = TimeShare(self._sample_for, clock)
         sampled = shared_view(lm)
         self._table = AdapterTable(sampled.model)
         listen(sampled.model, self._table)
@@ -108,15 +113,15 @@ class AdapterHost:
         return self._submit("drop", run)
 
     def forward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
-        return self._submit("forward", lambda: self._tenant(model).backend.forward(data, loss).result())
+        return self._train("forward", lambda: self._tenant(model).backend.forward(data, loss).result())
 
     def forward_backward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
-        return self._submit(
+        return self._train(
             "forward_backward", lambda: self._tenant(model).backend.forward_backward(data, loss).result()
         )
 
     def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]":
-        return self._submit("optim_step", lambda: self._tenant(model).backend.optim_step(update).result())
+        return self._train("optim_step", lambda: self._tenant(model).backend.optim_step(update).result())
 
     def save(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
         """Weights are copied in turn with other requests; the disk is waited for beside them."""
@@ -186,6 +191,18 @@ class AdapterHost:
 
         return self._worker.submit(guarded)
 
+    def _train(self, what: str, run: Callable[[], R]) -> "Future[R]":
+        def shared() -> R:
+            with self._share.training():
+                return run()
+
+        return self._submit(what, shared)
+
+    def _sample_for(self, seconds: float, clock: Callable[[], float]) -> None:
+        engines = [self._engine, *(each.engine for each in self._samplers.values() if each.full)]
+        for engine in engines:
+            engine.go_on(seconds / len(engines), clock)
+
     def _tenant(self, model: str) -> Tenant:
         if model not in self._tenants:
             raise BackendError(f"there is no model '{model}' here: create it first")
@@ -204,7 +221,11 @@ class AdapterHost:
         if isinstance(spec, Full) and any(isinstance(each.spec, Full) for each in self._tenants.values()):
             raise BackendError("all parameters of one model only can be trained here: drop that one, or ask for a rank")
         self._tenants[model] = make_tenant(
-            self._lm, spec, micro_batch_tokens=self._micro_batch_tokens, recompute=self._recompute
+            self._lm,
+            spec,
+            micro_batch_tokens=self._micro_batch_tokens,
+            recompute=self._recompute,
+            between=self._share.between,
         )
 
     def _copy(self, model: str, optimizer: bool) -> tuple[SavedModel, LanguageModel]:

@@ -4,7 +4,7 @@ An adapter's model is a view of the base: modules of its own over the same param
 is trained by the ordinary backend, on tensors that no other model can reach.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -33,9 +33,17 @@ class Tenant:
 
 
 def make_tenant(
-    base: LanguageModel, spec: AdapterSpec | Full, *, micro_batch_tokens: int, recompute: bool = False
+    base: LanguageModel,
+    spec: AdapterSpec | Full,
+    *,
+    micro_batch_tokens: int,
+    recompute: bool = False,
+    between: Callable[[], None] | None = None,
 ) -> Tenant:
-    """A new model as its spec says. Raises ModelError when the base has no layers of the kind."""
+    """A new model as its spec says; `between` is called between its micro-batches.
+
+    Raises ModelError when the base has no layers of the kind.
+    """
     match spec:
         case AdapterSpec():
             lm = shared_view(base)
@@ -54,6 +62,7 @@ def make_tenant(
         worker=Here(),
         keep_earlier=True,
         idle_steps=True,
+        between=between,
     )
     return Tenant(spec=spec, backend=backend)
 
