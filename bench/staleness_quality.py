@@ -139,6 +139,8 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
     curve: list[float] = []
     weights: dict[str, list[float]] = {}
     async with executor:
+        executor.resume()  # before a batch is asked for: which groups are in it must not depend on who ends first
+        await all_room_filled(executor)
         for step in range(budget.steps):
             groups = await executor.take_batch()
             await all_room_filled(executor)
@@ -276,6 +278,10 @@ def against_full(trained: Sequence[Trained], figure: str) -> dict[tuple[int, str
 
 
 def summary(budget: Budget, parts: int, trained: Sequence[Trained]) -> dict[str, Any]:
+    for seed in {one.seed for one in trained}:  # the first batch is played by the same weights in all of them
+        assert len({one.curve[0] for one in trained if one.seed == seed}) == 1, (
+            "runs of a seed had different beginnings"
+        )
     found = cells(trained)
     figures = {
         f"eta {eta}, {variant}": {
