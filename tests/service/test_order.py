@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.errors import BackendError
 from headrace.service import bodies
 from headrace.service.access import Quota, Tenant
 from headrace.service.fake_host import FakeHost
 from headrace.service.futures import Done, Failed
 from headrace.service.journal import Journal
+from headrace.service.registry import Unknown
 from headrace.service.service import Limits, ModelCard, Service
 
 ALICE = Tenant(name="alice", quota=Quota())
@@ -139,19 +141,46 @@ async def test_what_waits_for_a_number_that_never_came_fails_with_its_session(tm
     host.close()
 
 
+async def test_a_repeat_of_long_ago_is_still_a_repeat(tmp_path: Path) -> None:
+    host, after = FakeHost(), FakeHost()
+    async with opened(tmp_path, host) as service:
+        model = await make_model(service, await new_session(service), 0)
+        for seq in (1, 2):
+            first = await service.wait(await step(service, model, seq))
+        service.board._recent.clear()  # its outcome is in the journal only
+        again = await step(service, model, 2)
+        assert (await service.wait(again)) == first
+        assert sum(verb.startswith("optim_step") for verb in host.log) == 2
+    async with opened(tmp_path, after) as service:  # and after a restart
+        assert (await service.wait(await step(service, model, 2))) == first
+        assert not any(verb.startswith("optim_step") for verb in after.log)
+        service.board._recent.clear()
+        with pytest.raises(Unknown):
+            await service.find(Tenant(name="bob", quota=Quota()), f"{model}:2")
+    host.close()
+    after.close()
+
+
 async def test_a_state_that_cannot_be_saved_is_made_again_from_the_journal(tmp_path: Path) -> None:
     class FullDisk(FakeHost):
+        """Saves nothing, and its second step fails."""
+
         def save(self, model: str, folder: Path, *, optimizer: bool) -> Any:
             return self._submit("save", lambda: (_ for _ in ()).throw(OSError("no space left")))
+
+        def _step(self, model: Any, update: Any) -> Any:
+            if sum(verb.startswith("optim_step") for verb in self.log) == 2:
+                raise BackendError("this step fails")
+            return super()._step(model, update)
 
     broken, host = FullDisk(), FakeHost()
     async with opened(tmp_path, broken) as service:
         model = await make_model(service, await new_session(service), 0)
-        for seq in (1, 2, 3):
-            assert isinstance(await service.wait(await step(service, model, seq)), Done)
+        outcomes = [await service.wait(await step(service, model, seq)) for seq in (1, 2, 3)]
+        assert [type(outcome) for outcome in outcomes] == [Done, Failed, Done]
     async with opened(tmp_path, host) as service:
         done = await service.wait(await step(service, model, 4))
         assert isinstance(done, Done)
-        assert json.loads(done.body)["metrics"]["num_updates:max"] == 4
+        assert json.loads(done.body)["metrics"]["num_updates:max"] == 3
     broken.close()
     host.close()
