@@ -275,7 +275,9 @@ def by_method(trained: Sequence[Trained], figure: str) -> dict[str, dict[int, fl
 
 
 def compare(values: Mapping[str, Mapping[int, float]], above: str, below: str) -> Interval:
-    return paired_interval([values[above][seed] - values[below][seed] for seed in sorted(values[above])])
+    """Over the seeds that both have."""
+    both = sorted(values[above].keys() & values[below].keys())
+    return paired_interval([values[above][seed] - values[below][seed] for seed in both])
 
 
 def verdict(found: Interval) -> str:

@@ -70,7 +70,7 @@ from headrace.types import (
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, COMPLETION_TOKENS, TRL_MICRO_BATCH = 16, 16, 128, 512, 32
 MICRO_BATCH_TOKENS = 32 * (PROMPT_TOKENS + COMPLETION_TOKENS)
-TAIL_MEAN, EOS, COMMON = 128, 1, 0.2
+TAIL_MEAN, EOS, COMMON = 128, 1, 0.5
 LEARNING_RATE = 1e-6
 Times = tuple[float, float, int]  # seconds of generation, of the rest, sampled tokens
 
@@ -96,11 +96,10 @@ def evenness(ids: list[int]) -> float:
 
 @torch.no_grad()
 def tail_bias() -> float:
-    """What the end-of-sequence token needs of the coordinate that all tokens have COMMON of, so that its mean
-    probability is one in TAIL_MEAN where the model itself has sampled."""
-    model = make_model(None)
+    """What the end-of-sequence token needs of the common coordinate, so that its mean probability is one in TAIL_MEAN
+    where the model itself has sampled."""
+    model = make_model(0.0)
     table = model.get_input_embeddings().weight
-    table[:, 0] = COMMON
     drawn = torch.randint(2, VOCABULARY, (16, PROMPT_TOKENS), generator=torch.Generator().manual_seed(2)).cuda()
     tokens = model.generate(
         drawn,
@@ -113,22 +112,27 @@ def tail_bias() -> float:
     )
     hidden = model.base_model(input_ids=tokens[:, :-1]).last_hidden_state[:, PROMPT_TOKENS - 1 :].flatten(0, 1)
     others = torch.cat([torch.logsumexp((part @ table[2:].T).float(), dim=-1) for part in hidden.split(1024)])
-    own = hidden[:, 1:].float() @ table[EOS, 1:].float()
-    low, high = -20.0, 20.0
+    low, high = 0.0, 1000.0
     for _ in range(60):
         middle = (low + high) / 2
-        rate = torch.sigmoid(hidden[:, 0].float() * middle + own - others).mean()
+        rate = torch.sigmoid(hidden[:, 0].float() * middle - others).mean()
         low, high = (middle, high) if rate < 1 / TAIL_MEAN else (low, middle)
     return low
 
 
 @torch.no_grad()
 def make_model(bias: float | None) -> Qwen2ForCausalLM:
-    """With a bias, one coordinate is the same for all tokens but the one that ends a sequence."""
+    """With a bias, one coordinate of the stream is the same everywhere (all tokens bring it, and no layer adds to it),
+    and the end-of-sequence token has nothing but `bias` of it: it is about as likely in one place as in another, so
+    lengths are geometric."""
     model = random_model(attn_implementation="sdpa")
     if bias is not None:
         table = model.get_input_embeddings().weight
         table[:, 0] = COMMON
+        for layer in model.base_model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        table[EOS] = 0.0
         table[EOS, 0] = bias
     return model
 

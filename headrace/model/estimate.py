@@ -220,7 +220,7 @@ def activation_bytes_per_token(shape: Shape, size: int, *, fused: bool = False) 
     """L (8 D + 2 (Q + K + V) + 4 M) numbers: residuals and norms, projections before and after rotation, the MLP.
 
     With fused kernels L (4 D + 2 (Q + K) + 3 M), and half of the 4 D in float32: norms keep what goes in, which is the
-    residual stream, and what comes out, attention its rotated inputs and its output, the MLP gate, up and their product.
+    residual stream, and what comes out; attention its rotated inputs and its output, the MLP gate, up and product.
     """
     query, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     if fused:

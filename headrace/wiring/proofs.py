@@ -24,6 +24,7 @@ from headrace.types import CROSS_ENTROPY, LossSpec
 from headrace.wiring.models import fuse
 
 ROWS, LONGEST = 16, 4096  # of the engine that is looked at
+CUDA_HEAD_WIDTH = 64
 
 
 def verify(*, model: str | None, device: str) -> Iterator[Proof]:
@@ -58,12 +59,12 @@ def _make_engine(lm: LanguageModel) -> EmbeddedEngine:
 
 
 def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
-    """The demo's, untrained."""
+    """The demo's, untrained; on CUDA with wider heads, so that it is decoded in graphs as larger models are."""
     tiny = Tiny()
     tokenizer = make_tokenizer(WORLDS[VERIFY_WORLD].vocabulary())
     made = make_model(
         vocab_size=len(tokenizer),
-        width=tiny.width,
+        width=tiny.width if device != "cuda" else tiny.heads * CUDA_HEAD_WIDTH,
         layers=tiny.layers,
         heads=tiny.heads,
         kv_heads=tiny.kv_heads,

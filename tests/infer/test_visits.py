@@ -102,6 +102,20 @@ def visiting(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_rows: int = R
     return opened(lm, max_rows=max_rows, kv_tokens=kv_tokens, decoder=StepDecoder(lm, kv_tokens=kv_tokens))
 
 
+def test_a_visit_is_short_when_someone_has_just_joined() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Watched(StepDecoder):
+        def run(self, rows: Sequence[Row], steps: int) -> Visit:
+            asked.append((len(rows), steps))
+            return super().run(rows, steps)
+
+    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
+        sample_all(engine, [request_of(prompt_of(5, 1), 4 * STEPS)])
+    # one request: seated, so a short visit, then long ones; the decoder here has 5 tokens at a time at most
+    assert asked == [(1, 8), (1, 32), (1, 32), (1, 32)]
+
+
 def test_a_crowd_has_the_bits_of_each_alone() -> None:
     # prompts of a group, prompts longer than one prefill, all temperatures, ends inside and at the end of a visit
     requests = [

@@ -172,10 +172,11 @@ QWEN_1_5B = Shape(
 
 @pytest.mark.parametrize(
     ("tokens", "recompute", "peak_gib"),
-    [(16_384, False, 60.0), (32_768, False, 86.4), (16_384, True, 31.7)],
+    [(16_384, False, 60.0), (32_768, False, 91.8), (16_384, True, 31.7)],
 )
 def test_fused_training_is_near_its_measured_peaks(tokens: int, recompute: bool, peak_gib: float) -> None:
-    # Measured on an H200 with bench/gpu/train.py: one micro-batch, whose gradients stay in bfloat16.
+    # Measured on an H200 with bench/gpu/train.py: one micro-batch, whose gradients stay in bfloat16. The first had
+    # 4,096 tokens in a chunk of the head (1.2 GiB more), the third a bfloat16 stream (1.3 GiB less).
     parameters = num_parameters(QWEN_1_5B)
     memory = training_memory(
         QWEN_1_5B,
