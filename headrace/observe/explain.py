@@ -100,7 +100,8 @@ def _beside(config: Config, parameters: int, dtype: str) -> int:
     own_weights = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
     judges = sum(term.fn == "reward_model" for term in rl.rewards)
     frozen = sum(path is not None for path in (rl.reference, rl.teacher)) + judges + own_weights
-    critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if rl.critic is not None else 0
+    own_trunk = rl.critic is not None and rl.critic.trunk != "shared"
+    critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if own_trunk else 0
     return frozen * parameters * size + critic
 
 

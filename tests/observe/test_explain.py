@@ -211,3 +211,4 @@ def test_other_models_are_counted() -> None:
     assert beside("rl.sync_every=2") == joined + 388 * 2  # a copy that samples
     assert beside("rl.async.max_staleness=1", 'rl.reference="x"') == joined + 2 * 388 * 2
     assert beside("rl.critic={}") == joined + 388 * (2 + 4 + 4 + 8)  # weights, masters, gradients and moments
+    assert beside('rl.critic={ trunk = "shared" }') == joined  # a row of numbers on the policy's own trunk
