@@ -551,4 +551,12 @@ class Folder:
     fingerprint: str
 
 
-WeightsHandle = Shared | Folder  # a delta and an adapter are further members when something makes them
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Weights that a training service keeps under the name `sampler`; nothing changes them any more."""
+
+    sampler: str
+    fingerprint: str
+
+
+WeightsHandle = Shared | Folder | Snapshot  # a delta and an adapter are further members when something makes them

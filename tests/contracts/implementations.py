@@ -12,12 +12,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from contracts.served import remote_model, remote_service
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.lora import add_lora
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, read_metrics
 from headrace.protocols import MetricSink, Sampler, TrainBackend
+from headrace.service.client import ServiceBackend, ServiceSampler
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import IntArray, Shared, WeightsHandle, int_array
@@ -99,12 +101,32 @@ def _own_weights(sampler: Sampler) -> WeightsHandle:
     return Shared(fingerprint=fingerprint(sampler.lm.model.named_parameters()))
 
 
+class _RemoteSampler(ServiceSampler):
+    """With a model beside it, whose snapshots are its weights."""
+
+    model: ServiceBackend
+
+
+@asynccontextmanager
+async def _service_sampler() -> AsyncIterator[Sampler]:
+    with remote_service(tiny_model) as service:
+        sampler = _RemoteSampler(service, await service.create_sampling())
+        sampler.model = ServiceBackend(await service.create_training(rank=2, seed=0))
+        yield sampler
+
+
+def _snapshot(sampler: Sampler) -> WeightsHandle:
+    assert isinstance(sampler, _RemoteSampler)
+    return sampler.model.export_weights().result(30)
+
+
 TOO_LONG = int_array([3] * (CONTEXT + 1))
 
 SAMPLERS: Sequence[SamplerCase] = (
     SamplerCase(name="fake", open=_fake_sampler, oversized=TOO_LONG, random=False),
     SamplerCase(name="embedded", open=_embedded_engine, oversized=TOO_LONG, handle=_own_weights),
     SamplerCase(name="generate", open=_generate_sampler, oversized=TOO_LONG, handle=_tiny_weights, batched=False),
+    SamplerCase(name="service", open=_service_sampler, oversized=TOO_LONG, handle=_snapshot, batched=False),
 )
 
 
@@ -115,12 +137,14 @@ SAMPLERS: Sequence[SamplerCase] = (
 class BackendCase:
     """How to make one backend: each call of `open` gives a new one with the same weights, of VOCABULARY tokens.
 
-    `runs_losses`: it calls a loss given as a function, on a thread of its own.
+    `runs_losses`: it calls a loss given as a function, on a thread of its own. `reverses`: it makes updates that can be
+    scaled back; others refuse to.
     """
 
     name: str
     open: Callable[[], AbstractContextManager[TrainBackend]]
     runs_losses: bool = True
+    reverses: bool = True
 
 
 @contextmanager
@@ -142,10 +166,17 @@ def _lora_backend() -> Iterator[TrainBackend]:
     backend.close()
 
 
+@contextmanager
+def _service_backend() -> Iterator[TrainBackend]:
+    with remote_model(tiny_model) as model:
+        yield ServiceBackend(model)
+
+
 BACKENDS: Sequence[BackendCase] = (
     BackendCase(name="fake", open=_fake_backend, runs_losses=False),
     BackendCase(name="torch", open=_torch_backend),
     BackendCase(name="torch-lora", open=_lora_backend),
+    BackendCase(name="service", open=_service_backend, runs_losses=False, reverses=False),
 )
 
 

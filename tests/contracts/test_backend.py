@@ -218,7 +218,25 @@ def logprobs_of(backend: TrainBackend) -> Any:
     return np.concatenate(get(backend.forward(FIRST, CROSS_ENTROPY)).logprobs)
 
 
-def test_a_reversible_update_is_scaled_back_to_any_share_of_it(backend: TrainBackend) -> None:
+@pytest.fixture
+def reversing(case: BackendCase, backend: TrainBackend) -> TrainBackend:
+    if not case.reverses:
+        pytest.skip("this backend makes no reversible updates")
+    return backend
+
+
+def test_what_cannot_be_reversed_is_refused(case: BackendCase, backend: TrainBackend) -> None:
+    if case.reverses:
+        pytest.skip("this backend makes reversible updates")
+    with pytest.raises(BackendError, match="reversible"):
+        get(backend.optim_step(ScaleBack(share=0.5)))
+    with pytest.raises(BackendError, match="reversible"):
+        train(backend, FIRST, Adam(learning_rate=1e-2, reversible=True))
+    assert train(backend).num_updates == 1
+
+
+def test_a_reversible_update_is_scaled_back_to_any_share_of_it(reversing: TrainBackend) -> None:
+    backend = reversing
     weighted = np.concatenate([datum.arrays["weights"] for datum in FIRST]) != 0
     before, start = fingerprint(backend), logprobs_of(backend)[weighted]
     made = train(backend, FIRST, Adam(learning_rate=1e-4, clip_norm=0.0, reversible=True))
@@ -232,7 +250,8 @@ def test_a_reversible_update_is_scaled_back_to_any_share_of_it(backend: TrainBac
     assert fingerprint(backend) == before
 
 
-def test_only_a_reversible_update_is_scaled_back(backend: TrainBackend, tmp_path: Path) -> None:
+def test_only_a_reversible_update_is_scaled_back(reversing: TrainBackend, tmp_path: Path) -> None:
+    backend = reversing
     with pytest.raises(BackendError, match="reversible"):
         get(backend.optim_step(ScaleBack(share=0.5)))
     reversible = Adam(learning_rate=1e-2, reversible=True)
@@ -249,7 +268,8 @@ def test_only_a_reversible_update_is_scaled_back(backend: TrainBackend, tmp_path
     assert fingerprint(backend) != after
 
 
-def test_scaling_back_a_skipped_update_changes_nothing(backend: TrainBackend) -> None:
+def test_scaling_back_a_skipped_update_changes_nothing(reversing: TrainBackend) -> None:
+    backend = reversing
     train(backend, FIRST, Adam(learning_rate=1e-2, reversible=True))
     before = fingerprint(backend)
     assert not train(backend, FIRST, Adam(learning_rate=1e-2, max_norm=1e-9, reversible=True)).updated

@@ -1,0 +1,177 @@
+"""Values of the package as bytes of the wire and back, from the client's side."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import BackendError, SamplerError
+from headrace.service import schema
+from headrace.service.losses import OWN, TARGETS, TEMPERATURE, UNIT, WEIGHTS
+from headrace.types import (
+    Adam,
+    Completion,
+    Datum,
+    Discard,
+    FloatArray,
+    ForwardOut,
+    IntArray,
+    LossSpec,
+    Max,
+    Mean,
+    Metric,
+    Min,
+    SamplingParams,
+    ScaleBack,
+    StepOut,
+    Stop,
+    Sum,
+    float_array,
+    int_array,
+)
+
+METRICS: Mapping[str, Any] = {"sum": Sum, "max": Max, "min": Min, "mean": lambda value: Mean(value, 1)}
+
+
+def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool) -> Any:
+    """A request without its number; raises BackendError for what the wire cannot carry."""
+    if not isinstance(loss.fn, str):
+        raise BackendError(f"the loss '{loss.name}' is a function, which stays on this machine: give a loss by name")
+    if not data:
+        raise BackendError("there is nothing to train on: the batch is empty")
+    message = schema.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
+    for name, value in loss.params.items():
+        message.loss_fn_config[name] = float(value)
+    for index, datum in enumerate(data):
+        if WEIGHTS not in datum.arrays:
+            raise BackendError(f"datum {index} has no array named 'weights'")
+        _write_datum(message.data.add(), datum)
+    return message
+
+
+def _write_datum(message: Any, datum: Datum) -> None:
+    message.model_input.add().encoded_text.tokens = datum.inputs.astype("<i4").tobytes()
+    untrained = datum.arrays[WEIGHTS] == 0
+    _write_tensor(message.loss_fn_inputs[TARGETS], datum.targets, "<i8", schema.INT64)
+    for name, array in datum.arrays.items():
+        said = np.where(untrained & np.isnan(array), 0.0, array)  # nobody reads what is unknown there
+        _write_tensor(message.loss_fn_inputs[name], said, "<f4", schema.FLOAT32)
+    if datum.unit is not None:
+        _write_tensor(message.loss_fn_inputs[UNIT], np.array([datum.unit]), "<i8", schema.INT64)
+    if datum.temperature != 1.0:
+        _write_tensor(message.loss_fn_inputs[TEMPERATURE], np.array([datum.temperature]), "<f4", schema.FLOAT32)
+
+
+def _write_tensor(message: Any, array: Any, dtype: str, code: int) -> None:
+    message.dense, message.dtype = array.astype(dtype).tobytes(), code
+    message.shape.extend(array.shape)
+
+
+def read_forward(body: bytes) -> ForwardOut:
+    message = schema.ForwardBackwardOutput()
+    message.ParseFromString(body)
+    logprobs: list[FloatArray] = []
+    for record in message.loss_fn_outputs:
+        found = record.fields["logprobs"]
+        offsets = np.frombuffer(found.offsets, "<i8")
+        for start, end in pairwise(offsets):
+            logprobs.append(float_array(np.frombuffer(found.data[start:end], "<f4").reshape(-1, *found.trailing_shape)))
+    told = dict(message.metrics)
+    loss = float(told.pop("loss:sum"))
+    return ForwardOut(
+        loss=loss, logprobs=tuple(logprobs), metrics={"loss/total": Sum(loss), **_read_metrics(told.items())}
+    )
+
+
+def _read_metrics(told: Iterable[tuple[str, float]]) -> dict[str, Metric]:
+    """A name ends in its reduction. What was counted to make a mean is not told, so every one counts as one."""
+    metrics: dict[str, Metric] = {}
+    for name, value in told:
+        plain, _, reduction = name.rpartition(":")
+        if reduction in METRICS:
+            metrics[plain] = METRICS[reduction](value)
+    return metrics
+
+
+def write_step(update: Adam | Discard | ScaleBack) -> dict[str, object]:
+    match update:
+        case Discard():
+            return {"discard": True}
+        case ScaleBack():
+            raise BackendError("an update at a service cannot be scaled back: it makes no reversible ones")
+        case Adam():
+            if update.reversible:
+                raise BackendError("the service makes no reversible updates: leave reversible out")
+            return {
+                "adam_params": {
+                    "learning_rate": update.learning_rate,
+                    "beta1": update.beta1,
+                    "beta2": update.beta2,
+                    "eps": update.eps,
+                    "weight_decay": update.weight_decay,
+                    "grad_clip_norm": update.clip_norm,
+                    "max_grad_norm": update.max_norm,
+                }
+            }
+
+
+def read_step(told: Mapping[str, Any]) -> StepOut:
+    metrics = dict(told["metrics"])
+    return StepOut(
+        grad_norm=float(metrics.pop("unclipped_grad_l2:mean")),
+        updated=bool(metrics.pop("updated:mean")),
+        num_updates=int(metrics.pop("num_updates:max")),
+        metrics=_read_metrics(metrics.items()),
+    )
+
+
+def write_sample(prompt: IntArray, params: SamplingParams, *, num_samples: int, score: bool) -> dict[str, object]:
+    """Raises SamplerError for what the wire cannot carry."""
+    if params.min_p:
+        raise SamplerError("the service samples without min_p: leave it out")
+    stop: list[int] | list[str] | None = None if params.stop_tokens is None else list(params.stop_tokens)
+    if params.stop_strings:
+        if stop is not None:
+            raise SamplerError("the service stops at tokens or at texts, not at both: choose one of them")
+        stop = list(params.stop_strings)
+    return {
+        "num_samples": num_samples,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt.tolist()}]},
+        "prompt_logprobs": score,
+        "sampling_params": {
+            "max_tokens": params.max_tokens,
+            "seed": params.seed,
+            "stop": stop,
+            "temperature": params.temperature,
+            "top_k": -1 if params.top_k is None else params.top_k,
+            "top_p": params.top_p,
+        },
+    }
+
+
+def read_samples(body: bytes, *, version: int) -> tuple[Completion, ...]:
+    """The log-probs that the server records are those of both distributions where the temperature is 1."""
+    made = []
+    for sequence in _sampled(body).sequences:
+        tokens, logprobs = np.frombuffer(sequence.tokens, "<i4"), float_array(np.frombuffer(sequence.logprobs, "<f4"))
+        made.append(
+            Completion(
+                tokens=int_array(tokens),
+                sampler_logprobs=logprobs,
+                raw_logprobs=logprobs,
+                versions=int_array([version] * len(tokens)),
+                stop=Stop.STOP if sequence.stop_reason == 0 else Stop.LENGTH,
+            )
+        )
+    return tuple(made)
+
+
+def read_scores(body: bytes) -> FloatArray:
+    return float_array(np.frombuffer(_sampled(body).prompt_logprobs, "<f4"))
+
+
+def _sampled(body: bytes) -> Any:
+    message = schema.SampleResponse()
+    message.ParseFromString(body)
+    return message

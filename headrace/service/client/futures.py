@@ -1,0 +1,210 @@
+"""Promises of the service, for threads and event loops alike.
+
+A `Pending` request is awaited twice: first until the server has it in its journal, then until it is done. A
+`FutureGroup` waits for several. Everything is built on futures of `concurrent.futures` that cannot be cancelled from
+outside, so that a caller who stops waiting changes nothing; `cancel` asks the server.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from headrace.errors import HeadraceError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """`state`: queued, running, done or failed; `position`: requests of the same model before it, while it is open."""
+
+    state: str
+    position: int | None = None
+    waited_s: float | None = None
+
+
+def promise() -> "Future[Any]":
+    """A future whose `cancel` does nothing."""
+    made: Future[Any] = Future()
+    made.set_running_or_notify_cancel()
+    return made
+
+
+class Waitable(Generic[T]):
+    """What will be known: `result` waits on a thread, `await` on an event loop."""
+
+    def __init__(self, future: "Future[T]") -> None:
+        self.future = future
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Raises TimeoutError after `timeout_s`."""
+        return self.future.result(timeout_s)
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        return self.future.exception(timeout_s)
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self.future).__await__()
+
+
+class Accepted(Waitable[T]):
+    """A request that the server has in its journal: it will be run once, whatever happens to either side."""
+
+    def __init__(self, request_id: str, future: "Future[T]", ask: Callable[[], Waitable[Status]]) -> None:
+        super().__init__(future)
+        self.request_id = request_id
+        self.status = ask
+
+
+class Pending(Generic[T]):
+    """A request on its way. `await` it for the `Accepted`, and that for the result; `result` waits for both."""
+
+    def __init__(
+        self, accepted: "Future[Accepted[T]]", finished: "Future[T]", cancel: Callable[[], Waitable[bool]]
+    ) -> None:
+        self._accepted = accepted
+        self.finished = Waitable(finished)
+        self.cancel = cancel
+
+    def accepted(self, timeout_s: float | None = None) -> Accepted[T]:
+        return self._accepted.result(timeout_s)
+
+    def result(self, timeout_s: float | None = None) -> T:
+        return self.finished.result(timeout_s)
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        return self.finished.exception(timeout_s)
+
+    def done(self) -> bool:
+        return self.finished.done()
+
+    def __await__(self) -> Generator[Any, None, Accepted[T]]:
+        return asyncio.wrap_future(self._accepted).__await__()
+
+
+class FutureGroup(Generic[T]):
+    """Several requests as one. A group neither starts nor stops its members, except by `cancel`."""
+
+    def __init__(self, members: Sequence[Pending[T]]) -> None:
+        self.members = tuple(members)
+
+    def all(self) -> Waitable[tuple[T, ...]]:
+        """Every result, in the order of the members; the first failure fails it at once, and the others run on."""
+
+        def look(out: "Future[tuple[T, ...]]", last: "Future[T]", ended: int) -> None:
+            if last.exception() is not None:
+                out.set_exception(_raised(last))
+            elif ended == len(self.members):
+                out.set_result(tuple(member.result() for member in self.members))
+
+        return self._join(look, empty=())
+
+    def any(self) -> Waitable[T]:
+        """The first result there is; fails when all have failed."""
+
+        def look(out: "Future[T]", last: "Future[T]", ended: int) -> None:
+            if last.exception() is None:
+                out.set_result(last.result())
+            elif ended == len(self.members):
+                why = _raised(self.members[0].finished.future)
+                out.set_exception(type(why)(f"all {ended} requests failed, the first because: {why}"))
+
+        assert self.members, "the first of no requests never comes"
+        return self._join(look)
+
+    def settled(self) -> Waitable[tuple[T | HeadraceError, ...]]:
+        """For each member its result or its error, once all have ended; fails never."""
+
+        def outcome(member: Pending[T]) -> T | HeadraceError:
+            return member.result() if member.exception() is None else _raised(member.finished.future)
+
+        def look(out: "Future[tuple[T | HeadraceError, ...]]", last: "Future[T]", ended: int) -> None:
+            if ended == len(self.members):
+                out.set_result(tuple(outcome(member) for member in self.members))
+
+        return self._join(look, empty=())
+
+    def as_completed(self, timeout_s: float | None = None) -> "AsCompleted[T]":
+        """The members with their places, in the order in which they end: `for` and `async for`."""
+        return AsCompleted(self.members, timeout_s)
+
+    def cancel(self) -> Waitable[int]:
+        """Ask for all that have not ended to be cancelled; the number of those that were."""
+        asked = [member.cancel() for member in self.members if not member.done()]
+        out = promise()
+        lock, ended = threading.Lock(), 0
+
+        def one_more(future: "Future[bool]") -> None:
+            nonlocal ended
+            with lock:
+                ended += 1
+                last = ended == len(asked)
+            if last:
+                out.set_result(sum(each.exception() is None and each.result() for each in asked))
+
+        for each in asked:
+            each.future.add_done_callback(one_more)
+        if not asked:
+            out.set_result(0)
+        return Waitable(out)
+
+    def _join(self, look: "Callable[[Future[Any], Future[T], int], None]", empty: Any = None) -> Waitable[Any]:
+        """`look` is told of each member that ends, one at a time, until it has settled the outcome."""
+        out, lock, ended = promise(), threading.RLock(), 0
+
+        def one_more(future: "Future[T]") -> None:
+            nonlocal ended
+            with lock:
+                ended += 1
+                if not out.done():
+                    look(out, future, ended)
+
+        if not self.members:
+            out.set_result(empty)
+        for member in self.members:
+            member.finished.future.add_done_callback(one_more)
+        return Waitable(out)
+
+
+class AsCompleted(Generic[T]):
+    """Pairs of a member's place and the member. `timeout_s` is for the next one; then TimeoutError."""
+
+    def __init__(self, members: Sequence[Pending[T]], timeout_s: float | None) -> None:
+        self._members, self._timeout_s = members, timeout_s
+
+    def __iter__(self) -> Iterator[tuple[int, Pending[T]]]:
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._listen(ended.put)
+        for _ in self._members:
+            try:
+                place = ended.get(timeout=self._timeout_s)
+            except queue.Empty as exc:
+                raise TimeoutError(f"nothing ended in {self._timeout_s} s") from exc
+            yield place, self._members[place]
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Pending[T]]]:
+        ended: asyncio.Queue[int] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._listen(lambda place: loop.call_soon_threadsafe(ended.put_nowait, place))
+        for _ in self._members:
+            async with asyncio.timeout(self._timeout_s):
+                place = await ended.get()
+            yield place, self._members[place]
+
+    def _listen(self, tell: Callable[[int], object]) -> None:
+        for place, member in enumerate(self._members):
+            member.finished.future.add_done_callback(lambda _, place=place: tell(place))  # type: ignore[misc]
+
+
+def _raised(future: "Future[Any]") -> HeadraceError:
+    """Requests fail with our own errors only."""
+    error = future.exception()
+    assert isinstance(error, HeadraceError)
+    return error

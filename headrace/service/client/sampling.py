@@ -1,0 +1,77 @@
+"""Sampling from weights that do not change: the base model, a saved checkpoint, or a snapshot of a training client."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import httpx
+
+from headrace.errors import SamplerError
+from headrace.service.client.codec import read_samples, read_scores, write_sample
+from headrace.service.client.futures import Pending, Status, Waitable, promise
+from headrace.service.client.link import API, Link
+from headrace.service.client.training import failed
+from headrace.types import Completion, FloatArray, IntArray, SamplingParams
+
+T = TypeVar("T")
+CLONE_STRIDE = 1_000_000_000  # numbers of one client of a sampling session
+FIRST_TOKEN = SamplingParams(max_tokens=1, stop_tokens=())
+
+
+class SamplingClient:
+    """Made by `ServiceClient`. `number` tells the clients of one sampling session apart; `context` is the model's."""
+
+    def __init__(self, link: Link, sampler_id: str, *, number: int, context: int, max_open: int = 256) -> None:
+        assert max_open > 0
+        self.sampler_id = sampler_id
+        self.context = context
+        self._link = link
+        self._limit = asyncio.Semaphore(max_open)
+        self._lock = threading.Lock()
+        self._seq = number * CLONE_STRIDE
+
+    def sample(
+        self, prompt: IntArray, params: SamplingParams, *, num_samples: int = 1, version: int = 0
+    ) -> Pending[tuple[Completion, ...]]:
+        """`num_samples` sequences with the seeds from `params.seed` on. What does not fit into the context is cut."""
+        room = max(self.context - len(prompt), 1)  # a prompt that leaves none is refused by the server, in its words
+        fitting = replace(params, max_tokens=min(params.max_tokens, room))
+        return self._submit(
+            prompt, fitting, num_samples, False, lambda response: read_samples(response.content, version=version)
+        )
+
+    def logprobs(self, sequence: IntArray) -> Pending[FloatArray]:
+        """Log-prob of every token given those before it; entry 0 is NaN."""
+        return self._submit(sequence, FIRST_TOKEN, 1, True, lambda response: read_scores(response.content))
+
+    def _submit(
+        self,
+        prompt: IntArray,
+        params: SamplingParams,
+        num_samples: int,
+        score: bool,
+        read: Callable[[httpx.Response], T],
+    ) -> Pending[T]:
+        try:
+            body = write_sample(prompt, params, num_samples=num_samples, score=score)
+        except SamplerError as exc:
+            return failed(exc)
+        with self._lock:
+            seq, self._seq = self._seq, self._seq + 1
+
+        async def send() -> str:
+            numbered = {"sampling_session_id": self.sampler_id, "seq_id": seq, **body}
+            return str((await self._link.call(f"{API}/asample", json=numbered)).json()["request_id"])
+
+        return self._link.submit(self._limit, send, read, error=SamplerError, status=_status)
+
+
+def _status(request_id: str, finished: "Future[Any]") -> Waitable[Status]:
+    """What this side knows."""
+    state = "queued" if not finished.done() else "done" if finished.exception() is None else "failed"
+    told = promise()
+    told.set_result(Status(state=state))
+    return Waitable(told)

@@ -1,0 +1,220 @@
+"""One model at the service. Every verb returns at once; requests run in the order of the calls, each exactly once.
+
+A request has the next sequence number of its model. The server runs numbers without gaps, so a number whose request was
+refused at the door is given to one that does nothing, and a number that never arrived ends the client.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from headrace.errors import BackendError, HeadraceError, NoGradientError
+from headrace.service.client.codec import read_forward, read_step, write_forward, write_step
+from headrace.service.client.futures import Pending, Status, Waitable, promise
+from headrace.service.client.link import API, Link, Refused, Unreachable
+from headrace.types import Adam, Datum, Discard, ForwardOut, LossSpec, ScaleBack, Snapshot, StepOut
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """Requests that wait or run: of this model, and of all; `saved`: the last number that is in the saved state."""
+
+    open: int
+    all_models: int
+    sampling: int
+    saved: int
+
+
+class TrainingClient:
+    """Made by `ServiceClient`. At most `max_open` requests are with the server at a time; more wait here, in order."""
+
+    def __init__(self, link: Link, model_id: str, *, next_number: Callable[[], int], max_open: int = 64) -> None:
+        assert max_open > 0
+        self.model_id = model_id
+        self.link = link
+        self._limit = asyncio.Semaphore(max_open)
+        self._next_number = next_number  # of the session's sampling sessions
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._lost: str | None = None
+
+    # --- verbs ---
+
+    def forward(self, data: Sequence[Datum], loss: LossSpec) -> Pending[ForwardOut]:
+        return self._forward(data, loss, backward=False)
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> Pending[ForwardOut]:
+        """Gradients add up until the step; a request that fails adds nothing and takes nothing away."""
+        return self._forward(data, loss, backward=True)
+
+    def optim_step(
+        self, update: Adam | Discard | ScaleBack, *, after: Sequence[Pending[ForwardOut]] | None = None
+    ) -> Pending[StepOut]:
+        """`after`: the requests whose gradients this step is for. It is then sent when they have ended, and made only
+        if the gradient is whole (see `whole`); else what there is of it is discarded, and NoGradientError raised.
+        """
+        try:
+            body = write_step(update)
+        except BackendError as exc:
+            return failed(exc)
+        if after is None:
+            return self._post("optim_step", body, lambda response: read_step(response.json()))
+        before = tuple(after)
+        outcome: list[HeadraceError] = []
+
+        async def gated() -> dict[str, object]:
+            waited = [asyncio.wrap_future(request.finished.future) for request in before]
+            ended = await asyncio.gather(*waited, return_exceptions=True)
+            if whole([not isinstance(each, BaseException) for each in ended]):
+                return body
+            why = next((f": {each}" for each in ended if isinstance(each, BaseException)), "")
+            outcome.append(NoGradientError(f"optim_step needs a forward_backward before it that succeeded{why}"))
+            return write_step(Discard())
+
+        def read(response: httpx.Response) -> StepOut:
+            if outcome:
+                raise outcome[0]
+            return read_step(response.json())
+
+        return self._post("optim_step", gated, read)
+
+    def save_state(self, name: str) -> Pending[str]:
+        """Weights, optimiser and counters under this name; the path by which any client of the same key loads it."""
+        return self._post("save_weights", {"path": name}, lambda response: str(response.json()["path"]))
+
+    def load_state(self, path: str, *, optimizer: bool = True) -> Pending[str]:
+        body = {"path": path, "optimizer": optimizer}
+        return self._post("load_weights", body, lambda response: str(response.json()["path"]))
+
+    def save_for_sampler(self, name: str) -> Pending[str]:
+        """The weights alone under this name; the path is for `ServiceClient.create_sampling`."""
+        return self._post("save_weights_for_sampler", {"path": name}, lambda response: str(response.json()["path"]))
+
+    def snapshot(self) -> Pending[Snapshot]:
+        """The weights as they are then, to be sampled from; later updates do not change it."""
+
+        def read(response: httpx.Response) -> Snapshot:
+            told = response.json()
+            return Snapshot(sampler=told["sampling_session_id"], fingerprint=told["fingerprint"])
+
+        return self._post("save_weights_for_sampler", {"sampling_session_seq_id": self._next_number()}, read)
+
+    # --- looking on ---
+
+    def stats(self) -> Waitable[QueueStats]:
+        async def ask() -> QueueStats:
+            told = await self.link.get(f"/runs/{self.model_id}/queue/stats")
+            return QueueStats(
+                open=told["waiting_or_running"],
+                all_models=told["all_models"],
+                sampling=told["sampling"],
+                saved=told["saved_seq"],
+            )
+
+        return self.link.spawn(ask())
+
+    def status(self, request_id: str) -> Waitable[Status]:
+        """Where a request of this model stands."""
+
+        async def ask() -> Status:
+            told = await self.link.get(f"/runs/{self.model_id}/requests/{request_id}/status")
+            state = "running" if told.get("running") else told["state"]
+            return Status(state=state, position=told.get("position"), waited_s=told.get("waited_s"))
+
+        return self.link.spawn(ask())
+
+    # --- sending ---
+
+    def _forward(self, data: Sequence[Datum], loss: LossSpec, *, backward: bool) -> Pending[ForwardOut]:
+        try:
+            message = write_forward(data, loss, backward=backward)
+        except BackendError as exc:
+            return failed(exc)
+
+        async def send(seq: int) -> str:
+            message.model_id, message.seq_id = self.model_id, seq
+            body = bytes(message.SerializeToString())
+            return _id(await self.link.call(f"{API}/forward_backward", content=body))
+
+        return self._submit(send, lambda response: read_forward(response.content))
+
+    def _post(
+        self, verb: str, body: dict[str, object] | Callable[[], Any], read: Callable[[httpx.Response], T]
+    ) -> Pending[T]:
+        async def send(seq: int) -> str:
+            chosen = await body() if callable(body) else body
+            return _id(await self.link.call(f"{API}/{verb}", json={"model_id": self.model_id, "seq_id": seq, **chosen}))
+
+        return self._submit(send, read)
+
+    def _submit(self, send: Callable[[int], Any], read: Callable[[httpx.Response], T]) -> Pending[T]:
+        with self._lock:
+            self._seq += 1
+            seq = self._seq
+
+            async def numbered() -> str:
+                if self._lost is not None:
+                    raise Unreachable(self._lost)
+                try:
+                    return str(await send(seq))
+                except Refused:
+                    await self._fill(seq)
+                    raise
+                except Unreachable as exc:
+                    self._lost = (
+                        f"request {seq} of this model did not reach the service, so none after it can run: {exc}"
+                    )
+                    raise
+
+            return self.link.submit(
+                self._limit,
+                numbered,
+                read,
+                error=BackendError,
+                status=lambda id, finished: self.status(id),
+                lost=lambda: self._lost,
+            )
+
+    async def _fill(self, seq: int) -> None:
+        """A step of no kind, which fails in its turn, so that the numbers behind it are not held up."""
+        try:
+            await self.link.call(f"{API}/optim_step", json={"model_id": self.model_id, "seq_id": seq})
+        except (Refused, Unreachable) as exc:
+            self._lost = f"the service takes no more requests of this model: {exc}"
+
+
+def whole(succeeded: Sequence[bool]) -> bool:
+    """Whether what accumulated is a whole gradient: something did, and nothing failed after it.
+
+    >>> whole([True, True]), whole([False, True]), whole([True, False, True]), whole([False]), whole([])
+    (True, True, False, False, False)
+    """
+    first = next((place for place, fine in enumerate(succeeded) if fine), None)
+    return first is not None and all(succeeded[first:])
+
+
+def failed(exc: HeadraceError) -> Pending[Any]:
+    """A request that was never sent."""
+
+    def made() -> "Future[Any]":
+        future = promise()
+        future.set_exception(exc)
+        return future
+
+    def nothing() -> Waitable[bool]:
+        future = promise()
+        future.set_result(False)
+        return Waitable(future)
+
+    return Pending(made(), made(), nothing)
+
+
+def _id(response: httpx.Response) -> str:
+    return str(response.json()["request_id"])

@@ -1,0 +1,11 @@
+from collections.abc import Iterator
+
+import pytest
+
+from contracts.served import close_service
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_service_is_left() -> Iterator[None]:
+    yield
+    close_service()
