@@ -179,7 +179,7 @@ class _Links:
 
     def check(self, path: str, expires: int, signature: str) -> None:
         """Raises Unknown."""
-        if expires < time.time() or not hmac.compare_digest(self.sign(path, expires), signature):
+        if expires < time.time() or not hmac.compare_digest(self.sign(path, expires).encode(), signature.encode()):
             raise Unknown("this link is not valid, or not any more: ask for a new one")
 
 
