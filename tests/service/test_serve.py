@@ -139,7 +139,7 @@ def test_the_example_of_the_document_runs(
     names: dict[str, Any] = {}
     exec(compile(example, "docs/tinker.md", "exec"), names)
     losses = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()[:8]]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.5 * losses[0], losses
     names["service"].close("success").result(30)
 
 
