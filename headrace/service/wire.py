@@ -4,6 +4,7 @@ Token arrays are little-endian int32, tensors float32 or int64, dense or in comp
 alternatives per position.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -138,14 +139,14 @@ def shaped(flat: Array, shape: Sequence[int], what: str) -> Array:
     """The flat array in its shape; without one it stays flat."""
     if not shape:
         return flat
-    if min(shape) < 0 or int(np.prod(shape, dtype=np.float64)) != len(flat):
+    if not _is_reasonable(shape) or math.prod(shape) != len(flat):
         raise RequestError(f"{what} has {len(flat)} numbers, which is not its shape {list(shape)}")
     return flat.reshape(tuple(shape))
 
 
 def unfold(values: Array, crow: Array, cols: Array, shape: Sequence[int], what: str) -> Array:
     """Compressed sparse rows as the dense array they stand for; what is not stored is 0."""
-    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_ELEMENTS:
+    if len(shape) != 2 or not _is_reasonable(shape):
         raise RequestError(f"{what} in compressed rows needs two dimensions of a reasonable size, not {list(shape)}")
     rows, width = shape
     counts = np.diff(crow)
@@ -161,6 +162,11 @@ def unfold(values: Array, crow: Array, cols: Array, shape: Sequence[int], what: 
     dense = np.zeros((rows, width), dtype=values.dtype)
     dense[np.repeat(np.arange(rows), counts), cols] = values
     return dense
+
+
+def _is_reasonable(shape: Sequence[int]) -> bool:
+    """Also where a dimension is 0, and the array empty: numpy refuses large ones beside it."""
+    return min(shape) >= 0 and math.prod(max(size, 1) for size in shape) <= MAX_ELEMENTS
 
 
 def _from_bytes(data: bytes, dtype: npt.DTypeLike, what: str) -> Array:
