@@ -5,6 +5,7 @@
 #   make demo        the demonstration: SFT, then RL, on this machine's CPU; needs the core packages only
 #   make test        the tests, without those marked slow
 #   make test-slow   the tests marked slow
+#   make test-cookbook  unmodified recipes of the public tinker cookbook against `headrace serve`; some minutes
 #   make check       formatting, lint, types, import layers, then make test
 #   make bench       every script in bench/ but the slow one; the last line of each is JSON
 #   make bench-slow  bench/staleness_quality.py: sixty training runs, an hour or more of two cores
@@ -20,13 +21,18 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 CHROMIUM := $(VENV)/.looked-for-chromium
+# The cookbook pins an older transformers than headrace needs, so it lies beside the environment, without dependencies
+# but for what its recipes import.
+COOKBOOK := tinker-cookbook==0.5.8 chz==0.4.0 blobfile==3.3.0 pyrage==1.4.0 tml-renderers==0.2.1 pylatexenc==2.11 lxml==6.1.3 \
+	pycryptodomex==3.24.2 aiohttp==3.14.5 aiosignal==1.4.0 aiohappyeyeballs==2.7.1 frozenlist==1.8.0 multidict==7.2.1 \
+	propcache==0.5.4 yarl==1.25.1
 # Only for the tests that compare with it, in a folder of its own: it wants an openai of long ago.
 REWARD_KIT := reward-kit==0.4.1 openai==1.78.1 aiohttp==3.14.5 aiohappyeyeballs==2.7.1 aiosignal==1.4.0 frozenlist==1.8.0 \
 	multidict==7.2.1 propcache==0.5.4 yarl==1.25.1
 PYTEST_ARGS ?=
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow check check-static bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook check check-static bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +50,9 @@ test: $(DEV) $(CHROMIUM)
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM)
 	$(BIN)/pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+test-cookbook: $(VENV)/cookbook
+	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/service/test_recipes.py $(PYTEST_ARGS)
 
 check: check-static test
 
@@ -80,6 +89,11 @@ $(DEV): $(CORE)
 		|| echo "not all of mcp, openenv and verifiers can be installed here: their tests will be skipped"
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/reward-kit $(REWARD_KIT) \
 		|| echo "reward-kit cannot be installed here: the tests that compare with it will be skipped"
+	@touch $@
+
+$(VENV)/cookbook: $(DEV)
+	rm -rf $@
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(COOKBOOK)
 	@touch $@
 
 # The report is looked at in a real browser. Without one that test is skipped and says so.
