@@ -69,8 +69,7 @@ async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
             judged.setdefault(key, []).extend(await judge.score([line for line in lines if line.failed is None]))
     finally:
         await judge.close()
-    if not any(judged.values()):
-        raise ConfigError(f"{file} has no episodes to compare")
+    _check_some(judged, file)
     _check_whole(before, file, partial=c.partial)
     method = _method(c, before, file)
     results = _credited(judged, before, method)
@@ -260,6 +259,17 @@ def _keys(known: Mapping[str, Keys | None]) -> KeysFn:
 
 def _sizes(results: Iterable[CreditedEpisode | FailedEpisode]) -> Counter[int]:
     return Counter(one.group_id for one in results if isinstance(one, CreditedEpisode))
+
+
+def _check_some(judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]], file: Path) -> None:
+    """A function that can tell of no episode at all is broken; a file of nothing but its failures helps nobody."""
+    everyone = [one for found in judged.values() for one in found]
+    if not everyone:
+        raise ConfigError(f"{file} has no episodes to compare")
+    reasons = Counter(one.reason for one in everyone if isinstance(one, FailedEpisode))
+    if reasons.total() == len(everyone):
+        [(reason, _)] = reasons.most_common(1)
+        raise RewardError(f"none of the {len(everyone)} episodes could be scored; most often: {reason}")
 
 
 def _check_whole(lines: Sequence[EpisodeLine], file: Path, *, partial: bool) -> None:

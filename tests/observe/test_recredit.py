@@ -95,12 +95,20 @@ def test_the_reward_runs_in_the_sandbox_by_default(file: Path) -> None:
         "import pathlib\n\n\ndef judge(text, truth):\n"
         f"    pathlib.Path({str(file.parent / 'trace')!r}).write_text('here')\n    return 1.0\n"
     )
-    lines = list(iter_lines(recredit(Recredit(path=file, rewards=("spy.py:judge",))).out))
+    with pytest.raises(RewardError, match=r"none of the \d episodes could be scored; most often: reward judge: "):
+        recredit(Recredit(path=file, rewards=("spy.py:judge",)))
     assert not (file.parent / "trace").exists()
-    assert all(line.failed for line in lines)
     lines = list(iter_lines(recredit(Recredit(path=file, rewards=("spy.py:judge",), trusted=True)).out))
     assert (file.parent / "trace").exists()
     assert lines[0].reward.total == 1.0
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_function_that_can_tell_of_no_episode_is_an_error_and_leaves_no_file(file: Path, trusted: bool) -> None:
+    (file.parent / "broken.py").write_text("def judge(messages, **kwargs):\n    raise ValueError('no idea')\n")
+    with pytest.raises(RewardError, match=r"none of the 5 episodes could be scored; .*ValueError: no idea"):
+        recredit(Recredit(path=file, rewards=("broken.py:judge",), trusted=trusted))
+    assert not (file.parent / f"recredited_{file.name}").exists()
 
 
 def test_built_in_rewards_work_too(file: Path) -> None:
