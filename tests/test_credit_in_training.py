@@ -8,7 +8,7 @@ import pytest
 
 from headrace import wiring
 from headrace.cli import load_checked
-from headrace.errors import RolloutError
+from headrace.errors import ConfigError, RolloutError
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.trajectories import load_trajectories
 from headrace.types import CreditedEpisode
@@ -136,3 +136,12 @@ def test_a_reward_function_that_always_fails_ends_the_run_with_its_reason(tmp_pa
         RolloutError, match=r"of the last \d+ episodes have no reward.*ValueError: no idea.*Correct the"
     ):
         train(tmp_path, 'rl.rewards=[{fn="mine.py:broken"}]', 'rl.reward_runner.type="inprocess"')
+
+
+@pytest.mark.parametrize("key", ["rl.tasks", "eval.source"])
+def test_worlds_of_later_stages_are_looked_at_before_the_first_is_trained(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="a side is 2 to 10 long"):
+        train(tmp_path, f'{key}={{ type = "world", name = "frozen_lake", size = 20, options = {{ side = 1 }} }}')
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert not (folder / "metrics.jsonl").exists()
+    assert not (folder / "checkpoints").exists() or not any((folder / "checkpoints").iterdir())

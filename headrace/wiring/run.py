@@ -26,6 +26,7 @@ from headrace.wiring.models import starting_model
 from headrace.wiring.objective import make_correction, make_loss
 from headrace.wiring.process import log_to, stop_on_signals
 from headrace.wiring.rewards import close_terms
+from headrace.wiring.sources import check_games
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
 async def _train(config: Config, folder: RunFolder) -> RunResult:
     if config.rl is not None:
         make_correction(config.rl, make_loss(config.rl))  # what cannot be computed is found before anything is trained
+    check_games(config)
     threads = leave_arithmetic_to_workers()
     run = Run(config, folder, asyncio.Event(), starting_model(config, folder), threads=threads)
     with stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
