@@ -47,10 +47,11 @@ def make_app(service: Service, access: Access, *, flags: dict[str, object] | Non
 
     app = FastAPI(title="headrace", version=__version__, lifespan=lifespan)
 
-    def caller(x_api_key: Annotated[str | None, Header()] = None) -> Tenant:
+    # async, though nothing is awaited: others would be run on threads, which is slow, and limits are counted on one
+    async def caller(x_api_key: Annotated[str | None, Header()] = None) -> Tenant:
         return access.tenant(x_api_key)
 
-    def worker(who: Annotated[Tenant, Depends(caller)]) -> Tenant:
+    async def worker(who: Annotated[Tenant, Depends(caller)]) -> Tenant:
         access.admit(who)
         return who
 
@@ -64,8 +65,8 @@ def make_app(service: Service, access: Access, *, flags: dict[str, object] | Non
 def _core(
     service: Service,
     access: Access,
-    caller: Callable[..., Tenant],
-    worker: Callable[..., Tenant],
+    caller: Callable[..., Awaitable[Tenant]],
+    worker: Callable[..., Awaitable[Tenant]],
     flags: dict[str, object],
 ) -> APIRouter:
     """What the SDK's clients call while they train and sample."""

@@ -9,7 +9,7 @@ import io
 import secrets
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -33,7 +33,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 
 
-def rest_routes(service: Service, access: Access, worker: Callable[..., Tenant]) -> APIRouter:
+def rest_routes(service: Service, access: Access, worker: Callable[..., Awaitable[Tenant]]) -> APIRouter:
     routes = APIRouter()
     links = _Links()
     who = Depends(worker)
