@@ -1,15 +1,20 @@
-"""A real server, killed again and again while one thread trains and another samples: the client notices nothing.
+"""A real server, killed again and again during supervised and reinforcement learning at once: clients notice nothing.
 
 Servers are forked from one process that has imported torch, and kill themselves at a chosen call of a chosen place, so
 the kills fall between a save and its record, a result and its telling, a promise and its journal.
 """
 
+import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +25,55 @@ from headrace.service.access import hash_key
 from headrace.service.journal import Journal
 from service.sdk import prompt, sampling, tinker, types
 
-KEY, KILLS, STEPS, SIGKILL = "tml-chaos", 20, 25, 9
+KEY, SIGKILL, GROUP, PROMPT = "tml-chaos", 9, 8, (9, 10)
 PLACES = (
     "headrace.service.journal:Journal._commit",
     "headrace.service.hosting.host:AdapterHost.forward_backward",
     "headrace.service.hosting.host:AdapterHost.optim_step",
     "headrace.service.hosting.host:AdapterHost.sample",
+    "headrace.service.hosting.host:AdapterHost.save",
     "headrace.service.training:Trainer._saved",
     "headrace.service.futures:Board.conclude",
 )
 LAST = "headrace.service.service:Service.finish_session"
 
 
+class Parent:
+    """The process that servers are forked from, one at a time."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).parents[1] / "forked_headrace.py")]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._read() == "ready"
+
+    def fork(self, request: dict[str, Any]) -> int:
+        """The exit status, once it has ended."""
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return int(self._read())
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        """Also of a server that a failed test has left."""
+        os.killpg(self._process.pid, SIGKILL)
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[Parent]:
+    with contextlib.closing(Parent()) as started:
+        yield started
+
+
 class Servers:
     """One server after another on the same port and folder, each until it kills itself."""
 
-    def __init__(self, folder: Path, *, kills: int) -> None:
+    def __init__(self, parent: Parent, folder: Path, *, kills: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -46,10 +84,8 @@ class Servers:
         )
         luck = random.Random(1)
         self._points = [(luck.choice(PLACES), luck.randint(1, 12)) for _ in range(kills)]
-        command = [sys.executable, str(Path(__file__).parents[1] / "forked_headrace.py")]
-        self._parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._read() == "ready"
-        self._thread = threading.Thread(target=self._serve)
+        self._parent = parent
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
@@ -58,24 +94,14 @@ class Servers:
                 "argv": ["serve", "serve.toml"], "folder": str(self.folder), "output": str(self.folder / "output"),
                 "points": [point], "signal": SIGKILL,
             }  # fmt: skip
-            assert self._parent.stdin is not None
-            print(json.dumps(request), file=self._parent.stdin, flush=True)
-            self.exits.append(int(self._read()))
-
-    def _read(self) -> str:
-        assert self._parent.stdout is not None
-        return self._parent.stdout.readline().strip()
+            self.exits.append(self._parent.fork(request))
 
     def join(self) -> None:
         self._thread.join()
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
-        self._parent.stdin.close()
-        self._parent.wait()
-        self._parent.stdout.close()
 
 
-def losses(model: Any) -> list[float]:
+def losses(model: Any, *, steps: int) -> list[float]:
+    """Supervised learning: two requests a step, and a checkpoint now and then."""
     rows = np.random.default_rng(0).integers(8, 40, (6, 20)).tolist()
     data = [
         types.Datum(
@@ -85,7 +111,7 @@ def losses(model: Any) -> list[float]:
         for row in rows
     ]
     found = []
-    for step in range(STEPS):
+    for step in range(steps):
         first = model.forward_backward(data[:3], "cross_entropy")
         second = model.forward_backward(data[3:], "cross_entropy")
         model.optim_step(types.AdamParams(learning_rate=3e-3)).result()
@@ -95,54 +121,106 @@ def losses(model: Any) -> list[float]:
     return found
 
 
-def run(folder: Path, *, kills: int) -> list[float]:
-    """Train and sample while servers come and go; every number of the journal has ended once."""
+def rewards(model: Any, *, steps: int, seed: int) -> list[float]:
+    """Reinforcement learning on policy: a token below 20 is worth 1."""
+    found = []
+    for step in range(steps):
+        sampler = model.save_weights_and_get_sampling_client()
+        asked = sampling(max_tokens=6, seed=1000 * seed + step, stop=[])
+        sequences = sampler.sample(prompt(*PROMPT), GROUP, asked).result().sequences
+        scores = [float(np.mean([token < 20 for token in sequence.tokens])) for sequence in sequences]
+        found.append(float(np.mean(scores)))
+        data = [acted(each, score - found[-1]) for each, score in zip(sequences, scores, strict=True)]
+        model.forward_backward(data, "importance_sampling")
+        model.optim_step(types.AdamParams(learning_rate=0.01)).result()
+    return found
+
+
+def acted(sequence: Any, advantage: float) -> Any:
+    tokens, before = [*PROMPT, *sequence.tokens], len(PROMPT) - 1
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],
+            "logprobs": [0.0] * before + list(sequence.logprobs),
+            "advantages": [0.0] * before + [advantage] * len(sequence.tokens),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Losses of every supervised request; mean rewards of every step, by seed."""
+
+    losses: list[float]
+    rewards: dict[int, list[float]]
+
+
+def run(parent: Parent, folder: Path, *, kills: int, steps: int, seeds: Sequence[int]) -> Learned:
+    """Both kinds of learning at once while servers come and go, each on its own thread; then the journal's audit."""
     folder.mkdir()
-    servers = Servers(folder, kills=kills)
+    servers = Servers(parent, folder, kills=kills)
     client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{servers.port}", api_key=KEY)
-    model = client.create_lora_training_client(base_model="headrace/tiny", rank=4, seed=7)
+    models = [client.create_lora_training_client(base_model="headrace/tiny", rank=4, seed=seed) for seed in (7, *seeds)]
+    with ThreadPoolExecutor() as threads:
+        supervised = threads.submit(losses, models[0], steps=steps)
+        reinforced = {
+            seed: threads.submit(rewards, model, steps=steps, seed=seed)
+            for seed, model in zip(seeds, models[1:], strict=True)
+        }
+    ask_on(models[0], lambda: len(servers.exits) < kills)
+    client.close("success")  # the last server ends by it and does not answer
+    servers.join()
+    assert servers.exits == [-SIGKILL] * (kills + 1)
+    audit(folder / "data" / "journal.sqlite", models=len(models))
+    return Learned(supervised.result(), {seed: future.result() for seed, future in reinforced.items()})
+
+
+def ask_on(model: Any, more: Callable[[], bool]) -> None:
+    """Kills that are still to come are reached by asking on."""
     sampler = model.save_weights_and_get_sampling_client()
-    ended, samples, failures = threading.Event(), set[tuple[int, ...]](), list[Exception]()
-
-    def keep_sampling() -> None:
-        while not ended.is_set():
-            try:
-                reply = sampler.sample(prompt(9, 10), 1, sampling(max_tokens=8, seed=3, stop=[])).result()
-            except Exception as exc:  # noqa: BLE001
-                failures.append(exc)
-                return
-            samples.add(tuple(reply.sequences[0].tokens))
-
-    thread = threading.Thread(target=keep_sampling)
-    thread.start()
-    try:
-        found = losses(model)
-    finally:
-        ended.set()
-        thread.join()
-    while len(servers.exits) < kills:  # some are still to come: each is reached by asking on
+    while more():
         model.forward_backward(
             [types.Datum(model_input=prompt(9), loss_fn_inputs={"target_tokens": [8], "weights": [1.0]})],
             "cross_entropy",
         ).result()
         model.optim_step(types.AdamParams(learning_rate=0.0)).result()
-        sampler.sample(prompt(9), 1, sampling(max_tokens=1)).result()
-    client.close("success")  # the last server ends by it and does not answer
-    servers.join()
-    assert servers.exits == [-SIGKILL] * (kills + 1)
-    assert not failures
-    assert len(samples) == 1  # one seed, one snapshot: always the same tokens
-    audit = Journal(str(folder / "data" / "journal.sqlite"))
-    rows = audit.requests("target LIKE '%:train:0'").result()
-    audit.close()
-    assert [row.seq for row in rows] == list(range(len(rows)))
-    assert {row.state for row in rows} == {"done"}
-    return found
+        reply = sampler.sample(prompt(*PROMPT), 1, sampling(max_tokens=1, seed=3, stop=[])).result()
+        assert len(reply.sequences[0].tokens) == 1
+
+
+def audit(file: Path, *, models: int) -> None:
+    """Every number of every model is there once and has ended well; the n-th update of a model was its n-th."""
+    journal = Journal(str(file))
+    rows = journal.requests("target LIKE '%:train:%'").result()
+    unfinished = journal.requests("state != 'done'").result()
+    journal.close()
+    assert not unfinished
+    targets = {row.target for row in rows}
+    assert len(targets) == models
+    for target in targets:
+        own = [row for row in rows if row.target == target]
+        assert [row.seq for row in own] == list(range(len(own)))
+        results = [json.loads(row.result or b"") for row in own if row.kind == "optim_step"]
+        assert [told["metrics"]["num_updates:max"] for told in results] == list(range(1, len(results) + 1))
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_is_killed_twice_is_the_run_that_is_not(parent: Parent, tmp_path: Path) -> None:
+    calm = run(parent, tmp_path / "calm", kills=0, steps=4, seeds=[1])
+    chaos = run(parent, tmp_path / "chaos", kills=2, steps=4, seeds=[1])
+    assert chaos.losses == pytest.approx(calm.losses, rel=1e-6)
+    assert calm.losses[-1] < calm.losses[0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_twenty_times_is_the_run_that_is_not(tmp_path: Path) -> None:
-    calm = run(tmp_path / "calm", kills=0)
-    assert calm[-1] < 0.6 * calm[0]
-    assert run(tmp_path / "chaos", kills=KILLS) == pytest.approx(calm, rel=1e-6)
+def test_a_run_that_is_killed_twenty_times_is_the_run_that_is_not(parent: Parent, tmp_path: Path) -> None:
+    calm = run(parent, tmp_path / "calm", kills=0, steps=25, seeds=[1, 2, 3])
+    assert calm.losses[-1] < 0.6 * calm.losses[0]
+    assert all(row[-1] > row[0] for row in calm.rewards.values())
+    last = {seed: float(np.mean(row[-5:])) for seed, row in calm.rewards.items()}
+    middle = sorted(last, key=lambda seed: last[seed])[1]
+    chaos = run(parent, tmp_path / "chaos", kills=20, steps=25, seeds=[middle])
+    assert chaos.losses == pytest.approx(calm.losses, rel=1e-6)
+    assert min(last.values()) <= np.mean(chaos.rewards[middle][-5:]) <= max(last.values())
