@@ -21,7 +21,7 @@ def tiny_service(make: Callable[[], LanguageModel]) -> str:
     """The URL of the one service of this process, which is started by whoever asks first."""
     if not _open:
         with contextlib.ExitStack() as stack:
-            url = stack.enter_context(_served(make()))
+            url = stack.enter_context(serve_model(make()))
             _open.append((url, stack.pop_all()))
     return _open[0][0]
 
@@ -32,7 +32,8 @@ def close_service() -> None:
 
 
 @contextlib.contextmanager
-def _served(lm: LanguageModel) -> Iterator[str]:
+def serve_model(lm: LanguageModel) -> Iterator[str]:
+    """The URL of a service of its own over this model, without keys."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         context, vocabulary = lm.model.config.max_position_embeddings, lm.model.config.vocab_size

@@ -447,11 +447,17 @@ def test_a_temperature_is_one_number_above_zero(given: list[float]) -> None:
         to_training(read_forward(message))
 
 
-def test_what_is_unknown_of_an_untrained_token_is_no_reason_to_refuse() -> None:
-    arrays = {"weights": float_array([0.0, 1.0]), "sampler_logprobs": float_array([np.nan, -1.0])}
-    message = write_forward([replace(datum(1, 2, 3), arrays=arrays)], CROSS_ENTROPY, backward=True)
+def test_what_is_unknown_and_not_read_is_no_reason_to_refuse() -> None:
+    arrays = {
+        "weights": float_array([0.0, 1.0]),
+        "advantages": float_array([0.0, 1.0]),
+        "sampler_logprobs": float_array([np.nan, -1.0]),  # of a token that is not trained
+        "next_logprobs": float_array([np.nan, np.nan]),  # ppo does not read it
+    }
+    message = write_forward([replace(datum(1, 2, 3), arrays=arrays)], LossSpec(fn="ppo"), backward=True)
     _, (came,) = to_training(read_forward(message))
     assert came.arrays["sampler_logprobs"].tolist() == [0.0, -1.0]
+    assert set(came.arrays) == {"weights", "advantages", "sampler_logprobs"}
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import BackendError, SamplerError
+from headrace.algo.loss import loss_inputs
+from headrace.algo.losses import find_loss
+from headrace.errors import BackendError, ConfigError, SamplerError
 from headrace.service import schema
 from headrace.service.losses import OWN, TARGETS, TEMPERATURE, UNIT, WEIGHTS
 from headrace.types import (
@@ -40,21 +42,32 @@ def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool) -> A
         raise BackendError(f"the loss '{loss.name}' is a function, which stays on this machine: give a loss by name")
     if not data:
         raise BackendError("there is nothing to train on: the batch is empty")
+    read = _read_by(loss.fn)
     message = schema.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
     for name, value in loss.params.items():
         message.loss_fn_config[name] = float(value)
     for index, datum in enumerate(data):
         if WEIGHTS not in datum.arrays:
             raise BackendError(f"datum {index} has no array named 'weights'")
-        _write_datum(message.data.add(), datum)
+        sent = {name: array for name, array in datum.arrays.items() if read is None or name in read}
+        _write_datum(message.data.add(), datum, sent)
     return message
 
 
-def _write_datum(message: Any, datum: Datum) -> None:
+def _read_by(loss: str) -> frozenset[str] | None:
+    """The arrays that a loss reads; others may hold what is not known. None: only the server knows this loss."""
+    try:
+        inputs = loss_inputs(find_loss(loss))
+    except ConfigError:
+        return None
+    return frozenset({*inputs.required, *inputs.optional, WEIGHTS})
+
+
+def _write_datum(message: Any, datum: Datum, arrays: Mapping[str, FloatArray]) -> None:
     message.model_input.add().encoded_text.tokens = datum.inputs.astype("<i4").tobytes()
     untrained = datum.arrays[WEIGHTS] == 0
     _write_tensor(message.loss_fn_inputs[TARGETS], datum.targets, "<i8", schema.INT64)
-    for name, array in datum.arrays.items():
+    for name, array in arrays.items():
         said = np.where(untrained & np.isnan(array), 0.0, array)  # nobody reads what is unknown there
         _write_tensor(message.loss_fn_inputs[name], said, "<f4", schema.FLOAT32)
     if datum.unit is not None:

@@ -69,9 +69,14 @@ class Link:
         self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-client", daemon=True)
         self._thread.start()
 
-    def spawn(self, work: Coroutine[Any, Any, T], error: type[HeadraceError] = BackendError) -> Waitable[T]:
-        """Run on the link's thread; works spawned one after another start in that order. Fails with `error` only."""
-        out = promise()
+    def spawn(
+        self, work: Coroutine[Any, Any, T], error: type[HeadraceError] = BackendError, out: "Future[T] | None" = None
+    ) -> Waitable[T]:
+        """Run on the link's thread; works spawned one after another start in that order. Fails with `error` only.
+
+        `out`: a promise to keep; the work may end before this returns.
+        """
+        out = promise() if out is None else out
 
         async def run() -> None:
             try:
@@ -157,12 +162,13 @@ class Link:
         lost: Callable[[], str | None] = lambda: None,
     ) -> Pending[T]:
         """Send when `limit` has room, in the order of the calls; `send` gives the id under which the server took it."""
-        accepted = promise()
+        accepted, finished = promise(), promise()
+        finished.add_done_callback(lambda ended: _never_accepted(accepted, ended))
 
         async def run() -> T:
             async with limit:
                 id = await send()
-                accepted.set_result(Accepted(id, finished.future, lambda: status(id, finished.future)))
+                accepted.set_result(Accepted(id, finished, lambda: status(id, finished)))
                 return read(await self.outcome(id, lost))
 
         async def stop() -> bool:
@@ -170,9 +176,8 @@ class Link:
             told = await self.call(f"{API}/cancel_future", json={"request_id": taken.request_id})
             return bool(told.json()["cancelled"])
 
-        finished = self.spawn(run(), error)
-        finished.future.add_done_callback(lambda ended: _never_accepted(accepted, ended))
-        return Pending(accepted, finished.future, lambda: self.spawn(stop(), error))
+        self.spawn(run(), error, finished)
+        return Pending(accepted, finished, lambda: self.spawn(stop(), error))
 
     def close(self) -> None:
         """What is open fails here; at the server it goes on."""
