@@ -35,6 +35,11 @@ PLACES = (
     "headrace.service.training:Trainer._saved",
     "headrace.service.futures:Board.conclude",
 )
+Point = tuple[str, int]  # a place, and at which call of it
+BETWEEN: Sequence[Point] = [  # an update is on disk and not in the journal; gradients are there and the update is not
+    ("headrace.service.training:Trainer._saved", 4),
+    ("headrace.service.hosting.host:AdapterHost.optim_step", 3),
+]
 LAST = "headrace.service.service:Service.finish_session"
 
 
@@ -73,7 +78,7 @@ def parent() -> Iterator[Parent]:
 class Servers:
     """One server after another on the same port and folder, each until it kills itself."""
 
-    def __init__(self, parent: Parent, folder: Path, *, kills: int) -> None:
+    def __init__(self, parent: Parent, folder: Path, points: Sequence[Point]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -82,9 +87,7 @@ class Servers:
             f'[serve]\nport = {self.port}\nfolder = "data"\n[engine]\nmax_rows = 8\n'
             f'[[keys]]\nowner = "a"\nsha256 = "{hash_key(KEY)}"\n'
         )
-        luck = random.Random(1)
-        self._points = [(luck.choice(PLACES), luck.randint(1, 12)) for _ in range(kills)]
-        self._parent = parent
+        self._parent, self._points = parent, points
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -156,10 +159,10 @@ class Learned:
     rewards: dict[int, list[float]]
 
 
-def run(parent: Parent, folder: Path, *, kills: int, steps: int, seeds: Sequence[int]) -> Learned:
+def run(parent: Parent, folder: Path, *, points: Sequence[Point], steps: int, seeds: Sequence[int]) -> Learned:
     """Both kinds of learning at once while servers come and go, each on its own thread; then the journal's audit."""
     folder.mkdir()
-    servers = Servers(parent, folder, kills=kills)
+    servers = Servers(parent, folder, points)
     client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{servers.port}", api_key=KEY)
     models = [client.create_lora_training_client(base_model="headrace/tiny", rank=4, seed=seed) for seed in (7, *seeds)]
     with ThreadPoolExecutor() as threads:
@@ -168,10 +171,10 @@ def run(parent: Parent, folder: Path, *, kills: int, steps: int, seeds: Sequence
             seed: threads.submit(rewards, model, steps=steps, seed=seed)
             for seed, model in zip(seeds, models[1:], strict=True)
         }
-    ask_on(models[0], lambda: len(servers.exits) < kills)
+    ask_on(models[0], lambda: len(servers.exits) < len(points))
     client.close("success")  # the last server ends by it and does not answer
     servers.join()
-    assert servers.exits == [-SIGKILL] * (kills + 1)
+    assert servers.exits == [-SIGKILL] * (len(points) + 1)
     audit(folder / "data" / "journal.sqlite", models=len(models))
     return Learned(supervised.result(), {seed: future.result() for seed, future in reinforced.items()})
 
@@ -207,8 +210,8 @@ def audit(file: Path, *, models: int) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_run_that_is_killed_twice_is_the_run_that_is_not(parent: Parent, tmp_path: Path) -> None:
-    calm = run(parent, tmp_path / "calm", kills=0, steps=4, seeds=[1])
-    chaos = run(parent, tmp_path / "chaos", kills=2, steps=4, seeds=[1])
+    calm = run(parent, tmp_path / "calm", points=[], steps=4, seeds=[1])
+    chaos = run(parent, tmp_path / "chaos", points=BETWEEN, steps=4, seeds=[1])
     assert chaos.losses == pytest.approx(calm.losses, rel=1e-6)
     assert calm.losses[-1] < calm.losses[0]
 
@@ -216,11 +219,13 @@ def test_a_run_that_is_killed_twice_is_the_run_that_is_not(parent: Parent, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_twenty_times_is_the_run_that_is_not(parent: Parent, tmp_path: Path) -> None:
-    calm = run(parent, tmp_path / "calm", kills=0, steps=25, seeds=[1, 2, 3])
+    calm = run(parent, tmp_path / "calm", points=[], steps=25, seeds=[1, 2, 3])
     assert calm.losses[-1] < 0.6 * calm.losses[0]
     assert all(row[-1] > row[0] for row in calm.rewards.values())
     last = {seed: float(np.mean(row[-5:])) for seed, row in calm.rewards.items()}
     middle = sorted(last, key=lambda seed: last[seed])[1]
-    chaos = run(parent, tmp_path / "chaos", kills=20, steps=25, seeds=[middle])
+    luck = random.Random(1)
+    points = [(luck.choice(PLACES), luck.randint(1, 12)) for _ in range(20)]
+    chaos = run(parent, tmp_path / "chaos", points=points, steps=25, seeds=[middle])
     assert chaos.losses == pytest.approx(calm.losses, rel=1e-6)
     assert min(last.values()) <= np.mean(chaos.rewards[middle][-5:]) <= max(last.values())
