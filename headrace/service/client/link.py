@@ -59,6 +59,7 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._lock = threading.Lock()
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={} if key is None else {"X-API-Key": key},
@@ -92,11 +93,13 @@ class Link:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        if self._closed:
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._loop.call_soon_threadsafe(start)
+        if closed:
             work.close()
             out.set_exception(error("the client is closed"))
-        else:
-            self._loop.call_soon_threadsafe(start)
         return Waitable(out)
 
     async def call(
@@ -181,9 +184,10 @@ class Link:
 
     def close(self) -> None:
         """What is open fails here; at the server it goes on."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
 
         async def end() -> None:
             for task in list(self._tasks):
