@@ -12,9 +12,10 @@ from headrace.errors import RunFolderError, boundary
 
 def json_line(value: Mapping[str, Any], *, sort_keys: bool = False) -> str:
     """One line of strict JSON, newline included. Floats keep every bit; NaN and infinities become the strings
-    "NaN", "Infinity" and "-Infinity", because JSON has no such numbers and other readers refuse them."""
+    "NaN", "Infinity" and "-Infinity", because JSON has no such numbers and other readers refuse them; half of a
+    surrogate pair, which no file can hold, becomes U+FFFD: a reward function may have cut a model's text anywhere."""
     text = json.dumps(_finite(value), sort_keys=sort_keys, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text + "\n"
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") + "\n"
 
 
 def _finite(value: Any) -> Any:

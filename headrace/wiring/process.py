@@ -59,7 +59,7 @@ def _end_at_once(deadline_s: float) -> None:
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("headrace")
     root.addHandler(handler)

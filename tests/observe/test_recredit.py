@@ -111,6 +111,17 @@ def test_a_function_that_can_tell_of_no_episode_is_an_error_and_leaves_no_file(f
     assert not (file.parent / f"recredited_{file.name}").exists()
 
 
+def test_a_reason_that_no_file_can_hold_as_it_is_costs_one_episode_and_not_the_file(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("ERROR", logger="headrace")  # pytest's own workers cannot send such text either
+    (file.parent / "cut.py").write_text(COUNT_ON.replace('"turned back"', '"turned back " + chr(0xD83D)'))
+    lines = list(iter_lines(recredit(Recredit(path=file, rewards=("cut.py:judge",))).out))
+    assert lines[0].failed is None
+    assert lines[2].failed is not None
+    assert lines[2].failed.endswith("turned back \ufffd")
+
+
 def test_built_in_rewards_work_too(file: Path) -> None:
     lines = read_lines(recredit(Recredit(path=file, rewards=("env", "exact_match"))).out)
     assert lines[0].reward.parts == {"env": 0.0, "exact_match": 0.0}

@@ -117,6 +117,12 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkey
     assert os.listdir(tmp_path) == ["config.toml"]
 
 
+def test_half_a_surrogate_pair_can_be_written_and_read(tmp_path: Path) -> None:
+    write_whole(tmp_path / "file", json_line({"cut": "no \ud83d", "key \udc00": 1, "whole": "\U0001f600"}))
+    read = json.loads((tmp_path / "file").read_text(encoding="utf-8"))
+    assert read == {"cut": "no \ufffd", "key \ufffd": 1, "whole": "\U0001f600"}
+
+
 def test_json_lines_are_strict_json() -> None:
     line = json_line({"b": [float("nan"), float("inf")], "a": {"c": float("-inf")}, "d": 0.1}, sort_keys=True)
     assert line == '{"a":{"c":"-Infinity"},"b":["NaN","Infinity"],"d":0.1}\n'
