@@ -17,7 +17,13 @@ from headrace.errors import DataError, ModelError
 from headrace.render import Renderer, Tools
 from headrace.types import IntArray, Message, ToolCall
 
-_DECODER = json.JSONDecoder()
+
+def _no_number(name: str) -> float:
+    """NaN and infinities, which Python reads and JSON has not: who is called could not read them."""
+    raise ValueError(name)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 _PROBE = ToolCall(name="probe_tool", arguments='{"probe_argument": 17}', id="abcdefghi")  # some templates want nine
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = re.compile(r"\s*")

@@ -128,3 +128,15 @@ def test_what_a_template_writes_is_read_back(said: str, arguments: dict[str, obj
 def test_the_examples_run() -> None:
     results = doctest.testmod(tool_calls)
     assert (results.attempted, results.failed) == (5, 0)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_has_not_make_no_call(number: str) -> None:
+    """A tool server that got one could not read the message at all."""
+    for text in (
+        f'{{"name": "add", "arguments": {{"a": {number}}}}}',
+        f'{{"name": "add", "arguments": "{{\\"a\\": {number}}}"}}',
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>',
+    ):
+        assert parse_reply(text, HERMES, {"add"}) == Parsed(content=text)
+        assert parse_reply(text.replace(number, "1"), HERMES, {"add"}).calls
