@@ -455,7 +455,6 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     with served() as server:
-        figures |= open_polls(server, options.polls)
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
         model = service.create_lora_training_client(base_model="headrace/tiny", rank=RANK, seed=0)
         overheads = overheads_ms(server, model, options.calls)
@@ -464,6 +463,7 @@ def main() -> None:
             figures[name] = max(value for each, value in overheads.items() if each.startswith(begins))
         figures |= pipelining(model, options.steps, options.repeats)
         service.close("success").result(30)
+        figures |= open_polls(server, options.polls)
     figures |= tenants(options.repeats)
     met = [bar / max(figures[name], 1e-9) for name, bar in BARS.items()]
     met += [figures[name] / floor for name, floor in FLOORS.items()]
