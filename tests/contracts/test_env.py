@@ -3,8 +3,8 @@
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +165,20 @@ ENVS: Sequence[EnvCase] = (
 
 
 @pytest.fixture(params=ENVS, ids=lambda case: case.name)
-def case(request: pytest.FixtureRequest) -> EnvCase:
+def case(request: pytest.FixtureRequest) -> Iterator[EnvCase]:
+    """One of the cases; whatever a test opens is closed behind it."""
     chosen: EnvCase = request.param
     if chosen.package is not None:
         pytest.importorskip(chosen.package)
-    return chosen
+    opened: list[Env] = []
+
+    def opening() -> Env:
+        opened.append(chosen.open())
+        return opened[-1]
+
+    yield replace(chosen, open=opening)
+    for env in opened:
+        env.close()
 
 
 def play(case: EnvCase, env: Env, *, plan_seed: int, env_seed: int = 1) -> tuple[Observation, list[StepResult]]:
