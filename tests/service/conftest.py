@@ -1,9 +1,19 @@
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from service.served import BASE, Served, served
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sdk_is_quiet_afterwards() -> Iterator[None]:
+    """A client whose server was killed for good goes on asking for it, and would say so in the logs of other tests."""
+    logger = logging.getLogger("tinker")
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.setLevel(logging.CRITICAL)
 
 
 @pytest.fixture(scope="module")
