@@ -5,11 +5,9 @@ import re
 import shutil
 import struct
 import subprocess
-import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,29 +41,6 @@ def browse(page: Path, profile: Path, *options: str) -> str:
     home = {**os.environ, "HOME": str(profile), "XDG_CONFIG_HOME": str(profile), "XDG_CACHE_HOME": str(profile)}
     done = subprocess.run(command, capture_output=True, timeout=90, check=True, env=home)
     return done.stdout.decode()
-
-
-@pytest.fixture
-def outside() -> Iterator[tuple[str, list[str]]]:
-    """A web server, and the paths that were asked of it."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def test_the_browser_shows_every_part_and_runs_only_our_script(

@@ -1,9 +1,7 @@
 """The page of rollouts in a real browser: what is in sight, what keys do, what a hostile episode achieves (nothing)."""
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -166,29 +164,6 @@ def test_a_picture_has_the_colours_and_nothing_hangs_over_the_edge(
     for key in ("1", "2", "3"):
         tab.press(key)
         assert tab.ask("document.documentElement.scrollWidth") <= width, "only tables and graphs scroll sideways"
-
-
-@pytest.fixture
-def outside() -> Iterator[tuple[str, list[str]]]:
-    """A web server, and the paths that were asked of it."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def test_a_hostile_episode_gets_nowhere(tab: Tab, tmp_path: Path, outside: tuple[str, list[str]]) -> None:
