@@ -5,10 +5,12 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,27 @@ class Photographer:
             return
         assert self.begin.wait(20)
         self.journal.write([]).result()  # what was handed over is on disk
-        shutil.copytree(self.folder, self.copies / f"{len(list(self.copies.iterdir())):02d}")
+        copy = self.copies / f"{len(list(self.copies.iterdir())):02d}"
+        copy_present(self.folder, copy)
+        with (
+            closing(sqlite3.connect(self.folder / "journal.sqlite")) as source,
+            closing(sqlite3.connect(copy / "journal.sqlite")) as target,
+        ):
+            source.backup(target)
+
+
+def copy_present(folder: Path, copy: Path) -> None:
+    """All but the journal, which is copied last: a state is removed only after the journal names a later one, so what
+    vanishes meanwhile is missed by nobody, as after a real kill."""
+    copy.mkdir()
+    for path in folder.iterdir():
+        if path.name.startswith("journal.sqlite"):
+            continue
+        with suppress(FileNotFoundError):
+            if path.is_dir():
+                copy_present(path, copy / path.name)
+            else:
+                shutil.copyfile(path, copy / path.name)
 
 
 def run_all(model: Any, camera: Photographer) -> None:
