@@ -8,15 +8,18 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError, RunFolderError, boundary
+from headrace.errors import ConfigError, HeadraceError, RunFolderError, boundary
 from headrace.observe.files import json_line
 from headrace.protocols import MetricSink
+
+logger = logging.getLogger(__name__)
 
 UNREPRODUCIBLE = ("time/", "perf/")  # what a clock measured
 
@@ -112,7 +115,9 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, *, stage: str, purge_step: int | None = None) -> None:
         if not tensorboard_installed():
-            raise ConfigError("run.tensorboard needs the package tensorboard: pip install 'headrace[tensorboard]'")
+            raise ConfigError(
+                "the sink \"tensorboard\" needs the package tensorboard: pip install 'headrace[tensorboard]'"
+            )
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._writer: Any = writer(log_dir=str(folder / stage), purge_step=purge_step)
 
@@ -138,6 +143,32 @@ class TeeSink:
         with contextlib.ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
+
+
+class SpareSink:
+    """A sink that a run can do without: when it fails, that is said once, and the run goes on without it."""
+
+    def __init__(self, sink: MetricSink, name: str) -> None:
+        self._sink: MetricSink | None = sink
+        self._name = name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._sink is not None:
+            self._spared(lambda sink: sink.log(step, values))
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._spared(lambda sink: sink.close())
+        self._sink = None
+
+    def _spared(self, act: Callable[[MetricSink], None]) -> None:
+        assert self._sink is not None
+        try:
+            with boundary(RunFolderError, f"the sink {self._name} takes no more metrics"):
+                act(self._sink)
+        except HeadraceError as exc:
+            self._sink = None
+            logger.warning("%s: they are still in metrics.jsonl", exc)
 
 
 def read_metrics(path: Path) -> tuple[MetricRecord, ...]:

@@ -1,0 +1,128 @@
+"""The text format is what Prometheus' own parser reads back; the endpoint is asked over a real socket."""
+
+import math
+import socket
+import string
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace.errors import ConfigError
+from headrace.observe.prometheus import (
+    Exporter,
+    Family,
+    Gauges,
+    PrometheusSink,
+    exposition,
+    prometheus_name,
+)
+
+RL, SFT = (("stage", "rl"),), (("stage", "sft"),)
+
+
+def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """What Prometheus' own parser makes of it; a value that is told twice is our bug."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = {(sample.name, frozenset(sample.labels.items())): float(sample.value) for sample in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def text_of(gauges: Gauges) -> str:
+    return exposition(gauges.families())
+
+
+def labelled(pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    return frozenset(pairs)
+
+
+def test_the_last_value_of_each_stage_is_told() -> None:
+    gauges = Gauges()
+    rl, sft = PrometheusSink(gauges, RL), PrometheusSink(gauges, SFT)
+    sft.log(7, {"loss/total": 2.0})
+    rl.log(1, {"loss/total": 1.0, "eval/pass@1": 0.25})
+    rl.log(2, {"loss/total": math.inf})
+    rl.close()
+    assert parsed(text_of(gauges)) == {
+        ("headrace_loss_total", labelled(SFT)): 2.0,
+        ("headrace_step", labelled(SFT)): 7.0,
+        ("headrace_loss_total", labelled(RL)): math.inf,
+        ("headrace_eval_pass_1", labelled(RL)): 0.25,
+        ("headrace_step", labelled(RL)): 2.0,
+    }
+
+
+def test_metrics_whose_names_prometheus_cannot_tell_apart_keep_their_own_in_a_label() -> None:
+    gauges = Gauges()
+    gauges.put(RL, 1, {"eval/pass@1": 0.25, "eval/pass_1": 0.75})
+    found = parsed(text_of(gauges))
+    assert found["headrace_eval_pass_1", labelled([*RL, ("metric", "eval/pass@1")])] == 0.25
+    assert found["headrace_eval_pass_1", labelled([*RL, ("metric", "eval/pass_1")])] == 0.75
+
+
+@given(
+    st.dictionaries(st.text("ab/@_ é", min_size=1, max_size=4).map("x".__add__), st.floats(), max_size=6),
+    st.text(string.printable, max_size=8),
+)
+def test_any_name_number_and_label_is_read_back(values: dict[str, float], label: str) -> None:
+    gauges = Gauges()
+    gauges.put((("stage", label),), 3, values)
+    found = parsed(text_of(gauges))
+    assert len(found) == len(values) + 1
+    assert {dict(labels)["stage"] for _, labels in found} == {label}
+    by_name: dict[str, list[float]] = {}
+    for (name, _), value in found.items():
+        by_name.setdefault(name, []).append(value)
+    for metric, value in values.items():
+        told = by_name[prometheus_name(metric)]
+        assert value in told or (math.isnan(value) and any(math.isnan(each) for each in told))
+
+
+def test_sources_that_were_not_heard_of_for_longest_make_room() -> None:
+    gauges = Gauges(max_sources=2)
+    for number in (0, 1, 0, 2):
+        gauges.put((("model", str(number)),), number, {"loss/total": float(number)})
+    kept = {dict(labels)["model"] for _, labels in parsed(text_of(gauges))}
+    assert kept == {"0", "2"}
+
+
+def test_only_what_is_to_be_shown_is_told() -> None:
+    gauges = Gauges()
+    for owner in ("alice", "bob"):
+        gauges.put((("owner", owner),), 1, {"loss/total": 1.0})
+    families = gauges.families(lambda labels: labels["owner"] == "bob")
+    assert {dict(labels)["owner"] for _, labels in parsed(exposition(families))} == {"bob"}
+
+
+def test_counters_are_counters() -> None:
+    family = Family(name="headrace_refused_total", help="requests\nrefused", samples=[((), 3)], kind="counter")
+    (read,) = text_string_to_metric_families(exposition([family]))
+    assert (read.type, read.documentation) == ("counter", "requests\nrefused")
+
+
+def test_a_run_is_scraped_while_it_trains_and_not_after_it() -> None:
+    gauges = Gauges()
+    exporter = Exporter(lambda: text_of(gauges), host="127.0.0.1", port=0)
+    gauges.put(RL, 5, {"reward/mean": 0.5})
+    with urllib.request.urlopen(exporter.url, timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert parsed(answer.read().decode())["headrace_reward_mean", labelled(RL)] == 0.5
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(exporter.url.replace("/metrics", "/"), timeout=30)
+    exporter.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(exporter.url, timeout=30)
+
+
+def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"nothing can listen on 127.0.0.1:{port} .*choose another port"):
+            Exporter(lambda: "", host="127.0.0.1", port=port)
