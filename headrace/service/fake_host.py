@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from headrace.algo.random import uniforms
-from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError
-from headrace.service.host import AdapterSpec, Full, TopLogprobs
+from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError
+from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogprobs, made
 from headrace.train.request import ReadyLoss, call_loss, check_data, ready_loss, stack
 from headrace.types import (
     Adam,
@@ -70,6 +70,8 @@ class FakeHost:
     base: Table = field(init=False)
     _models: dict[str, _Model] = field(init=False, default_factory=dict)
     _samplers: dict[str, Table] = field(init=False, default_factory=dict)
+    _copies: list[str] = field(init=False, default_factory=list)  # samplers of full models, the oldest first
+    _gone: set[str] = field(init=False, default_factory=set)
     _worker: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(max_workers=1))
 
     def __post_init__(self) -> None:
@@ -92,6 +94,8 @@ class FakeHost:
 
     def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]":
         def run() -> None:
+            if isinstance(spec, Full) and any(isinstance(each.spec, Full) for each in self._models.values()):
+                raise BackendError("all parameters of one model only can be trained here: drop that one")
             empty = np.zeros_like(self.base)
             self._models[model] = _Model(spec, empty, empty.copy(), empty.copy(), empty.copy())
 
@@ -103,12 +107,12 @@ class FakeHost:
 
         return self._submit(f"drop {model}", run)
 
-    def forward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
-        return self._submit(f"forward {model}", lambda: self._run(model, data, loss)[0])
+    def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
+        return self._submit(f"forward {model}", lambda: self._run(model, made(data), loss)[0])
 
-    def forward_backward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+    def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
         def run() -> ForwardOut:
-            out, gradient = self._run(model, data, loss)
+            out, gradient = self._run(model, made(data), loss)
             self._model(model).gradient += gradient
             return out
 
@@ -192,23 +196,36 @@ class FakeHost:
 
     def snapshot(self, model: str, sampler: str) -> "Future[None]":
         def run() -> None:
-            self._samplers[sampler] = self._model(model).table.copy()
+            self._keep(sampler, self._model(model).table.copy(), full=isinstance(self._model(model).spec, Full))
 
         return self._submit(f"snapshot {model}", run)
 
     def open_sampler(self, sampler: str, folder: Path | None) -> "Future[None]":
         def run() -> None:
-            self._samplers[sampler] = np.zeros_like(self.base) if folder is None else _read(folder)[0]["table"]
+            tables, facts = ({"table": np.zeros_like(self.base)}, {"spec": None}) if folder is None else _read(folder)
+            self._keep(sampler, tables["table"], full=facts["spec"] == {})
 
         return self._submit(f"open_sampler {sampler}", run)
+
+    def _keep(self, sampler: str, table: Table, *, full: bool) -> None:
+        self._samplers[sampler] = table
+        if full:
+            self._copies.append(sampler)
+        while len(self._copies) > FULL_COPIES:
+            self._gone.add(self._copies[0])
+            self._samplers.pop(self._copies.pop(0), None)
 
     def close_sampler(self, sampler: str) -> "Future[None]":
         def run() -> None:
             self._samplers.pop(sampler, None)
+            self._copies = [name for name in self._copies if name != sampler]
+            self._gone.discard(sampler)
 
         return self._submit(f"close_sampler {sampler}", run)
 
     def _logprobs(self, sampler: str, temperature: float = 1.0) -> Table:
+        if sampler in self._gone:
+            raise SamplerGoneError(f"the sampler '{sampler}' made room for newer ones")
         if sampler not in self._samplers:
             raise SamplerError(f"there is no sampler '{sampler}' here: open it first")
         table = (self.base + self._samplers[sampler]) / temperature
@@ -223,6 +240,8 @@ class FakeHost:
         while len(tokens) < min(params.max_tokens, room) and stop is Stop.LENGTH:
             if self.tick is not None:
                 await self.tick()
+                if sampler not in self._samplers:
+                    raise SamplerGoneError(f"the sampler '{sampler}' was closed")
             u = float(uniforms([params.seed], [len(tokens)])[0])
             drawn = int(np.searchsorted(np.cumsum(np.exp(tempered[last])), u))
             tokens.append(min(drawn, self.vocabulary - 1))

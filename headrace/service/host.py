@@ -3,7 +3,7 @@
 The service decides order, identity, ownership and durability; a host computes. It knows no request, session or wire.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from headrace.types import (
     SampleRequest,
     StepOut,
 )
+
+FULL_COPIES = 2  # samplers of full models that a host keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +58,26 @@ class TopLogprobs:
         assert self.tokens.shape == self.logprobs.shape
 
 
+Data = Sequence[Datum] | Callable[[], Sequence[Datum]]
+
+
+def made(data: Data) -> Sequence[Datum]:
+    """Data, or what the function that is to make them makes now."""
+    return data() if callable(data) else data
+
+
 class ModelHost(Protocol):
     """One base model, and the adapters trained and sampled over it.
 
     Training verbs return futures at once and run in submission order on one worker; a request that fails leaves every
     other model as it was. A failed `forward_backward` discards what it accumulated itself and nothing that earlier ones
     did. Losses see every position of a datum, also those of weight 0, and `ForwardOut.logprobs` has a value at each.
-    `optim_step(Adam)` with nothing accumulated is a step with a zero gradient. Unknown names raise HeadraceErrors
+    `optim_step(Adam)` with nothing accumulated is a step with a zero gradient; every `optim_step` of a model that is
+    there forgets what was accumulated, also one that fails or skips its update. Unknown names raise HeadraceErrors
     (through the future), with one sentence.
+
+    One full model may be there beside the adapters, and `FULL_COPIES` samplers of full models: the newest take the
+    place of the oldest, whose calls raise SamplerGoneError.
     """
 
     def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]": ...
@@ -71,10 +85,11 @@ class ModelHost(Protocol):
     def drop(self, model: str) -> "Future[None]":
         """Forget a model; its snapshots stay. One that is not there is dropped already."""
 
-    def forward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
-        """Loss and log-probs; gradients and optimiser are not touched."""
+    def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
+        """Loss and log-probs; gradients and optimiser are not touched. `data` may be a function: it is called on the
+        worker when the request's turn comes, so it can use what requests before it have found out."""
 
-    def forward_backward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]": ...
+    def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]": ...
 
     def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]": ...
 

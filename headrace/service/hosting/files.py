@@ -1,8 +1,9 @@
 """A tenant's model on disk: whole or absent, in the layout that other programs read.
 
 An adapter is what `peft` loads (adapter_config.json, adapter_model.safetensors), a full model what transformers loads.
-Beside it lie `model.json` (the spec, the count of updates, which base it was trained over) and, if asked for,
-`optimizer.safetensors`. Everything is written under a temporary name, fsynced and renamed.
+Beside it lie `model.json` (the spec, the count of updates, which base it was trained over), `value_head.safetensors`
+(the scalar head, if it was trained) and, if asked for, `optimizer.safetensors`. Everything is written under a
+temporary name, fsynced and renamed.
 """
 
 import json
@@ -23,7 +24,7 @@ from headrace.model.adapters import Adapter
 from headrace.model.load import LanguageModel
 from headrace.service.host import AdapterSpec, Full
 from headrace.service.hosting.tenant import adapter_of_state, weights_of
-from headrace.train.torch_backend import TrainedState
+from headrace.train.torch_backend import VALUE_HEAD, VALUE_HEAD_FILE, TrainedState
 
 STATE, OPTIMIZER = "model.json", "optimizer.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
@@ -51,6 +52,8 @@ def write_model(folder: Path, saved: SavedModel, lm: LanguageModel) -> None:
                 _write_adapter(writing, saved.spec, saved.state, Path(lm.source).name)
             else:
                 _write_full(writing, saved.state, lm)
+            if VALUE_HEAD in saved.state.weights:
+                save_file({VALUE_HEAD: saved.state.weights[VALUE_HEAD]}, writing / VALUE_HEAD_FILE)
             if saved.optimizer:
                 save_file(dict(saved.state.moments) or {"empty": torch.zeros(1)}, writing / OPTIMIZER)
             record = {
@@ -78,6 +81,8 @@ def read_model(folder: Path, *, optimizer: bool) -> SavedModel:
         record = json.loads((folder / STATE).read_text(encoding="utf-8"))
         spec = AdapterSpec(**record["spec"]) if record["spec"] is not None else Full()
         weights = weights_of(read_adapter(folder)) if isinstance(spec, AdapterSpec) else _read_full(folder)
+        if (folder / VALUE_HEAD_FILE).is_file():
+            weights = {**weights, **load_file(folder / VALUE_HEAD_FILE)}
         moments = load_file(folder / OPTIMIZER) if optimizer else {}
         moments.pop("empty", None)
         state = TrainedState(weights=weights, moments=moments, num_updates=int(record["num_updates"]))
@@ -145,7 +150,8 @@ def _write_adapter(folder: Path, spec: AdapterSpec, state: TrainedState, base: s
 
 
 def _write_full(folder: Path, state: TrainedState, lm: LanguageModel) -> None:
-    lm.model.save_pretrained(folder, state_dict=dict(state.weights))
+    own = {name: each for name, each in state.weights.items() if name != VALUE_HEAD}
+    lm.model.save_pretrained(folder, state_dict=own)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(folder)
 

@@ -22,14 +22,13 @@ from headrace.model.adapters import BASE, Adapter, AdapterTable, listen
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.views import full_copy, shared_view
 from headrace.model.worker import Worker
-from headrace.service.host import AdapterSpec, Full, TopLogprobs
+from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogprobs, made
 from headrace.service.hosting.files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
 from headrace.service.hosting.share import TimeShare
 from headrace.service.hosting.tenant import Tenant, adapter_of, make_tenant
 from headrace.types import (
     Adam,
     Completion,
-    Datum,
     Discard,
     FloatArray,
     ForwardOut,
@@ -42,7 +41,6 @@ from headrace.types import (
 )
 
 R = TypeVar("R")
-FULL_COPIES = 2  # samplers of a full model that are kept
 REMEMBERED = 1000  # of those that made room
 
 
@@ -112,12 +110,12 @@ class AdapterHost:
 
         return self._submit("drop", run)
 
-    def forward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
-        return self._train("forward", lambda: self._tenant(model).backend.forward(data, loss).result())
+    def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
+        return self._train("forward", lambda: self._tenant(model).backend.forward(made(data), loss).result())
 
-    def forward_backward(self, model: str, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
+    def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
         return self._train(
-            "forward_backward", lambda: self._tenant(model).backend.forward_backward(data, loss).result()
+            "forward_backward", lambda: self._tenant(model).backend.forward_backward(made(data), loss).result()
         )
 
     def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]":
@@ -243,7 +241,7 @@ class AdapterHost:
             )
         self._check_base(folder, saved.spec, saved.base)
         try:
-            tenant.backend.write_state(saved.state).result()
+            tenant.take(saved.state)
         except BackendError as exc:
             raise CheckpointError(f"{folder} cannot be loaded: {exc}") from exc
 
@@ -273,7 +271,7 @@ class AdapterHost:
         if is_full(folder):
             lm = full_copy(self._lm)
             tenant = make_tenant(lm, Full(), micro_batch_tokens=self._micro_batch_tokens)
-            tenant.backend.write_state(read_model(folder, optimizer=False).state).result()
+            tenant.take(read_model(folder, optimizer=False).state)
             self._keep_full(sampler, tenant.backend.lm)
             return
         self._check_base(folder, AdapterSpec(rank=1), base_of(folder))

@@ -5,31 +5,44 @@ is trained by the ordinary backend, on tensors that no other model can reach.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from torch import Tensor
+from torch import Tensor, zeros
 
 from headrace.model.adapters import ATTENTION, HEAD, MLP, Adapter
 from headrace.model.load import LanguageModel, recompute_layers
 from headrace.model.lora import add_lora, lora_layers
+from headrace.model.scalar import new_value_head
 from headrace.model.views import full_copy, shared_view
 from headrace.model.worker import Here
 from headrace.service.host import AdapterSpec, Full
-from headrace.train.torch_backend import TorchBackend, TrainedState
+from headrace.train.torch_backend import VALUE_HEAD, TorchBackend, TrainedState
 
 DOWN, UP = ".down", ".up"  # how the parameters of a LoRA layer are called behind the layer's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """`backend` computes on the thread that calls it."""
+    """`backend` computes on the thread that calls it. Beside its own head it has a scalar one, of zeros until a loss of
+    values or scores trains it."""
 
     spec: AdapterSpec | Full
     backend: TorchBackend
 
     def state(self) -> TrainedState:
-        return self.backend.read_state().result()
+        """What has been trained; of a scalar head that never was, nothing."""
+        state = self.backend.read_state().result()
+        if state.weights[VALUE_HEAD].any():
+            return state
+        weights = {name: each for name, each in state.weights.items() if name != VALUE_HEAD}
+        moments = {name: each for name, each in state.moments.items() if not name.startswith(f"{VALUE_HEAD}/")}
+        return replace(state, weights=weights, moments=moments)
+
+    def take(self, state: TrainedState) -> None:
+        """Go on from there. Raises BackendError, and nothing has changed, when it is another model's."""
+        untrained = zeros(1, self.backend.lm.model.config.hidden_size)
+        self.backend.write_state(replace(state, weights={VALUE_HEAD: untrained, **state.weights})).result()
 
 
 def make_tenant(
@@ -60,6 +73,7 @@ def make_tenant(
         micro_batch_tokens=micro_batch_tokens,
         score_everything=True,
         worker=Here(),
+        value_head=new_value_head(lm),
         keep_earlier=True,
         idle_steps=True,
         between=between,
