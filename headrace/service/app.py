@@ -20,9 +20,11 @@ from headrace.errors import HeadraceError, JournalError, RequestError
 from headrace.service import bodies
 from headrace.service.access import Access, Denied, Tenant, TooMany
 from headrace.service.futures import Done, Failed, Ticket
-from headrace.service.registry import Unknown
+from headrace.service.host import AdapterSpec
+from headrace.service.records import rank_of
+from headrace.service.registry import Gone, Unknown
 from headrace.service.rest import rest_routes
-from headrace.service.service import Gone, Service
+from headrace.service.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +129,8 @@ def _core(
             "type": "get_info",
             "model_id": model.id,
             "model_data": {name: value for name, value in data.items() if value is not None},
-            "is_lora": True,
-            "lora_rank": model.spec.rank,
+            "is_lora": isinstance(model.spec, AdapterSpec),
+            "lora_rank": rank_of(model.spec),
             "model_name": model.base_model,
             "optimizer_config": {"type": "adamw"},
         }
@@ -223,6 +225,8 @@ def _told(service: Service, ticket: Ticket, asked: bodies.RetrieveFuture) -> Res
             if asked.allow_metadata_only and len(body) > service.limits.metadata_only_bytes:
                 return JSONResponse({"status": "complete_metadata", "response_payload_size": len(body)})
             return Response(body, media_type=media)
+        case Failed(message=message, category="gone"):
+            return JSONResponse({"detail": message}, status_code=410)
         case Failed(message=message, category=category):
             return JSONResponse({"error": message, "category": category})
         case None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import HeadraceError, JournalError, RequestError
+from headrace.errors import HeadraceError, JournalError, RequestError, SamplerGoneError
 from headrace.service.journal import Journal, Row, Statement, accept, finish
+from headrace.service.registry import Gone
 from headrace.service.wire import PROTOBUF
 
 JSON = "application/json"
@@ -29,7 +30,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """`category`: user, when the request was wrong; server, when we were."""
+    """`category`: user, when the request was wrong; server, when we were; gone, when what it was about is no more."""
 
     message: str
     category: str
@@ -205,6 +206,8 @@ def failed(exc: HeadraceError, hide: Path | None = None) -> Failed:
     """A refusal is the caller's doing, what came out of foreign code is ours; the folder to `hide` is not named."""
     ours = exc.__cause__ is not None and not isinstance(exc.__cause__, HeadraceError)
     message = str(exc) if hide is None else str(exc).replace(str(hide), "the server's folder")
+    if isinstance(exc, SamplerGoneError | Gone):
+        return Failed(message=message, category="gone")
     return Failed(message=message, category="server" if ours and not isinstance(exc, RequestError) else "user")
 
 

@@ -9,12 +9,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
 
 from headrace.errors import RequestError
-from headrace.service.host import AdapterSpec
+from headrace.service.host import AdapterSpec, Full
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,127}")
 SCHEME = "tinker://"
+Spec = Annotated[AdapterSpec | Full, Field(union_mode="left_to_right")]  # what has no rank is full
 
 
 class Kind(StrEnum):
@@ -40,24 +44,30 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A training run. Its state is saved in `folder` as it was after request `saved_seq` (0: as created)."""
+    """A training run. Its state is saved in `folder` as it was after request `saved_seq` (0: as created).
+
+    One that is `frozen` holds copied checkpoints and is never trained.
+    """
 
     id: str
     session: str
     owner: str
     base_model: str  # as the client spells it
-    spec: AdapterSpec
+    spec: Spec
     created: float
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     saved_seq: int = -1
     folder: str | None = None
     last_request: float = 0.0
-    source: str | None = None  # the checkpoint it was created from
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRecord:
-    """An immutable policy to sample from: the base model, a checkpoint's weights, or a snapshot of its own folder."""
+    """An immutable policy to sample from: the base model, a checkpoint's weights, or a snapshot of its own folder.
+
+    `full`: a copy of all parameters, of which few are kept; `gone`: why it is not there any more.
+    """
 
     id: str
     session: str
@@ -66,6 +76,9 @@ class SamplerRecord:
     model_path: str | None = None
     folder: str | None = None
     clones: int = 0
+    created: float = 0.0
+    full: bool = False
+    gone: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +90,17 @@ class Checkpoint:
     name: str
     folder: str
     base_model: str
-    spec: AdapterSpec
+    spec: Spec
     created: float
     size_bytes: int = 0
     public: bool = False
     expires: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def rank_of(spec: AdapterSpec | Full) -> int:
+    """As clients write it: 0 is a full model."""
+    return spec.rank if isinstance(spec, AdapterSpec) else 0
 
 
 def model_id(session: str, number: int) -> str:

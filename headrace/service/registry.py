@@ -24,6 +24,10 @@ class Unknown(RequestError):
     """There is no such thing, or it is somebody else's."""
 
 
+class Gone(RequestError):
+    """It was here, and is not any more."""
+
+
 class Registry:
     def __init__(self, journal: Journal) -> None:
         self.sessions: dict[str, Session] = _load(journal, Session)

@@ -23,7 +23,8 @@ from headrace.errors import RequestError
 from headrace.service import bodies
 from headrace.service.access import Access, Tenant
 from headrace.service.futures import Done
-from headrace.service.records import Checkpoint, Kind, Model, checkpoint_path, split_path
+from headrace.service.host import AdapterSpec
+from headrace.service.records import Checkpoint, Kind, Model, checkpoint_path, rank_of, split_path
 from headrace.service.registry import Unknown
 from headrace.service.service import Service
 
@@ -77,13 +78,14 @@ def _runs(routes: APIRouter, service: Service, who: Any) -> None:
     @routes.post("/api/v1/weights_info")
     async def weights_info(body: bodies.WeightsInfo, who: Tenant = who) -> dict[str, object]:
         found = registry.checkpoint(body.tinker_path, who.name)
+        lora = found.spec if isinstance(found.spec, AdapterSpec) else None
         return {
             "base_model": found.base_model,
-            "is_lora": True,
-            "lora_rank": found.spec.rank,
-            "train_unembed": found.spec.train_unembed,
-            "train_mlp": found.spec.train_mlp,
-            "train_attn": found.spec.train_attn,
+            "is_lora": True,  # the SDK goes on from nothing else; rank 0 is how it asks for a full model
+            "lora_rank": rank_of(found.spec),
+            "train_unembed": lora is None or lora.train_unembed,
+            "train_mlp": lora is None or lora.train_mlp,
+            "train_attn": lora is None or lora.train_attn,
             "optimizer_config": {"type": "adamw"},
         }
 
@@ -95,9 +97,9 @@ def _run(service: Service, model: Model) -> dict[str, object]:
         "training_run_id": model.id,
         "base_model": model.base_model,
         "model_owner": model.owner,
-        "is_lora": True,
+        "is_lora": isinstance(model.spec, AdapterSpec),
         "corrupted": False,
-        "lora_rank": model.spec.rank,
+        "lora_rank": rank_of(model.spec),
         "last_request_time": _when(model.last_request),
         "last_checkpoint": None if trained is None else _shown(trained),
         "last_sampler_checkpoint": None if sampled is None else _shown(sampled),

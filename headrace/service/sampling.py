@@ -1,11 +1,13 @@
-"""Sampling requests: read, queued by owner, run in turn, many at a time; samplers are opened when they are needed.
+"""Sampling requests: read, queued by owner, run in turn, many at a time.
 
 A request without a seed gets one from its id, so that it gives the same tokens when it is run again after a restart.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from headrace.errors import HeadraceError, RequestError, SamplerError, boundary
 from headrace.service import bodies
 from headrace.service.futures import Board, Done, Failed, Outcome, Ticket, failed
 from headrace.service.host import ModelHost, RankingHost, TopLogprobs
+from headrace.service.open_samplers import OpenSamplers
 from headrace.service.records import SamplerRecord
 from headrace.service.registry import Registry
 from headrace.service.wire import PROTOBUF, Array, Sampled, shaped, unfold, write_sample
@@ -24,7 +27,6 @@ from headrace.types import IntArray, SampleRequest, SamplingParams, float_array,
 
 logger = logging.getLogger(__name__)
 
-BASE = "base"
 CANCELLED = Failed(message="the request was cancelled", category="user")
 
 
@@ -127,12 +129,13 @@ def _targets(
     return int_array(targets), rows
 
 
-@dataclass(slots=True, eq=False)
-class _Opened:
-    """A sampler of the host; `users` requests run on it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """So many sequences that wait for their owner's turn; `start` runs them. `ticket`: whose they are, if anyone's."""
 
-    ready: "asyncio.Future[None]"
-    users: int = 0
+    size: int
+    start: Callable[[], object]
+    ticket: Ticket | None = None
 
 
 @dataclass(slots=True)
@@ -140,17 +143,17 @@ class Sampling:
     """Lives on one event loop. At most `max_running` sequences are with the host, owners taking turns."""
 
     host: ModelHost
+    samplers: OpenSamplers
     board: Board
     registry: Registry
     folder: Path
     tempered: bool = False
     max_running: int = 256
-    max_open: int = 64
     running: int = 0
     num_tokens: int = 0
-    _queues: OrderedDict[str, "deque[Ticket]"] = field(default_factory=OrderedDict)
+    _queues: OrderedDict[str, "deque[_Waiting]"] = field(default_factory=OrderedDict)
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
-    _opened: OrderedDict[str, _Opened] = field(default_factory=OrderedDict)
+    _turns: "set[asyncio.Future[bool]]" = field(default_factory=set)
     _closed: bool = False
 
     @property
@@ -158,36 +161,75 @@ class Sampling:
         return sum(len(queue) for queue in self._queues.values()) + len(self._tasks)
 
     def offer(self, ticket: Ticket) -> None:
-        self._queues.setdefault(ticket.row.owner, deque()).append(ticket)
-        self._pump()
+        def start() -> None:
+            self._tasks[ticket.row.id] = asyncio.get_running_loop().create_task(self._run(ticket))
 
-    async def cancel(self, ticket: Ticket) -> None:
+        self._queue(ticket.row.owner, _Waiting(len(ticket.work.params), start, ticket))
+
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: str, sequences: int) -> AsyncIterator[None]:
+        """Room for so many sequences with the host, when it is the owner's turn; given back after the block."""
+        ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def start() -> None:
+            if ready.done():
+                self._give_back(sequences)
+            else:
+                ready.set_result(True)
+
+        self._turns.add(ready)
+        self._queue(owner, _Waiting(sequences, start))
+        try:
+            if self._closed or not await ready:
+                raise SamplerError("the server is closing")
+        except asyncio.CancelledError:
+            if not ready.cancelled():  # it came in the same moment
+                self._give_back(sequences)
+            raise
+        finally:
+            self._turns.discard(ready)
+        try:
+            yield
+        finally:
+            self._give_back(sequences)
+
+    async def cancel(self, ticket: Ticket, outcome: Failed = CANCELLED) -> None:
         """Queued: it never starts. Running: its decoding is stopped."""
         queue = self._queues.get(ticket.row.owner)
-        if queue is not None and ticket in queue:
-            queue.remove(ticket)
+        for waiting in [waiting for waiting in queue or () if waiting.ticket is ticket]:
+            assert queue is not None
+            queue.remove(waiting)
         task = self._tasks.get(ticket.row.id)
         if task is not None:
             task.cancel()
-        await self.board.settle(ticket, CANCELLED)
+        await self.board.settle(ticket, outcome)
 
     async def close(self) -> None:
         self._closed = True
+        for ready in [ready for ready in self._turns if not ready.done()]:
+            ready.set_result(False)
         for task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _queue(self, owner: str, waiting: _Waiting) -> None:
+        self._queues.setdefault(owner, deque()).append(waiting)
+        self._pump()
+
+    def _give_back(self, sequences: int) -> None:
+        self.running -= sequences
+        self._pump()
 
     def _pump(self) -> None:
         while self.running < self.max_running and self._queues and not self._closed:
             owner, queue = self._queues.popitem(last=False)
             if not queue:
                 continue
-            ticket = queue.popleft()
+            waiting = queue.popleft()
             if queue:
                 self._queues[owner] = queue
-            self.running += len(ticket.work.params)
-            task = asyncio.get_running_loop().create_task(self._run(ticket))
-            self._tasks[ticket.row.id] = task
+            self.running += waiting.size
+            waiting.start()
 
     async def _run(self, ticket: Ticket) -> None:
         ticket.running = True
@@ -198,25 +240,21 @@ class Sampling:
         except HeadraceError as exc:
             outcome = failed(exc, self.folder)
         finally:
-            self.running -= len(ask.params)
             self._tasks.pop(ticket.row.id, None)
-            self._pump()
+            self._give_back(len(ask.params))
         await self.board.settle(ticket, outcome)
 
     async def _sample(self, sampler: SamplerRecord, ask: Ask) -> Outcome:
-        name, opened = self._open(sampler)
-        opened.users += 1
-        try:
-            await asyncio.shield(opened.ready)
-            async with asyncio.TaskGroup() as group:
-                drawn = [
-                    group.create_task(self.host.sample(name, SampleRequest(prompt=ask.prompt, params=params)))
-                    for params in ask.params
-                ]
-                scored = group.create_task(self._prompt_logprobs(name, ask))
-        except ExceptionGroup as exc:  # one of them is enough to know why
-            raise exc.exceptions[0] from exc.exceptions[0].__cause__
-        else:
+        async with self.samplers.using(sampler) as name:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    drawn = [
+                        group.create_task(self.host.sample(name, SampleRequest(prompt=ask.prompt, params=params)))
+                        for params in ask.params
+                    ]
+                    scored = group.create_task(self._prompt_logprobs(name, ask))
+            except ExceptionGroup as exc:  # one of them is enough to know why
+                raise exc.exceptions[0] from exc.exceptions[0].__cause__
             completions = tuple(task.result() for task in drawn)
             self.num_tokens += sum(len(completion.tokens) for completion in completions)
             sampled = Sampled(
@@ -229,8 +267,6 @@ class Sampling:
                 target_rows=ask.target_rows,
             )
             return Done(media=PROTOBUF, body=write_sample(sampled))
-        finally:
-            opened.users -= 1
 
     async def _prompt_logprobs(self, name: str, ask: Ask) -> Any:
         if not ask.prompt_logprobs:
@@ -262,48 +298,6 @@ class Sampling:
         if ask.targets is None:
             return None
         return await _ranking(self.host).target_logprobs(name, ask.prompt, ask.targets)
-
-    # --- samplers ---
-
-    def opened_by_snapshot(self, sampler: str) -> None:
-        """The host has it already."""
-        ready = asyncio.get_running_loop().create_future()
-        ready.set_result(None)
-        self._opened[sampler] = _Opened(ready=ready)
-        self._make_room()
-
-    def forget(self, sampler: str) -> None:
-        if self._opened.pop(sampler, None) is not None:
-            self.host.close_sampler(sampler)
-
-    def _open(self, sampler: SamplerRecord) -> tuple[str, _Opened]:
-        """Sampling sessions over the same weights share one sampler of the host."""
-        name, folder = BASE, None
-        if sampler.folder is not None:
-            name, folder = sampler.id, self.folder / sampler.folder
-        elif sampler.model_path is not None:
-            found = self.registry.checkpoint(sampler.model_path, sampler.owner)
-            name, folder = f"{found.path}@{found.created}", self.folder / found.folder
-        if name in self._opened:
-            self._opened.move_to_end(name)
-            return name, self._opened[name]
-        ready = asyncio.ensure_future(self._open_on_host(name, folder))
-        self._opened[name] = _Opened(ready=ready)
-        self._make_room()
-        return name, self._opened[name]
-
-    async def _open_on_host(self, name: str, folder: Path | None) -> None:
-        try:
-            await asyncio.wrap_future(self.host.open_sampler(name, folder))
-        except HeadraceError:
-            self._opened.pop(name, None)  # the next request tries again
-            raise
-
-    def _make_room(self) -> None:
-        for name in [name for name, opened in self._opened.items() if not opened.users and opened.ready.done()]:
-            if len(self._opened) <= self.max_open:
-                return
-            self.forget(name)
 
 
 def _ranking(host: ModelHost) -> RankingHost:

@@ -17,9 +17,10 @@ from headrace.algo.random import derive_seed
 from headrace.errors import RequestError, boundary
 from headrace.service import bodies
 from headrace.service.access import Tenant, TooMany
-from headrace.service.futures import Board, Outcome, Ticket, failed
-from headrace.service.host import AdapterSpec, ModelHost
+from headrace.service.futures import Board, Failed, Outcome, Ticket, failed
+from headrace.service.host import AdapterSpec, Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_results
+from headrace.service.open_samplers import OpenSamplers
 from headrace.service.records import (
     Checkpoint,
     Kind,
@@ -30,7 +31,7 @@ from headrace.service.records import (
     sampler_id,
     split_path,
 )
-from headrace.service.registry import Registry, Unknown
+from headrace.service.registry import Gone, Registry, Unknown
 from headrace.service.sampling import Sampling, read_sample
 from headrace.service.training import Trainer
 from headrace.service.wire import decompress, parse_forward
@@ -45,13 +46,17 @@ REMEMBERED = 10_000  # keys of sessions that a client may ask for again
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """The base model as clients see it: under its name and any alias, with the tokenizer they should load."""
+    """The base model as clients see it: under its name and any alias, with the tokenizer they should load.
+
+    `full`: whether all of its parameters may be trained, of one model at a time.
+    """
 
     name: str
     context: int
     vocabulary: int
     aliases: tuple[str, ...] = ()
     tokenizer_id: str | None = None
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +70,11 @@ class Limits:
     resident_models: int = 64
     open_samplers: int = 64
     snapshots_per_model: int = 64
+    full_save_steps: int = 10
     max_rank: int = 128
     session_timeout_s: float = 900.0
     keep_results_s: float = 24 * 3600.0
     tidy_s: float = 30.0
-
-
-class Gone(RequestError):
-    """It was here, and is not any more."""
 
 
 class Service:
@@ -93,17 +95,25 @@ class Service:
         self._host, self._journal, self._folder = host, journal, folder
         self.registry = Registry(journal)
         self.board = Board(journal)
+        self.samplers = OpenSamplers(host, self.registry, journal, folder, max_open=limits.open_samplers)
         self.sampling = Sampling(
             host=host,
+            samplers=self.samplers,
             board=self.board,
             registry=self.registry,
             folder=folder,
             tempered=tempered,
             max_running=limits.running_sequences,
-            max_open=limits.open_samplers,
         )
         self.trainer = Trainer(
-            host, self.board, self.registry, journal, folder, self.sampling, max_resident=limits.resident_models
+            host,
+            self.board,
+            self.registry,
+            journal,
+            folder,
+            self.samplers,
+            max_resident=limits.resident_models,
+            full_save_steps=limits.full_save_steps,
         )
         self._seen: dict[str, float] = {}
         self._old_samplers = frozenset(self.registry.samplers)
@@ -156,7 +166,7 @@ class Service:
     def heartbeat(self, who: Tenant, id: str) -> None:
         """Raises Gone for a session that has ended, which stops the client's heartbeat."""
         if self.registry.session(id, who.name).finished is not None:
-            raise Gone(f"session '{id}' has ended")
+            raise Gone(_ended(id))
         self._seen[id] = time.monotonic()
 
     async def finish_session(self, who: Tenant, id: str, reason: str) -> None:
@@ -164,7 +174,7 @@ class Service:
         if session.finished is not None:
             return
         await self._write(self.registry.keep(replace(session, finished=reason)))
-        await self._end_session(id, f"session '{id}' has ended", snapshots=True)
+        await self._end_session(id, _ended(id), snapshots=True)
 
     # --- training ---
 
@@ -178,6 +188,8 @@ class Service:
             raise RequestError(f"optimizer '{body.optimizer_config.type}' is not served: use adamw")
         lora = body.lora_config or bodies.LoraConfig(rank=32)
         spec = self._spec(lora, id)
+        self._check_open(session)
+        await self._free_full(spec)
         return await self._add_model(who, session, id, body.base_model, spec, body.user_metadata, raw, "create_model")
 
     async def _add_model(
@@ -186,15 +198,19 @@ class Service:
         session: Session,
         id: str,
         base_model: str,
-        spec: AdapterSpec,
+        spec: AdapterSpec | Full,
         metadata: dict[str, str] | None,
         raw: bytes,
         kind: str,
     ) -> Ticket:
-        owned = sum(model.owner == who.name for model in self.registry.models.values())
         live = [m for m in self.registry.models.values() if m.owner == who.name and self._alive(m.session)]
         if len(live) >= who.quota.models:
-            raise TooMany(f"this key has {owned} models in open sessions: finish a session first", retry_s=10.0)
+            raise TooMany(f"this key has {len(live)} models in open sessions: finish a session first", retry_s=10.0)
+        if isinstance(spec, Full) and any(self._holds_place(model) for model in self._full_models()):
+            raise RequestError(
+                "all parameters of one model at a time are trained here, and there is one: finish its session first, "
+                "or ask for a rank from 1 on"
+            )
         model = Model(
             id=id,
             session=session.id,
@@ -209,9 +225,27 @@ class Service:
         self.trainer.add(model)
         return await self._train(who, model, 0, kind, raw, None, statement)
 
-    def _spec(self, lora: bodies.LoraConfig, id: str) -> AdapterSpec:
+    def _full_models(self) -> list[Model]:
+        return [m for m in self.registry.models.values() if isinstance(m.spec, Full) and not m.frozen]
+
+    def _holds_place(self, model: Model) -> bool:
+        """Whether a full model is still in use: its session is open and heard of, or something waits."""
+        silent_s = time.monotonic() - self._seen.setdefault(model.session, time.monotonic())
+        used = self._alive(model.session) and silent_s <= self.limits.session_timeout_s
+        return used or self.trainer.depth(model.id) > 0
+
+    async def _free_full(self, spec: AdapterSpec | Full) -> None:
+        """Take full models that nobody uses any more off the host, for another."""
+        for model in self._full_models() if isinstance(spec, Full) else ():
+            if not self._holds_place(model):
+                await self.trainer.rest(model.id)
+
+    def _spec(self, lora: bodies.LoraConfig, id: str) -> AdapterSpec | Full:
+        if lora.rank == 0 and self.card.full:
+            return Full()
         if not 0 < lora.rank <= self.limits.max_rank:
-            raise RequestError(f"rank must be from 1 to {self.limits.max_rank}, not {lora.rank}")
+            full = "" if self.card.full else "; 0, for all parameters, only where serve.toml says model.full = true"
+            raise RequestError(f"rank must be from 1 to {self.limits.max_rank}, not {lora.rank}{full}")
         if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
             raise RequestError("nothing would be trained: set one of train_mlp, train_attn and train_unembed")
         seed = derive_seed("model", id) % 2**31 if lora.seed is None else lora.seed % 2**31
@@ -250,6 +284,8 @@ class Service:
             return await self._known(f"{id}:0")
         source = self.registry.checkpoint(body.path, who.name)
         base = body.base_model or source.base_model
+        self._check_open(session)
+        await self._free_full(source.spec)
         return await self._add_model(who, session, id, base, source.spec, body.user_metadata, raw, "create_model_from")
 
     async def _train(
@@ -259,6 +295,9 @@ class Service:
         if self.board.get(id) is None:
             if self.trainer.told(model.id, seq):
                 return await self._known(id)
+            self._check_open(self.registry.sessions[model.session])
+            if model.frozen:
+                raise RequestError(f"'{model.id}' holds a copy and cannot be trained: make a new model from its path")
             self._check_room(who)
             if seq > model.saved_seq + MAX_SEQ_AHEAD:
                 raise RequestError(f"seq_id {seq} is too far ahead")
@@ -275,7 +314,7 @@ class Service:
         id = sampler_id(session.id, body.sampling_session_seq_id)
         if id in self.registry.samplers:
             return self.registry.samplers[id]
-        base = body.base_model
+        base, full = body.base_model, False
         if body.model_path is not None:
             _, kind, _ = split_path(body.model_path)
             if kind is not Kind.SAMPLER:
@@ -283,17 +322,37 @@ class Service:
                     f"{body.model_path} cannot be sampled from: save it with save_weights_for_sampler "
                     "and use its sampler_weights path"
                 )
-            base = self.registry.checkpoint(body.model_path, who.name).base_model
+            found = self.registry.checkpoint(body.model_path, who.name)
+            base, full = found.base_model, isinstance(found.spec, Full)
         if base is None:
             raise RequestError("a sampling session needs a base_model or a model_path")
         self._resolve(base)
-        sampler = SamplerRecord(id=id, session=session.id, owner=who.name, base_model=base, model_path=body.model_path)
+        self._check_open(session)
+        sampler = SamplerRecord(
+            id=id,
+            session=session.id,
+            owner=who.name,
+            base_model=base,
+            model_path=body.model_path,
+            created=time.time(),
+            full=full,
+        )
         await self._write(self.registry.keep(sampler))
+        return sampler
+
+    def sampler(self, who: Tenant, id: str) -> SamplerRecord:
+        """A sampling session that can be sampled from; raises Unknown, or Gone."""
+        session = self.registry.sessions.get(id.split(":")[0])
+        if session is not None and session.owner == who.name:
+            self._check_open(session)
+        sampler = self.registry.sampler(id, who.name)
+        if sampler.gone is not None:
+            raise Gone(sampler.gone)
         return sampler
 
     async def join_sampling_session(self, who: Tenant, id: str) -> int:
         """The number of a further client of the same sampling session."""
-        sampler = self.registry.sampler(id, who.name)
+        sampler = self.sampler(who, id)
         joined = replace(sampler, clones=sampler.clones + 1)
         await self._write(self.registry.keep(joined))
         return joined.clones
@@ -301,7 +360,7 @@ class Service:
     async def sample(self, who: Tenant, body: bodies.Sample, raw: bytes) -> tuple[Ticket, tuple[str, ...]]:
         if body.sampling_session_id is None or body.seq_id is None:
             raise RequestError("asample needs sampling_session_id and seq_id")
-        sampler = self.registry.sampler(body.sampling_session_id, who.name)
+        sampler = self.sampler(who, body.sampling_session_id)
         id = f"{sampler.id}:{body.seq_id}"
         names = tuple(f"{id}:{index}" for index in range(body.num_samples))
         asked = self._asked.setdefault(sampler.id, set())
@@ -430,12 +489,14 @@ class Service:
 
     async def _thin_snapshots(self) -> None:
         by_session: dict[str, list[SamplerRecord]] = {}
-        for sampler in self.registry.samplers.values():  # oldest first
-            if sampler.folder is not None:
+        kept = self.limits.snapshots_per_model
+        for sampler in sorted(self.registry.samplers.values(), key=lambda sampler: sampler.created):
+            if sampler.folder is not None and sampler.gone is None:
                 by_session.setdefault(sampler.session, []).append(sampler)
-        for snapshots in by_session.values():
-            for old in snapshots[: -self.limits.snapshots_per_model]:
-                await self._drop_snapshot(old)
+        for old in [old for snapshots in by_session.values() for old in snapshots[:-kept]]:
+            self.samplers.close(old.id)
+            await self._write(*self.samplers.retire([old], f"{kept} snapshots are kept, and newer ones came"))
+            await self.trainer.remove_folder(str(old.folder))
 
     async def _end_session(self, id: str, why: str, *, snapshots: bool) -> None:
         """Its sampling work is dropped, what waits for numbers that never came fails, its models leave the host."""
@@ -443,7 +504,7 @@ class Service:
         names = {sampler.id for sampler in samplers}
         for ticket in self.board.open_tickets():
             if ticket.row.target in names:
-                await self.sampling.cancel(ticket)
+                await self.sampling.cancel(ticket, Failed(message=why, category="user"))
         for model in [model for model in self.registry.models.values() if model.session == id]:
             await self.trainer.abandon(model.id, why)
             await self.trainer.rest(model.id)
@@ -452,7 +513,7 @@ class Service:
                 await self._drop_snapshot(sampler)
 
     async def _drop_snapshot(self, sampler: SamplerRecord) -> None:
-        self.sampling.forget(sampler.id)
+        self.samplers.close(sampler.id)
         self._asked.pop(sampler.id, None)
         await self._write(self.registry.forget(sampler))
         if sampler.folder is not None:
@@ -470,6 +531,10 @@ class Service:
         found = self.registry.sessions.get(session)
         return found is not None and found.finished is None
 
+    def _check_open(self, session: Session) -> None:
+        if session.finished is not None:
+            raise Gone(_ended(session.id))
+
     def _check_room(self, who: Tenant) -> None:
         if self.board.open_of(who.name) >= who.quota.open_requests:
             raise TooMany(f"this key has {who.quota.open_requests} requests waiting", retry_s=1.0)
@@ -478,6 +543,10 @@ class Service:
 
     async def _write(self, *statements: Statement) -> None:
         await asyncio.wrap_future(self._journal.write(statements))
+
+
+def _ended(session: str) -> str:
+    return f"session '{session}' has ended: open a new one; saved states and checkpoints are still there"
 
 
 async def _off_loop(size: int, run: Any, argument: Any) -> Any:

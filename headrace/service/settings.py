@@ -27,7 +27,8 @@ class Listen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`path`: tiny, smollm2-135m or a Hugging Face folder; `name` and `aliases`: what clients may call it.
+    """`path`: tiny, smollm2-135m or a Hugging Face folder; `name` and `aliases`: what clients may call it. `full`: a
+    client may train all parameters, one at a time, by asking for rank 0.
 
     `tokenizer`: what clients load, a hub name or a folder they can see; empty: the model's own folder.
     """
@@ -40,6 +41,7 @@ class ServedModel:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

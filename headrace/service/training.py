@@ -3,10 +3,10 @@
 A request waits until those before it are there. `window` of them are handed to the host at a time, which runs them in
 the order they were handed over, so it never idles and nobody queues far ahead of others.
 
-**Restart.** A model's state is saved after every request that changes its weights (`Model.saved_seq`, `folder`); later
-requests are in the journal with their bodies. A model is brought back when it is needed: created, loaded, and every
-later request run again in order. Those that had ended are run for what they do to the gradient alone; their outcome
-stays the one that was told.
+**Restart.** A model's state is saved after every request that changes its weights (`Model.saved_seq`, `folder`), a full
+model's after every few of them; later requests are in the journal with their bodies. A model is brought back when it is
+needed: created, loaded, and every later request run again in order. Those that had ended are run for what they do to
+the model alone; their outcome stays the one that was told.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from typing import Any, assert_never
 
 from headrace.errors import BackendError, HeadraceError, RequestError, boundary
 from headrace.service.futures import Board, Done, Outcome, Ticket, done_json, failed
-from headrace.service.host import ModelHost
+from headrace.service.host import Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_bodies
+from headrace.service.open_samplers import MADE_ROOM, OpenSamplers
 from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, checkpoint_path, folder_name, sampler_id
 from headrace.service.registry import Registry
-from headrace.service.sampling import Sampling
 from headrace.service.wire import PROTOBUF, metric_names, write_forward
 from headrace.service.work import Broken, Create, Forward, Load, Save, Snapshot, Step, Work, read_work
 from headrace.types import Discard, StepOut
@@ -46,17 +46,18 @@ class Effects:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """The requests of one model. `settled`: numbers beyond the saved state whose outcome has been told."""
+    """The requests of one model. `settled`: numbers beyond the saved state whose outcome has been told; `unsaved`:
+    those of updates that the saved state lacks."""
 
     model: str
     next_seq: int = 0
     resident: bool = False
     restoring: bool = False
-    behind: bool = False  # the saved state lacks an update that was made
     inflight: int = 0
     used: float = 0.0
     waiting: dict[int, Ticket] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
+    unsaved: set[int] = field(default_factory=set)
 
 
 class Trainer:
@@ -69,17 +70,20 @@ class Trainer:
         registry: Registry,
         journal: Journal,
         folder: Path,
-        sampling: Sampling,
+        samplers: OpenSamplers,
         *,
         window: int = 2,
         max_resident: int = 64,
+        full_save_steps: int = 1,
     ) -> None:
         assert window > 0
+        assert full_save_steps > 0
         self._host, self._board, self._registry, self._journal = host, board, registry, journal
         self._folder = folder
-        self._sampling = sampling
+        self._samplers = samplers
         self._window = window
         self._max_resident = max_resident
+        self._full_save_steps = full_save_steps
         self._lines: dict[str, Line] = {}
         self._turns: deque[Line] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -224,6 +228,7 @@ class Trainer:
                 logger.warning("request %s, run again after a restart, failed: %s", ticket.row.id, exc)
                 return
             outcome = failed(exc, self._folder)
+            line.unsaved.discard(ticket.row.seq)
             if isinstance(ticket.work, Step):
                 self._saved(ticket, None, also)
         finally:
@@ -252,7 +257,8 @@ class Trainer:
                 return Done(media=PROTOBUF, body=write_forward(out, clock=self.clock))
             case Step():
                 stepped = self._host.optim_step(model.id, work.update)
-                saved = self._save_state(ticket)
+                saved = self._save_state(ticket) if self._is_due(model) else None
+                self._lines[model.id].unsaved.add(ticket.row.seq)
                 step = await asyncio.wrap_future(stepped)
                 await self._when_saved(ticket, saved, also)
                 return done_json({"metrics": _step_metrics(step, work), "type": "optim_step"})
@@ -264,6 +270,7 @@ class Trainer:
                 source = self._registry.checkpoint(work.path, model.owner)
                 loaded = self._host.load(model.id, self._folder / source.folder, optimizer=work.optimizer)
                 saved = self._save_state(ticket)
+                self._lines[model.id].unsaved.add(ticket.row.seq)
                 await asyncio.wrap_future(loaded)
                 await self._when_saved(ticket, saved, also)
                 return done_json({"path": work.path, "type": "load_weights"})
@@ -283,8 +290,7 @@ class Trainer:
             await asyncio.wrap_future(step)
         if saved is None:
             self._saved(ticket, None, also)
-        else:
-            await self._when_saved(ticket, saved, also)
+        await self._when_saved(ticket, saved, also)
         kind = "create_model" if work.source is None else "load_weights"
         return done_json({"model_id": model.id, "path": work.source, "type": kind})
 
@@ -323,16 +329,24 @@ class Trainer:
         id = sampler_id(model.session, work.number)
         if id in self._registry.samplers:
             raise RequestError(f"there is a sampling session '{id}' already")
-        folder = Path("snapshots") / folder_name(id)
+        folder, full = Path("snapshots") / folder_name(id), isinstance(model.spec, Full)
+        retired = self._samplers.make_way(model.owner, training=True) if full else ()
         taken = self._host.snapshot(model.id, id)
         saved = self._host.save(model.id, self._folder / folder, optimizer=False)
         await asyncio.wrap_future(taken)
         await asyncio.wrap_future(saved)
         sampler = SamplerRecord(
-            id=id, session=model.session, owner=model.owner, base_model=model.base_model, folder=str(folder)
+            id=id,
+            session=model.session,
+            owner=model.owner,
+            base_model=model.base_model,
+            folder=str(folder),
+            created=time.time(),
+            full=full,
         )
-        also.statements.append(self._registry.keep(sampler))
-        self._sampling.opened_by_snapshot(id)
+        also.statements += [self._registry.keep(sampler), *self._samplers.retire(retired, MADE_ROOM)]
+        also.stale += [old.folder for old in retired if old.folder is not None]
+        self._samplers.snapshot_taken(sampler)
         made_of = await asyncio.to_thread(_fingerprint, self._folder / folder)
         return done_json({"sampling_session_id": id, "fingerprint": made_of, "type": "save_weights_for_sampler"})
 
@@ -342,23 +356,30 @@ class Trainer:
         folder = Path("states") / folder_name(ticket.row.target) / f"{ticket.row.seq:012d}"
         return folder, self._host.save(ticket.row.target, self._folder / folder, optimizer=True)
 
-    async def _when_saved(self, ticket: Ticket, saving: "tuple[Path, Future[None]]", also: Effects) -> None:
+    def _is_due(self, model: Model) -> bool:
+        """Whether the state is saved after this update; one of all parameters takes long, and can be made again."""
+        steps = self._full_save_steps if isinstance(model.spec, Full) else 1
+        return len(self._lines[model.id].unsaved) + 1 >= steps
+
+    async def _when_saved(self, ticket: Ticket, saving: "tuple[Path, Future[None]] | None", also: Effects) -> None:
         """A state that could not be saved is no failure of the request: the journal can still make it again."""
+        if saving is None:
+            return
         folder, saved = saving
         try:
             with boundary(BackendError, "the state cannot be saved"):
                 await asyncio.wrap_future(saved)
         except HeadraceError as exc:
             logger.error("model %s: %s", ticket.row.target, exc)
-            self._lines[ticket.row.target].behind = True
             return
-        self._lines[ticket.row.target].behind = False
+        line = self._lines[ticket.row.target]
+        line.unsaved = {seq for seq in line.unsaved if seq > ticket.row.seq}
         self._saved(ticket, folder, also)
 
     def _saved(self, ticket: Ticket, folder: Path | None, also: Effects) -> None:
         """The state includes this request; None: weights are as they were, and nothing is accumulated."""
         model, line, seq = self._registry.models[ticket.row.target], self._lines[ticket.row.target], ticket.row.seq
-        if seq <= model.saved_seq or line.behind:
+        if seq <= model.saved_seq or any(update < seq for update in line.unsaved):
             return
         if folder is not None and model.folder is not None:
             also.stale.append(model.folder)
@@ -386,6 +407,7 @@ class Trainer:
         except HeadraceError as exc:
             line.restoring = False
             for ticket in [line.waiting.pop(number) for number in sorted(line.waiting)]:
+                line.settled.add(ticket.row.seq)
                 await self._board.settle(ticket, failed(exc, self._folder))
             return
         for row in rows:
@@ -398,6 +420,7 @@ class Trainer:
             )
             line.waiting[row.seq] = ticket
         line.next_seq, line.resident, line.restoring = model.saved_seq + 1, True, False
+        line.unsaved = set()
         self._pump()
 
     async def _repeat(self, line: Line, ticket: Ticket) -> None:
@@ -407,8 +430,11 @@ class Trainer:
                 await asyncio.wrap_future(self._host.forward_backward(line.model, ticket.work.data, ticket.work.loss))
             case Step():
                 update = ticket.work.update if ended_well else Discard()
+                if ended_well:
+                    line.unsaved.add(ticket.row.seq)
                 await asyncio.wrap_future(self._host.optim_step(line.model, update))
             case Load() if ended_well:
+                line.unsaved.add(ticket.row.seq)
                 source = self._registry.checkpoint(ticket.work.path, ticket.row.owner)
                 folder = self._folder / source.folder
                 await asyncio.wrap_future(self._host.load(line.model, folder, optimizer=ticket.work.optimizer))

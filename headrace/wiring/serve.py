@@ -59,6 +59,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
             vocabulary=lm.vocabulary,
             aliases=config.model.aliases,
             tokenizer_id=config.model.tokenizer or tokenizer,
+            full=config.model.full,
         )
         tempered = config.serve.sampled_logprobs == "tempered"
         service = Service(host, card, journal, folder, limits=config.limits, tempered=tempered)
