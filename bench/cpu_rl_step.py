@@ -2,10 +2,11 @@
 
 A random-weight Llama (256 wide, 6 layers, 4 heads, 2 KV heads, 49,152 vocabulary, tied), 4 prompts x 8 completions,
 32 prompt + 64 completion tokens, clipped surrogate averaged over tokens, AdamW. Both sides start from equal weights,
-each in a process of its own (so that neither's threads slow the other's), and take turns step by step. Prints seconds
-split into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over ours (medians).
+each in a process of its own (so that neither's threads slow the other's), and take turns step by step. Ours starts as
+`headrace train` does, with large pages (`headrace/start.py`); --trl-large-pages gives TRL the same. Prints seconds split
+into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over ours (medians).
 
-    python bench/cpu_rl_step.py [--steps 5] [--trl-recompute]
+    python bench/cpu_rl_step.py [--steps 5] [--trl-recompute] [--trl-large-pages]
 """
 
 import argparse
@@ -18,6 +19,8 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -44,6 +47,7 @@ from headrace.rollout.group import play_group
 from headrace.rollout.publish import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
+from headrace.start import SETTINGS, VARIABLE, runs_on_glibc
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, Episode, LossSpec, Message, SamplingParams, Task
 
@@ -173,6 +177,17 @@ class Turns(TrainerCallback):
         self.generation_s, self.tokens, self.began = 0.0, 0, time.perf_counter()
 
 
+@contextmanager
+def environment(*, large_pages: bool) -> Iterator[None]:
+    """What a process that is started inside begins with."""
+    before = os.environ.get(VARIABLE)
+    if large_pages and before is None and runs_on_glibc():
+        os.environ[VARIABLE] = SETTINGS
+    yield
+    if before is None:
+        os.environ.pop(VARIABLE, None)
+
+
 def run_ours(pipe: Connection, steps: int) -> None:
     logging.getLogger("headrace").setLevel(logging.ERROR)
     threads = leave_arithmetic_to_workers()
@@ -239,13 +254,14 @@ def run_trl(pipe: Connection, steps: int, recompute: bool) -> None:
         trainer.train()
 
 
-def run(steps: int, *, recompute: bool) -> dict[str, float]:
+def run(steps: int, *, recompute: bool, trl_large_pages: bool) -> dict[str, float]:
     start = multiprocessing.get_context("spawn")
     sides, processes = {}, []
     for name, body, extra in (("trl", run_trl, (recompute,)), ("ours", run_ours, ())):
         here, there = start.Pipe()
         process = start.Process(target=body, args=(there, steps, *extra), daemon=True)
-        process.start()
+        with environment(large_pages=name == "ours" or trl_large_pages):
+            process.start()
         processes.append(process)
         there.close()
         sides[name] = here
@@ -272,8 +288,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="the first is not counted")
     parser.add_argument("--trl-recompute", action="store_true", help="TRL with gradient checkpointing, its own default")
+    parser.add_argument("--trl-large-pages", action="store_true", help="TRL with the memory settings of ours")
     given = parser.parse_args()
-    print(json.dumps(run(given.steps, recompute=given.trl_recompute)))
+    print(json.dumps(run(given.steps, recompute=given.trl_recompute, trl_large_pages=given.trl_large_pages)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""The entry point: which commands begin again with large pages, and that they do so once."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from headrace import cli, start
+
+
+class Replaced(Exception):
+    """The process would be another one now."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the entry point with these arguments: what it would begin again with, or None when it ran the command."""
+
+    def execve(program: str, arguments: list[str], environ: dict[str, str]) -> None:
+        raise Replaced(program, arguments, environ)
+
+    def run(*arguments: str, tunables: str | None = None) -> tuple[str, list[str], dict[str, str]] | None:
+        if tunables is None:
+            monkeypatch.delenv(start.VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(start.VARIABLE, tunables)
+        monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "headrace", *arguments])
+        ran: list[bool] = []
+        monkeypatch.setattr(cli, "main", lambda: ran.append(True))
+        try:
+            start.main()
+        except Replaced as exc:
+            assert not ran
+            return exc.args  # type: ignore[return-value]
+        assert ran == [True]
+        return None
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(start, "runs_on_glibc", lambda: True)
+    return run
+
+
+def test_a_command_that_computes_begins_again_with_the_settings(started: Any) -> None:
+    program, arguments, environ = started("train", "run.toml")
+    assert program == sys.executable
+    assert arguments == [sys.executable, "-X", "dev", "headrace", "train", "run.toml"]
+    assert environ[start.VARIABLE] == start.SETTINGS
+    assert {name: value for name, value in environ.items() if name != start.VARIABLE} == {
+        name: value for name, value in os.environ.items() if name != start.VARIABLE
+    }
+
+
+def test_what_has_begun_with_them_runs_and_does_not_hand_them_on(started: Any) -> None:
+    assert started("train", "run.toml", tunables=start.SETTINGS) is None
+    assert start.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("explain", "run.toml"), ("train", "--help")])
+def test_commands_that_only_print_run_at_once(started: Any, arguments: tuple[str, ...]) -> None:
+    assert started(*arguments) is None
+
+
+def test_settings_of_the_user_stay(started: Any) -> None:
+    assert started("train", "run.toml", tunables="glibc.malloc.arena_max=2") is None
+    assert os.environ[start.VARIABLE] == "glibc.malloc.arena_max=2"
+
+
+def test_another_c_library_runs_as_it_is(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "runs_on_glibc", lambda: False)
+    assert started("train", "run.toml") is None
+
+
+def test_every_command_that_is_named_is_one() -> None:
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    assert set(start.COMPUTE) <= names
+
+
+@pytest.mark.skipif(not start.runs_on_glibc(), reason="the settings are those of glibc")
+def test_the_real_program_begins_once_more_and_ends() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != start.VARIABLE}
+    probe = (
+        "import os, sys; real = os.execve\n"
+        "def execve(*given): print('again', flush=True); real(*given)\n"
+        "os.execve = execve\n"
+        "from headrace import start; start.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe, "train", "nowhere.toml"], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["again"]
+    assert done.returncode == cli.EXIT_CONFIG
+    assert "there is no file nowhere.toml" in done.stderr
