@@ -3,8 +3,8 @@
 A random-weight Llama (256 wide, 6 layers, 4 heads, 2 KV heads, 49,152 vocabulary, tied), 4 prompts x 8 completions,
 32 prompt + 64 completion tokens, clipped surrogate averaged over tokens, AdamW. Both sides start from equal weights,
 each in a process of its own (so that neither's threads slow the other's), and take turns step by step. Ours starts as
-`headrace train` does, with large pages (`headrace/start.py`); --trl-large-pages gives TRL the same. Prints seconds split
-into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over ours (medians).
+`headrace train` does, with large pages (`headrace/start.py`); --trl-large-pages gives TRL the same. Prints seconds,
+split into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over ours (medians).
 
     python bench/cpu_rl_step.py [--steps 5] [--trl-recompute] [--trl-large-pages]
 """

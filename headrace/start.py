@@ -28,7 +28,7 @@ def main() -> None:
     if os.environ.get(VARIABLE) == SETTINGS:  # read by the C library already
         del os.environ[VARIABLE]
     elif wants_large_pages(sys.argv[1:], os.environ) and runs_on_glibc():
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: SETTINGS})  # noqa: S606
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: SETTINGS})
     from headrace.cli import main as run
 
     run()
