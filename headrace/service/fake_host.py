@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.algo.random import uniforms
-from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError
+from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError, boundary
 from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogprobs, made
 from headrace.train.request import ReadyLoss, call_loss, check_data, ready_loss, stack
 from headrace.types import (
@@ -81,7 +81,8 @@ class FakeHost:
         def logged() -> R:
             self.hold(verb)
             self.log.append(verb)
-            return run()
+            with boundary(BackendError, f"{verb} failed"):
+                return run()
 
         return self._worker.submit(logged)
 
@@ -145,17 +146,17 @@ class FakeHost:
     def _step(self, model: _Model, update: Adam | Discard) -> StepOut:
         gradient, model.gradient = model.gradient, np.zeros_like(self.base)
         norm = float(np.sqrt((gradient**2).sum()))
-        if isinstance(update, Discard) or not np.isfinite(norm):
+        if isinstance(update, Discard) or not np.isfinite(norm) or 0 < update.max_norm < norm:
             return StepOut(grad_norm=norm, updated=False, num_updates=model.num_updates)
         if 0 < update.clip_norm < norm:
             gradient = gradient * (update.clip_norm / norm)
-        model.num_updates += 1
-        model.first = update.beta1 * model.first + (1 - update.beta1) * gradient
-        model.second = update.beta2 * model.second + (1 - update.beta2) * gradient**2
-        first = model.first / (1 - update.beta1**model.num_updates)
-        second = model.second / (1 - update.beta2**model.num_updates)
+        count = model.num_updates + 1
+        first = update.beta1 * model.first + (1 - update.beta1) * gradient
+        second = update.beta2 * model.second + (1 - update.beta2) * gradient**2
+        root = np.sqrt(second / (1 - update.beta2**count)) + update.eps
         decayed = model.table * (1 - update.learning_rate * update.weight_decay)
-        model.table = decayed - update.learning_rate * first / (np.sqrt(second) + update.eps)
+        model.table = decayed - update.learning_rate * (first / (1 - update.beta1**count)) / root
+        model.first, model.second, model.num_updates = first, second, count
         return StepOut(grad_norm=norm, updated=True, num_updates=model.num_updates)
 
     # --- files ---

@@ -57,10 +57,16 @@ def served(
     card: ModelCard | None = None,
     keys: bool = True,
     port: int = 0,
+    full: bool = False,
 ) -> Iterator[Served]:
     host = host or FakeHost()
     card = card or ModelCard(
-        name="fake/bigram", context=host.context, vocabulary=host.vocabulary, aliases=(BASE,), tokenizer_id="/tok/dir"
+        name="fake/bigram",
+        context=host.context,
+        vocabulary=host.vocabulary,
+        aliases=(BASE,),
+        tokenizer_id="/tok/dir",
+        full=full,
     )
     journal = Journal(str(folder / "journal.sqlite"))
     service = Service(host, card, journal, folder, limits=limits or Limits(poll_s=5.0))

@@ -110,12 +110,17 @@ async def finish(folder: Path, host: FakeHost) -> Service:
     return service
 
 
-def test_a_kill_before_any_verb_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "saves"),
+    [(8, 4), (0, 1)],  # behind each update and the load; of a full model behind the load and every third update
+)
+def test_a_kill_before_any_verb_changes_nothing(tmp_path: Path, rank: int, saves: int) -> None:
     folder, copies = tmp_path / "data", tmp_path / "copies"
     copies.mkdir()
     camera = Photographer(folder, copies)
-    with served(folder, host=FakeHost(hold=camera)) as running:
-        model = running.client().create_lora_training_client(base_model=BASE, rank=8)
+    limits = Limits(poll_s=5.0, full_save_steps=3)
+    with served(folder, host=FakeHost(hold=camera), full=True, limits=limits) as running:
+        model = running.client().create_lora_training_client(base_model=BASE, rank=rank)
         id = model._guaranteed_model_id()
         camera.journal = running.service._journal
         run_all(model, camera)
@@ -123,7 +128,7 @@ def test_a_kill_before_any_verb_changes_nothing(tmp_path: Path) -> None:
         truth = running.host._models[id]
         rows = {row.id: row for row in running.service._journal.requests("target = ?", (id,)).result()}
     kills = sorted(copies.iterdir())
-    assert len(kills) == 17  # 13 requests that run, and a save of the state behind each update and the load
+    assert len(kills) == 13 + saves  # requests that run, and saves of the state
     for killed in kills:
         acknowledged = Journal(str(killed / "journal.sqlite"))
         known = {row.id: row for row in acknowledged.requests("target = ?", (id,)).result()}

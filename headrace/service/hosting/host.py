@@ -16,7 +16,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from headrace.errors import BackendError, CheckpointError, ModelError, SamplerError, SamplerGoneError, boundary
+from headrace.errors import (
+    BackendError,
+    CheckpointError,
+    HeadraceError,
+    ModelError,
+    SamplerError,
+    SamplerGoneError,
+    boundary,
+)
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.adapters import BASE, Adapter, AdapterTable, listen
 from headrace.model.load import LanguageModel, fingerprint
@@ -26,6 +34,7 @@ from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogpr
 from headrace.service.hosting.files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
 from headrace.service.hosting.share import TimeShare
 from headrace.service.hosting.tenant import Tenant, adapter_of, make_tenant
+from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
     Adam,
     Completion,
@@ -119,7 +128,7 @@ class AdapterHost:
         )
 
     def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]":
-        return self._train("optim_step", lambda: self._tenant(model).backend.optim_step(update).result())
+        return self._train("optim_step", lambda: self._step(self._tenant(model).backend, update))
 
     def save(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
         """Weights are copied in turn with other requests; the disk is waited for beside them."""
@@ -225,6 +234,13 @@ class AdapterHost:
             recompute=self._recompute,
             between=self._share.between,
         )
+
+    def _step(self, backend: TorchBackend, update: Adam | Discard) -> StepOut:
+        try:
+            return backend.optim_step(update).result()
+        except HeadraceError:
+            backend.optim_step(Discard()).result()  # what it was made of is forgotten all the same
+            raise
 
     def _copy(self, model: str, optimizer: bool) -> tuple[SavedModel, LanguageModel]:
         tenant = self._tenant(model)
