@@ -16,6 +16,7 @@ from headrace.config.algorithms import algorithm_problems
 from headrace.config.async_checks import async_problems
 from headrace.config.credit_checks import ANCHORS, credit_problems, gives_rewards
 from headrace.config.keys import default_of
+from headrace.config.metrics_checks import metrics_problems
 from headrace.config.paths import NAMED_MODELS, find_path, is_code_path, remote_name, split_function, split_sum
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
@@ -86,6 +87,7 @@ def check(
     if config.eval.source is not None:
         problems.append(_source_problems("eval.source", config.eval.source, base, worlds))
     problems.append(_vocabulary_problems(config))
+    problems.append(metrics_problems(config.metrics))
     for found in problems:
         for sentence in found:
             raise ConfigError(f"{file}: {sentence}")

@@ -24,6 +24,7 @@ Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63, description="a whole nu
 Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-4)]
 Nucleus = Annotated[float, Field(strict=True, gt=0, le=1, description="a number above 0 and at most 1")]
 Text = Annotated[str, Field(min_length=1, description="text in quotes, not empty")]
+Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
 Staleness = Annotated[
     int,
     Field(strict=True, ge=0, description="0 (synchronous training) or the number of versions a token may be old"),
@@ -374,6 +375,53 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Wandb:
+    project: Text = "headrace"  # where Weights & Biases lists the run
+    entity: str = ""  # user or team; empty: the account's own
+    mode: Literal["online", "offline"] = "online"  # offline: a folder that  wandb sync  sends later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Prometheus:
+    """A scrape endpoint: GET /metrics without a key, so it listens on this machine alone unless told otherwise."""
+
+    host: Text = "127.0.0.1"  # address that is listened on
+    port: Port = 9464  # 0: any free one, which the log tells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Datadog:
+    host: Text = "127.0.0.1"  # of the agent that takes DogStatsD datagrams
+    port: Port = 8125  # of the agent
+    prefix: Text = "headrace"  # of every name
+    tags: tuple[Text, ...] = ()  # added to stage and run, such as "team:agents"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Alert:
+    """A line in the log, and a message to `webhook`, when a metric is beyond a threshold."""
+
+    metric: Text  # its name in docs/metrics.md
+    above: Real | None = None  # the metric is beyond when it is larger
+    below: Real | None = None  # the metric is beyond when it is smaller
+    for_steps: Positive = 1  # records in a row that have to be beyond
+    cooldown_steps: NonNegative = 100  # records for which a rule is quiet after it fired
+    webhook: Text | None = None  # a URL that gets JSON by POST, or "env:NAME", the environment variable that has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Metrics:
+    """Where numbers go besides metrics.jsonl, and when somebody is told. Nothing here changes what is trained."""
+
+    # a sink that is named here must be there: its package is asked for before anything is trained
+    sinks: tuple[Literal["tensorboard", "wandb", "prometheus", "datadog"], ...] = ()
+    wandb: Wandb = field(default_factory=Wandb)  # sink "wandb"
+    prometheus: Prometheus = field(default_factory=Prometheus)  # sink "prometheus"
+    datadog: Datadog = field(default_factory=Datadog)  # sink "datadog"
+    alerts: tuple[Alert, ...] = ()  # thresholds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Config:
     run: Run = field(default_factory=Run)  # name, folder and seed
     model: Model = field(default_factory=Model)  # what is trained
@@ -384,3 +432,4 @@ class Config:
     rl: Rl | None = None  # reinforcement learning; starts from the checkpoint of [sft], if there
     eval: Eval = field(default_factory=Eval)  # held-out evaluation of the stages
     checkpoint: Checkpoint = field(default_factory=Checkpoint)  # when they are written and which are kept
+    metrics: Metrics = field(default_factory=Metrics)  # where numbers go besides metrics.jsonl, and alerts

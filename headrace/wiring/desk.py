@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config, Rl
+from headrace.config.tree import Metrics
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.loops.evaluate import Evaluation
@@ -30,6 +31,7 @@ from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import metric_values
 from headrace.wiring.models import load_policy, load_scalar, make_sampler, settled
+from headrace.wiring.metrics import Outlets, measured, told_by
 from headrace.wiring.objective import make_adam
 from headrace.wiring.play import play_held_out
 from headrace.wiring.programs import Programs
@@ -51,6 +53,7 @@ class Run:
     metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
     figures: dict[str, Any] = field(default_factory=dict)
     threads: int | None = None  # of arithmetic, for the workers; None: as many as torch has
+    outlets: Outlets = field(default_factory=lambda: Outlets(Metrics()))  # of metrics, besides the run folder
 
     def after_sft(self) -> str:
         """What the stages after [sft] start from, checked: a resume may come long after it was written."""
@@ -96,10 +99,11 @@ class Desk:
         self.jsonl = JsonlSink(run.folder.metrics, stage=name)
         self.jsonl.truncate_after(run.metrics_records if found is None else int(found.state["metrics_records"]))
         sinks: list[MetricSink] = [self.jsonl]
-        if config.run.tensorboard and tensorboard_installed():
+        if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
             sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
+        sinks += run.outlets.sinks(told_by(config, run.folder.path, stage=name, start=self.start))
         sinks.append(Progress(name, steps, start=self.start))  # last: a failure above must not leave a bar behind
-        self.sink = TeeSink(*sinks)
+        self.sink = measured(TeeSink(*sinks), config)
 
     @cached_property
     def sampler(self) -> EmbeddedEngine | GenerateSampler:

@@ -1,6 +1,7 @@
 """A run: a folder and a list of stages; the stages after [sft] start from the model folder that it left behind."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import tomllib
@@ -22,6 +23,7 @@ from headrace.observe.sinks import check_records
 from headrace.observe.toml import to_toml
 from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
 from headrace.wiring.desk import Desk, Run
+from headrace.wiring.metrics import Outlets
 from headrace.wiring.models import starting_model
 from headrace.wiring.objective import make_correction, make_loss
 from headrace.wiring.process import log_to, stop_on_signals
@@ -66,8 +68,9 @@ async def _train(config: Config, folder: RunFolder) -> RunResult:
         make_correction(config.rl, make_loss(config.rl))  # what cannot be computed is found before anything is trained
     check_games(config)
     threads = leave_arithmetic_to_workers()
-    run = Run(config, folder, asyncio.Event(), starting_model(config, folder), threads=threads)
-    with stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
+    start = starting_model(config, folder)
+    run = Run(config, folder, asyncio.Event(), start, threads=threads, outlets=Outlets(config.metrics))
+    with contextlib.closing(run.outlets), stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
         rl_found = _Found.of(run, "rl", may_start_again=config.sft is not None) if config.rl is not None else None
         if config.sft is not None:
             if rl_found is not None and rl_found.newest is not None:  # what [sft] left behind has been used already
@@ -145,7 +148,9 @@ def _check_same_run(run: RunFolder, config: Config) -> None:
     """A run goes on with the configuration it began with; anything else would not be a resume."""
     with boundary(RunFolderError, f"{run.config} cannot be read"):
         before = tomllib.loads(run.config.read_text(encoding="utf-8"))
-    differences = list(_differences(before, tomllib.loads(to_toml(to_mapping(config)))))
+    before.pop("metrics", None)  # where numbers go is no part of what is trained
+    now = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
+    differences = list(_differences(before, tomllib.loads(to_toml(now))))
     if not differences:
         return
     more = f" (and {len(differences) - 1} more keys differ)" if len(differences) > 1 else ""

@@ -1,0 +1,122 @@
+"""[metrics] to sinks: what a run's stages and a service's models log to besides metrics.jsonl."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config, to_mapping
+from headrace.config.tree import Alert, Metrics
+from headrace.errors import ConfigError
+from headrace.model.load import choose_device
+from headrace.observe.alerts import AlertRule, AlertSink
+from headrace.observe.datadog import DatadogSink
+from headrace.observe.gpu import MeasuredSink, gpu_values
+from headrace.observe.prometheus import Exporter, Gauges, Labels, PrometheusSink, exposition
+from headrace.observe.sinks import SpareSink, TensorBoardSink
+from headrace.observe.wandb_sink import WandbSink
+from headrace.observe.webhook import Webhook
+from headrace.protocols import MetricSink
+
+ENV = "env:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Whose numbers they are. `stage`: of the run, or the served model's id; `folder`: for sinks that write files;
+    `labels`: for sinks that have some; `config`: what W&B shows beside."""
+
+    run: str
+    stage: str
+    folder: Path
+    labels: Labels
+    config: Mapping[str, Any]
+    purge_step: int | None = None
+
+
+class Outlets:
+    """What [metrics] asks for, opened once: a scrape endpoint, webhooks. Each stage or model gets sinks over it.
+
+    Raises ConfigError for what cannot be opened: a port that is taken, an environment variable that is not set.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.gauges = Gauges()
+        self._rules = [_rule(number, alert) for number, alert in enumerate(metrics.alerts)]
+        self._webhooks = {rule.webhook: Webhook(rule.webhook) for rule in self._rules if rule.webhook is not None}
+        self.exporter: Exporter | None = None
+        if "prometheus" in metrics.sinks:
+            c = metrics.prometheus
+            self.exporter = Exporter(lambda: exposition(self.gauges.families()), host=c.host, port=c.port)
+
+    def sinks(self, told: Told) -> list[MetricSink]:
+        """Those that `metrics.sinks` names, and the alerts; each can fail without the run."""
+        named: list[MetricSink] = [SpareSink(self._open(name, told), name) for name in self._metrics.sinks]
+        if self._rules:
+            about = {"run": told.run}
+            named.append(AlertSink(self._rules, self._webhooks, stage=told.stage, about=about))
+        return named
+
+    def close(self) -> None:
+        for webhook in self._webhooks.values():
+            webhook.close()
+        if self.exporter is not None:
+            self.exporter.close()
+
+    def _open(self, name: str, told: Told) -> MetricSink:
+        c = self._metrics
+        match name:
+            case "tensorboard":
+                return TensorBoardSink(told.folder / "tensorboard", stage=told.stage, purge_step=told.purge_step)
+            case "wandb":
+                return WandbSink(
+                    told.folder,
+                    project=c.wandb.project,
+                    entity=c.wandb.entity,
+                    mode=c.wandb.mode,
+                    group=told.run,
+                    stage=told.stage,
+                    config=told.config,
+                )
+            case "prometheus":
+                return PrometheusSink(self.gauges, told.labels)
+            case "datadog":
+                tags = [f"{label}:{value}" for label, value in told.labels]
+                return DatadogSink(
+                    c.datadog.host, c.datadog.port, prefix=c.datadog.prefix, tags=[*tags, *c.datadog.tags]
+                )
+            case _:
+                raise AssertionError(f"no sink is called {name}")
+
+
+def told_by(config: Config, folder: Path, *, stage: str, start: int) -> Told:
+    """The numbers of one stage of a run. Where numbers go is nothing that W&B has to show: it may name secrets."""
+    shown = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
+    labels = (("run", folder.name), ("stage", stage))
+    return Told(run=folder.name, stage=stage, folder=folder, labels=labels, config=shown, purge_step=start + 1)
+
+
+def measured(sink: MetricSink, config: Config) -> MetricSink:
+    """With how busy and how full the GPU is in every record, where one is trained on."""
+    return MeasuredSink(sink, gpu_values) if choose_device(config.model.device) == "cuda" else sink
+
+
+def _rule(number: int, alert: Alert) -> AlertRule:
+    webhook = alert.webhook
+    if webhook is not None and webhook.startswith(ENV):
+        variable = webhook.removeprefix(ENV)
+        webhook = os.environ.get(variable)
+        if not webhook:
+            raise ConfigError(
+                f"'metrics.alerts[{number}].webhook' is {ENV}{variable}, which is not set: export it, or leave it out"
+            )
+    return AlertRule(
+        metric=alert.metric,
+        above=alert.above,
+        below=alert.below,
+        for_steps=alert.for_steps,
+        cooldown_steps=alert.cooldown_steps,
+        webhook=webhook,
+    )

@@ -1,0 +1,174 @@
+"""What a small run of all stages logs, where it goes, and that docs/metrics.md names every number of it."""
+
+import json
+import re
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headrace import wiring
+from headrace.cli import load_checked
+from headrace.config import load_config
+from headrace.config.tree import Alert, Metrics
+from headrace.errors import ConfigError
+from headrace.observe.sinks import read_metrics
+from headrace.wiring.metrics import Outlets, told_by
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+[run]
+name = "small"
+tensorboard = false
+[model.tiny]
+width = 32
+layers = 1
+heads = 2
+kv_heads = 1
+context = 256
+[engine]
+max_rows = 8
+[sft]
+steps = 2
+batch_size = 4
+max_tokens = 200
+sources = [{ type = "world", name = "key_door", size = 12, seed = 1 }]
+[rl]
+steps = 2
+groups = 2
+group_size = 2
+max_turns = 3
+max_prompt_tokens = 64
+max_episode_tokens = 200
+tasks = { type = "world", name = "key_door", size = 12, seed = 2 }
+[rl.sampling]
+max_tokens = 4
+[eval]
+tasks = 2
+source = { type = "world", name = "key_door", size = 8, seed = 3, options = { split = "held_out" } }
+[metrics]
+sinks = ["datadog", "prometheus"]
+prometheus.port = 0
+[[metrics.alerts]]
+metric = "train/grad_norm"
+above = -1.0
+for_steps = 2
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    result: wiring.RunResult
+    datagrams: list[str]
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Logged:
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "run.toml").write_text(CONFIG)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:
+        agent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+        agent.bind(("127.0.0.1", 0))
+        agent.setblocking(False)
+        overrides = [
+            f"run.folder={json.dumps(str(folder / 'runs'))}",
+            f"metrics.datadog.port={agent.getsockname()[1]}",
+            'metrics.datadog.tags=["team:tests"]',
+        ]
+        config = load_checked(folder / "run.toml", overrides, command="train")
+        result = wiring.train(config, config_text_path=folder / "run.toml", resume=None)
+        return Logged(result=result, datagrams=list(_received(agent)))
+
+
+def _received(agent: socket.socket) -> Iterator[str]:
+    """What lies in the socket's buffer, line by line."""
+    while True:
+        try:
+            yield from agent.recv(65536).decode().split("\n")
+        except BlockingIOError:
+            return
+
+
+def test_datadog_gets_every_number_of_every_record(logged: Logged) -> None:
+    run = logged.result.folder.name
+    expected = []
+    for record in read_metrics(logged.result.folder / "metrics.jsonl"):
+        values = {**record.values, "step": float(record.step)}
+        end = f"|g|#run:{run},stage:{record.stage},team:tests"
+        expected += [
+            f"headrace.{re.sub('[^a-zA-Z0-9_.]', '_', name.replace('/', '.'))}:{value!r}{end}"
+            for name, value in sorted(values.items())
+        ]
+    assert len(expected) > 100
+    assert logged.datagrams == expected
+
+
+def test_alerts_are_in_the_log(logged: Logged) -> None:
+    log = (logged.result.folder / "log.txt").read_text(encoding="utf-8")
+    assert re.findall(r"alert: (\w+), step (\d+): train/grad_norm is", log) == [("sft", "2"), ("rl", "2")]
+
+
+def test_stages_share_one_scrape_endpoint(tmp_path: Path) -> None:
+    config = load_config(CONFIG, file="run.toml")
+    outlets = Outlets(config.metrics)
+    assert outlets.exporter is not None
+    for stage in ("sft", "rl"):
+        told = told_by(config, tmp_path / "small_1", stage=stage, start=0)
+        assert "metrics" not in told.config  # a webhook's address is for nobody else
+        for sink in outlets.sinks(told):
+            sink.log(2, {"loss/total": 0.5})
+            sink.close()
+    with urllib.request.urlopen(outlets.exporter.url, timeout=30) as answer:
+        text = answer.read().decode()
+    outlets.close()
+    for stage in ("sft", "rl"):
+        assert f'headrace_loss_total{{run="small_1",stage="{stage}"}} 0.5\n' in text
+
+
+def test_a_webhook_may_be_named_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    alerts = (Alert(metric="loss/total", above=1.0, webhook="env:HEADRACE_TEST_HOOK"),)
+    monkeypatch.delenv("HEADRACE_TEST_HOOK", raising=False)
+    with pytest.raises(ConfigError, match=r"'metrics.alerts\[0\].webhook' is env:HEADRACE_TEST_HOOK, which is not set"):
+        Outlets(Metrics(alerts=alerts))
+    monkeypatch.setenv("HEADRACE_TEST_HOOK", "ftp://nowhere")
+    with pytest.raises(ConfigError, match="no http:// or https:// URL"):
+        Outlets(Metrics(alerts=alerts))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('sinks = ["datadog", "datadog"]', "'metrics.sinks' has datadog twice"),
+        ('sinks = ["graphite"]', "'metrics.sinks"),
+        ('alerts = [{ metric = "a/b" }]', "'metrics.alerts[0]' has no threshold: write above = NUMBER"),
+        ('alerts = [{ metric = "a/b", above = 0, below = 1 }]', "which is always: write a smaller 'below'"),
+        ('alerts = [{ metric = "a/b", above = 1, webhook = "x.org" }]', "'metrics.alerts[0].webhook' is \"x.org\""),
+        ('alerts = [{ metric = "a/b", above = 1, webhook = "env:" }]', "which names no environment variable"),
+        ("prometheus.port = 70000", "'metrics.prometheus.port'"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    before, _, _ = CONFIG.partition("[metrics]")
+    (tmp_path / "run.toml").write_text(f"{before}[metrics]\n{text}\n")
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load_checked(tmp_path / "run.toml", [], command="train")
+
+
+def test_a_sink_without_its_package_is_answered_with_the_pip_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'headrace[wandb]'")):
+        load_checked(tmp_path / "run.toml", ['metrics.sinks=["wandb"]'], command="train")
+
+
+def test_a_run_may_go_on_with_other_sinks(logged: Logged) -> None:
+    file = logged.result.folder / "config.toml"
+    config = load_checked(file, ['metrics.sinks=["prometheus"]', "metrics.prometheus.port=0"], command="train")
+    resumed = wiring.train(config, config_text_path=file, resume=logged.result.folder)
+    assert resumed.figures == logged.result.figures
