@@ -556,7 +556,7 @@ class EmbeddedEngine:
         logits_BV = self._logits(hidden_TD, [row for row, _ in decoding])
         params = [sequence.request.params for _, sequence in decoding]
         numbers = uniforms([row.seed for row in params], [sequence.num_sampled for _, sequence in decoding])
-        drawn = sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device))
+        drawn = sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device), spend=True)
         chosen = zip(
             decoding, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), drawn.raw_logprobs_B.tolist(), strict=True
         )

@@ -57,13 +57,18 @@ class Sampled:
     raw_logprobs_B: Tensor
 
 
-def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Sampled:
-    """One token per row. Temperature 0 takes the most likely token and records its raw log-prob."""
+def sample_rows(
+    logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, *, spend: bool = False
+) -> Sampled:
+    """One token per row. Temperature 0 takes the most likely token and records its raw log-prob.
+
+    `spend`: the logits may be overwritten, which saves memory that would have to pass through a CPU's cache.
+    """
     rows, size = logits_BV.shape
     assert rows == len(params) == uniforms_B.shape[0]
     few = max(1, CACHED // size) if logits_BV.device.type == "cpu" else rows
     spans = [slice(start, start + few) for start in range(0, rows, few)]
-    parts = [_sample_rows(logits_BV[span], params[span], uniforms_B[span]) for span in spans]
+    parts = [_sample_rows(logits_BV[span], params[span], uniforms_B[span], spend) for span in spans]
     if len(parts) == 1:
         return parts[0]
     return Sampled(
@@ -73,9 +78,10 @@ def sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B:
     )
 
 
-def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> Sampled:
+def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, spend: bool) -> Sampled:
     logits_BV = logits_BV.float()
-    raw_BV = torch.softmax(logits_BV, dim=-1)
+    unread = spend and all(row.temperature == 1.0 for row in params)  # only the probabilities are needed
+    raw_BV = torch.softmax(logits_BV, dim=-1, out=logits_BV if unread else None)
     tempered_BV = raw_BV
     if any(row.temperature not in (0.0, 1.0) for row in params):
         scale = torch.tensor([row.temperature or 1.0 for row in params], device=logits_BV.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.model import cuda
-from headrace.model.packed import back, linear
+from headrace.model.packed import back, detached, linear
 
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 128
@@ -178,7 +178,7 @@ def fused_loss(
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> FusedOut:
     """Evaluate `loss(span, logprobs, entropy) -> scalar` chunk by chunk; the loss is a sum over tokens."""
-    hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
+    hidden_TD, weight_VD = hidden_TD.detach(), detached(weight_VD)
     gradient = torch.empty_like(hidden_TD) if want_gradient else None
     logprobs, entropies = [], []
     for start in range(0, hidden_TD.shape[0], chunk_tokens):

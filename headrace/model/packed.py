@@ -13,7 +13,7 @@ Shape letters: T rows, I inputs, O outputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -64,6 +64,16 @@ def packed_weight(weight_OI: Tensor) -> Tensor | None:
     known = _Packed(state, _some_numbers(weight_OI), _pack(weight_OI.detach()))
     setattr(weight_OI, ATTRIBUTE, known)
     return known.packed
+
+
+def detached(weight_OI: Tensor) -> Tensor:
+    """The weight without a gradient, with the packed copy that someone else has made of it, if there is one: a copy
+    that is made for this one dies with it."""
+    known: _Packed | None = getattr(weight_OI, ATTRIBUTE, None)
+    plain = weight_OI.detach()
+    if known is not None and known.state == _state(weight_OI) and known.still_like(weight_OI):
+        setattr(plain, ATTRIBUTE, replace(known, state=_state(plain)))
+    return plain
 
 
 @dataclass(frozen=True, slots=True)

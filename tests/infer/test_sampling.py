@@ -79,6 +79,19 @@ def test_rows_do_not_depend_on_each_other(size: int) -> None:
         assert one.raw_logprobs_B[0] == together.raw_logprobs_B[row]
 
 
+@pytest.mark.parametrize("temperatures", [(1.0, 1.0), (1.0, 0.5), (1.0, 0.0)])
+def test_spending_the_logits_changes_no_bit(temperatures: tuple[float, float]) -> None:
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(8, 50_000)).astype(np.float32)) * 3
+    before = logits.clone()
+    params = [SamplingParams(max_tokens=1, temperature=temperatures[row % 2]) for row in range(8)]
+    numbers_B = torch.from_numpy(uniforms(list(range(8)), [3] * 8))
+    kept, spent = sample_rows(logits, params, numbers_B), sample_rows(before.clone(), params, numbers_B, spend=True)
+    assert torch.equal(logits, before)
+    assert torch.equal(kept.tokens_B, spent.tokens_B)
+    assert torch.equal(kept.logprobs_B, spent.logprobs_B)
+    assert torch.equal(kept.raw_logprobs_B, spent.raw_logprobs_B)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_frequencies_over_seeds_are_the_softmax(temperature: float) -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=40).astype(np.float32)) * 1.5

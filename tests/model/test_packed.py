@@ -13,6 +13,7 @@ from headrace.model.packed import (
     Product,
     available,
     back,
+    detached,
     forget,
     linear,
     pack_linears,
@@ -131,3 +132,18 @@ def test_an_announced_change_is_seen_by_a_product_whose_layers_were_used_first()
         forget(layers)
         layers[0](x)
         torch.testing.assert_close(product(x), torch.cat([x @ layer.weight.T for layer in layers], dim=1))
+
+
+def test_a_copy_that_is_there_is_used_without_a_gradient_and_one_that_is_not_dies_with_its_user() -> None:
+    table = torch.nn.Parameter(weight())
+    assert not hasattr(detached(table), ATTRIBUTE)
+    with torch.inference_mode():
+        made = packed_weight(table)
+    plain = detached(table)
+    assert not plain.requires_grad
+    assert packed_weight(plain) is made
+    with torch.no_grad():
+        table[0, 0] += 1.0
+    assert packed_weight(detached(table)) is not made
+    torch._foreach_add_([table.data], 1.0)  # torch does not count it
+    assert packed_weight(detached(table)) is not made
