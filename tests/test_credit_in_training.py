@@ -8,7 +8,7 @@ import pytest
 
 from headrace import wiring
 from headrace.cli import load_checked
-from headrace.errors import ConfigError, RolloutError
+from headrace.errors import ConfigError, DataError, RolloutError
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.trajectories import load_trajectories
 from headrace.types import CreditedEpisode
@@ -138,10 +138,54 @@ def test_a_reward_function_that_always_fails_ends_the_run_with_its_reason(tmp_pa
         train(tmp_path, 'rl.rewards=[{fn="mine.py:broken"}]', 'rl.reward_runner.type="inprocess"')
 
 
-@pytest.mark.parametrize("key", ["rl.tasks", "eval.source"])
-def test_worlds_of_later_stages_are_looked_at_before_the_first_is_trained(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match="a side is 2 to 10 long"):
-        train(tmp_path, f'{key}={{ type = "world", name = "frozen_lake", size = 20, options = {{ side = 1 }} }}')
+LATER = """
+def none():
+    return []
+
+def numbers():
+    return [1, 2]
+
+def lost():
+    raise KeyError("gone")
+
+def score(messages, **kwargs):
+    return 1.0
+
+unfit = 3
+"""
+PYTHON = '{{ type = "python", path = "later.py:{}", env = "later.py:score" }}'
+LAKE = '{ type = "world", name = "frozen_lake", size = 20, options = { side = 1 } }'
+ELSEWHERE = "import nowhere_at_all\n\ndef score(messages, **kwargs):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (f"rl.tasks={LAKE}", "a side is 2 to 10 long"),
+        (f"eval.source={LAKE}", "a side is 2 to 10 long"),
+        (f"rl.tasks={PYTHON.format('none')}", "has no rows"),
+        (f"rl.tasks={PYTHON.format('lost')}", "KeyError: 'gone'"),
+        (f"rl.tasks={PYTHON.format('unfit')}", "unfit is not a function"),
+        (f"eval.source={PYTHON.format('numbers')}", "a row must be a dict"),
+        (
+            f"reward_model={{ steps = 1, max_tokens = 64, sources = [{PYTHON.format('numbers')}] }}",
+            "a row must be a dict",
+        ),
+        ('rl.generate_fn="later.py:unfit"', "unfit is not a function"),
+        ('rl.filters=[{ fn = "later.py:unfit" }]', "unfit is not a function"),
+        ('rl.anchor="later.py:unfit"', "unfit is not a function"),
+        ('rl.save.which="later.py:unfit"', "unfit is not a function"),
+        ('rl.async={ keep = "best", max_staleness = 1, oversampling = 2.0, score = "later.py:unfit" }', "unfit is not"),
+        ('rl.rewards=[{ fn = "elsewhere.py:score" }]', "nowhere_at_all"),
+    ],
+)
+def test_what_later_stages_need_is_looked_at_before_the_first_is_trained(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    (tmp_path / "later.py").write_text(LATER)
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    with pytest.raises((ConfigError, DataError), match=said):
+        train(tmp_path, override, 'rl.reward_runner.type="inprocess"')
     (folder,) = (tmp_path / "runs").iterdir()
     assert not (folder / "metrics.jsonl").exists()
     assert not (folder / "checkpoints").exists() or not any((folder / "checkpoints").iterdir())

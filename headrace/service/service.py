@@ -33,6 +33,7 @@ from headrace.service.records import (
 )
 from headrace.service.registry import Gone, Registry, Unknown
 from headrace.service.sampling import Sampling, read_sample
+from headrace.service.telemetry import Telemetry
 from headrace.service.training import Trainer
 from headrace.service.wire import decompress, parse_forward
 from headrace.service.work import forward_work, read_work
@@ -89,12 +90,14 @@ class Service:
         *,
         limits: Limits | None = None,
         tempered: bool = False,
+        telemetry: Telemetry | None = None,
     ) -> None:
         limits = limits or Limits()
         self.card, self.limits = card, limits
         self._host, self._journal, self._folder = host, journal, folder
         self.registry = Registry(journal)
         self.board = Board(journal)
+        self.telemetry = telemetry or Telemetry()
         self.samplers = OpenSamplers(host, self.registry, journal, folder, max_open=limits.open_samplers)
         self.sampling = Sampling(
             host=host,
@@ -114,6 +117,7 @@ class Service:
             self.samplers,
             max_resident=limits.resident_models,
             full_save_steps=limits.full_save_steps,
+            telemetry=self.telemetry,
         )
         self._seen: dict[str, float] = {}
         self._old_samplers = frozenset(self.registry.samplers)
@@ -481,11 +485,24 @@ class Service:
         before = int((now - self.limits.keep_results_s) * 1e6)
         await self._write(forget_results(before=before))
 
+    def figures(self) -> dict[str, int]:
+        """Of the whole server, as they are now."""
+        return {
+            "open_requests": self.board.num_open,
+            "training_queue": self.trainer.depth(),
+            "sampling_queue": self.sampling.depth,
+            "running_sequences": self.sampling.running,
+            "models": len(self.registry.models),
+            "resident_models": self.trainer.num_resident,
+            "sessions": len(self.registry.sessions),
+        }
+
     async def _tidy_often(self) -> None:
         while True:
             await asyncio.sleep(self.limits.tidy_s)
             with contextlib.suppress(RequestError):
                 await self.tidy()
+            self.telemetry.log_server(self.figures())
 
     async def _thin_snapshots(self) -> None:
         by_session: dict[str, list[SamplerRecord]] = {}

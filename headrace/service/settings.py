@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.algo.lookup import hint
+from headrace.config.metrics_checks import metrics_problems
+from headrace.config.tree import Metrics
 from headrace.errors import ConfigError
 from headrace.service.access import HashedKey
 from headrace.service.service import Limits
@@ -64,6 +66,7 @@ class ServeConfig:
     limits: Limits = Limits()
     keys: tuple[HashedKey, ...] = ()
     flags: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 def load_serve_config(text: str, *, file: str) -> ServeConfig:
@@ -83,6 +86,8 @@ def load_serve_config(text: str, *, file: str) -> ServeConfig:
         first = exc.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{file}: '{where}': {first['msg']}") from exc
+    for problem in metrics_problems(config.metrics):
+        raise ConfigError(f"{file}: {problem}")
     for key in config.keys:
         if len(key.sha256) != 64 or not set(key.sha256.lower()) <= set("0123456789abcdef"):
             raise ConfigError(f"{file}: 'keys.sha256' of '{key.owner}' is no SHA-256: make one with  headrace key")

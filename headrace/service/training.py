@@ -29,6 +29,7 @@ from headrace.service.journal import Journal, Row, Statement, forget_bodies
 from headrace.service.open_samplers import MADE_ROOM, OpenSamplers
 from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, checkpoint_path, folder_name, sampler_id
 from headrace.service.registry import Registry
+from headrace.service.telemetry import Record, Telemetry
 from headrace.service.wire import PROTOBUF, metric_names, write_forward
 from headrace.service.work import Broken, Create, Forward, Load, Save, Snapshot, Step, Work, read_work
 from headrace.types import Discard, StepOut
@@ -42,6 +43,7 @@ class Effects:
 
     statements: list[Statement] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    record: Record | None = None  # of metrics
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,7 @@ class Trainer:
         window: int = 2,
         max_resident: int = 64,
         full_save_steps: int = 1,
+        telemetry: Telemetry | None = None,
     ) -> None:
         assert window > 0
         assert full_save_steps > 0
@@ -84,6 +87,7 @@ class Trainer:
         self._window = window
         self._max_resident = max_resident
         self._full_save_steps = full_save_steps
+        self._telemetry = telemetry or Telemetry()
         self._lines: dict[str, Line] = {}
         self._turns: deque[Line] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -230,6 +234,7 @@ class Trainer:
             outcome = failed(exc, self._folder)
             line.unsaved.discard(ticket.row.seq)
             if isinstance(ticket.work, Step):
+                self._telemetry.forget(line.model)
                 self._saved(ticket, None, also)
         finally:
             line.inflight -= 1
@@ -241,6 +246,8 @@ class Trainer:
         if ticket.row.seq > self._registry.models[line.model].saved_seq:
             line.settled.add(ticket.row.seq)
         await self._board.settle(ticket, outcome, also.statements)
+        if also.record is not None:
+            self._telemetry.log(also.record)
         for folder in also.stale:
             await self.remove_folder(folder)
 
@@ -248,18 +255,30 @@ class Trainer:
 
     async def _execute(self, ticket: Ticket, work: Work, also: Effects) -> Outcome:
         model = self._registry.models[ticket.row.target]
+        began = time.perf_counter()
         match work:
             case Create():
                 return await self._create(ticket, model, work, also)
             case Forward():
                 run = self._host.forward_backward if work.backward else self._host.forward
                 out = await asyncio.wrap_future(run(model.id, work.data, work.loss))
+                seconds = self._telemetry.spent(began)
+                if work.backward:
+                    self._telemetry.forward(model.id, out, work.data, seconds=seconds)
                 return Done(media=PROTOBUF, body=write_forward(out, clock=self.clock))
             case Step():
                 stepped = self._host.optim_step(model.id, work.update)
                 saved = self._save_state(ticket) if self._is_due(model) else None
                 self._lines[model.id].unsaved.add(ticket.row.seq)
                 step = await asyncio.wrap_future(stepped)
+                also.record = self._telemetry.step(
+                    model.id,
+                    model.owner,
+                    step,
+                    work.update,
+                    seconds=self._telemetry.spent(began),
+                    depth=self.depth(model.id),
+                )
                 await self._when_saved(ticket, saved, also)
                 return done_json({"metrics": _step_metrics(step, work), "type": "optim_step"})
             case Save():
@@ -272,6 +291,7 @@ class Trainer:
                 saved = self._save_state(ticket)
                 self._lines[model.id].unsaved.add(ticket.row.seq)
                 await asyncio.wrap_future(loaded)
+                self._telemetry.forget(model.id)
                 await self._when_saved(ticket, saved, also)
                 return done_json({"path": work.path, "type": "load_weights"})
             case Broken():
@@ -392,6 +412,7 @@ class Trainer:
 
     async def _restore(self, line: Line) -> None:
         model = self._registry.models[line.model]
+        self._telemetry.forget(model.id)
         try:
             with boundary(BackendError, f"model {model.id} cannot be brought back"):
                 await self._make_room()
@@ -427,12 +448,17 @@ class Trainer:
         ended_well = ticket.row.state == "done"
         match ticket.work:
             case Forward(backward=True) if ended_well:
-                await asyncio.wrap_future(self._host.forward_backward(line.model, ticket.work.data, ticket.work.loss))
+                began = time.perf_counter()
+                run = self._host.forward_backward(line.model, ticket.work.data, ticket.work.loss)
+                out = await asyncio.wrap_future(run)
+                seconds = self._telemetry.spent(began)
+                self._telemetry.forward(line.model, out, ticket.work.data, seconds=seconds)
             case Step():
                 update = ticket.work.update if ended_well else Discard()
                 if ended_well:
                     line.unsaved.add(ticket.row.seq)
                 await asyncio.wrap_future(self._host.optim_step(line.model, update))
+                self._telemetry.forget(line.model)
             case Load() if ended_well:
                 line.unsaved.add(ticket.row.seq)
                 source = self._registry.checkpoint(ticket.work.path, ticket.row.owner)

@@ -19,6 +19,7 @@ from headrace.loops.keeper import Keeper
 from headrace.loops.update import Updater
 from headrace.model.scalar import new_value_head
 from headrace.model.worker import Worker
+from headrace.observe.gpu import MeasuredSink, gpu_values
 from headrace.observe.progress import Progress
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
@@ -31,7 +32,7 @@ from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import metric_values
 from headrace.wiring.models import load_policy, load_scalar, make_sampler, settled
-from headrace.wiring.metrics import Outlets, measured, told_by
+from headrace.wiring.metrics import Outlets, told_by
 from headrace.wiring.objective import make_adam
 from headrace.wiring.play import play_held_out
 from headrace.wiring.programs import Programs
@@ -103,7 +104,7 @@ class Desk:
             sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
         sinks += run.outlets.sinks(told_by(config, run.folder.path, stage=name, start=self.start))
         sinks.append(Progress(name, steps, start=self.start))  # last: a failure above must not leave a bar behind
-        self.sink = measured(TeeSink(*sinks), config)
+        self.sink = MeasuredSink(TeeSink(*sinks), gpu_values)
 
     @cached_property
     def sampler(self) -> EmbeddedEngine | GenerateSampler:

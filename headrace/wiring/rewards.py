@@ -40,11 +40,15 @@ def make_terms(config: Config, reward_model_path: str | None) -> list[Term | Gro
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     runner = RewardRunner() if config.rl is None else config.rl.reward_runner
     there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
-    own = [term for term in there if term.fn in (REWARD_MODEL, JUDGE, LENGTH, *BUILTIN)]
     return [
-        _term(term, config.model, reward_model_path, tokens) if term in own else _user_term(term, runner)
+        _term(term, config.model, reward_model_path, tokens) if _is_own(term) else _user_term(term, runner)
         for term in there
     ]
+
+
+def _is_own(term: RewardTerm) -> bool:
+    """Whether it is a reward of ours that runs here; "format" looks at text as a user's function does."""
+    return term.fn in (REWARD_MODEL, JUDGE, LENGTH, *BUILTIN)
 
 
 def reward_terms(rl: Rl) -> tuple[RewardTerm, ...]:
@@ -78,6 +82,13 @@ def make_truncation(rl: Rl) -> Truncation:
     return Truncation(rule=CutOff(rl.truncated), penalty=rl.truncated_penalty)
 
 
+def check_rewards(rl: Rl) -> None:
+    """Raises ConfigError when a user's function cannot be found or imported."""
+    for term in reward_terms(rl):
+        if not _is_own(term):
+            _user_term(term, rl.reward_runner)
+
+
 async def close_terms(terms: Sequence[Term | GroupTerm]) -> None:
     """End the processes of users' functions."""
     for term in terms:
@@ -90,7 +101,7 @@ def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
     if term.fn == FORMAT:
         _check_format(term)
     user = UserReward(
-        name=_name(term),
+        name=term_name(term),
         spec=FORMAT_SPEC if term.fn == FORMAT else term.fn,
         weight=term.weight,
         kwargs=term.kwargs,
@@ -117,7 +128,8 @@ def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
     return sandboxed_term(user, settings, fork_groups=c.fork == "group")
 
 
-def _name(term: RewardTerm) -> str:
+def term_name(term: RewardTerm) -> str:
+    """Of its curve."""
     return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
 
 
@@ -135,7 +147,7 @@ def _judge_term(term: RewardTerm, model: Model) -> GroupTerm:
     needs = "url, model and rubric" if term.path is None else "rubric, maybe max_tokens and temperature"
     with boundary(ConfigError, f'a reward with fn = "judge" needs kwargs {needs}, and these are wrong'):
         if term.path is None:
-            return judge_term(_name(term), ask_endpoint(**rest), Judge(**judge), weight=term.weight)
+            return judge_term(term_name(term), ask_endpoint(**rest), Judge(**judge), weight=term.weight)
         chosen, params = Judge(**judge), SamplingParams(**{"max_tokens": 512, "temperature": 0.3, **rest})
     lm = load_policy(replace(model, lora=None, recompute=False), term.path, seed=0)
     engine = EmbeddedEngine(lm, max_rows=chosen.at_once)
@@ -144,11 +156,11 @@ def _judge_term(term: RewardTerm, model: Model) -> GroupTerm:
     async def close() -> None:
         await asyncio.to_thread(engine.close)
 
-    return replace(judge_term(_name(term), ask, chosen, weight=term.weight), close=close)
+    return replace(judge_term(term_name(term), ask, chosen, weight=term.weight), close=close)
 
 
 def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_batch_tokens: int) -> Term | GroupTerm:
-    name = _name(term)
+    name = term_name(term)
     if term.fn == JUDGE:
         return _judge_term(term, model)
     if term.fn == REWARD_MODEL:

@@ -43,8 +43,8 @@ def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter
         samplers=[desk.sampler],
         play=play,
         source=source,
-        filters=[_filter(filter.fn, filter.options) for filter in c.filters],
-        keep=_keep(c.asynchronous),
+        filters=make_filters(c),
+        keep=make_keep(c.asynchronous),
         around=meter.around,
     )
 
@@ -67,10 +67,14 @@ def make_settings(c: Async) -> AsyncSettings:
     )
 
 
-def _keep(c: Async) -> Keep:
+def make_keep(c: Async) -> Keep:
     if c.keep == "first":
         return KeepFirst()
     return KeepBest(SCORES[c.score] if c.score in SCORES else load_function(c.score))
+
+
+def make_filters(c: Rl) -> list[Filter]:
+    return [_filter(each.fn, each.options) for each in c.filters]
 
 
 def _filter(name: str, options: Mapping[str, Any]) -> Filter:

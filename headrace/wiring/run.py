@@ -22,13 +22,12 @@ from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import check_records
 from headrace.observe.toml import to_toml
 from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
+from headrace.wiring.ahead import look_ahead
 from headrace.wiring.desk import Desk, Run
 from headrace.wiring.metrics import Outlets
 from headrace.wiring.models import starting_model
-from headrace.wiring.objective import make_correction, make_loss
 from headrace.wiring.process import log_to, stop_on_signals
 from headrace.wiring.rewards import close_terms
-from headrace.wiring.sources import check_games
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
 
 logger = logging.getLogger(__name__)
@@ -64,9 +63,7 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
 
 
 async def _train(config: Config, folder: RunFolder) -> RunResult:
-    if config.rl is not None:
-        make_correction(config.rl, make_loss(config.rl))  # what cannot be computed is found before anything is trained
-    check_games(config)
+    look_ahead(config)  # what cannot work is found before anything is trained
     threads = leave_arithmetic_to_workers()
     start = starting_model(config, folder)
     run = Run(config, folder, asyncio.Event(), start, threads=threads, outlets=Outlets(config.metrics))

@@ -14,11 +14,14 @@ from headrace.model.tiny import save_tiny
 from headrace.rollout.worlds import WORLDS
 from headrace.service.access import Access, HashedKey, hash_key, new_key
 from headrace.service.app import make_app
+from headrace.service.figures import prometheus_text
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal, put
 from headrace.service.server import check_reach
 from headrace.service.service import ModelCard, Service
 from headrace.service.settings import ServeConfig, ServedModel
+from headrace.service.telemetry import Telemetry
+from headrace.wiring.metrics import Outlets, model_sink
 from headrace.wiring.models import fuse
 
 KEY_KIND, FIRST_OWNER = "key", "local"
@@ -62,9 +65,12 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
             full=config.model.full,
         )
         tempered = config.serve.sampled_logprobs == "tempered"
-        service = Service(host, card, journal, folder, limits=config.limits, tempered=tempered)
-        with contextlib.closing(host):
-            yield Opened(app=make_app(service, Access(keys), flags=dict(config.flags)), card=card, new_key=made)
+        telemetry = Telemetry(lambda source: model_sink(outlets, folder, source))
+        service = Service(host, card, journal, folder, limits=config.limits, tempered=tempered, telemetry=telemetry)
+        access = Access(keys)
+        outlets = Outlets(config.metrics, telemetry.gauges, text=lambda: prometheus_text(service, access))
+        with contextlib.closing(host), contextlib.closing(outlets), contextlib.closing(telemetry):
+            yield Opened(app=make_app(service, access, flags=dict(config.flags)), card=card, new_key=made)
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:

@@ -39,13 +39,6 @@ def tasks_of(source: Source) -> list[Task]:
     return load_tasks(source)
 
 
-def check_games(config: Config) -> None:
-    """Raises, before a stage is trained, what [rl] and the evaluation would refuse of their worlds and definitions."""
-    for source in (None if config.rl is None else config.rl.tasks, config.eval.source):
-        if source is not None and source.type in ("world", "task"):
-            tasks_of(replace(source, size=1))
-
-
 def _definition(source: Source) -> TaskDefinition:
     assert source.path is not None
     return load_task_definition(Path(source.path))
