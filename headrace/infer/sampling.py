@@ -80,7 +80,8 @@ def sample_rows(
 
 def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, spend: bool) -> Sampled:
     logits_BV = logits_BV.float()
-    unread = spend and all(row.temperature == 1.0 for row in params)  # only the probabilities are needed
+    on_cpu = logits_BV.device.type == "cpu"
+    unread = spend and on_cpu and all(row.temperature == 1.0 for row in params)  # only the probabilities are needed
     raw_BV = torch.softmax(logits_BV, dim=-1, out=logits_BV if unread else None)
     tempered_BV = raw_BV
     if any(row.temperature not in (0.0, 1.0) for row in params):
