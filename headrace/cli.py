@@ -178,9 +178,12 @@ def explain(
     config = load_checked(file, overrides or [], command="train")
     from headrace.model.estimate import place
     from headrace.observe.environment import machine_facts
-    from headrace.observe.explain import Machine
+    from headrace.observe.explain import Machine, explain_served
     from headrace.observe.explain import explain as explained
 
+    if config.model.service is not None:
+        print(explain_served(config, file=str(file)), end="")
+        return
     facts = machine_facts(("torch",), cwd=_existing(Path(config.run.folder)))
     gpus = [gpu["name"] for gpu in facts["gpus"]]
     placement = place(
@@ -454,7 +457,8 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     if config.rl is not None:
         _check_objective(config.rl, file=str(file))
     config = absolute_paths(config, base=base)
-    _check_model_type(config.model.path)
+    if config.model.service is None:
+        _check_model_type(config.model.path)
     return config
 
 

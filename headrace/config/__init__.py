@@ -6,7 +6,7 @@ below `wiring/` only `observe/explain.py`, which prints it, sees the tree itself
 """
 
 from headrace.config.algorithms import ALGORITHMS, algorithm_text
-from headrace.config.checks import check
+from headrace.config.checks import check, length_problems
 from headrace.config.load import load_config, to_mapping
 from headrace.config.paths import absolute_paths, find_path
 from headrace.config.tree import (
@@ -62,6 +62,7 @@ __all__ = [
     "algorithm_text",
     "check",
     "find_path",
+    "length_problems",
     "load_config",
     "to_mapping",
 ]

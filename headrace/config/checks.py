@@ -17,7 +17,16 @@ from headrace.config.async_checks import async_problems
 from headrace.config.credit_checks import ANCHORS, credit_problems, gives_rewards
 from headrace.config.keys import default_of
 from headrace.config.metrics_checks import metrics_problems
-from headrace.config.paths import NAMED_MODELS, find_path, is_code_path, remote_name, split_function, split_sum
+from headrace.config.paths import (
+    NAMED_MODELS,
+    SERVICE_STATE,
+    find_path,
+    is_code_path,
+    remote_name,
+    split_function,
+    split_sum,
+)
+from headrace.config.service_checks import service_problems
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
 
@@ -46,7 +55,8 @@ def check(
 
     `base` is the folder of the TOML file; the collections are the names that exist (this module knows no algorithm).
     """
-    problems = [_command_problems(config, command), _model_problems(config, base)]
+    problems = [_command_problems(config, command), service_problems(config)]
+    problems.append(_model_problems(config, base) if config.model.service is None else _served_problems(config, base))
     if config.sft is not None:
         problems.append(_stage_problems("sft", config.sft, base, worlds))
     if config.reward_model is not None:
@@ -151,7 +161,7 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
             yield f"{folder / 'config.json'} is not a JSON object: give 'model.path' a folder of save_pretrained"
         context = described.get("max_position_embeddings")
         width = described.get("hidden_size")
-    yield from _length_problems(config, context)
+    yield from length_problems(config, context)
     if model.lora is not None:
         if width is not None and model.lora.rank > width:
             yield f"'model.lora.rank' is {model.lora.rank}, but the model is only {width} wide: choose at most {width}"
@@ -159,10 +169,24 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
             yield "'model.lora.targets' is empty, so nothing would be trained: name layers, or leave it out"
 
 
+def _served_problems(config: Config, base: Path) -> Iterator[str]:
+    """The model itself is not here: what it can take is asked of the service."""
+    path = config.model.path
+    if path in NAMED_MODELS or remote_name(path) is not None:
+        return
+    folder = find_path(path, base)
+    if folder is None or not any((folder / name).is_file() for name in (SERVICE_STATE, "tokenizer_config.json")):
+        yield (
+            f"'model.path' is \"{path}\", and no folder of that name is a checkpoint of a run at a service or has a "
+            "tokenizer: leave it out, and the tokenizer is the one that the service names"
+        )
+
+
 def _vocabulary_problems(config: Config) -> Iterator[str]:
     staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
     sources = (*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ()))
-    if config.model.path == "tiny" and not any(source.type == "world" for source in sources):
+    here = config.model.service is None
+    if here and config.model.path == "tiny" and not any(source.type == "world" for source in sources):
         yield "'model.path' is \"tiny\", which knows only the words of a world: give a model folder for other data"
 
 
@@ -186,6 +210,8 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
         return
     if (folder / "config.json").is_file():
         return
+    if (folder / SERVICE_STATE).is_file():
+        yield f"'model.path' is \"{path}\", whose weights are at a service: say which, with 'model.service'"
     checkpoints = [step for stage in ("sft", "rl") for step in sorted(folder.glob(f"checkpoints/{stage}/step_*"))]
     if checkpoints:
         yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
@@ -202,7 +228,7 @@ def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
         yield f"'{key}' is \"{path}\", and no folder of that name in {base} or the current folder has a config.json"
 
 
-def _length_problems(config: Config, context: int | None) -> Iterator[str]:
+def length_problems(config: Config, context: int | None) -> Iterator[str]:
     """`context` None: the model names no limit."""
     if context is None:
         return

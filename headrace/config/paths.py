@@ -10,6 +10,7 @@ from headrace.config.tree import Config, Critic, RewardModel, RewardTerm, Rl, Sf
 Stage = TypeVar("Stage", Sft, RewardModel)
 NAMED_MODELS = ("tiny", "smollm2-135m")
 REMOTE = "openai:"  # before the name of a model that is not here
+SERVICE_STATE = "service.json"  # in a checkpoint whose weights a service keeps: says where
 
 
 def find_path(path: str, base: Path) -> Path | None:

@@ -62,7 +62,8 @@ class Tiny:
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Model:
     """`path`: a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot), or, only to play
-    tasks with, "openai:NAME" (a model elsewhere)."""
+    tasks with, "openai:NAME" (a model elsewhere). With a service: a checkpoint of a run at one, or the folder of the
+    tokenizer; else the tokenizer is the one that the service names."""
 
     # a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot); `eval`: or "openai:NAME"
     path: str = "tiny"
@@ -74,6 +75,9 @@ class Model:
     recompute: FlagOrAuto = "auto"
     compile: Flag = False  # cuda: train layers through torch.compile, for models without fused kernels; 20 s once
     trust_remote_code: Flag = False  # run Python code that lies in the model's folder
+    # a `headrace serve` that trains and samples in place of this machine (docs/service-client.md)
+    service: Text | None = None
+    service_key_env: str = "TINKER_API_KEY"  # environment variable that has the service's key; "": none is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

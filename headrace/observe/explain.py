@@ -4,10 +4,10 @@ Formatting only. Sizes come from `model/estimate.py`, facts about the machine fr
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from headrace.config import Config, RewardModel, Rl, Sft, algorithm_text, to_mapping
+from headrace.config import Config, Lora, RewardModel, Rl, Sft, algorithm_text, to_mapping
 from headrace.model.estimate import (
     DTYPE_BYTES,
     FP32,
@@ -147,10 +147,34 @@ def explain(config: Config, *, file: str, shape: Shape, placement: Placement, ma
         "Memory, an estimate": _memory(config, planned, machine),
         "Checkpoints": _checkpoints(config, planned, machine),
     }
+    return _written(config, file, sections)
+
+
+def explain_served(config: Config, *, file: str) -> str:
+    """The same for a model at a service, which is not asked: what runs there, and what runs here."""
+    sections = {"Model": _served_model(config), "Stages": _stages(config), "Checkpoints": _served_checkpoints(config)}
+    return _written(config, file, sections)
+
+
+def _written(config: Config, file: str, sections: Mapping[str, Iterable[str]]) -> str:
     lines = [f"# {file} with every default filled in", to_toml(to_mapping(config)).strip()]
     for title, body in sections.items():
         lines += ["", title, *(f"  {line}" for line in body)]
     return "\n".join(lines) + "\n"
+
+
+def _served_model(config: Config) -> Iterator[str]:
+    model, rank = config.model, (config.model.lora or Lora()).rank
+    yield f"at {model.service}: an adapter of rank {rank} over the model that is served there"
+    yield "there: losses and their gradients, the optimiser, sampling, the log-probs of reference and policy"
+    yield "here: data, environments, rewards, credit, schedules, metrics and the report"
+    if model.service_key_env:
+        yield f"the key is read from ${model.service_key_env}"
+
+
+def _served_checkpoints(config: Config) -> Iterator[str]:
+    yield f"{_when_written(config)}, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
+    yield "weights and optimiser are kept by the service, under names that the checkpoints hold"
 
 
 def _model(config: Config, shape: Shape, planned: Plan) -> Iterator[str]:
@@ -303,8 +327,7 @@ def _largest(memory: Memory) -> str:
 
 
 def _checkpoints(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:
-    when = f"every {config.checkpoint.every} training steps and " if config.checkpoint.every else ""
-    yield f"written {when}at the end of a stage, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
+    yield f"{_when_written(config)}, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
     most = planned.max_checkpoints * planned.checkpoint_bytes
     yield (
         f"{size_text(planned.checkpoint_bytes)} each; at most {planned.max_checkpoints} are kept = {size_text(most)}, "
@@ -312,6 +335,11 @@ def _checkpoints(config: Config, planned: Plan, machine: Machine) -> Iterator[st
     )
     if most + planned.checkpoint_bytes > machine.disk_free_bytes:  # a new one is written before an old one goes
         yield "the disk is too small for them: lower 'checkpoint.keep_last', or set 'run.folder' to a larger disk"
+
+
+def _when_written(config: Config) -> str:
+    when = f"every {config.checkpoint.every} training steps and " if config.checkpoint.every else ""
+    return f"written {when}at the end of a stage"
 
 
 def size_text(num_bytes: int) -> str:

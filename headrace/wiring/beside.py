@@ -19,6 +19,7 @@ from headrace.types import LossSpec
 from headrace.wiring.desk import Desk
 from headrace.wiring.models import load_policy, load_scalar
 from headrace.wiring.objective import make_adam, make_correction
+from headrace.wiring.remote import AtService
 
 
 def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
@@ -50,21 +51,23 @@ def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
             max_skips=own.optimizer.max_skips,
             skips_in_a_row=0 if found is None else int(found.state["critic_skips_in_a_row"]),
         ),
-        reference=scored_on_thread(_frozen(c, desk, c.reference).score, desk.worker.submit) if own.kl_coef else None,
+        reference=scored_on_thread(_frozen(c, desk, c.reference).score, desk.here.worker.submit)
+        if own.kl_coef
+        else None,
     )
 
 
 def _own_trunk(c: Rl, own: CriticConfig, desk: Desk) -> TorchBackend:
-    config, found = desk.config, desk.found
+    config, found = desk.here.config, desk.found
     begin = (desk.run.reward_model_path if own.path == REWARD_MODEL else own.path) or desk.run.model_path
     resumed = found is not None and config.model.lora is None
     path = str(found.folder / "critic") if found is not None and resumed else begin
     backend = TorchBackend(
         load_scalar(config.model, path, seed=config.run.seed),
         micro_batch_tokens=c.micro_batch_tokens,
-        worker=desk.worker,
+        worker=desk.here.worker,
     )
-    desk.others.append(backend)
+    desk.here.others.append(backend)
     if found is not None:
         backend.load_state(found.folder / "critic").result()
     return backend
@@ -88,8 +91,11 @@ def make_scorers(c: Rl, desk: Desk, loss: LossSpec) -> dict[str, Score]:
     if "proximal_logprobs" in wanted or c.kl_limit is not None:
         scorers["proximal_logprobs"] = scored_by_backend(desk.backend)
     for name, path in (("reference_logprobs", c.reference), ("teacher_logprobs", c.teacher)):
-        if name in wanted:
-            scorers[name] = scored_on_thread(_frozen(c, desk, path).score, desk.worker.submit)
+        if name in wanted and isinstance(desk.place, AtService):
+            assert path is None, "the configuration was checked"
+            scorers[name] = scored_by_backend(desk.place.frozen())
+        elif name in wanted:
+            scorers[name] = scored_on_thread(_frozen(c, desk, path).score, desk.here.worker.submit)
     return scorers
 
 
@@ -97,12 +103,13 @@ def _frozen(c: Rl, desk: Desk, path: str | None) -> FrozenScorer:
     """A model that is not trained; None: the one the stage started from, which under adapters is the base itself."""
     model = desk.run.config.model
     if path is None and model.lora is not None:
-        return FrozenScorer(desk.lm, micro_batch_tokens=c.micro_batch_tokens, base_only=True)
+        return FrozenScorer(desk.here.lm, micro_batch_tokens=c.micro_batch_tokens, base_only=True)
     lm = load_policy(replace(model, lora=None, recompute=False), path or desk.run.after_sft(), seed=0)
     lm.model.requires_grad_(False)
-    if lm.vocabulary != desk.lm.vocabulary:
+    trained = desk.here.lm
+    if lm.vocabulary != trained.vocabulary:
         raise ModelError(
-            f"{path} has a vocabulary of {lm.vocabulary} tokens and the trained model one of {desk.lm.vocabulary}: "
+            f"{path} has a vocabulary of {lm.vocabulary} tokens and the trained model one of {trained.vocabulary}: "
             "their log-probs cannot be compared"
         )
     return FrozenScorer(lm, micro_batch_tokens=c.micro_batch_tokens)

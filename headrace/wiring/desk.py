@@ -11,31 +11,26 @@ from typing import Any
 
 from headrace.config import Config, Rl
 from headrace.config.tree import Metrics
-from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.generate import GenerateSampler
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
 from headrace.loops.update import Updater
-from headrace.model.scalar import new_value_head
-from headrace.model.worker import Worker
 from headrace.observe.gpu import MeasuredSink, gpu_values
 from headrace.observe.progress import Progress
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
 from headrace.observe.trajectories import save_trajectories
-from headrace.protocols import MetricSink, TrainBackend
-from headrace.render import Renderer
+from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.publish import Publisher
 from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
-from headrace.train.torch_backend import TorchBackend
 from headrace.types import metric_values
-from headrace.wiring.models import load_policy, load_scalar, make_sampler, settled
+from headrace.wiring.here import Here
 from headrace.wiring.metrics import Outlets, told_by
 from headrace.wiring.objective import make_adam
 from headrace.wiring.play import play_held_out
 from headrace.wiring.programs import Programs
+from headrace.wiring.remote import AtService
 from headrace.wiring.rewards import make_terms
 from headrace.wiring.sources import tasks_of
 
@@ -64,29 +59,17 @@ class Run:
 
 
 class Desk:
-    """What every stage works with: the model, the backend, the sampler, the sinks, and where it left off."""
+    """What every stage works with: the model, here or at a service, the sinks, and where it left off."""
 
     def __init__(self, run: Run, name: str, steps: int, store: CheckpointStore, found: Loaded | None) -> None:
         config = run.config
         self.run, self.name, self.steps, self.store, self.found = run, name, steps, store, found
         self.start = 0 if found is None else found.step
-        load = load_scalar if name == "reward_model" else load_policy
-        self.config = config = settled(config, self._base())
-        self.lm = load(config.model, self._base(), seed=config.run.seed)
+        self.place = self._place()
         stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
         assert stage is not None
-        self.worker = Worker(threads=run.threads)
-        shared = isinstance(stage, Rl) and stage.critic is not None and stage.critic.trunk == "shared"
-        self.backend = TorchBackend(
-            self.lm,
-            micro_batch_tokens=stage.micro_batch_tokens,
-            worker=self.worker,
-            value_head=new_value_head(self.lm) if shared else None,
-        )
-        self.others: list[TorchBackend] = []  # to close besides
-        if found is not None:
-            self.backend.load_state(found.folder).result()
-        self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
+        self.backend: TrainBackend = self.place.backend
+        self.renderer = self.place.renderer
         self.programs = Programs(self.renderer)
         self.updater = Updater(
             backend=self.backend,
@@ -106,24 +89,14 @@ class Desk:
         sinks.append(Progress(name, steps, start=self.start))  # last: a failure above must not leave a bar behind
         self.sink = MeasuredSink(TeeSink(*sinks), gpu_values)
 
-    @cached_property
-    def sampler(self) -> EmbeddedEngine | GenerateSampler:
-        """Made when something is sampled for the first time: a reward model never is."""
-        return make_sampler(self.config, self.lm, self.worker)
+    @property
+    def sampler(self) -> Sampler:
+        return self.place.sampler
 
-    def try_worst_case(self) -> None:
-        """On a GPU, compute the largest micro-batch beside the engine's cache: what has no room fails at the start."""
-        if self.lm.device.type != "cuda":
-            return
-        c = self.config
-        longest = {
-            "sft": c.sft.max_tokens if c.sft else 0,
-            "reward_model": c.reward_model.max_tokens if c.reward_model else 0,
-            "rl": c.rl.max_episode_tokens if c.rl else 0,
-        }[self.name]
-        if self.name == "rl":
-            assert self.sampler is not None, "made before anything is tried beside it"
-        self.backend.try_worst_case(min(longest, self.lm.context)).result()
+    @property
+    def here(self) -> Here:
+        assert isinstance(self.place, Here), "a run at a service has asked for a model of its own"
+        return self.place
 
     @cached_property
     def terms(self) -> list[Term | GroupTerm]:
@@ -133,6 +106,12 @@ class Desk:
     @cached_property
     def publisher(self) -> Publisher:
         return Publisher([self.sampler])
+
+    def _place(self) -> Here | AtService:
+        state = None if self.found is None else self.found.folder
+        if self.run.config.model.service is not None:
+            return AtService(self.run.config, start=self.run.model_path, state=state)
+        return Here(self.run.config, self.name, base=self._base(), state=state, threads=self.run.threads)
 
     def _base(self) -> str:
         """The folder whose weights are loaded first. Only adapters need those that the stage started from."""
@@ -159,7 +138,7 @@ class Desk:
 
         every = self.run.config.checkpoint.every
         return Keeper(
-            self.store,
+            self.place.kept_in(self.store, self.run.folder.checkpoints / self.name),
             self.backend,
             snapshot,
             every=every,
@@ -196,8 +175,4 @@ class Desk:
 
     def close(self) -> None:
         self.sink.close()
-        if "sampler" in self.__dict__:
-            self.sampler.close()
-        for backend in (self.backend, *self.others):
-            backend.close()
-        self.worker.close()
+        self.place.close()

@@ -6,9 +6,7 @@ from functools import partial
 from typing import Any
 
 from headrace.config import Config, Rl, Sampling
-from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.generate import GenerateSampler
-from headrace.protocols import Env
+from headrace.protocols import Env, Sampler
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import play_group
@@ -22,7 +20,7 @@ Play = Callable[[Task, int], Awaitable[Group]]
 
 def play_held_out(
     config: Config,
-    sampler: EmbeddedEngine | GenerateSampler,
+    sampler: Sampler,
     renderer: Renderer,
     terms: Sequence[Term | GroupTerm],
     programs: Programs,

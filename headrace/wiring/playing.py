@@ -25,6 +25,7 @@ from headrace.types import metric_values
 from headrace.wiring.models import load_policy, make_sampler
 from headrace.wiring.play import Play, ending, make_sampling, play_held_out
 from headrace.wiring.programs import Programs
+from headrace.wiring.remote import AtService, check_service, starting_state
 from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
 from headrace.wiring.sources import make_env_of, tasks_of
 
@@ -76,6 +77,8 @@ async def _evaluation(
     if not terms:
         raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
     opened = _here if remote_name(config.model.path) is None else _elsewhere
+    if config.model.service is not None and opened is _here:
+        opened = _at_service
     try:
         async with opened(config, terms, around(make_env_of(config.eval.source))) as play:
             return await evaluate_tasks(tasks, play)
@@ -98,6 +101,20 @@ async def _here(config: Config, terms: list[Term | GroupTerm], make_env: Callabl
     finally:
         sampler.close()
         worker.close()
+
+
+@asynccontextmanager
+async def _at_service(
+    config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
+) -> AsyncIterator[Play]:
+    check_service(config)
+    place = AtService(config, start=starting_state(config.model), state=None)
+    programs = Programs(place.renderer)
+    try:
+        yield play_held_out(config, place.sampler, place.renderer, terms, programs, make_env=make_env)
+    finally:
+        await programs.close()
+        place.close()
 
 
 @asynccontextmanager

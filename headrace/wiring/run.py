@@ -27,6 +27,7 @@ from headrace.wiring.desk import Desk, Run
 from headrace.wiring.metrics import Outlets
 from headrace.wiring.models import starting_model
 from headrace.wiring.process import log_to, stop_on_signals
+from headrace.wiring.remote import check_service, starting_state
 from headrace.wiring.rewards import close_terms
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
 
@@ -45,6 +46,9 @@ class RunResult:
 
 def train(config: Config, *, config_text_path: Path, resume: Path | None) -> RunResult:
     """Run the stages of a configuration, from the beginning or from a run folder's newest checkpoints."""
+    if config.model.service is not None:
+        with no_progress_bars():
+            check_service(config)
     if resume is None:
         run = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
         run.write_config(to_toml(to_mapping(config)))
@@ -65,7 +69,7 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
 async def _train(config: Config, folder: RunFolder) -> RunResult:
     look_ahead(config)  # what cannot work is found before anything is trained
     threads = leave_arithmetic_to_workers()
-    start = starting_model(config, folder)
+    start = starting_model(config, folder) if config.model.service is None else starting_state(config.model)
     run = Run(config, folder, asyncio.Event(), start, threads=threads, outlets=Outlets(config.metrics))
     with contextlib.closing(run.outlets), stop_on_signals(run.stop, deadline_s=config.checkpoint.deadline_s):
         rl_found = _Found.of(run, "rl", may_start_again=config.sft is not None) if config.rl is not None else None
@@ -126,7 +130,7 @@ async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], A
     if found is None or found.step < steps:
         desk = Desk(run, at.name, steps, at.store, found)
         try:
-            desk.try_worst_case()
+            desk.place.try_worst_case()
             await body(run, desk)
         finally:
             await desk.programs.close()
@@ -142,12 +146,13 @@ async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], A
 
 
 def _check_same_run(run: RunFolder, config: Config) -> None:
-    """A run goes on with the configuration it began with; anything else would not be a resume."""
+    """A run goes on with the configuration it began with; anything else would not be a resume. Only a service may have
+    another address than before."""
     with boundary(RunFolderError, f"{run.config} cannot be read"):
         before = tomllib.loads(run.config.read_text(encoding="utf-8"))
     before.pop("metrics", None)  # where numbers go is no part of what is trained
     now = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
-    differences = list(_differences(before, tomllib.loads(to_toml(now))))
+    differences = list(_differences(_without_address(before), _without_address(now)))
     if not differences:
         return
     more = f" (and {len(differences) - 1} more keys differ)" if len(differences) > 1 else ""
@@ -155,6 +160,13 @@ def _check_same_run(run: RunFolder, config: Config) -> None:
         f"{run.path} was started with {differences[0]}{more}: resume with the same file and overrides, "
         "or start a new run without --resume"
     )
+
+
+def _without_address(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """As TOML tells it, with no more of the service than that there is one."""
+    told = tomllib.loads(to_toml(mapping))
+    model = {key: value for key, value in told["model"].items() if key not in ("service", "service_key_env")}
+    return {**told, "model": {**model, **({"service": "there is one"} if "service" in told["model"] else {})}}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

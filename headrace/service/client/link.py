@@ -112,6 +112,9 @@ class Link:
     async def read(self, path: str) -> httpx.Response:
         return await self._ask("GET", path)
 
+    async def delete(self, path: str) -> None:
+        await self._ask("DELETE", path)
+
     async def get(self, path: str) -> Any:
         """What a GET says, as JSON."""
         return (await self.read(path)).json()

@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from headrace.algo.random import derive_seed
+from headrace.config.paths import SERVICE_STATE
 from headrace.errors import BackendError, NoGradientError, SamplerError, boundary
 from headrace.service.client.futures import Pending
 from headrace.service.client.sampling import SamplingClient
@@ -43,7 +45,7 @@ from headrace.types import (
     known_next_logprobs,
 )
 
-POINTER = "service.json"
+POINTER = SERVICE_STATE
 
 
 class ServiceBackend:
@@ -77,7 +79,7 @@ class ServiceBackend:
     def save_state(self, folder: Path) -> "Future[None]":
         """The state is kept by the server; the folder gets a file that says where."""
         self._num_saved += 1
-        name = f"{re.sub(r'[^A-Za-z0-9_]', '-', folder.name)[:80]}-{self._num_saved:06d}"
+        name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', folder.name).strip('-')[:80]}-{self._num_saved:06d}"
         saving = self.client.save_state(f"state-{name}")
         self._saved[folder.resolve()] = checkpoint_path(self.client.model_id, Kind.TRAINING, f"state-{name}")
 
@@ -90,13 +92,20 @@ class ServiceBackend:
 
     def load_state(self, folder: Path) -> "Future[None]":
         """Also of a state that another client of the same key has saved there."""
+        return self._load(folder, optimizer=True)
+
+    def start_from(self, folder: Path) -> "Future[None]":
+        """The weights of a saved state, with a new optimiser."""
+        return self._load(folder, optimizer=False)
+
+    def _load(self, folder: Path, *, optimizer: bool) -> "Future[None]":
         try:
-            path = self._saved.get(folder.resolve()) or _read_pointer(folder)
+            path = self._saved.get(folder.resolve()) or read_pointer(folder)
         except BackendError as exc:
             return failed(exc).finished.future
         if self._gradients:
             self.optim_step(Discard())
-        loading = self.client.load_state(path)
+        loading = self.client.load_state(path, optimizer=optimizer)
 
         async def load() -> None:
             await asyncio.wrap_future(loading.finished.future)
@@ -112,8 +121,8 @@ def _write_pointer(folder: Path, path: str) -> None:
     (folder / POINTER).write_text(json.dumps({"path": path}))
 
 
-def _read_pointer(folder: Path) -> str:
-    """Raises BackendError."""
+def read_pointer(folder: Path) -> str:
+    """Where the server has the state that was saved into this folder; raises BackendError."""
     if not (folder / POINTER).is_file():
         raise BackendError(f"{folder} holds no state of this backend: it has no {POINTER}")
     with boundary(BackendError, f"{folder / POINTER} cannot be read"):
@@ -148,7 +157,8 @@ class ServiceSampler:
         if given >= request.params.max_tokens and done is not None:
             return replace(done, stop=Stop.LENGTH, prefix_logprobs=None)
         prompt = request.prompt if done is None else int_array(np.concatenate([request.prompt, done.tokens]))
-        params = replace(request.params, max_tokens=request.params.max_tokens - given)
+        seed = derive_seed(request.params.seed, given) if given else request.params.seed  # not the same draws again
+        params = replace(request.params, max_tokens=request.params.max_tokens - given, seed=seed)
         pending = self._client.sample(prompt, params, version=self._version)
         with self._one_more():
             drawn = await self._unless_interrupted(pending)

@@ -10,9 +10,10 @@ import httpx
 
 from headrace.errors import BackendError, HeadraceError, SamplerError
 from headrace.service.client.futures import Waitable
-from headrace.service.client.link import API, Link, Unreachable
+from headrace.service.client.link import API, Link, Refused, Unreachable
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.training import TrainingClient
+from headrace.service.records import split_path
 from headrace.types import Snapshot
 
 
@@ -105,6 +106,19 @@ class ServiceClient:
             )
 
         return self.link.spawn(make(), SamplerError)
+
+    def delete_checkpoint(self, path: str) -> Waitable[None]:
+        """A saved state or saved weights, by the path that saving gave; what is not there is deleted already."""
+
+        async def ask() -> None:
+            model, kind, name = split_path(path)
+            try:
+                await self.link.delete(f"{API}/training_runs/{model}/checkpoints/{kind}/{name}")
+            except Refused as exc:
+                if exc.status != 404:
+                    raise
+
+        return self.link.spawn(ask())
 
     def metrics(self) -> Waitable[str]:
         """The server's figures, in the text format of Prometheus."""

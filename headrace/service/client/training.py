@@ -32,6 +32,15 @@ class QueueStats:
     saved: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """`tokenizer`: the folder or hub name of the tokenizer that the server would have its clients load."""
+
+    base_model: str
+    rank: int
+    tokenizer: str | None
+
+
 class TrainingClient:
     """Made by `ServiceClient`. At most `max_open` requests are with the server at a time; more wait here, in order."""
 
@@ -107,6 +116,14 @@ class TrainingClient:
         return self._post("save_weights_for_sampler", {"sampling_session_seq_id": self._next_number()}, read)
 
     # --- looking on ---
+
+    def info(self) -> Waitable[ModelInfo]:
+        async def ask() -> ModelInfo:
+            told = (await self.link.call(f"{API}/get_info", json={"model_id": self.model_id})).json()
+            tokenizer = told["model_data"].get("tokenizer_id")
+            return ModelInfo(base_model=told["model_name"], rank=int(told.get("lora_rank") or 0), tokenizer=tokenizer)
+
+        return self.link.spawn(ask())
 
     def stats(self) -> Waitable[QueueStats]:
         async def ask() -> QueueStats:

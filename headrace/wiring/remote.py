@@ -1,0 +1,180 @@
+"""The model of a stage at a service: [model] service = "http://...". Nothing of it is computed here.
+
+A stage is a session with an adapter of its own. Its states are kept by the service under names that the checkpoints in
+the run folder point at; what the store of checkpoints forgets is deleted there too.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config, Lora, Model, length_problems
+from headrace.config.paths import NAMED_MODELS, SERVICE_STATE
+from headrace.config.service_checks import service_layers
+from headrace.errors import BackendError, ConfigError
+from headrace.loops.keeper import Store
+from headrace.model.tokens import Tokens, load_tokenizer
+from headrace.render import Renderer
+from headrace.rollout.worlds import WORLDS
+from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler
+from headrace.service.client.link import Refused
+from headrace.service.client.protocols import read_pointer
+from headrace.train.checkpoint import CheckpointStore
+
+logger = logging.getLogger(__name__)
+
+FIRST_ANSWER_S = 5.0  # how long the service may take to be there before a run starts
+DENIED = 401
+
+
+def starting_state(model: Model) -> str:
+    """The folder of the state that the first stage starts from; "": the base model that is served."""
+    is_state = model.path not in NAMED_MODELS and (Path(model.path) / SERVICE_STATE).is_file()
+    return model.path if is_state else ""
+
+
+def check_service(config: Config) -> None:
+    """Raises ConfigError or BackendError for what would fail later: nobody answers, the key is refused, the adapter
+    cannot be made, lengths, a tokenizer that is not here or not the model's."""
+    model = config.model
+    assert model.service is not None
+    try:
+        with connect(model, retry_s=FIRST_ANSWER_S) as service:
+            context = min(service.models().result().values())
+            for sentence in length_problems(config, context):
+                raise ConfigError(sentence)
+            backend = new_model(service, config)
+            if start := starting_state(model):
+                backend.start_from(Path(start)).result()
+            _check_words(config, tokens_of(model, backend))
+    except BackendError as exc:
+        if isinstance(exc.__cause__, Refused) and exc.__cause__.status == DENIED:
+            given = f"the key in ${model.service_key_env}" if _key(model) else f"no key (${model.service_key_env})"
+            raise ConfigError(f"the service at {model.service} does not let in {given}: set one of its keys") from exc
+        raise
+
+
+def connect(model: Model, *, retry_s: float = 120.0) -> ServiceClient:
+    assert model.service is not None
+    return ServiceClient(model.service, api_key=_key(model), retry_s=retry_s)
+
+
+def _key(model: Model) -> str | None:
+    return os.environ.get(model.service_key_env) or None if model.service_key_env else None
+
+
+def new_model(service: ServiceClient, config: Config) -> ServiceBackend:
+    """A new adapter, as [model.lora] or its defaults say."""
+    lora = config.model.lora or Lora()
+    layers = service_layers(lora.targets)
+    assert layers is not None, "the configuration was checked"
+    made = service.create_training(
+        rank=lora.rank,
+        seed=config.run.seed,
+        train_attn=layers["train_attn"],
+        train_mlp=layers["train_mlp"],
+        train_unembed=layers["train_unembed"],
+    )
+    return ServiceBackend(made.result())
+
+
+def tokens_of(model: Model, backend: ServiceBackend) -> Tokens:
+    """The tokenizer in the folder `model.path`, else the one that the service names; raises ConfigError."""
+    told = backend.client.info().result().tokenizer
+    folder = Path(told) if told is not None and Path(told).is_dir() else None
+    served = None if folder is None else load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    if model.path in NAMED_MODELS or starting_state(model):
+        if served is None:
+            raise ConfigError(
+                f"the tokenizer of the model at {model.service} is '{told}', which is no folder here: "
+                "give 'model.path' a folder with the same tokenizer"
+            )
+        return served
+    own = load_tokenizer(Path(model.path), trust_remote_code=model.trust_remote_code)
+    if served is not None and served.tokenizer.get_vocab() != own.tokenizer.get_vocab():
+        raise ConfigError(
+            f"the tokenizer in {model.path} is not that of the model at {model.service}, which is in {told}: "
+            "leave 'model.path' out"
+        )
+    return own
+
+
+def _check_words(config: Config, tokens: Tokens) -> None:
+    """A small model knows the words of its own world only; others would all become the same unknown token."""
+    unknown = tokens.tokenizer.unk_token_id
+    sources = [*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ())]
+    for name in dict.fromkeys(source.name for source in sources if source.type == "world" and source.name in WORLDS):
+        ids = tokens.tokenizer(list(WORLDS[str(name)].vocabulary()), add_special_tokens=False)["input_ids"]
+        if unknown is not None and any(unknown in each for each in ids):
+            raise ConfigError(
+                f"the model at {config.model.service} does not know all words of the world '{name}': "
+                "use a world that it knows, or serve another model"
+            )
+
+
+class AtService:
+    """`start`: the folder of the state whose weights a new stage takes ("": the base's); `state`: to go on from."""
+
+    def __init__(self, config: Config, *, start: str, state: Path | None) -> None:
+        self.config, self._start = config, start
+        with contextlib.ExitStack() as opened:
+            self.service = opened.enter_context(connect(config.model))
+            self.backend = new_model(self.service, config)
+            if state is not None:
+                self.backend.load_state(state).result()
+            elif start:
+                self.backend.start_from(Path(start)).result()
+            tokens = tokens_of(config.model, self.backend)
+            self.renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
+            self._opened = opened.pop_all()
+
+    @cached_property
+    def sampler(self) -> ServiceSampler:
+        """Of the weights as they are now."""
+        handle = self.backend.client.snapshot().result()
+        return ServiceSampler(self.service, self.service.create_sampling(snapshot=handle).result())
+
+    def frozen(self) -> ServiceBackend:
+        """The model that the stage started from, which nothing trains."""
+        backend = new_model(self.service, self.config)
+        if self._start:
+            backend.start_from(Path(self._start)).result()
+        return backend
+
+    def kept_in(self, store: CheckpointStore, folder: Path) -> Store:
+        return PointingStore(store, folder, self.service)
+
+    def try_worst_case(self) -> None:
+        """Memory is the service's own business."""
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class PointingStore:
+    """A store of checkpoints that only point at states: with a checkpoint goes what it pointed at."""
+
+    def __init__(self, store: Store, folder: Path, service: ServiceClient) -> None:
+        self._store, self._folder, self._service = store, folder, service
+
+    def save(
+        self, step: int, write: Callable[[Path], None], state: Mapping[str, Any], score: float | None = None
+    ) -> Path:
+        before = set(_pointers(self._folder))
+        saved = self._store.save(step, write, state, score)
+        for path in before - set(_pointers(self._folder)):
+            try:
+                self._service.delete_checkpoint(path).result()
+            except BackendError as exc:
+                logger.warning("%s stays at the service: %s", path, exc)
+        return saved
+
+
+def _pointers(folder: Path) -> Iterator[str]:
+    for pointer in folder.glob(f"step_*/{SERVICE_STATE}"):
+        with contextlib.suppress(BackendError):
+            yield read_pointer(pointer.parent)
