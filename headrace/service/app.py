@@ -19,6 +19,7 @@ from headrace import __version__
 from headrace.errors import HeadraceError, JournalError, RequestError
 from headrace.service import bodies
 from headrace.service.access import Access, Denied, Tenant, TooMany
+from headrace.service.evaluation_routes import evaluation_routes
 from headrace.service.futures import Done, Failed, Ticket
 from headrace.service.host import AdapterSpec
 from headrace.service.records import rank_of
@@ -59,6 +60,7 @@ def make_app(service: Service, access: Access, *, flags: dict[str, object] | Non
 
     app.include_router(_core(service, access, caller, worker, {**FLAGS, **(flags or {})}))
     app.include_router(rest_routes(service, access, worker))
+    app.include_router(evaluation_routes(service.evaluator, access, worker))
     _refusals(app)
     app.add_middleware(_BodyLimit, limit=service.limits.body_bytes)
     return app

@@ -5,19 +5,20 @@ ratio itself, positions whose advantage is 0 are not trained. Every other name o
 names) is served as it is: inputs go to the loss by name, numbers by name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace.algo.lookup import hint
-from headrace.algo.loss import LossFn, check_inputs
+from headrace.algo.loss import LossFn, check_inputs, loss_inputs
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.errors import ConfigError, RequestError
+from headrace.service.preparation import NOTHING, Preparation, check_prepared
 from headrace.service.wire import Array, WireDatum, WireForward
 from headrace.types import Datum, LossSpec, float_array, int_array
 
-TARGETS, WEIGHTS, ADVANTAGES, UNIT = "target_tokens", "weights", "advantages", "unit"
+TARGETS, WEIGHTS, ADVANTAGES, UNIT, UNITS = "target_tokens", "weights", "advantages", "unit", "units"
 TEMPERATURE = "temperature"  # one number: logits are divided by it before log-probs are taken
 OWN = "headrace:"  # before the name of a loss: as this package defines it, also where the wire has the same name
 RENAMED = {"logprobs": "sampler_logprobs"}
@@ -62,8 +63,9 @@ REFUSED = {
 }
 
 
-def to_training(asked: WireForward) -> tuple[LossSpec, tuple[Datum, ...]]:
-    """What a host is asked for; raises RequestError when the loss is unknown, or an input is missing or malformed."""
+def to_training(asked: WireForward, preparation: Preparation = NOTHING) -> tuple[LossSpec, tuple[Datum, ...]]:
+    """What a host is asked for, but for the arrays that the `preparation` provides; raises RequestError when the loss
+    is unknown, or an input is missing or malformed."""
     if asked.loss in REFUSED:
         raise RequestError(f"loss '{asked.loss}' is not served: {REFUSED[asked.loss]}")
     if not asked.data:
@@ -75,9 +77,12 @@ def to_training(asked: WireForward) -> tuple[LossSpec, tuple[Datum, ...]]:
         params=numbers if wire is None else wire.numbers(numbers),
     )
     fn = _find(str(spec.fn), asked.loss)
-    data = tuple(_datum(index, datum, asked.loss, wire) for index, datum in enumerate(asked.data))
+    data = tuple(_datum(index, datum, asked.loss, wire, preparation) for index, datum in enumerate(asked.data))
+    if UNITS in loss_inputs(fn).required:
+        data = tuple(_numbered(datum) for datum in data)
+    check_prepared(preparation, fn, asked.loss, data)
     for index, datum in enumerate(data):
-        _check(fn, datum, spec, asked, index)
+        _check(fn, {*datum.arrays, *preparation.provides}, spec, asked, index)
     return spec, data
 
 
@@ -97,28 +102,28 @@ def _find(name: str, asked: str) -> LossFn:
         raise RequestError(f"unknown loss '{asked}': {hint(asked, {*WIRE_LOSSES, *LOSSES})}") from exc
 
 
-def _check(fn: LossFn, datum: Datum, spec: LossSpec, asked: WireForward, index: int) -> None:
+def _check(fn: LossFn, available: Iterable[str], spec: LossSpec, asked: WireForward, index: int) -> None:
     try:
-        check_inputs(fn, datum.arrays, spec.params)
+        check_inputs(fn, available, spec.params)
     except ConfigError as exc:
         raise RequestError(f"datum {index}, loss '{asked.loss}': {exc}") from exc
 
 
-def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None) -> Datum:
+def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None, preparation: Preparation) -> Datum:
     tensors = dict(datum.tensors)
     for name in wire.inputs if wire else (TARGETS,):
-        if name not in tensors:
+        if name not in tensors and name not in preparation.provides:
             near = f" (it has {', '.join(sorted(tensors)) or 'none'})"
             raise RequestError(f"datum {index}: loss '{loss}' needs the input '{name}'{near}")
     if wire is not None:
         if any(name in tensors for name in CLIPS):
             raise RequestError(f"datum {index}: clip thresholds are numbers of loss_fn_config here, not inputs")
-        tensors = {name: tensors[name] for name in wire.inputs}
+        tensors = {name: tensors[name] for name in (*wire.inputs, *preparation.reads) if name in tensors}
     unit = _unit(tensors.pop(UNIT, None), index)
     temperature = _temperature(tensors.pop(TEMPERATURE, None), index)
     targets = _targets(tensors.pop(TARGETS), len(datum.inputs), index)
     arrays = {RENAMED.get(name, name): _floats(tensor, targets.shape, name, index) for name, tensor in tensors.items()}
-    if WEIGHTS not in arrays:
+    if WEIGHTS not in arrays and WEIGHTS not in preparation.reads:
         trained = arrays.get(ADVANTAGES)
         arrays[WEIGHTS] = np.ones(targets.shape) if trained is None else (trained != 0).astype(np.float32)
     return Datum(
@@ -128,6 +133,14 @@ def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None) -> Da
         unit=unit,
         temperature=temperature,
     )
+
+
+def _numbered(datum: Datum) -> Datum:
+    """Every position with the number of its pair or group, if the datum has one and does not say it itself."""
+    if datum.unit is None or UNITS in datum.arrays:
+        return datum
+    units = float_array(np.full(datum.targets.shape, float(datum.unit)))
+    return replace(datum, arrays={**datum.arrays, UNITS: units})
 
 
 def _targets(tensor: Array, length: int, index: int) -> Array:

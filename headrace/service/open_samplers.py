@@ -108,6 +108,11 @@ class OpenSamplers:
         if self._opened.pop(name, None) is not None:
             self._host.close_sampler(name)
 
+    def close_unused(self, name: str) -> None:
+        """The same, unless requests run on it."""
+        if name in self._opened and not self._opened[name].users:
+            self.close(name)
+
     def _weights(self, sampler: SamplerRecord) -> tuple[str, Path | None, bool]:
         """The host's name for what is sampled, where it lies, and whether it is a copy of all parameters."""
         if sampler.folder is not None:

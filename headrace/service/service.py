@@ -8,7 +8,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from headrace.algo.random import derive_seed
 from headrace.errors import RequestError, boundary
 from headrace.service import bodies
 from headrace.service.access import Tenant, TooMany
+from headrace.service.evaluation import Evaluator
 from headrace.service.futures import Board, Failed, Outcome, Ticket, failed
 from headrace.service.host import AdapterSpec, Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_results
+from headrace.service.judging import Judge
 from headrace.service.open_samplers import OpenSamplers
 from headrace.service.records import (
     Checkpoint,
@@ -31,6 +33,7 @@ from headrace.service.records import (
     sampler_id,
     split_path,
 )
+from headrace.service.references import References, Score
 from headrace.service.registry import Gone, Registry, Unknown
 from headrace.service.sampling import Sampling, read_sample
 from headrace.service.telemetry import Telemetry
@@ -79,7 +82,8 @@ class Limits:
 
 
 class Service:
-    """Open it with `running`; `folder` holds the host's files."""
+    """Open it with `running`; `folder` holds the host's files. `references` score under frozen models, `rewards`
+    judge completions, both by name."""
 
     def __init__(
         self,
@@ -91,6 +95,8 @@ class Service:
         limits: Limits | None = None,
         tempered: bool = False,
         telemetry: Telemetry | None = None,
+        references: Mapping[str, Score] | None = None,
+        rewards: Mapping[str, Judge] | None = None,
     ) -> None:
         limits = limits or Limits()
         self.card, self.limits = card, limits
@@ -99,6 +105,7 @@ class Service:
         self.board = Board(journal)
         self.telemetry = telemetry or Telemetry()
         self.samplers = OpenSamplers(host, self.registry, journal, folder, max_open=limits.open_samplers)
+        self.references = References(host, self.registry, self.samplers, references)
         self.sampling = Sampling(
             host=host,
             samplers=self.samplers,
@@ -115,9 +122,19 @@ class Service:
             journal,
             folder,
             self.samplers,
+            self.references,
             max_resident=limits.resident_models,
             full_save_steps=limits.full_save_steps,
             telemetry=self.telemetry,
+        )
+        self.evaluator = Evaluator(
+            host,
+            self.registry,
+            self.samplers,
+            self.references,
+            context=card.context,
+            vocabulary=card.vocabulary,
+            rewards=rewards,
         )
         self._seen: dict[str, float] = {}
         self._old_samplers = frozenset(self.registry.samplers)
@@ -143,6 +160,7 @@ class Service:
             self.closing = True
             self.board.wake_all()
             tidying.cancel()
+            self.references.close()
             await asyncio.gather(tidying, self.sampling.close(), self.trainer.close(), return_exceptions=True)
 
     # --- sessions ---

@@ -24,10 +24,12 @@ from typing import Any, assert_never
 
 from headrace.errors import BackendError, HeadraceError, RequestError, boundary
 from headrace.service.futures import Board, Done, Outcome, Ticket, done_json, failed
+from headrace.service.gae import run_forward
 from headrace.service.host import Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_bodies
 from headrace.service.open_samplers import MADE_ROOM, OpenSamplers
 from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, checkpoint_path, folder_name, sampler_id
+from headrace.service.references import References
 from headrace.service.registry import Registry
 from headrace.service.telemetry import Record, Telemetry
 from headrace.service.wire import PROTOBUF, metric_names, write_forward
@@ -73,6 +75,7 @@ class Trainer:
         journal: Journal,
         folder: Path,
         samplers: OpenSamplers,
+        references: References,
         *,
         window: int = 2,
         max_resident: int = 64,
@@ -83,7 +86,7 @@ class Trainer:
         assert full_save_steps > 0
         self._host, self._board, self._registry, self._journal = host, board, registry, journal
         self._folder = folder
-        self._samplers = samplers
+        self._samplers, self._references = samplers, references
         self._window = window
         self._max_resident = max_resident
         self._full_save_steps = full_save_steps
@@ -123,10 +126,16 @@ class Trainer:
 
     def offer(self, ticket: Ticket) -> None:
         line = self._lines[ticket.row.target]
-        line.waiting[ticket.row.seq] = ticket
+        self._wait(line, ticket)
         if line not in self._turns:
             self._turns.append(line)
         self._pump()
+
+    def _wait(self, line: Line, ticket: Ticket) -> None:
+        """What a request needs to know of other models is found out while it waits."""
+        line.waiting[ticket.row.seq] = ticket
+        if not _is_ready(ticket):
+            self._spawn(self._prepare(ticket, ticket.work))
 
     def depth(self, model: str | None = None) -> int:
         """Requests that wait or run."""
@@ -207,9 +216,22 @@ class Trainer:
             if not line.resident:
                 line.restoring = True
                 self._spawn(self._restore(line))
-            elif line.next_seq in line.waiting:
+            elif line.next_seq in line.waiting and _is_ready(line.waiting[line.next_seq]):
                 return line
         return None
+
+    async def _prepare(self, ticket: Ticket, work: Forward) -> None:
+        ready: Work
+        try:
+            with boundary(BackendError, f"the reference model '{work.reference}' failed"):
+                ready = await self._references.filled(work, ticket.row.owner)
+        except HeadraceError as exc:
+            if ticket.replay:
+                logger.warning("request %s cannot be run again after a restart: %s", ticket.row.id, exc)
+            ready = Broken(message=str(exc))
+        if ticket.work is work:  # it was not cancelled meanwhile
+            ticket.work = ready
+        self._pump()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -260,8 +282,7 @@ class Trainer:
             case Create():
                 return await self._create(ticket, model, work, also)
             case Forward():
-                run = self._host.forward_backward if work.backward else self._host.forward
-                out = await asyncio.wrap_future(run(model.id, work.data, work.loss))
+                out = await run_forward(self._host, model.id, work)
                 seconds = self._telemetry.spent(began)
                 if work.backward:
                     self._telemetry.forward(model.id, out, work.data, seconds=seconds)
@@ -439,7 +460,7 @@ class Trainer:
                 since=time.time(),
                 replay=True,
             )
-            line.waiting[row.seq] = ticket
+            self._wait(line, ticket)
         line.next_seq, line.resident, line.restoring = model.saved_seq + 1, True, False
         line.unsaved = set()
         self._pump()
@@ -449,8 +470,7 @@ class Trainer:
         match ticket.work:
             case Forward(backward=True) if ended_well:
                 began = time.perf_counter()
-                run = self._host.forward_backward(line.model, ticket.work.data, ticket.work.loss)
-                out = await asyncio.wrap_future(run)
+                out = await run_forward(self._host, line.model, ticket.work)
                 seconds = self._telemetry.spent(began)
                 self._telemetry.forward(line.model, out, ticket.work.data, seconds=seconds)
             case Step():
@@ -472,6 +492,10 @@ class Trainer:
         idle.sort(key=lambda line: line.used)
         for line in idle[: max(0, self.num_resident + 1 - self._max_resident)]:
             await self.rest(line.model)
+
+
+def _is_ready(ticket: Ticket) -> bool:
+    return not isinstance(ticket.work, Forward) or ticket.work.reference is None
 
 
 def _step_metrics(step: StepOut, work: Step) -> dict[str, float]:

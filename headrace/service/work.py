@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from headrace.errors import RequestError
 from headrace.service import bodies
 from headrace.service.losses import to_training
+from headrace.service.preparation import GaeSettings, take_preparation
 from headrace.service.records import Kind, check_name, split_path
 from headrace.service.wire import parse_forward, read_forward
 from headrace.types import Adam, Datum, Discard, LossSpec
@@ -28,9 +29,13 @@ class Create:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
+    """`reference`: whose log-probs the data lack still; `gae`: how their advantages are to be made."""
+
     loss: LossSpec
     data: tuple[Datum, ...]
     backward: bool
+    reference: str | None = None
+    gae: GaeSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +99,12 @@ def _forward(body: bytes) -> Work:
 def forward_work(message: Any) -> Work:
     """From a message that is parsed already."""
     try:
-        asked = read_forward(message)
-        loss, data = to_training(asked)
+        asked, preparation = take_preparation(read_forward(message))
+        loss, data = to_training(asked, preparation)
     except RequestError as exc:
         return Broken(message=str(exc))
-    return Forward(loss=loss, data=data, backward=not asked.forward_only)
+    backward = not asked.forward_only
+    return Forward(loss=loss, data=data, backward=backward, reference=preparation.reference, gae=preparation.gae)
 
 
 def _step(body: bytes) -> Work:

@@ -58,6 +58,9 @@ def served(
     keys: bool = True,
     port: int = 0,
     full: bool = False,
+    renderer: Any = None,
+    references: Any = None,
+    rewards: Any = None,
 ) -> Iterator[Served]:
     host = host or FakeHost()
     card = card or ModelCard(
@@ -69,10 +72,12 @@ def served(
         full=full,
     )
     journal = Journal(str(folder / "journal.sqlite"))
-    service = Service(host, card, journal, folder, limits=limits or Limits(poll_s=5.0))
+    service = Service(
+        host, card, journal, folder, limits=limits or Limits(poll_s=5.0), references=references, rewards=rewards
+    )
     names = ((KEY, "alice"), (OTHER_KEY, "bob")) if keys else ()
     access = Access([HashedKey(owner=name, sha256=hash_key(key), quota=quota or Quota()) for key, name in names])
-    with serving(make_app(service, access, flags=flags), port=port) as url:
+    with serving(make_app(service, access, flags=flags, renderer=renderer), port=port) as url:
         running = Served(url=url, host=host, service=service, access=access, folder=folder)
         try:
             yield running

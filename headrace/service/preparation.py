@@ -1,0 +1,116 @@
+"""What a request asks the server to find out before it trains: log-probs under a reference model, advantages by GAE.
+
+Both are asked for in `loss_fn_config`. Here they are read and checked; `references` and `gae` compute.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.algo.loss import LossFn, loss_inputs
+from headrace.errors import RequestError
+from headrace.service.wire import WireForward
+from headrace.types import Datum
+
+REFERENCE, GAMMA, LAMBDA, WHITEN = "reference_model", "gae_gamma", "gae_lambda", "gae_whiten"
+REFERENCE_LOGPROBS, WEIGHTS, REWARDS, DONES = "reference_logprobs", "weights", "rewards", "dones"
+ESTIMATED = ("advantages", "returns", "values", "value_weights")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaeSettings:
+    """`whiten`: advantages of the request get mean 0 and standard deviation 1 over its sampled tokens."""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """`reference`: whose log-probs; `gae`: advantages from the model's own values. None: not asked for."""
+
+    reference: str | None = None
+    gae: GaeSettings | None = None
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        """Arrays that the data get."""
+        return (*((REFERENCE_LOGPROBS,) if self.reference is not None else ()), *(ESTIMATED if self.gae else ()))
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Inputs that are read here, if not by the loss."""
+        return (WEIGHTS, REWARDS, DONES) if self.gae else ()
+
+
+NOTHING = Preparation()
+
+
+def take_preparation(asked: WireForward) -> tuple[WireForward, Preparation]:
+    """The request without what is asked of the server, and that; raises RequestError."""
+    config = dict(asked.config)
+    reference = config.pop(REFERENCE, None)
+    if reference is not None and not (isinstance(reference, str) and reference):
+        raise RequestError(f"'{REFERENCE}' must be a text: base, a tinker:// path, or a name that this server knows")
+    wanted = [name for name in (GAMMA, LAMBDA, WHITEN) if name in config]
+    gae = None
+    if wanted:
+        gamma, lam, whiten = (
+            _share(config.pop(name, default), name)
+            for name, default in ((GAMMA, GaeSettings().gamma), (LAMBDA, GaeSettings().lam), (WHITEN, 0.0))
+        )
+        gae = GaeSettings(gamma=gamma, lam=lam, whiten=bool(whiten))
+    return replace(asked, config=config), Preparation(reference=reference, gae=gae)
+
+
+def check_prepared(preparation: Preparation, loss: LossFn, name: str, data: Sequence[Datum]) -> None:
+    """Raises RequestError when what is asked for is of no use to the loss, is there already, or cannot be computed."""
+    inputs = loss_inputs(loss)
+    read = {*inputs.required, *inputs.optional}
+    if preparation.reference is not None and REFERENCE_LOGPROBS not in read:
+        raise RequestError(
+            f"loss '{name}' reads no {REFERENCE_LOGPROBS}: leave {REFERENCE} out, or add a term, as in "
+            f"'{name} + reference_kl_k3'"
+        )
+    if preparation.gae is not None and not read & {"advantages", "returns"}:
+        raise RequestError(f"loss '{name}' reads neither advantages nor returns: leave {GAMMA} and {LAMBDA} out")
+    for index, datum in enumerate(data):
+        given = [each for each in preparation.provides if each in datum.arrays]
+        if given:
+            raise RequestError(f"datum {index} has '{given[0]}', which the server was asked to compute: choose one")
+        if preparation.gae is not None:
+            _check_rewards(datum, index)
+        if preparation.reference is not None:
+            _check_next_tokens(datum, index)
+
+
+def _check_next_tokens(datum: Datum, index: int) -> None:
+    """A reference model scores a sequence of tokens, so targets have to be the next ones where they count."""
+    if datum.targets.ndim != 1:
+        raise RequestError(f"datum {index}: a {REFERENCE} needs one target per token")
+    counts = datum.arrays[WEIGHTS][:-1] != 0
+    if (datum.targets[:-1][counts] != datum.inputs[1:][counts]).any():
+        raise RequestError(f"datum {index}: a {REFERENCE} needs targets that are the next tokens of model_input")
+
+
+def _check_rewards(datum: Datum, index: int) -> None:
+    if datum.targets.ndim != 1:
+        raise RequestError(f"datum {index}: GAE needs one target per token")
+    for name in (REWARDS, WEIGHTS):
+        if name not in datum.arrays:
+            what = "1 for every sampled token, 0 elsewhere" if name == WEIGHTS else "one per token"
+            raise RequestError(f"datum {index}: GAE needs the input '{name}', {what}")
+    unsampled = datum.arrays[WEIGHTS] == 0
+    for name in (REWARDS, DONES):
+        if name in datum.arrays and datum.arrays[name][unsampled].any():
+            raise RequestError(f"datum {index}: {name} must be 0 where weights is: no token was sampled there")
+    if DONES in datum.arrays and not np.isin(datum.arrays[DONES], (0.0, 1.0)).all():
+        raise RequestError(f"datum {index}: dones must be 1 where an episode ends, and 0 elsewhere")
+
+
+def _share(value: float | str, name: str) -> float:
+    if isinstance(value, str) or not 0.0 <= value <= 1.0:
+        raise RequestError(f"'{name}' must be a number from 0 to 1, not {value!r}")
+    return float(value)

@@ -1,0 +1,117 @@
+"""Models that others are compared with, by name: the base, saved and sampled weights of this server, and frozen models
+that its owner named.
+
+The base and its adapters are scored by the host, which has them already; frozen models by whoever loads them
+(`train/references.py`), on threads of their own, or in another process (`reference_client.py`).
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from headrace.algo.scalar_data import all_tokens
+from headrace.errors import ModelError, boundary
+from headrace.service.host import Full, ModelHost
+from headrace.service.open_samplers import BASE, OpenSamplers
+from headrace.service.preparation import REFERENCE_LOGPROBS
+from headrace.service.records import SCHEME, Model, SamplerRecord
+from headrace.service.registry import Registry, Unknown
+from headrace.service.work import Forward
+from headrace.types import Datum, FloatArray, float_array
+
+Score = Callable[[Sequence[Datum]], Sequence[FloatArray]]  # log-probs of targets, at the data's temperatures
+AT_ONCE = 2  # requests of one owner; the others of his wait
+THREADS = 2
+SCORE_TOKENS = 4096  # handed to the host at a time, so that others come between
+
+
+class References:
+    """Lives on one event loop. `named`: the frozen models; each of their functions is called on a thread."""
+
+    def __init__(
+        self, host: ModelHost, registry: Registry, samplers: OpenSamplers, named: Mapping[str, Score] | None = None
+    ) -> None:
+        self._host, self._registry, self._samplers = host, registry, samplers
+        self.named: Mapping[str, Score] = named or {}
+        self._limits: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+        self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
+
+    async def filled(self, work: Forward, owner: str) -> Forward:
+        """The request with the log-probs that it lacks. Raises RequestError, ModelError, SamplerError."""
+        assert work.reference is not None
+        found = await self.score(work.reference, owner, work.data)
+        data = tuple(
+            replace(datum, arrays={**datum.arrays, REFERENCE_LOGPROBS: logprobs})
+            for datum, logprobs in zip(work.data, found, strict=True)
+        )
+        return replace(work, data=data, reference=None)
+
+    async def score(self, name: str, owner: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
+        """Log-probs of the targets, which are the next tokens."""
+        async with self._limits[owner]:
+            if name in self.named:
+                with boundary(ModelError, f"the reference model '{name}' failed"):
+                    score, loop = self.named[name], asyncio.get_running_loop()
+                    return tuple(await loop.run_in_executor(self._threads, score, data))
+            async with self._samplers.using(self.policy(name, owner)) as sampler:
+                return await self._score(sampler, data)
+
+    def policy(self, name: str, owner: str) -> SamplerRecord:
+        """Weights of this server that do not change: the base, a checkpoint, a sampling session. Raises Unknown."""
+        if name == BASE:
+            return SamplerRecord(id=BASE, session="", owner=owner, base_model=BASE)
+        if name.startswith(SCHEME):
+            found = self._registry.checkpoint(name, owner)
+            return SamplerRecord(
+                id=name, session="", owner=owner, base_model=found.base_model, model_path=name, created=time.time(),
+                full=isinstance(found.spec, Full),
+            )  # fmt: skip
+        if name in self._registry.samplers:
+            return self._registry.sampler(name, owner)
+        known = ", ".join(sorted(self.named)) or "none are named here"
+        raise Unknown(
+            f"there is no model '{name[:200]}' to compare with: give base, a tinker:// path, a sampling session, "
+            f"or a frozen model of this server ({known})"
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _score(self, sampler: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
+        out: dict[int, FloatArray] = {}
+        for indices in _batches(data):
+            sequences = [all_tokens(data[index]) for index in indices]
+            scores = await self._host.score(sampler, sequences, data[indices[0]].temperature)
+            for index, found in zip(indices, scores, strict=True):
+                out[index] = float_array(found[1:])  # nothing is before the first token
+        return tuple(out[index] for index in range(len(data)))
+
+
+def state_of(model: Model) -> SamplerRecord:
+    """A model as it was when it was last saved; one that was never trained is the base."""
+    return SamplerRecord(
+        id=f"{model.id}@{model.saved_seq}",
+        session=model.session,
+        owner=model.owner,
+        base_model=model.base_model,
+        folder=model.folder,
+        created=time.time(),
+        full=isinstance(model.spec, Full),
+    )
+
+
+def _batches(data: Sequence[Datum]) -> list[list[int]]:
+    """Data of one temperature, a few thousand tokens at a time."""
+    batches: list[list[int]] = []
+    size = 0
+    for index in sorted(range(len(data)), key=lambda place: data[place].temperature):
+        last = data[batches[-1][0]] if batches else None
+        if last is None or last.temperature != data[index].temperature or size + data[index].num_tokens > SCORE_TOKENS:
+            batches.append([])
+            size = 0
+        batches[-1].append(index)
+        size += data[index].num_tokens + 1
+    return batches
