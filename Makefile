@@ -29,6 +29,8 @@ COOKBOOK := tinker-cookbook==0.5.8 chz==0.4.0 blobfile==3.3.0 pyrage==1.4.0 tml-
 # Only for the tests that compare with it, in a folder of its own: it wants an openai of long ago.
 REWARD_KIT := reward-kit==0.4.1 openai==1.78.1 aiohttp==3.14.5 aiohappyeyeballs==2.7.1 aiosignal==1.4.0 frozenlist==1.8.0 \
 	multidict==7.2.1 propcache==0.5.4 yarl==1.25.1
+# An old release of the SDK that `headrace serve` is for, for the test that trains with it beside the present one.
+OLD_SDK := $(VENV)/tinker-0.25.0
 PYTEST_ARGS ?=
 SLOW_BENCHES := bench/staleness_quality.py
 
@@ -44,7 +46,7 @@ demo: $(CORE)
 	$(BIN)/headrace demo
 
 # Two processes of one arithmetic thread each: two threads in each of them would wait for one another.
-test: $(DEV) $(CHROMIUM)
+test: $(DEV) $(CHROMIUM) $(OLD_SDK)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n 2 $(PYTEST_ARGS)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
@@ -95,6 +97,11 @@ $(VENV)/cookbook: $(DEV)
 	rm -rf $@
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(COOKBOOK)
 	@touch $@
+
+$(OLD_SDK): | $(DEV)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $@ $(subst tinker-,tinker==,$(notdir $@)) \
+		|| echo "$(notdir $@) cannot be installed here: the test of an old SDK will be skipped"
+	@mkdir -p $@ && touch $@
 
 # The report is looked at in a real browser. Without one that test is skipped and says so.
 $(CHROMIUM): | $(BIN)/python
