@@ -10,12 +10,12 @@ from headrace.protocols import MetricSink
 
 
 def gpu_values() -> dict[str, float]:
-    """Of the current CUDA device; nothing where there is none. The share of time it was busy needs nvidia-ml-py.
+    """Of the CUDA device that this process uses, if it uses one. The share of time it was busy needs nvidia-ml-py.
 
     `perf/gpu_memory_used_gb` is what all programs on the device have taken, `perf/gpu_memory_peak_gb` the most that
     tensors of this one ever took, both in 10^9 bytes.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     free, total = torch.cuda.mem_get_info()
     values = {

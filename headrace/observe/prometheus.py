@@ -43,7 +43,7 @@ def exposition(families: Iterable[Family]) -> str:
     >>> print(exposition([Family(name="headrace_step", help="steps", samples=[((("stage", "rl"),), 3)])]), end="")
     # HELP headrace_step steps
     # TYPE headrace_step gauge
-    headrace_step{stage="rl"} 3.0
+    headrace_step{stage="rl"} 3
     """
     lines = []
     for family in families:
@@ -181,4 +181,6 @@ def _escaped(value: str) -> str:
 def _number(value: float) -> str:
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
-    return "NaN" if math.isnan(value) else repr(float(value))
+    if math.isnan(value):
+        return "NaN"
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))

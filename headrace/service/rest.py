@@ -20,8 +20,10 @@ from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 
 from headrace.errors import RequestError
+from headrace.observe.prometheus import MEDIA_TYPE
 from headrace.service import bodies
 from headrace.service.access import Access, Tenant
+from headrace.service.figures import prometheus_text
 from headrace.service.futures import Done
 from headrace.service.host import AdapterSpec
 from headrace.service.records import Checkpoint, Kind, Model, checkpoint_path, rank_of, split_path
@@ -297,31 +299,6 @@ def _beside(routes: APIRouter, service: Service, access: Access, who: Any) -> No
 
     @routes.get("/metrics")
     async def metrics(who: Tenant = who) -> Response:
-        return PlainTextResponse(_prometheus(service, access), media_type="text/plain; version=0.0.4")
-
-
-def _prometheus(service: Service, access: Access) -> str:
-    """Figures of the whole server in the text format of Prometheus."""
-    gauges = {
-        "headrace_open_requests": service.board.num_open,
-        "headrace_training_queue": service.trainer.depth(),
-        "headrace_sampling_queue": service.sampling.depth,
-        "headrace_running_sequences": service.sampling.running,
-        "headrace_open_polls": access.num_polls,
-        "headrace_models": len(service.registry.models),
-        "headrace_resident_models": service.trainer.num_resident,
-        "headrace_sessions": len(service.registry.sessions),
-    }
-    counters = {
-        "headrace_training_requests_total": service.trainer.clock,
-        "headrace_sampled_tokens_total": service.sampling.num_tokens,
-        "headrace_refused_total": access.num_refused,
-    }
-    lines = [f"# TYPE {name} gauge\n{name} {value}" for name, value in gauges.items()]
-    lines += [f"# TYPE {name} counter\n{name} {value}" for name, value in counters.items()]
-    lines.append("# TYPE headrace_training_seconds_total counter")
-    lines += [
-        f'headrace_training_seconds_total{{kind="{kind}"}} {seconds:.6f}'
-        for kind, seconds in sorted(service.trainer.seconds.items())
-    ]
-    return "\n".join(lines) + "\n"
+        """Of the whole server, and of the caller's own models."""
+        text = prometheus_text(service, access, lambda labels: labels["owner"] == who.name)
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)

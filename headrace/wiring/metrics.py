@@ -1,23 +1,25 @@
 """[metrics] to sinks: what a run's stages and a service's models log to besides metrics.jsonl."""
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.config import Config, to_mapping
 from headrace.config.tree import Alert, Metrics
-from headrace.errors import ConfigError
-from headrace.model.load import choose_device
+from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.alerts import AlertRule, AlertSink
 from headrace.observe.datadog import DatadogSink
-from headrace.observe.gpu import MeasuredSink, gpu_values
 from headrace.observe.prometheus import Exporter, Gauges, Labels, PrometheusSink, exposition
-from headrace.observe.sinks import SpareSink, TensorBoardSink
+from headrace.observe.sinks import JsonlSink, SpareSink, TeeSink, TensorBoardSink
 from headrace.observe.wandb_sink import WandbSink
 from headrace.observe.webhook import Webhook
 from headrace.protocols import MetricSink
+from headrace.service.telemetry import Source
+
+logger = logging.getLogger(__name__)
 
 ENV = "env:"
 
@@ -38,18 +40,22 @@ class Told:
 class Outlets:
     """What [metrics] asks for, opened once: a scrape endpoint, webhooks. Each stage or model gets sinks over it.
 
-    Raises ConfigError for what cannot be opened: a port that is taken, an environment variable that is not set.
+    `text` is what the endpoint answers, unless it is the last values of `gauges`. Raises ConfigError for what cannot be
+    opened: a port that is taken, an environment variable that is not set.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(
+        self, metrics: Metrics, gauges: Gauges | None = None, *, text: Callable[[], str] | None = None
+    ) -> None:
         self._metrics = metrics
-        self.gauges = Gauges()
+        self._gauges = gauges or Gauges()
         self._rules = [_rule(number, alert) for number, alert in enumerate(metrics.alerts)]
         self._webhooks = {rule.webhook: Webhook(rule.webhook) for rule in self._rules if rule.webhook is not None}
         self.exporter: Exporter | None = None
         if "prometheus" in metrics.sinks:
             c = metrics.prometheus
-            self.exporter = Exporter(lambda: exposition(self.gauges.families()), host=c.host, port=c.port)
+            told = text or (lambda: exposition(self._gauges.families()))
+            self.exporter = Exporter(told, host=c.host, port=c.port)
 
     def sinks(self, told: Told) -> list[MetricSink]:
         """Those that `metrics.sinks` names, and the alerts; each can fail without the run."""
@@ -81,7 +87,7 @@ class Outlets:
                     config=told.config,
                 )
             case "prometheus":
-                return PrometheusSink(self.gauges, told.labels)
+                return PrometheusSink(self._gauges, told.labels)
             case "datadog":
                 tags = [f"{label}:{value}" for label, value in told.labels]
                 return DatadogSink(
@@ -98,9 +104,17 @@ def told_by(config: Config, folder: Path, *, stage: str, start: int) -> Told:
     return Told(run=folder.name, stage=stage, folder=folder, labels=labels, config=shown, purge_step=start + 1)
 
 
-def measured(sink: MetricSink, config: Config) -> MetricSink:
-    """With how busy and how full the GPU is in every record, where one is trained on."""
-    return MeasuredSink(sink, gpu_values) if choose_device(config.model.device) == "cuda" else sink
+def model_sink(outlets: Outlets, folder: Path, source: Source) -> MetricSink:
+    """The records of a served model, or of the server itself: a file of its own in `folder`/metrics, and what is asked
+    for beside. What cannot be opened beside is said in the log, and the file goes on."""
+    file = folder / "metrics" / f"{source.name.replace(':', '_')}.jsonl"
+    told = Told(run=folder.name, stage=source.name, folder=folder, labels=source.labels, config={})
+    kept = JsonlSink(file, stage=source.name)
+    try:
+        return TeeSink(kept, *outlets.sinks(told))
+    except HeadraceError as exc:
+        logger.error("%s: only %s has the metrics of this model", exc, file)
+        return kept
 
 
 def _rule(number: int, alert: Alert) -> AlertRule:

@@ -1,5 +1,6 @@
 """What a small run of all stages logs, where it goes, and that docs/metrics.md names every number of it."""
 
+import ast
 import json
 import re
 import socket
@@ -172,3 +173,89 @@ def test_a_run_may_go_on_with_other_sinks(logged: Logged) -> None:
     config = load_checked(file, ['metrics.sinks=["prometheus"]', "metrics.prometheus.port=0"], command="train")
     resumed = wiring.train(config, config_text_path=file, resume=logged.result.folder)
     assert resumed.figures == logged.result.figures
+
+
+# --- the document ----------------------------------------------------------------------------------------------------
+
+DOCUMENT = ROOT / "docs" / "metrics.md"
+AREAS = "loss|train|data|critic|reward|credit|rollout|histogram|staleness|correction|eval|time|perf|server"
+ANY_OF_AN_AREA = ("rollout/", "critic/", "server/")  # put before names that are elsewhere in the source
+METRIC = re.compile(rf"(?:{AREAS})/[a-z0-9_@]+")
+
+
+def documented() -> set[str]:
+    """The names in the first cells of the tables under "Every metric"; `<...>` is what varies."""
+    _, _, text = DOCUMENT.read_text(encoding="utf-8").partition("## Every metric")
+    text, _, _ = text.partition("### By the names of other systems")
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def described(name: str) -> bool:
+    patterns = [".+".join(map(re.escape, re.split(r"<\w+>", known))) for known in documented()]
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What strings there are in the source: whole names of metrics, words, and f-strings as regular expressions."""
+
+    names: set[str]
+    words: set[str]
+    patterns: set[str]
+
+    def has(self, name: str) -> bool:
+        """Whether a name can come out of the source, whole or put together from its area and the rest."""
+        tail = name.partition("/")[2]
+        return (
+            name in self.names
+            or tail in self.words
+            or any(re.fullmatch(pattern, text) for pattern in self.patterns for text in (name, tail))
+        )
+
+
+def read_source() -> Source:
+    found = Source(set(), set(), set())
+    for file in (ROOT / "headrace").rglob("*.py"):
+        if file.name == "testing.py":  # fakes
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        parts = {id(part) for node in joined for part in node.values}
+        for node in joined:
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+            literal = "".join(text for text in texts if isinstance(text, str))
+            if re.fullmatch(r"[a-z0-9_@/]{4,}", literal) and literal not in ANY_OF_AN_AREA:
+                found.patterns.add("".join(".*" if text is None else re.escape(str(text)) for text in texts))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+                found.words.update((node.value, node.value.partition("/")[2]))
+                if METRIC.fullmatch(node.value) and not node.value.endswith("_"):
+                    found.names.add(node.value)
+    return found
+
+
+def test_every_number_of_a_run_is_described(logged: Logged) -> None:
+    names = {name for record in read_metrics(logged.result.folder / "metrics.jsonl") for name in record.values}
+    assert len(names) > 60
+    assert not sorted(name for name in names if not described(name))
+
+
+def test_every_metric_in_the_source_is_described() -> None:
+    names = read_source().names
+    assert len(names) > 100
+    assert not sorted(name for name in names if not described(name))
+
+
+def test_every_name_that_is_described_is_measured_somewhere() -> None:
+    source = read_source()
+    assert not source.has("rollout/unheard_of")
+    examples = {re.sub(r"<\w+>", "1", name) for name in documented()}
+    assert not sorted(name for name in examples if not source.has(name))
+
+
+def test_a_name_that_is_not_described_is_noticed() -> None:
+    assert described("eval/pass@16")
+    assert described("reward/close_enough/is_number")
+    assert not described("rollout/unheard_of")
+    assert not described("train/grad_norms")

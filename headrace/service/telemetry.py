@@ -1,0 +1,213 @@
+"""What the service measures: one record for each update of a model, one for the server now and then.
+
+Numbers have the names that a run's have (docs/metrics.md). The last of each is kept for GET /metrics; records go to
+sinks on a thread of their own, so no request waits for a disk or a network, and none fails because of them.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.errors import HeadraceError, RunFolderError, boundary
+from headrace.observe.gpu import gpu_values
+from headrace.observe.prometheus import Gauges, Labels
+from headrace.protocols import MetricSink
+from headrace.types import Adam, Datum, Discard, ForwardOut, Metric, Metrics, StepOut, Sum, metric_values
+
+logger = logging.getLogger(__name__)
+
+SERVER = "server"
+MAX_WAITING = 4096
+MAX_OPEN = 64
+CLOSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Whose numbers they are: a model and its owner, or `SERVER`, whose are nobody's."""
+
+    name: str
+    owner: str = ""
+
+    @property
+    def labels(self) -> Labels:
+        return (("model", self.name), ("owner", self.owner))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    source: Source
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Accumulated:
+    """What the forward_backward requests since the last update measured."""
+
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    trained: int = 0
+    computed: int = 0
+    seconds: float = 0.0
+    requests: int = 0
+
+
+class Telemetry:
+    """Measures on the event loop; `open_sink` is called, and what it gives is used, on the telemetry's own thread.
+
+    At most `max_open` sinks are open, those that were used last. When `max_waiting` records wait, new ones are lost.
+    """
+
+    def __init__(
+        self,
+        open_sink: Callable[[Source], MetricSink] | None = None,
+        *,
+        max_open: int = MAX_OPEN,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        assert max_open > 0
+        self.gauges = Gauges()
+        self.num_lost = 0
+        self._sinks = None if open_sink is None else _Sinks(open_sink, max_open)
+        self._waiting: queue.Queue[Record | None] = queue.Queue(maxsize=max_waiting)
+        self._thread: threading.Thread | None = None
+        self._accumulated: dict[str, _Accumulated] = {}
+        self._free = 0.0  # when the host had last ended something
+        self._server_records = 0
+
+    # --- what the trainer says ---
+
+    def spent(self, began: float) -> float:
+        """Seconds that a request which has just ended had the host, which runs one after another."""
+        now = time.perf_counter()
+        seconds, self._free = now - max(began, self._free), now
+        return seconds
+
+    def forward(self, model: str, out: ForwardOut, data: Sequence[Datum], *, seconds: float) -> None:
+        """A forward_backward that has ended well; it counts with the next update."""
+        so_far = self._accumulated.setdefault(model, _Accumulated())
+        so_far.metrics = _merged(so_far.metrics, {"loss/total": Sum(out.loss), **out.metrics})
+        so_far.trained += sum(int((datum.arrays["weights"] != 0).sum()) for datum in data if "weights" in datum.arrays)
+        so_far.computed += sum(datum.num_tokens for datum in data)
+        so_far.seconds += seconds
+        so_far.requests += 1
+
+    def forget(self, model: str) -> None:
+        """What was accumulated is gone: a failed update, loaded weights, a model that is brought back."""
+        self._accumulated.pop(model, None)
+
+    def step(
+        self, model: str, owner: str, out: StepOut, update: Adam | Discard, *, seconds: float, depth: int
+    ) -> Record | None:
+        """The record of an update; None for one that was asked to discard."""
+        so_far = self._accumulated.pop(model, _Accumulated())
+        if isinstance(update, Discard):
+            return None
+        values = {
+            **metric_values(_merged(so_far.metrics, out.metrics)),
+            "train/grad_norm": out.grad_norm,
+            "train/learning_rate": update.learning_rate,
+            "train/skipped_updates": float(not out.updated),
+            "train/trained_tokens": float(so_far.trained),
+            "train/computed_tokens": float(so_far.computed),
+            "perf/forward_backward_ms": 1000 * so_far.seconds,
+            "perf/forward_backward_requests": float(so_far.requests),
+            "perf/optim_step_ms": 1000 * seconds,
+            "perf/queue_depth": float(depth),
+        }
+        return Record(source=Source(name=model, owner=owner), step=out.num_updates, values=values)
+
+    def log(self, record: Record) -> None:
+        """Returns at once."""
+        self.gauges.put(record.source.labels, record.step, record.values)
+        self._hand_over(record)
+
+    def log_server(self, figures: Mapping[str, float]) -> None:
+        """Figures of the whole server, and of the GPU, if one is used; not for tenants."""
+        self._server_records += 1
+        values = {**{f"server/{name}": float(value) for name, value in figures.items()}, **gpu_values()}
+        self._hand_over(Record(source=Source(name=SERVER), step=self._server_records, values=values))
+
+    # --- sinks ---
+
+    def _hand_over(self, record: Record) -> None:
+        if self._sinks is None:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="headrace-telemetry", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                logger.warning("metrics are left out: %d records wait for their sinks", self._waiting.maxsize)
+
+    def _write_all(self) -> None:
+        assert self._sinks is not None
+        while (record := self._waiting.get()) is not None:
+            self._sinks.log(record)
+        self._sinks.close()
+
+    def close(self) -> None:
+        """Returns when all that was logged is written, or after `CLOSE_S`."""
+        if self._thread is None:
+            return
+        ends = time.monotonic() + CLOSE_S
+        try:
+            self._waiting.put(None, timeout=CLOSE_S)
+            self._thread.join(max(0.0, ends - time.monotonic()))
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            logger.warning("some metrics are not written: their sinks did not take them in %.0f s", CLOSE_S)
+        self._thread = None
+
+
+class _Sinks:
+    """The open sinks by source. A sink that fails is told of once, and its source has none from then on."""
+
+    def __init__(self, open_sink: Callable[[Source], MetricSink], max_open: int) -> None:
+        self._open_sink, self._max_open = open_sink, max_open
+        self._sinks: OrderedDict[Source, MetricSink] = OrderedDict()
+        self._broken: set[Source] = set()
+
+    def log(self, record: Record) -> None:
+        source = record.source
+        if source in self._broken:
+            return
+        try:
+            with boundary(RunFolderError, f"the metrics of {source.name} cannot be written any more"):
+                if source not in self._sinks:
+                    self._sinks[source] = self._open_sink(source)
+                self._sinks.move_to_end(source)
+                self._sinks[source].log(record.step, record.values)
+        except HeadraceError as exc:
+            self._broken.add(source)
+            logger.error("%s", exc)
+        while len(self._sinks) > self._max_open:
+            self._close_one(self._sinks.popitem(last=False)[1])
+
+    def close(self) -> None:
+        while self._sinks:
+            self._close_one(self._sinks.popitem(last=False)[1])
+
+    def _close_one(self, sink: MetricSink) -> None:
+        try:
+            with boundary(RunFolderError, "a sink of metrics cannot be closed"):
+                sink.close()
+        except HeadraceError as exc:
+            logger.error("%s", exc)
+
+
+def _merged(left: Metrics, right: Metrics) -> dict[str, Metric]:
+    """As `merge_metrics`; but tenants may mix losses that measure one name in different ways: then the newer counts."""
+    merged: dict[str, Metric] = dict(left)
+    for name, metric in right.items():
+        before = merged.get(name)
+        merged[name] = before.merge(metric) if type(before) is type(metric) else metric  # type: ignore[arg-type]
+    return merged
