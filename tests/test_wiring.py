@@ -209,7 +209,14 @@ def python(folder: Path) -> str:
     return 'type="python", path="rows.py:rows"'
 
 
-@pytest.mark.parametrize("source", [parquet, dataset, python])
+def several_files(folder: Path) -> str:
+    (folder / "parts").mkdir()
+    for name, rows in (("b.jsonl", ROWS[5:]), ("a.jsonl", ROWS[:5])):
+        (folder / "parts" / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return 'type="jsonl", path="parts"'
+
+
+@pytest.mark.parametrize("source", [parquet, dataset, python, several_files])
 def test_the_same_rows_from_another_kind_of_source_give_the_same_run(
     source: Callable[[Path], str], bench: Bench
 ) -> None:
@@ -264,6 +271,15 @@ def test_a_reward_function_that_always_raises_is_named_by_the_first_evaluation_t
     source = 'eval.source={type="jsonl", path="tasks.jsonl", columns={prompt="question"}}'
     said = failure(bench, 'rl.rewards=[{fn="mine.py:broken"}]', source, "eval.tasks=3")
     assert said.startswith("none of the 3 held-out tasks could be played and scored; the first: reward broken: ")
+
+
+def test_a_reward_that_knows_no_success_is_not_called_one(bench: Bench) -> None:
+    source = 'eval.source={type="jsonl", path="tasks.jsonl", columns={prompt="question"}}'
+    length = 'rl.rewards=[{fn="length", kwargs={max_tokens=8, margin=8}}]'
+    result = bench.train(length, source, "eval.tasks=2", "rl.steps=1")
+    last = rl_records(result, "eval/reward")[-1]
+    assert result.figures["reward_rl"] == last.values["eval/reward"] < 0
+    assert not [name for name in result.figures if name.startswith("success")]
 
 
 def test_a_rollout_that_returns_no_episode_is_named(bench: Bench) -> None:

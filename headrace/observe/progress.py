@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 EVAL = "eval/pass@1"
+EVAL_REWARD = "eval/reward"  # shown where nothing says what success is
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("sft/loss", "loss", lambda value: f"{value:.4f}"),
     ("reward/mean", "reward", lambda value: f"{value:.3f}"),
@@ -24,6 +25,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss/entropy", "entropy", lambda value: f"{value:.3f}"),
     ("rollout/mismatch_k3", "mismatch", lambda value: f"{value:.1e}" if value else "0"),
     (EVAL, "held-out", lambda value: f"{100 * value:.1f}%"),
+    (EVAL_REWARD, "held-out reward", lambda value: f"{value:.3f}"),
 )
 
 
@@ -38,6 +40,8 @@ def step_line(stage: str, step: int, total: int, values: Mapping[str, float], et
         values = {**values, "sft/loss": values["loss/total"]}
     if "loss/entropy" not in values and "rollout/entropy" in values:  # few losses compute it; the samples estimate it
         values = {**values, "loss/entropy": values["rollout/entropy"]}
+    if EVAL in values:
+        values = {name: value for name, value in values.items() if name != EVAL_REWARD}
     parts += [f"{label} {_shown(values[name], form)}" for name, label, form in _COLUMNS if name in values]
     rate = values.get("perf/trained_tokens_per_s" if stage == "sft" else "perf/sampled_tokens_per_s")
     if rate is not None:

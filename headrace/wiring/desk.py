@@ -167,7 +167,8 @@ class Desk:
             label = "base" if step == 0 else self.name
             episodes = [scored for group in out.groups for scored in group.episodes]
             save_trajectories(self.run.folder.eval_rollouts(label), episodes, lean=True)
-            self.figures[f"success_{label}"] = out.score
+            judged = "success" if "eval/pass@1" in out.metrics else "reward"  # not every reward says what success is
+            self.figures[f"{judged}_{label}"] = out.score
             self.figures[f"malformed_{label}"] = values["eval/invalid_actions"]
             return out
 

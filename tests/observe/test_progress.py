@@ -34,7 +34,8 @@ def test_missing_values_are_left_out_and_odd_ones_shown_as_they_are() -> None:
     assert step_line("rl", 1, 9, {"reward/mean": math.nan, "rollout/mismatch_k3": 0.0}, None) == (
         "rl 1/9  reward nan  mismatch 0"
     )
-    assert step_line("rl", 5, 9, {"eval/pass@1": 0.78125}, None) == "rl 5/9  held-out 78.1%"
+    assert step_line("rl", 5, 9, {"eval/pass@1": 0.78125, "eval/reward": 0.5}, None) == "rl 5/9  held-out 78.1%"
+    assert step_line("rl", 5, 9, {"eval/reward": 3.5}, None) == "rl 5/9  held-out reward 3.500", "no success is known"
 
 
 def test_the_rest_takes_as_long_per_step_as_what_was_done() -> None:
