@@ -118,6 +118,11 @@ class Renderer:
             return None
         return int_array(so_far + after[end + 1 if closed else end :])
 
+    def encode(self, text: str) -> list[int]:
+        """Plain text as tokens, after the token that the tokenizer begins every text with, if there is one."""
+        begin = [self._tokenizer.bos_token_id] if _starts_with_bos(self._tokenizer) else []
+        return [*begin, *self._encode(text)]
+
     def decode(self, tokens: IntArray | Sequence[int]) -> str:
         """Text for people, environments and reward functions, without special and end-of-turn tokens."""
         return str(
@@ -224,8 +229,12 @@ def _plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
             "the tokenizer has neither a chat template nor an end-of-sequence token: set tokenizer.chat_template, "
             "or tokenizer.eos_token for the plain one"
         )
-    starts_with_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-    return "{{ bos_token }}" + PLAIN_TEMPLATE if starts_with_bos else PLAIN_TEMPLATE
+    return "{{ bos_token }}" + PLAIN_TEMPLATE if _starts_with_bos(tokenizer) else PLAIN_TEMPLATE
+
+
+def _starts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    begins: list[int] = list(tokenizer("a")["input_ids"])[:1]
+    return tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id]
 
 
 def _template_message(message: Message) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.errors import HeadraceError, JournalError, RequestError
+from headrace.render import Renderer
 from headrace.service import bodies
 from headrace.service.access import Access, Denied, Tenant, TooMany
+from headrace.service.completions import PREFIX, completion_refusal, completion_routes
 from headrace.service.evaluation_routes import evaluation_routes
 from headrace.service.futures import Done, Failed, Ticket
 from headrace.service.host import AdapterSpec
@@ -40,8 +42,10 @@ FLAGS: dict[str, object] = {
 }
 
 
-def make_app(service: Service, access: Access, *, flags: dict[str, object] | None = None) -> FastAPI:
-    """`flags` are added to what `client/config` tells the SDK."""
+def make_app(
+    service: Service, access: Access, *, flags: dict[str, object] | None = None, renderer: Renderer | None = None
+) -> FastAPI:
+    """`flags` are added to what `client/config` tells the SDK. With a `renderer` there are OpenAI's completions too."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -51,8 +55,12 @@ def make_app(service: Service, access: Access, *, flags: dict[str, object] | Non
     app = FastAPI(title="headrace", version=__version__, lifespan=lifespan)
 
     # async, though nothing is awaited: others would be run on threads, which is slow, and limits are counted on one
-    async def caller(x_api_key: Annotated[str | None, Header()] = None) -> Tenant:
-        return access.tenant(x_api_key)
+    async def caller(
+        x_api_key: Annotated[str | None, Header()] = None, authorization: Annotated[str | None, Header()] = None
+    ) -> Tenant:
+        """The SDK's header, or what OpenAI's clients send."""
+        bearer = authorization.removeprefix("Bearer ") if authorization else None
+        return access.tenant(x_api_key or bearer)
 
     async def worker(who: Annotated[Tenant, Depends(caller)]) -> Tenant:
         access.admit(who)
@@ -60,6 +68,8 @@ def make_app(service: Service, access: Access, *, flags: dict[str, object] | Non
 
     app.include_router(_core(service, access, caller, worker, {**FLAGS, **(flags or {})}))
     app.include_router(rest_routes(service, access, worker))
+    if renderer is not None:
+        app.include_router(completion_routes(service, access, renderer, worker))
     app.include_router(evaluation_routes(service.evaluator, access, worker))
     _refusals(app)
     app.add_middleware(_BodyLimit, limit=service.limits.body_bytes)
@@ -261,6 +271,8 @@ def _refusals(app: FastAPI) -> None:
     async def refused(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HeadraceError)
         status, headers = _status(exc)
+        if request.url.path.startswith(PREFIX):
+            return completion_refusal(exc, headers)
         if status >= 500:
             logger.error("%s %s: %s", request.method, request.url.path, exc)
             await asyncio.sleep(1.0)  # clients ask again at once

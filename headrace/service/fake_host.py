@@ -58,7 +58,8 @@ class _Model:
 class FakeHost:
     """`log` names every verb as it runs; `tick` is awaited before every sampled token, so tests decide how slow it is.
 
-    `hold` is called by the worker before every training verb: a test that blocks in it blocks the worker.
+    `hold` is called by the worker before every training verb: a test that blocks in it blocks the worker. `spell` says
+    how tokens read where stop strings are looked for.
     """
 
     vocabulary: int = 16
@@ -66,6 +67,7 @@ class FakeHost:
     seed: int = 0
     tick: Callable[[], Any] | None = None
     hold: Callable[[str], None] = lambda verb: None
+    spell: Callable[[list[int]], str] = lambda tokens: "".join(chr(97 + token) for token in tokens)
     log: list[str] = field(default_factory=list)
     base: Table = field(init=False)
     _models: dict[str, _Model] = field(init=False, default_factory=dict)
@@ -247,7 +249,9 @@ class FakeHost:
             drawn = int(np.searchsorted(np.cumsum(np.exp(tempered[last])), u))
             tokens.append(min(drawn, self.vocabulary - 1))
             last = tokens[-1]
-            if _stops(tokens, params.stop_tokens, params.stop_strings):
+            ends = (EOS,) if params.stop_tokens is None else params.stop_tokens
+            text = self.spell(tokens) if params.stop_strings else ""
+            if last in ends or any(text.endswith(string) for string in params.stop_strings):
                 stop = Stop.STOP
         before = [int(request.prompt[-1]), *tokens[:-1]]
         await asyncio.sleep(0)
@@ -302,12 +306,6 @@ def _table_gradient(table_VV: Table, inputs_T: IntArray, targets: IntArray, grad
         np.add.at(found, (inputs_T, wide[:, alternative]), weights[:, alternative])
         np.add.at(found, inputs_T, -weights[:, alternative, None] * np.exp(table_VV[inputs_T]))
     return found
-
-
-def _stops(tokens: list[int], stop_tokens: tuple[int, ...] | None, stop_strings: tuple[str, ...]) -> bool:
-    """Token n reads as the letter chr(97 + n) where stop strings are looked for."""
-    text = "".join(chr(97 + token) for token in tokens)
-    return tokens[-1] in ((EOS,) if stop_tokens is None else stop_tokens) or any(text.endswith(s) for s in stop_strings)
 
 
 def _read(folder: Path) -> tuple[dict[str, Table], dict[str, Any]]:

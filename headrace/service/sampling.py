@@ -23,7 +23,7 @@ from headrace.service.open_samplers import OpenSamplers
 from headrace.service.records import SamplerRecord
 from headrace.service.registry import Registry
 from headrace.service.wire import PROTOBUF, Array, Sampled, shaped, unfold, write_sample
-from headrace.types import IntArray, SampleRequest, SamplingParams, float_array, int_array
+from headrace.types import Completion, FloatArray, IntArray, SampleRequest, SamplingParams, float_array, int_array
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,25 @@ class Sampling:
             yield
         finally:
             self._give_back(sequences)
+
+    async def draw(self, sampler: SamplerRecord, request: SampleRequest) -> Completion:
+        """One sequence for whoever waits for it, in its owner's turn; nothing is journalled."""
+        async with self.turn(sampler.owner, 1), self.samplers.using(sampler) as name:
+            with boundary(SamplerError, "sampling failed"):
+                completion = await self.host.sample(name, request)
+        self.num_tokens += len(completion.tokens)
+        return completion
+
+    async def score(self, sampler: SamplerRecord, sequence: IntArray) -> FloatArray:
+        """Log-prob of every token given those before it; entry 0 is NaN."""
+        async with self.turn(sampler.owner, 1), self.samplers.using(sampler) as name:
+            (logprobs,) = await self.host.score(name, [sequence])
+        return logprobs
+
+    async def tops(self, sampler: SamplerRecord, sequence: IntArray, k: int) -> TopLogprobs:
+        """The k likeliest tokens at every position."""
+        async with self.turn(sampler.owner, 1), self.samplers.using(sampler) as name:
+            return await _ranking(self.host).top_logprobs(name, sequence, k)
 
     async def cancel(self, ticket: Ticket, outcome: Failed = CANCELLED) -> None:
         """Queued: it never starts. Running: its decoding is stopped."""

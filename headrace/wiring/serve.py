@@ -11,6 +11,7 @@ from headrace.errors import ConfigError, boundary
 from headrace.infer.engine import default_kv_tokens
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
 from headrace.model.tiny import save_tiny
+from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.service.access import Access, HashedKey, hash_key, new_key
 from headrace.service.app import make_app
@@ -70,7 +71,9 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         access = Access(keys)
         outlets = Outlets(config.metrics, telemetry.gauges, text=lambda: prometheus_text(service, access))
         with contextlib.closing(host), contextlib.closing(outlets), contextlib.closing(telemetry):
-            yield Opened(app=make_app(service, access, flags=dict(config.flags)), card=card, new_key=made)
+            renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+            app = make_app(service, access, flags=dict(config.flags), renderer=renderer)
+            yield Opened(app=app, card=card, new_key=made)
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:

@@ -11,21 +11,23 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from headrace.errors import HeadraceError
-from headrace.infer.endpoint.record import Call, EpisodeRecord, Samples
-from headrace.infer.endpoint.replies import completion_body, stream_events
+from headrace.infer.endpoint.record import EpisodeRecord, Samples
+from headrace.infer.endpoint.replies import Answer, completion_body, stream_events
 from headrace.infer.endpoint.wire import Refused, parse_request
 from headrace.render import Renderer
 from headrace.tool_calls import find_form
 from headrace.types import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
 MODEL = "policy"  # any other name is served as well, and repeated in the reply
@@ -104,7 +106,7 @@ class Endpoint:
         record = self._find(request)
         asked = parse_request(await _read(request))
         try:
-            call = await _while_connected(request, record.answer(asked))
+            call = await while_connected(request, record.answer(asked))
         except Refused:
             raise
         except HeadraceError as exc:
@@ -112,9 +114,9 @@ class Endpoint:
             raise Refused(str(exc), status=500) from exc
         id, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         if asked.stream:
-            events = stream_events(call, asked, self._renderer, id=id, created=created)
+            events = stream_events([Answer(call)], asked, self._renderer, id=id, created=created)
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        return JSONResponse(completion_body(call, asked, self._renderer, id=id, created=created))
+        return JSONResponse(completion_body([Answer(call)], asked, self._renderer, id=id, created=created))
 
 
 async def _read(request: Request) -> bytes:
@@ -126,7 +128,7 @@ async def _read(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Call]) -> Call:
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The work's result; it is cancelled when the program hangs up, because a reply nobody reads is no step."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:

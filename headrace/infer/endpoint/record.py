@@ -254,9 +254,9 @@ class EpisodeRecord:
         text = self._renderer.spoken(completion.tokens)
         parsed = Parsed(content="")
         if request.callable_tools:
-            parsed = parse_reply(_cut(text, params.stop_strings), self._form, request.callable_tools)
+            parsed = parse_reply(cut_at_stops(text, params.stop_strings), self._form, request.callable_tools)
         if not parsed.calls:
-            content = _cut(self._renderer.decode(completion.tokens), params.stop_strings)
+            content = cut_at_stops(self._renderer.decode(completion.tokens), params.stop_strings)
             return text, Message(role="assistant", content=content)
         calls = with_ids(parsed.calls, self._seed, number)
         return text, Message(role="assistant", content=parsed.content, tool_calls=calls)
@@ -266,9 +266,9 @@ def _unknown_episode() -> Refused:
     return Refused("there is no such episode, or it is over", status=404, code="unknown_episode")
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
+def cut_at_stops(text: str, stops: Sequence[str]) -> str:
     """
-    >>> _cut("one. two; three", (";", "."))
+    >>> cut_at_stops("one. two; three", (";", "."))
     'one'
     """
     return text[: min((place for place in (text.find(stop) for stop in stops) if place >= 0), default=len(text))]

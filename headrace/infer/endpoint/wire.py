@@ -6,7 +6,7 @@ something else than it asked for. Values that ask for nothing (null, a penalty o
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +25,7 @@ NEUTRAL: Mapping[str, Any] = {
     "modalities": ["text"],
 }
 MAX_STOPS = 16
+B = TypeVar("B", bound="Body")
 
 
 class Refused(HeadraceError):
@@ -39,7 +40,7 @@ class Refused(HeadraceError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class _In(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     def refuse_unknown(self, place: str = "") -> None:
@@ -51,23 +52,23 @@ class _In(BaseModel):
             )
 
 
-class PartIn(_In):
+class PartIn(Body):
     type: Literal["text"]
     text: str
 
 
-class FunctionCallIn(_In):
+class FunctionCallIn(Body):
     name: str
     arguments: str
 
 
-class ToolCallIn(_In):
+class ToolCallIn(Body):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCallIn
 
 
-class MessageIn(_In):
+class MessageIn(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[PartIn] | None = None
     name: str | None = None
@@ -88,21 +89,21 @@ class MessageIn(_In):
         )
 
 
-class FunctionIn(_In):
+class FunctionIn(Body):
     name: str = Field(min_length=1)
 
 
-class ToolIn(_In):
+class ToolIn(Body):
     type: Literal["function"]
     function: FunctionIn
 
 
-class StreamOptionsIn(_In):
+class StreamOptionsIn(Body):
     include_usage: bool = False
     include_obfuscation: bool = False  # a padding against eavesdroppers, which this endpoint never adds
 
 
-class ChatRequest(_In):
+class ChatRequest(Body):
     """The body of a call. Fields that are null mean the same as fields that are not there."""
 
     model: str
@@ -140,8 +141,24 @@ class ChatRequest(_In):
         return frozenset() if self.tool_choice == "none" else frozenset(tool.function.name for tool in self.tools or ())
 
 
-def parse_request(body: bytes) -> ChatRequest:
-    """Raises Refused with the name of the first field that cannot be honoured."""
+def parse_request(body: bytes, *, max_n: int = 1, max_tops: int = 0) -> ChatRequest:
+    """Raises Refused with the name of the first field that cannot be honoured.
+
+    `max_n`: replies to one request; `max_tops`: tokens that are told beside a sampled one.
+    """
+    request = parse_body(body, ChatRequest)
+    _check(request)
+    if not 1 <= (1 if request.n is None else request.n) <= max_n:
+        told = "1: a call is one turn of an episode, so ask again for another" if max_n == 1 else f"from 1 to {max_n}"
+        raise Refused(f"n must be {told}", param="n")
+    if not 0 <= (request.top_logprobs or 0) <= max_tops:
+        told = "0: only the log-probability of the sampled token is known" if not max_tops else f"from 0 to {max_tops}"
+        raise Refused(f"top_logprobs must be {told}", param="top_logprobs")
+    return request
+
+
+def parse_body(body: bytes, kind: type[B]) -> B:
+    """JSON as a request of that kind; raises Refused on what is malformed or unknown."""
     try:
         raw = json.loads(body)
     except (ValueError, RecursionError) as exc:
@@ -149,26 +166,19 @@ def parse_request(body: bytes) -> ChatRequest:
     if not isinstance(raw, dict):
         raise Refused("the body must be a JSON object")
     try:
-        request = ChatRequest.model_validate(raw)
+        request = kind.model_validate(raw)
     except ValidationError as exc:
         found = exc.errors(include_url=False, include_context=False)
         first = max(found, key=lambda error: len(error["loc"]))  # of a union's members, the one that came closest
         param = _param(first["loc"])
         raise Refused(f"{param}: {first['msg']}", param=param, code="invalid_value") from exc
-    _check(request)
+    request.refuse_unknown()
     return request
 
 
 def _check(request: ChatRequest) -> None:
-    request.refuse_unknown()
     for index, message in enumerate(request.messages):
         message.refuse_unknown(f"messages[{index}].")
-    if request.n not in (None, 1):
-        raise Refused("n must be 1: a call is one turn of an episode, so ask again for another", param="n")
-    if request.top_logprobs:
-        raise Refused(
-            "top_logprobs must be 0: only the log-probability of the sampled token is known", param="top_logprobs"
-        )
     if request.tool_choice not in (None, "auto", "none"):
         raise Refused(
             'tool_choice must be "auto" or "none": what is sampled cannot be forced to be a call', param="tool_choice"
@@ -176,11 +186,19 @@ def _check(request: ChatRequest) -> None:
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise Refused("max_tokens and max_completion_tokens differ: write one of them", param="max_tokens")
-    if "" in request.stops or len(request.stops) > MAX_STOPS:
+    check_stops(request.stops)
+    check_stream(request.stream, request.stream_options)
+
+
+def check_stops(stops: tuple[str, ...]) -> None:
+    if "" in stops or len(stops) > MAX_STOPS:
         raise Refused(f"stop must be a text or a list of at most {MAX_STOPS} texts, none of them empty", param="stop")
-    if request.stream_options is not None:
-        request.stream_options.refuse_unknown("stream_options.")
-        if not request.stream:
+
+
+def check_stream(stream: bool | None, options: StreamOptionsIn | None) -> None:
+    if options is not None:
+        options.refuse_unknown("stream_options.")
+        if not stream:
             raise Refused("stream_options are for stream = true only", param="stream_options")
 
 

@@ -1,0 +1,173 @@
+"""OpenAI's text completions: what a request may say, and its answers as bodies and events. Pure functions.
+
+A prompt is text or tokens, one or several of them. With `echo` it is repeated before what was sampled, its log-probs
+too, and `max_tokens` may be 0: so programs that score texts ask for nothing else.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from headrace.infer.endpoint.record import cut_at_stops
+from headrace.infer.endpoint.replies import LAST_EVENT, PIECE, sent_event, usage
+from headrace.infer.endpoint.wire import Body, Refused, StreamOptionsIn, check_stops, check_stream, parse_body
+from headrace.render import Renderer
+from headrace.types import Completion, FloatArray, IntArray, Stop, int_array
+
+Tops = Sequence[Mapping[int, float]]  # for every token the likeliest ones in its place
+MAX_PROMPTS = 256
+
+
+class TextRequest(Body):
+    """The body of a request. Fields that are null mean the same as fields that are not there."""
+
+    model: str
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    n: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0)
+    stream: bool | None = None
+    stream_options: StreamOptionsIn | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def parse_text(body: bytes, *, max_n: int, max_tops: int) -> TextRequest:
+    """Raises Refused with the name of the first field that cannot be honoured."""
+    request = parse_body(body, TextRequest)
+    check_stops(request.stops)
+    check_stream(request.stream, request.stream_options)
+    if not 1 <= (1 if request.n is None else request.n) <= max_n:
+        raise Refused(f"n must be from 1 to {max_n}", param="n")
+    if (request.logprobs or 0) > max_tops:
+        raise Refused(f"logprobs must be from 0 to {max_tops}", param="logprobs")
+    if request.max_tokens == 0 and not request.echo:
+        raise Refused("max_tokens may be 0 with echo = true only", param="max_tokens")
+    return request
+
+
+def read_prompts(request: TextRequest, renderer: Renderer, *, vocabulary: int) -> list[IntArray]:
+    """The tokens of every prompt; raises Refused."""
+    asked = request.prompt
+    several = asked if isinstance(asked, list) and (not asked or not isinstance(asked[0], int)) else [asked]
+    if len(several) > MAX_PROMPTS:
+        raise Refused(f"prompt may hold {MAX_PROMPTS} prompts", param="prompt")
+    prompts = [int_array(_clamped(renderer.encode(each) if isinstance(each, str) else each)) for each in several]
+    if not prompts or any(not len(prompt) for prompt in prompts):
+        raise Refused("prompt is empty: write at least one token", param="prompt")
+    if any(prompt.min() < 0 or prompt.max() >= vocabulary for prompt in prompts):
+        raise Refused(f"prompt holds a token outside of the vocabulary of {vocabulary}", param="prompt")
+    return prompts
+
+
+def _clamped(tokens: Any) -> Any:
+    """Numbers beyond those of any vocabulary as one that is beyond all of them."""
+    return [min(max(token, -1), 2**31 - 1) for token in tokens]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextAnswer:
+    """One choice. `completion` None: nothing was sampled; `scores` and `prompt_tops`: of a prompt that is repeated."""
+
+    prompt: IntArray
+    completion: Completion | None
+    scores: FloatArray | None = None
+    prompt_tops: Tops = ()
+    tops: Tops = ()
+
+
+def text_body(
+    answers: Sequence[TextAnswer], request: TextRequest, renderer: Renderer, *, id: str, created: int
+) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "text": _text(answer, request, renderer),
+            "logprobs": _logprobs(answer, request, renderer),
+            "finish_reason": _reason(answer),
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return {**_head(request, id, created), "choices": choices, "usage": _usage(answers, request)}
+
+
+def text_events(
+    answers: Sequence[TextAnswer], request: TextRequest, renderer: Renderer, *, id: str, created: int
+) -> Iterator[str]:
+    """The same in pieces, word by word; log-probs come with the last of a choice."""
+    counted = request.stream_options is not None and request.stream_options.include_usage
+    head = _head(request, id, created)
+
+    def event(choice: dict[str, Any]) -> str:
+        return sent_event({**head, "choices": [choice], **({"usage": None} if counted else {})})
+
+    for index, answer in enumerate(answers):
+        for piece in PIECE.findall(_text(answer, request, renderer)):
+            yield event({"index": index, "text": piece, "logprobs": None, "finish_reason": None})
+        logprobs = _logprobs(answer, request, renderer)
+        yield event({"index": index, "text": "", "logprobs": logprobs, "finish_reason": _reason(answer)})
+    if counted:
+        yield sent_event({**head, "choices": [], "usage": _usage(answers, request)})
+    yield LAST_EVENT
+
+
+def _head(request: TextRequest, id: str, created: int) -> dict[str, Any]:
+    return {"id": id, "object": "text_completion", "created": created, "model": request.model}
+
+
+def _reason(answer: TextAnswer) -> str:
+    return "stop" if answer.completion is not None and answer.completion.stop is Stop.STOP else "length"
+
+
+def _text(answer: TextAnswer, request: TextRequest, renderer: Renderer) -> str:
+    said = "" if answer.completion is None else renderer.decode(answer.completion.tokens)
+    echoed = renderer.decode(answer.prompt) if request.echo else ""
+    return echoed + cut_at_stops(said, request.stops)
+
+
+def _logprobs(answer: TextAnswer, request: TextRequest, renderer: Renderer) -> dict[str, Any] | None:
+    """Of every token, those that ended it and of cut-off text too; the first of a repeated prompt has none."""
+    if request.logprobs is None:
+        return None
+    tokens: list[int] = []
+    logprobs: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    if request.echo and answer.scores is not None:
+        tokens += answer.prompt.tolist()
+        logprobs += [None, *(float(score) for score in answer.scores[1:])]
+        tops += [None, *_named(answer.prompt_tops[1:], len(answer.prompt) - 1, renderer)]
+    if answer.completion is not None:
+        tokens += answer.completion.tokens.tolist()
+        logprobs += [float(each) for each in answer.completion.raw_logprobs]
+        tops += _named(answer.tops, len(answer.completion.tokens), renderer)
+    texts = renderer.token_texts(tokens)
+    offsets = np.cumsum([0, *(len(text) for text in texts)])[:-1]
+    return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets.tolist()}
+
+
+def _named(tops: Tops, count: int, renderer: Renderer) -> list[dict[str, float] | None]:
+    """By text; of tokens that read alike the likelier is told."""
+    if not tops:
+        return [None] * count
+    named: list[dict[str, float] | None] = []
+    for each in tops:
+        told: dict[str, float] = {}
+        for text, logprob in zip(renderer.token_texts(list(each)), each.values(), strict=True):
+            told.setdefault(text, logprob)
+        named.append(told)
+    return named
+
+
+def _usage(answers: Sequence[TextAnswer], request: TextRequest) -> dict[str, int]:
+    sampled = sum(len(answer.completion.tokens) for answer in answers if answer.completion is not None)
+    return usage(sum(len(answer.prompt) for answer in answers) // (request.n or 1), sampled)

@@ -1,0 +1,250 @@
+"""OpenAI's chat and text completions on any sampler of the service, for programs that know no other API.
+
+    POST /v1/chat/completions    POST /v1/completions    GET /v1/models
+
+`model` is a sampler checkpoint (tinker://RUN/sampler_weights/NAME), a sampling session, or the base model by any of its
+names. Nothing here is journalled: who hangs up ends the sampling, and asks again. Log-probs are at temperature 1.
+Requests and replies are those of the endpoint for agent programs; a stream begins when its sequence is complete.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from headrace.algo.random import derive_seed
+from headrace.errors import HeadraceError, RequestError, SamplerGoneError
+from headrace.infer.endpoint.app import while_connected
+from headrace.infer.endpoint.record import Call, EpisodeRecord
+from headrace.infer.endpoint.replies import Answer, completion_body, stream_events
+from headrace.infer.endpoint.text import TextAnswer, TextRequest, parse_text, read_prompts, text_body, text_events
+from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
+from headrace.render import Renderer
+from headrace.service.access import Access, Denied, Tenant, TooMany
+from headrace.service.host import Full
+from headrace.service.records import SCHEME, Kind, SamplerRecord, split_path
+from headrace.service.registry import Gone, Unknown
+from headrace.service.service import Service
+from headrace.tool_calls import find_form
+from headrace.types import Completion, FloatArray, IntArray, SampleRequest, SamplingParams, int_array
+
+MAX_N, MAX_TOPS, MAX_CHOICES = 128, 20, 1024
+TEXT_TOKENS = 16  # sampled after a text whose request does not say how many
+PREFIX = "/v1/"
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """A sampler of the service as the endpoint's code asks for it."""
+
+    service: Service
+    sampler: SamplerRecord
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        return await self.service.sampling.draw(self.sampler, request)
+
+    async def tops(self, prompt: IntArray, tokens: IntArray, k: int) -> tuple[dict[int, float], ...]:
+        """Of the tokens behind a prompt; empty if k is 0."""
+        if not k or not len(tokens):
+            return ()
+        found = await self.service.sampling.tops(self.sampler, int_array([*prompt, *tokens]), k)
+        rows = zip(found.tokens.tolist(), found.logprobs.tolist(), strict=True)
+        return tuple(dict(zip(*row, strict=True)) for row in list(rows)[len(prompt) :])
+
+
+class Completions:
+    """What the endpoints do."""
+
+    def __init__(self, service: Service, renderer: Renderer) -> None:
+        self._service, self._renderer = service, renderer
+        self._form = find_form(renderer)
+
+    def find(self, who: Tenant, model: str) -> SamplerRecord:
+        """Raises Unknown, Gone, or Refused for a path that is not a sampler's."""
+        card = self._service.card
+        if model in (card.name, *card.aliases):
+            return _passing(who, base_model=model)
+        if not model.startswith(SCHEME):
+            return self._service.sampler(who, model)
+        if split_path(model)[1] is not Kind.SAMPLER:
+            raise Refused(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
+        found = self._service.registry.checkpoint(model, who.name)
+        return _passing(who, base_model=found.base_model, model_path=model, full=isinstance(found.spec, Full))
+
+    def models(self, who: Tenant) -> list[dict[str, object]]:
+        card, registry = self._service.card, self._service.registry
+        named = [(name, self._service.started) for name in (card.name, *card.aliases)]
+        saved = [c for c in registry.checkpoints.values() if c.kind is Kind.SAMPLER and c.owner == who.name]
+        live = [s for s in registry.samplers.values() if s.owner == who.name and s.gone is None]
+        named += [(found.path, found.created) for found in saved] + [(each.id, each.created) for each in live]
+        return [{"id": id, "object": "model", "created": int(when), "owned_by": "headrace"} for id, when in named]
+
+    async def chat(self, who: Tenant, asked: ChatRequest) -> list[Answer]:
+        policy = _Policy(self._service, self.find(who, asked.model))
+        once = secrets.randbits(62)
+        context = self._service.card.context
+        sampling = SamplingParams(max_tokens=context, stop_tokens=self._renderer.eos_tokens)
+
+        async def answer(index: int) -> Answer:
+            record = EpisodeRecord(
+                base_url="",
+                sampler=policy,
+                renderer=self._renderer,
+                form=self._form,
+                sampling=sampling,
+                seed=index if asked.seed is not None else once + index,
+                max_calls=1,
+                max_tokens=context,
+                pinned=False,
+            )
+            call: Call = await record.answer(asked)
+            told = (asked.top_logprobs or 0) if asked.logprobs else 0
+            return Answer(call, await policy.tops(call.prompt, call.completion.tokens, told), raw=True)
+
+        return await _together([answer(index) for index in range(asked.n or 1)])
+
+    async def text(self, who: Tenant, asked: TextRequest) -> list[TextAnswer]:
+        policy = _Policy(self._service, self.find(who, asked.model))
+        prompts = read_prompts(asked, self._renderer, vocabulary=self._service.card.vocabulary)
+        count = asked.n or 1
+        if len(prompts) * count > MAX_CHOICES:
+            raise Refused(f"prompts times n may be {MAX_CHOICES}: ask for less at once", param="n")
+        once = secrets.randbits(62)
+        seeds = [derive_seed(i, "asked", asked.seed) if asked.seed is not None else once + i for i in range(count)]
+        wanted = TEXT_TOKENS if asked.max_tokens is None else asked.max_tokens
+        context = self._service.card.context
+        for prompt in prompts:
+            if len(prompt) + min(wanted, 1) > context:
+                raise Refused(
+                    f"a prompt of {len(prompt)} tokens does not fit into the context of {context}",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
+
+        async def answer(prompt: IntArray, seed: int) -> TextAnswer:
+            params = SamplingParams(
+                max_tokens=min(wanted, context - len(prompt)),
+                temperature=1.0 if asked.temperature is None else asked.temperature,
+                top_p=1.0 if asked.top_p is None else asked.top_p,
+                stop_strings=asked.stops,
+                seed=seed,
+            )
+            sampled = await policy.sample(SampleRequest(prompt=prompt, params=params)) if wanted else None
+            k, echoed = asked.logprobs or 0, bool(asked.echo) and asked.logprobs is not None
+            scores: FloatArray | None = None
+            if echoed:
+                scores = await self._service.sampling.score(policy.sampler, prompt)
+            return TextAnswer(
+                prompt=prompt,
+                completion=sampled,
+                scores=scores,
+                prompt_tops=await policy.tops(prompt[:0], prompt, k if echoed else 0),
+                tops=() if sampled is None else await policy.tops(prompt, sampled.tokens, k),
+            )
+
+        return await _together([answer(prompt, seed) for prompt in prompts for seed in seeds])
+
+
+def completion_routes(
+    service: Service, access: Access, renderer: Renderer, worker: Callable[..., Awaitable[Tenant]]
+) -> APIRouter:
+    routes = APIRouter(prefix=PREFIX.rstrip("/"), tags=["openai"])
+    completions = Completions(service, renderer)
+    who = Depends(worker)
+
+    async def run(request: Request, who: Tenant, work: Any) -> Any:
+        access.begin_poll(who)
+        try:
+            return await while_connected(request, work)
+        finally:
+            access.end_poll(who)
+
+    @routes.post("/chat/completions", openapi_extra=_described(ChatRequest))
+    async def chat_completions(request: Request, who: Tenant = who) -> Response:
+        asked = parse_request(await request.body(), max_n=MAX_N, max_tops=MAX_TOPS)
+        answers = await run(request, who, completions.chat(who, asked))
+        named = _named("chatcmpl")
+        if asked.stream:
+            return _streamed(stream_events(answers, asked, renderer, **named))
+        return JSONResponse(completion_body(answers, asked, renderer, **named))
+
+    @routes.post("/completions", openapi_extra=_described(TextRequest))
+    async def text_completions(request: Request, who: Tenant = who) -> Response:
+        asked = parse_text(await request.body(), max_n=MAX_N, max_tops=MAX_TOPS)
+        answers = await run(request, who, completions.text(who, asked))
+        named = _named("cmpl")
+        if asked.stream:
+            return _streamed(text_events(answers, asked, renderer, **named))
+        return JSONResponse(text_body(answers, asked, renderer, **named))
+
+    @routes.get("/models")
+    async def models(who: Tenant = who) -> dict[str, object]:
+        return {"object": "list", "data": completions.models(who)}
+
+    return routes
+
+
+def completion_refusal(exc: HeadraceError, headers: Mapping[str, str]) -> Response:
+    """A refusal in OpenAI's shape; `headers` say when to come again."""
+    match exc:
+        case Refused():
+            refused = exc
+        case Denied():
+            refused = Refused(str(exc), status=401, code="invalid_api_key")
+        case TooMany():
+            refused = Refused(str(exc), status=429, code="rate_limit_exceeded")
+        case Unknown():
+            refused = Refused(str(exc), status=404, param="model", code="model_not_found")
+        case Gone() | SamplerGoneError():
+            refused = Refused(str(exc), status=410, param="model", code="model_gone")
+        case RequestError():
+            refused = Refused(str(exc))
+        case _:
+            refused = Refused(str(exc), status=500)
+    again = {} if refused.status == 429 else {"x-should-retry": "false"}  # what failed fails again
+    return JSONResponse(refused.body(), status_code=refused.status, headers={**headers, **again})
+
+
+def _passing(who: Tenant, **weights: Any) -> SamplerRecord:
+    """A sampling session of one request."""
+    return SamplerRecord(id="", session="", owner=who.name, created=time.time(), **weights)
+
+
+async def _together(work: Sequence[Any]) -> list[Any]:
+    """All results; the first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as exc:
+        raise exc.exceptions[0] from exc.exceptions[0].__cause__
+    return [task.result() for task in tasks]
+
+
+def _named(kind: str) -> dict[str, Any]:
+    return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
+
+
+def _streamed(events: Iterator[str]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _described(kind: type[ChatRequest] | type[TextRequest]) -> dict[str, Any]:
+    """The body as OpenAPI describes it, with nothing elsewhere to refer to."""
+    schema = kind.model_json_schema()
+    known = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inline(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inline(known[value["$ref"].rsplit("/", 1)[1]])
+        return {key: inline(item) for key, item in value.items()}
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}
