@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import shutil
 from collections.abc import Iterable
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -210,7 +211,12 @@ def smollm2_folder() -> Path:
         temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        temporary.rename(cache)
+        try:
+            temporary.rename(cache)
+        except OSError:  # another process was faster; what it left is the same
+            if not (cache / "config.json").is_file():
+                raise
+            shutil.rmtree(temporary)
     return cache
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from headrace.errors import ModelError
+from headrace.model import load
 from headrace.model.attention import Packed
 from headrace.model.load import (
+    SMOLLM2,
     LanguageModel,
     choose_device,
     choose_dtype,
@@ -23,6 +25,7 @@ from headrace.model.load import (
     load_model,
     prepare,
     recompute_layers,
+    smollm2_folder,
 )
 from headrace.model.tiny import make_model, make_tokenizer, save_tiny
 
@@ -84,6 +87,25 @@ def test_a_folder_that_cannot_be_loaded_is_named(folder: Path, broken: str) -> N
         expected = "'gpt2' are not supported"
     with pytest.raises(ModelError, match=expected):
         load_model(str(path))
+
+
+def test_two_processes_may_convert_smollm2_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower of them finds the folder that the other has put there."""
+    package, cache = tmp_path / "package", tmp_path / "cache" / SMOLLM2
+    package.mkdir()
+    (package / "weights.gguf").write_bytes(b"")
+    model, tokenizer = make_model(vocab_size=8, **SHAPE), make_tokenizer(())
+    monkeypatch.setenv("HEADRACE_CACHE", str(cache.parent))
+    monkeypatch.setattr(load, "smollm2_package", lambda: package)
+    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+
+    def converted(*_: Any, **__: Any) -> Any:
+        model.save_pretrained(cache)  # the other process is done
+        return model
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", converted)
+    assert smollm2_folder() == cache
+    assert list(cache.parent.iterdir()) == [cache], "nothing is left beside it"
 
 
 def test_device_and_dtype_are_chosen_by_one_rule() -> None:
