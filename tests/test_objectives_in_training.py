@@ -264,6 +264,7 @@ def test_past_the_kl_limit_an_update_is_scaled_back_and_the_step_goes_on(
         (["rl.kl_action=scale_back"], "'rl.kl_action' is \"scale_back\", but there is no limit: add 'rl.kl_limit'"),
         (["rl.credit=gigpo", "rl.credit_params.omga=1.0"], "'gigpo' takes no parameter 'omga': did you mean 'omega'?"),
         (["rl.credit=gigpo", 'rl.credit_params.norm="stdd"'], "'norm' of 'gigpo' must be one of std, none"),
+        (["rl.credit=gigpo", "rl.credit_params.gamma=1.5"], "'gamma' of 'gigpo' must be a number from 0 to 1, not 1.5"),
         (["rl.loss=ppo + entropy_bonuss"], 'did you mean "entropy_bonus"?'),
         (["rl.loss=dpo"], "needs arrays that the data do not have: preferences, units"),
         (["rl.loss=value"], "loss 'value' reads a scalar head"),

@@ -37,6 +37,7 @@ SAVED = ("all", "failures", "top_advantage")  # of `rl.save.which`; a test compa
 SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`; a test compares them with the functions there are
 _CRITIC_CREDITS = ("token_gae", "turn_gae")
 _KV_SLOTS, _KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
+MOST_STEPS = 8  # checkpoints that a message names
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -217,6 +218,14 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
     checkpoints = [step for stage in ("sft", "rl") for step in sorted(folder.glob(f"checkpoints/{stage}/step_*"))]
     if checkpoints:
         yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
+    steps = [step.name for step in sorted(folder.glob("step_*"))]
+    if steps:
+        known = ", ".join(steps[-MOST_STEPS:])
+        more = f"{len(steps) - MOST_STEPS} older ones and " if len(steps) > MOST_STEPS else ""
+        yield (
+            f"'model.path' is \"{path}\", which holds the checkpoints of a stage ({more}{known}): give one of them, "
+            f'such as "{folder / steps[-1]}"'
+        )
     yield f"'model.path' is \"{path}\", which has no config.json: give a folder written by save_pretrained"
 
 

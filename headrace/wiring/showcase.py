@@ -35,7 +35,7 @@ Held-out rooms it has never seen, {config.eval.tasks} of them:
     after RL on success alone               {after:6.1%} solved      ({seconds:.0f} s in all)
 
 Look at it:      {result.report}
-Every episode:   {result.folder / "rollouts"}
+Every episode:   headrace view {result.folder}
 The checkpoint:  {result.folder / "checkpoints" / "rl"} (load it with transformers' from_pretrained)
 Try next:        headrace explain {result.folder / "config.toml"}
                  headrace train {result.folder / "config.toml"} --set rl.credit=dr_grpo --set run.name=dr_grpo

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -344,6 +345,34 @@ def test_parameters_are_checked_by_name_and_kind() -> None:
         check_method("gigpo", {"gama": 0.5})
     with pytest.raises(ConfigError, match="finite number"):
         check_method("gigpo", {"gamma": "high"})
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value", "sentence"),
+    [
+        ("gigpo", "gamma", 1.01, "parameter 'gamma' of 'gigpo' must be a number from 0 to 1, not 1.01"),
+        ("gagpo", "lam", -0.1, "parameter 'lam' of 'gagpo' must be a number from 0 to 1, not -0.1"),
+        ("graphgpo", "decay", 2, "parameter 'decay' of 'graphgpo' must be a number from 0 to 1, not 2"),
+        ("hgpo", "depth", 1.5, "parameter 'depth' of 'hgpo' must be a whole number of 0 or more, not 1.5"),
+        ("hgpo", "depth", -1, "parameter 'depth' of 'hgpo' must be a whole number of 0 or more, not -1"),
+        ("gigpo", "omega", -1.0, "parameter 'omega' of 'gigpo' must be a number of 0 or more, not -1"),
+        ("gigpo", "invalid_penalty", -0.5, "parameter 'invalid_penalty' of 'gigpo' must be a number of 0 or more"),
+        ("grpo", "std_eps", -1e-6, "parameter 'std_eps' of 'grpo' must be a number of 0 or more"),
+    ],
+)
+def test_numbers_that_would_train_something_else_are_refused(
+    method: str, name: str, value: float, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_method(method, {name: value})
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_defaults_and_the_ends_of_ranges_are_allowed(name: str) -> None:
+    for end in (0, 1):
+        params = dict.fromkeys(("gamma", "lam", "decay", "depth", "omega", "std_eps"), end)
+        known = signature(METHODS[name]).parameters
+        check_method(name, {each: value for each, value in params.items() if each in known})
 
 
 def test_hgpo_without_histories_and_std_is_the_step_term_of_gigpo() -> None:

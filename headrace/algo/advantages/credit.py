@@ -49,6 +49,8 @@ STEP_METHODS: Mapping[str, Callable[..., Advantages]] = {
 }
 METHODS: Mapping[str, Callable[..., Advantages]] = {**EPISODE_METHODS, **STEP_METHODS}
 NO_PARAMS: Mapping[str, float | str] = {}
+SHARES = ("gamma", "lam", "decay")  # numbers from 0 to 1; every other is 0 or more
+WHOLE = ("depth",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +132,20 @@ def check_method(method: str, params: Mapping[str, float | str]) -> dict[str, An
     fn = lookup(METHODS, method, "credit method")
     known = {p.name: p.default for p in signature(fn).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
     words = {name: value for name, value in params.items() if isinstance(known.get(name), StrEnum)}
-    check_numbers({name: value for name, value in params.items() if name not in words}, known, f"{method!r}")
+    numbers = {name: value for name, value in params.items() if name not in words}
+    check_numbers(numbers, known, f"{method!r}")
+    for name, value in numbers.items():
+        _check_range(name, float(value), method)
     return {**params, **{name: _choice(type(known[name]), name, value, method) for name, value in words.items()}}
+
+
+def _check_range(name: str, value: float, method: str) -> None:
+    """A number outside would not fail, it would train something else: a discount above 1, a penalty that rewards."""
+    most = 1.0 if name in SHARES else float("inf")
+    if not 0.0 <= value <= most or (name in WHOLE and value != int(value)):
+        kind = "a whole number" if name in WHOLE else "a number"
+        limits = "from 0 to 1" if name in SHARES else "of 0 or more"
+        raise ConfigError(f"parameter {name!r} of {method!r} must be {kind} {limits}, not {value:g}")
 
 
 def _choice(kind: type[StrEnum], name: str, value: object, method: str) -> StrEnum:
