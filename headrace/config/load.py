@@ -16,7 +16,7 @@ from headrace.config.keys import describe, field_type, keys, table_class, toml_n
 from headrace.config.tree import Config
 from headrace.errors import ConfigError
 
-_SYNONYMS = {"eta": "max_staleness", "lr": "learning_rate"}  # names used elsewhere
+_SYNONYMS = {"eta": "max_staleness", "batch_groups": "groups", "lr": "learning_rate"}  # names used elsewhere
 
 
 def load_config(

@@ -425,7 +425,7 @@ class RolloutExecutor:
             await self._patiently(self._progress.wait())
 
     async def _patiently(self, waiting: Awaitable[object]) -> None:
-        patience_s = self._settings.task_timeout_s + self._settings.grace_s
+        patience_s = self._settings.patience_s
         try:
             async with asyncio.timeout(patience_s):
                 await waiting

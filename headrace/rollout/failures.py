@@ -26,7 +26,7 @@ class DropsInARow:
         last = f"; the last error was: {self._last_error}" if self._last_error else ""
         return RolloutError(
             f"{total} groups in a row were of no use ({most}){last}. "
-            "Change the tasks, the reward or the filters, or raise max_consecutive_drops"
+            "Mend what failed, change the tasks, the reward or the filters, or raise rl.async.max_consecutive_drops"
         )
 
     def clear(self) -> None:

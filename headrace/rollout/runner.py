@@ -78,7 +78,9 @@ class TaskRunner:
         except HeadraceError as exc:
             return Err(id=id, reason=Drop.FAILED, text=str(exc), ends_run=isinstance(exc, RolloutError))
         except TimeoutError:
-            return Err(id=id, reason=Drop.TIMEOUT, text=f"group {id} took longer than {self._timeout_s:g} s")
+            return Err(
+                id=id, reason=Drop.TIMEOUT, text=f"group {id} was not played and scored in {self._timeout_s:g} s"
+            )
 
     def _finished(self, id: int, task: "asyncio.Task[Outcome]") -> None:
         del self._tasks[id]

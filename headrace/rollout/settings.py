@@ -29,9 +29,11 @@ class AsyncSettings:
     and running groups under the version after theirs. `drain_s`: with Interrupt.DRAIN, how long open sequences may take
     to end. `slow_wait_s`: how long a publish waits for a task that was
     dropped as stale twice. `grace_s`: how long a cancelled group may take to end, and how much later than its timeout
-    the wait for it is given up. `lockstep_tokens` above 0: a virtual clock, by which every open sequence samples that
-    many tokens and then waits for all others. A group's time is then not measured, for it would pass while the trainer
-    works, and slow tasks are waited for to their end; a round in which nothing moves for `task_timeout_s` ends the run.
+    the wait for it is given up. `task_timeout_s`: how long an episode may take, and again as long all that comes after
+    the episodes of a group, so that one which hangs is a failed episode and not the end of its group.
+    `lockstep_tokens` above 0: a virtual clock, by which every open sequence samples that many tokens and then waits for
+    all others. A group's time is then not measured, for it would pass while the trainer works, and slow tasks are
+    waited for to their end; a round in which nothing moves for `task_timeout_s` ends the run.
     """
 
     max_staleness: int = 0
@@ -62,8 +64,13 @@ class AsyncSettings:
 
     @property
     def group_limit_s(self) -> float:
-        """How long a group may take by the real clock."""
-        return NO_LIMIT_S if self.lockstep_tokens else self.task_timeout_s
+        """How long a group may take by the real clock: its episodes, then their scores."""
+        return NO_LIMIT_S if self.lockstep_tokens else 2.0 * self.task_timeout_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long nothing may end or move."""
+        return (self.task_timeout_s if self.lockstep_tokens else self.group_limit_s) + self.grace_s
 
     @property
     def slow_limit_s(self) -> float:

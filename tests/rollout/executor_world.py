@@ -39,7 +39,7 @@ from headrace.types import (
     int_array,
 )
 
-TOKEN_S, GROUP_SIZE, TIMEOUT_S = 1.0, 2, 200.0
+TOKEN_S, GROUP_SIZE, TIMEOUT_S = 1.0, 2, 100.0  # a group may take twice that
 LONG_S = 5000.0  # in which everything that runs has ended, and what was given up was replaced
 
 

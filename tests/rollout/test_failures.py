@@ -1,7 +1,7 @@
 """Whatever keeps failing ends in one error that names the real cause; whatever does not end is named with its group."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -17,8 +17,18 @@ from headrace.rollout.filters import Filter, length
 from headrace.rollout.group import play_group
 from headrace.rollout.settings import AsyncSettings
 from headrace.rollout.tasks import TaskSource
-from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler
-from headrace.types import Completion, SampleRequest, SamplingParams, StepResult, Task, WeightsHandle
+from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler, run_virtual
+from headrace.types import (
+    Completion,
+    Episode,
+    FailedEpisode,
+    SampleRequest,
+    SamplingParams,
+    ScoredEpisode,
+    StepResult,
+    Task,
+    WeightsHandle,
+)
 
 TOKENIZER = make_tokenizer(("up", "count", "of", *"0123456789"))
 
@@ -45,15 +55,21 @@ class WordSampler(FakeSampler):
 
 
 def real(
-    sampler: FakeSampler, *, env: Callable[[], FakeEnv] = FakeEnv, filters: tuple[Filter, ...] = (), eta: int = 1
+    sampler: FakeSampler,
+    *,
+    env: Callable[[], FakeEnv] = FakeEnv,
+    filters: tuple[Filter, ...] = (),
+    eta: int = 1,
+    size: int = 2,
+    rewards: FakeRewardRunner | None = None,
 ) -> RolloutExecutor:
     play = partial(
         play_group,
-        group_size=2,
+        group_size=size,
         make_env=env,
         sampler=sampler,
         renderer=Renderer(TOKENIZER, eos_tokens=(END_ID,)),
-        reward_runner=FakeRewardRunner(),
+        reward_runner=rewards or FakeRewardRunner(),
         sampling=SamplingParams(max_tokens=1),
         max_turns=2,
         max_episode_tokens=100,
@@ -97,6 +113,41 @@ async def test_a_filter_that_rejects_everything() -> None:
 async def test_an_engine_that_died() -> None:
     said = await ends(real(WordSampler(alive=13)))
     assert "the engine is closed" in said
+
+
+def test_an_episode_that_hangs_fails_and_the_others_of_its_group_are_trained() -> None:
+    class HangsOnce(WordSampler):
+        """The second of every three sequences never comes back."""
+
+        async def sample(self, request: SampleRequest) -> Completion:
+            if self._left % 3 == 2:
+                self._left -= 1
+                await asyncio.Event().wait()
+            return await super().sample(request)
+
+    async def play() -> None:
+        async with real(HangsOnce(alive=3 * 10**6), env=partial(FakeEnv, limit=1), size=3) as executor:
+            for group in await executor.take_batch():
+                assert [scored.episode.id for scored in group.episodes] == [f"{group.id}/0", f"{group.id}/2"]
+                assert "not finished within 5 s; raise task_timeout_s" in group.failed[0].reason
+            counts = executor.metrics()
+            assert counts["rollout/dropped_timeout"] == 0
+            assert counts["rollout/failed_episodes"] >= 2
+
+    run_virtual(play())
+
+
+def test_scores_that_hang_cost_a_group_and_the_error_says_so() -> None:
+    class Hangs(FakeRewardRunner):
+        async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def play() -> None:
+        async with real(WordSampler(), rewards=Hangs()) as executor:
+            with pytest.raises(RolloutError, match=r"timeout 6 times.*was not played and scored in 10 s"):
+                await executor.take_batch()
+
+    run_virtual(play())
 
 
 async def test_an_engine_that_dies_at_a_publish() -> None:

@@ -7,7 +7,7 @@ D2   an exception on the way out leaks a running slot:
 D3   nothing ever fills the next-version log-probs:
      test_d1_d3_segment_wise_rollouts_run_from_end_to_end
 D4   a number that the loss reads is not in the configuration:
-     test_d4_every_number_of_the_weights_is_a_key
+     test_d4_every_key_reaches_what_it_is_for
 D5   a filtered group is credited twice: capacity inflates:
      test_d5_filtered_groups_do_not_inflate_capacity
 D6   a limit is added after the minimum: concurrency is exceeded:
@@ -42,6 +42,7 @@ import asyncio
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,16 +55,19 @@ from test_executor import Script
 from test_executor import executor_of as scripted
 
 import headrace
-from headrace.algo.correction import Behaviour, Missing, behaviour_weights
+from headrace.algo.correction import Behaviour, Bound, Missing, behaviour_weights
 from headrace.algo.staleness import Counts, HeadBound, SegmentWise, Verdict
-from headrace.config import Async
+from headrace.config import Async, load_config
 from headrace.errors import RolloutError, SamplerError
 from headrace.rollout.admission import Admission
 from headrace.rollout.buffer import ReadyBuffer
 from headrace.rollout.filters import reward_spread
 from headrace.rollout.publish import Publisher
+from headrace.rollout.settings import Interrupt, StaleAction
 from headrace.testing import FakeSampler
 from headrace.types import Datum, FloatArray, Group, IntArray, Task, float_array, int_array
+from headrace.wiring.objective import make_correction, make_loss
+from headrace.wiring.rollouts import make_settings
 
 
 async def test_d1_d3_segment_wise_rollouts_run_from_end_to_end() -> None:
@@ -124,9 +128,41 @@ async def test_d2_whatever_a_group_ends_with_its_slot_is_free(ending: str) -> No
         assert ids(await executor.take_batch()) == [30, 31]
 
 
-def test_d4_every_number_of_the_weights_is_a_key() -> None:
-    c = Async(behaviour_weight="one_step", weight_cap=3.0, weight_floor=0.25, cap_action="clamp")
-    assert (c.behaviour_weight, c.weight_cap, c.weight_floor, c.cap_action) == ("one_step", 3.0, 0.25, "clamp")
+# a value that is not the default, and what the executor's settings or the weights of stale tokens make of it
+SETTINGS = {
+    "max_staleness": (3, 3),
+    "max_running": (7, 7),
+    "stale_action": ("mask", StaleAction.MASK),
+    "interrupt": ("drain", Interrupt.DRAIN),
+    "drain_s": (1.5, 1.5),
+    "oversampling": (1.25, 1.25),
+    "replay_groups": (2, 2),
+    "slow_wait_s": (2.5, 2.5),
+    "task_timeout_s": (3.5, 3.5),
+    "max_consecutive_drops": (9, 9),
+    "lockstep_tokens": (4, 4),
+}
+WEIGHTS = {
+    "behaviour_weight": ("one_step", "behaviour", Behaviour.ONE_STEP),
+    "weight_cap": (3.0, "cap", 3.0),
+    "weight_floor": (0.25, "floor", 0.25),
+    "cap_action": ("clamp", "bound", Bound.CLAMP),
+}
+KEEPING = ("keep", "score")  # of groups, not of tokens: test_oversampling.py
+
+
+def test_d4_every_key_reaches_what_it_is_for() -> None:
+    text = '[rl]\nsteps = 5\nloss = "decoupled_ppo"\ntasks = { type = "world", name = "key_door" }'
+    rl = load_config(text, file="run.toml").rl
+    assert rl is not None
+    assert {*SETTINGS, *WEIGHTS, *KEEPING} == {field.name for field in fields(Async)}
+    for key, (written, meant) in SETTINGS.items():
+        made = make_settings(Async(**{key: written}))
+        assert getattr(made, key) == meant != getattr(make_settings(Async()), key), key
+    for key, (written, name, meant) in WEIGHTS.items():
+        asked, unasked = replace(rl, asynchronous=Async(**{key: written})), replace(rl, asynchronous=Async())
+        weights = [getattr(make_correction(c, make_loss(c)), name) for c in (asked, unasked)]
+        assert weights[0] == meant != weights[1], key
 
 
 async def test_d5_filtered_groups_do_not_inflate_capacity() -> None:

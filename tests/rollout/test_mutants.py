@@ -8,17 +8,22 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import test_known_defects
 from executor_world import World, trials
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_ledger_machine import LedgerMachine
 
+from headrace.algo import correction
 from headrace.algo import datum as datum_module
 from headrace.algo.staleness import Counts, HeadBound, Verdict
+from headrace.errors import RolloutError
+from headrace.loops.arrays import Correction
 from headrace.rollout import books, next_version, unscored
 from headrace.rollout import executor as executor_module
 from headrace.rollout.admission import Admission
@@ -31,6 +36,7 @@ from headrace.rollout.next_version import NextVersionScorer
 from headrace.rollout.runner import TaskRunner
 from headrace.testing import FakeSampler
 from headrace.types import Completion, Datum, Group, SampleRequest, float_array, int_array
+from headrace.wiring import objective
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 SEARCH = settings(
@@ -311,6 +317,55 @@ def test_the_executors_checks_catch(name: str, monkeypatch: pytest.MonkeyPatch) 
         trials()
     broken = TypeError | NameError if name in BY_ATTRIBUTE else TypeError | NameError | AttributeError
     assert not isinstance(caught.value, broken), "the mutant itself is broken"
+
+
+# --- what no order of events shows -----------------------------------------------------------------------------------
+
+
+async def errors_of_scoring_are_swallowed(
+    self: NextVersionScorer, index: int, sequences: Any, temperature: float
+) -> Any:
+    try:
+        return await SCORE_ON(self, index, sequences, temperature)
+    except RolloutError:
+        return [float_array(np.full(len(sequence), np.nan)) for sequence in sequences]
+
+
+def one_at_lag_one(datum: Datum, version: int, behaviour: Any, missing: Any) -> Any:
+    """The sampler's own log-prob stands where the next version is the proximal policy."""
+    log_weights, unknown = LOG_WEIGHTS(datum, version, behaviour, missing)
+    return np.where(version - datum.arrays["versions"] == 1, 0.0, log_weights), unknown
+
+
+def without_a_floor(**more: Any) -> Correction:
+    return Correction(**{**more, "floor": 0.0})
+
+
+SCORE_ON, LOG_WEIGHTS = NextVersionScorer._score_on, correction._log_weights
+D4, D8, D12 = (
+    test_known_defects.test_d4_every_key_reaches_what_it_is_for,
+    test_known_defects.test_d8_a_scorer_that_fails_ends_the_run_with_its_error,
+    partial(test_known_defects.test_d12_at_lag_one_the_weight_leads_to_the_proximal_policy, np.nan),
+)
+SINGLE_MUTANTS: dict[str, tuple[Patch, Callable[[], Any]]] = {
+    "a number of the file does not reach the weights": (patched(objective, "Correction", without_a_floor), D4),
+    "errors of scoring are swallowed": (patched(NextVersionScorer, "_score_on", errors_of_scoring_are_swallowed), D8),
+    "at a lag of one nothing is corrected": (patched(correction, "_log_weights", one_at_lag_one), D12),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE_MUTANTS)
+def test_a_single_test_catches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch, check = SINGLE_MUTANTS[name]
+    _run(check)  # passes without the fault
+    patch(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        _run(check)
+
+
+def _run(check: Callable[[], Any]) -> None:
+    if (made := check()) is not None:
+        asyncio.run(made)
 
 
 def test_the_ledgers_machine_passes_without_a_fault() -> None:

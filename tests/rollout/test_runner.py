@@ -55,7 +55,7 @@ async def test_timeout_is_told_from_a_timeout_error_of_the_game() -> None:
     runner.spawn(0, hangs)
     runner.spawn(1, its_own)
     outcomes = {outcome.id: outcome for outcome in await collect(runner, 2)}
-    assert outcomes[0] == Err(id=0, reason=Drop.TIMEOUT, text="group 0 took longer than 0.01 s")
+    assert outcomes[0] == Err(id=0, reason=Drop.TIMEOUT, text="group 0 was not played and scored in 0.01 s")
     assert outcomes[1] == Err(id=1, reason=Drop.FAILED, text="group 1: TimeoutError: socket")
 
 
