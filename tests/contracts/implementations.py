@@ -17,7 +17,8 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.lora import add_lora
-from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, read_metrics
+from headrace.observe.gpu import MeasuredSink
+from headrace.observe.sinks import JsonlSink, SpareSink, TeeSink, TensorBoardSink, read_metrics
 from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.service.client import ServiceBackend, ServiceSampler
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
@@ -222,6 +223,16 @@ SINKS: Sequence[SinkCase] = (
     SinkCase(
         name="tee",
         open=lambda folder: TeeSink(MemorySink(), JsonlSink(folder / "metrics.jsonl", stage="rl")),
+        read=_read_jsonl,
+    ),
+    SinkCase(
+        name="spare",
+        open=lambda folder: SpareSink(JsonlSink(folder / "metrics.jsonl", stage="rl"), "jsonl"),
+        read=_read_jsonl,
+    ),
+    SinkCase(
+        name="measured",
+        open=lambda folder: MeasuredSink(JsonlSink(folder / "metrics.jsonl", stage="rl"), dict),
         read=_read_jsonl,
     ),
     SinkCase(
