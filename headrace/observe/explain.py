@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from headrace.config import Config, Lora, RewardModel, Rl, Sft, algorithm_text, to_mapping
+from headrace.config.tree import Metrics
 from headrace.model.estimate import (
     DTYPE_BYTES,
     FP32,
@@ -23,6 +24,7 @@ from headrace.model.estimate import (
     num_parameters,
     training_memory,
 )
+from headrace.observe.alerts import AlertRule
 from headrace.observe.toml import to_toml
 
 KV_SLOTS, KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
@@ -158,9 +160,26 @@ def explain_served(config: Config, *, file: str) -> str:
 
 def _written(config: Config, file: str, sections: Mapping[str, Iterable[str]]) -> str:
     lines = [f"# {file} with every default filled in", to_toml(to_mapping(config)).strip()]
+    if config.metrics.sinks or config.metrics.alerts:
+        sections = {**sections, "Metrics": _metrics(config.metrics)}
     for title, body in sections.items():
         lines += ["", title, *(f"  {line}" for line in body)]
     return "\n".join(lines) + "\n"
+
+
+def _metrics(c: Metrics) -> Iterator[str]:
+    where = {
+        "tensorboard": "TensorBoard",
+        "wandb": f"Weights & Biases, project {c.wandb.project} ({c.wandb.mode})",
+        "prometheus": f"Prometheus at http://{c.prometheus.host}:{c.prometheus.port}/metrics",
+        "datadog": f"the Datadog agent at {c.datadog.host}:{c.datadog.port}",
+    }
+    if c.sinks:
+        yield f"beside metrics.jsonl: {'; '.join(where[name] for name in c.sinks)}"
+    for alert in c.alerts:
+        rule = AlertRule(metric=alert.metric, above=alert.above, below=alert.below, for_steps=alert.for_steps)
+        how = "the log" if alert.webhook is None else "the log and the webhook"
+        yield f"{how} will tell of {rule.condition()}, then be quiet for {alert.cooldown_steps} records"
 
 
 def _served_model(config: Config) -> Iterator[str]:

@@ -212,3 +212,20 @@ def test_other_models_are_counted() -> None:
     assert beside("rl.async.max_staleness=1", 'rl.reference="x"') == joined + 2 * 388 * 2
     assert beside("rl.critic={}") == joined + 388 * (2 + 4 + 4 + 8)  # weights, masters, gradients and moments
     assert beside('rl.critic={ trunk = "shared" }') == joined  # a row of numbers on the policy's own trunk
+
+
+def test_where_metrics_go_is_said_when_a_file_says_so() -> None:
+    def told(*overrides: str) -> str:
+        config = load_config(TEXT, file="run.toml", overrides=overrides)
+        machine = Machine(memory_bytes=2**40, disk_free_bytes=2**40)
+        text = explain(config, file="run.toml", shape=SHAPE, placement=CPU, machine=machine)
+        return text.partition("\nMetrics\n")[2]
+
+    assert told() == ""
+    alert = 'metrics.alerts=[{ metric = "train/grad_norm", above = 50, for_steps = 3, webhook = "env:HOOK" }]'
+    assert told('metrics.sinks=["wandb", "prometheus", "datadog"]', 'metrics.wandb.mode="offline"', alert) == (
+        "  beside metrics.jsonl: Weights & Biases, project headrace (offline); Prometheus at "
+        "http://127.0.0.1:9464/metrics; the Datadog agent at 127.0.0.1:8125\n"
+        "  the log and the webhook will tell of train/grad_norm above 50 for 3 records in a row, then be quiet for 100 "
+        "records\n"
+    )
