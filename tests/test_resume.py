@@ -147,7 +147,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)},
         check=True,
         capture_output=True,
-        timeout=100,
     )
     noise = [line for line in done.stderr.decode().splitlines() if not SAID.match(line)]
     assert noise == [], "a run says where its folder is and one line per step, and nothing else"

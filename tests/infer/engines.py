@@ -16,6 +16,7 @@ from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 WORDS = tuple(f"w{index}" for index in range(112))
 VOCABULARY = len(WORDS) + 8  # with the tokenizer's special tokens
 CONTEXT = 512
+LIMIT_S = 200.0  # of what would hang; a busy machine is far from it
 
 
 def small_model(
@@ -47,7 +48,9 @@ def request_of(
     )
 
 
-def sample_all(engine: EmbeddedEngine, requests: Sequence[SampleRequest], *, limit_s: float = 60) -> list[Completion]:
+def sample_all(
+    engine: EmbeddedEngine, requests: Sequence[SampleRequest], *, limit_s: float = LIMIT_S
+) -> list[Completion]:
     async def run() -> list[Completion]:
         async with asyncio.timeout(limit_s):
             return await asyncio.gather(*(engine.sample(request) for request in requests))

@@ -19,7 +19,7 @@ from headrace.model.load import SMOLLM2, LanguageModel, load_model, prepare, smo
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Completion, Datum, ForwardOut, SampleRequest, float_array, int_array
-from infer.engines import WORDS, opened, request_of, sample_all, small_model
+from infer.engines import LIMIT_S, WORDS, opened, request_of, sample_all, small_model
 
 VOCABULARY = 200
 
@@ -41,7 +41,7 @@ class Sampled:
         return aligned[-len(self.logprobs) :]
 
 
-def sample(engine: EmbeddedEngine, requests: Sequence[SampleRequest], *, limit_s: float = 60) -> list[Sampled]:
+def sample(engine: EmbeddedEngine, requests: Sequence[SampleRequest], *, limit_s: float = LIMIT_S) -> list[Sampled]:
     done = sample_all(engine, requests, limit_s=limit_s)
     return [
         Sampled(

@@ -320,7 +320,7 @@ async def test_a_call_whose_program_hangs_up_is_cancelled_and_leaves_no_trace() 
             asking = asyncio.ensure_future(ask(client))
             await sampler.entered.wait()
             asking.cancel()
-            await asyncio.wait_for(sampler.left.wait(), 10)
+            await asyncio.wait_for(sampler.left.wait(), 100)
         assert record.steps == ()
         assert record.error is None
 

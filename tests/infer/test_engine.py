@@ -18,11 +18,21 @@ from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.model.worker import Worker
 from headrace.types import Completion, Folder, SampleRequest, Shared, Stop, int_array
-from infer.engines import CONTEXT, VOCABULARY, WORDS, alone, bits, opened, request_of, sample_all, small_model
+from infer.engines import (
+    CONTEXT,
+    LIMIT_S,
+    VOCABULARY,
+    WORDS,
+    alone,
+    bits,
+    opened,
+    request_of,
+    sample_all,
+    small_model,
+)
 
 LM = small_model()
 OWN = Shared(fingerprint=fingerprint(LM.model.named_parameters()))
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
@@ -72,7 +82,7 @@ async def play(engine: EmbeddedEngine, arrivals: list[Arrival]) -> list[Completi
             await asyncio.shield(tasks[after])
         return await engine.sample(request)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         for request, after in arrivals:
             tasks.append(asyncio.create_task(one(request, after)))
         return await asyncio.gather(*tasks)
@@ -434,7 +444,7 @@ async def test_a_model_that_fails_fails_every_open_call_with_the_cause() -> None
             raise RuntimeError("the cable was pulled")
 
         lm.model.model.layers[1].register_forward_pre_hook(fail)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             results = await asyncio.gather(*tasks, pausing, held, return_exceptions=True)
         assert [type(result) for result in results] == [SamplerError] * 14
         assert all("the cable was pulled" in str(result) for result in results)
@@ -465,7 +475,7 @@ async def test_a_broken_tokenizer_fails_the_call_it_was_for_as_well() -> None:
 
     lm.tokenizer.decode = fail
     with opened(lm, max_rows=8) as engine:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             with pytest.raises(SamplerError, match="no such token"):
                 await engine.sample(request_of([1], 3, stop_strings=("x",)))
 
@@ -487,7 +497,7 @@ async def test_closing_fails_whoever_waits() -> None:
     held = asyncio.create_task(engine.sample(request_of([1], 3)))
     await asyncio.sleep(0)
     engine.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         results = await asyncio.gather(*open_calls, pausing, held, return_exceptions=True)
     assert [str(result) for result in results] == ["the engine is closed"] * 14
     with pytest.raises(SamplerError, match="closed"):
@@ -512,12 +522,12 @@ async def test_a_worker_that_is_closed_fails_whoever_waits_for_it_now_and_later(
         open_calls = [asyncio.create_task(engine.sample(request)) for request in long_requests(12)]
         await decoded(engine, 8)
         await asyncio.to_thread(worker.close)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             results = await asyncio.gather(*open_calls, return_exceptions=True)
         assert ["this worker is closed" in str(result) for result in results] == [True] * 12
         for _ in range(2):
             with pytest.raises(SamplerError, match="this worker is closed"):
-                await asyncio.wait_for(engine.sample(request_of([1], 3)), 10)
+                await asyncio.wait_for(engine.sample(request_of([1], 3)), LIMIT_S)
 
 
 async def test_a_worker_closed_under_an_idle_engine_fails_every_call() -> None:
@@ -526,7 +536,7 @@ async def test_a_worker_closed_under_an_idle_engine_fails_every_call() -> None:
         worker.close()
         for _ in range(2):
             with pytest.raises(SamplerError, match="this worker is closed"):
-                await asyncio.wait_for(engine.sample(request_of([1], 3)), 10)
+                await asyncio.wait_for(engine.sample(request_of([1], 3)), LIMIT_S)
 
 
 async def test_every_request_of_a_flood_is_answered() -> None:
@@ -536,7 +546,7 @@ async def test_every_request_of_a_flood_is_answered() -> None:
         for seed in range(150)
     ]
     with opened(LM, max_rows=24, kv_tokens=3072, piece_tokens=16) as engine:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             done = await asyncio.gather(*(engine.sample(request) for request in requests))
         assert engine.counters.decoded == sum(request.params.max_tokens for request in requests)
     assert [len(item.tokens) for item in done] == [request.params.max_tokens for request in requests]

@@ -11,9 +11,7 @@ from headrace.errors import SamplerError
 from headrace.infer.generate import GenerateSampler
 from headrace.model.load import fingerprint
 from headrace.types import Folder, Shared, Stop, int_array
-from infer.engines import VOCABULARY, bits, request_of, small_model
-
-pytestmark = pytest.mark.timeout(60)
+from infer.engines import LIMIT_S, VOCABULARY, bits, request_of, small_model
 
 
 def plain(seed: int = 0, *, source: Any = None, context: int = 128) -> GenerateSampler:
@@ -89,7 +87,7 @@ async def test_plain_functions_that_wait_for_sequences_on_all_threads_there_are_
 
     def rollout(seed: int) -> int:
         sampling = asyncio.run_coroutine_threadsafe(sampler.sample(request_of([5, 6], 3, seed=seed)), loop)
-        return len(sampling.result(timeout=10).tokens)
+        return len(sampling.result(timeout=LIMIT_S).tokens)
 
     assert await asyncio.gather(*(asyncio.to_thread(rollout, seed) for seed in range(4))) == [3] * 4
     sampler.close()

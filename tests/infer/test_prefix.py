@@ -16,7 +16,6 @@ from infer.engines import VOCABULARY, opened, request_of, sample_all, small_mode
 
 LM = small_model()
 HANDLE = Shared(fingerprint="")
-pytestmark = pytest.mark.timeout(60)
 
 
 def prompt_of(size: int, seed: int = 0) -> list[int]:

@@ -357,7 +357,7 @@ async def test_blocking_environments_run_on_the_threads_they_are_given_at_most_s
             with lock:
                 inside += 1
                 most = max(most, inside)
-            entered.wait(timeout=10)  # three are inside together, or this fails
+            entered.wait(timeout=100)  # three are inside together, or this fails
             with lock:
                 inside -= 1
             return super().step(action)

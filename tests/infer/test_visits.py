@@ -23,7 +23,6 @@ from headrace.types import Completion, SampleRequest, SamplingParams, Shared, St
 from infer.engines import VOCABULARY, alone, bits, opened, request_of, sample_all, small_model
 
 LM = small_model()
-pytestmark = pytest.mark.timeout(60)
 ROWS, STEPS = 16, 5
 
 

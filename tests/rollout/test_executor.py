@@ -14,7 +14,7 @@ from rollout_groups import group
 from headrace.errors import CheckpointError, DataError, RolloutError
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.filters import reward_spread
-from headrace.rollout.generate import sample_to_end
+from headrace.rollout.journal import EpisodeJournal
 from headrace.rollout.publish import Publisher
 from headrace.rollout.settings import AsyncSettings
 from headrace.testing import FakeSampler
@@ -309,8 +309,8 @@ async def test_our_own_bug_wakes_the_trainer_at_once() -> None:
         return group(group_id + 1)
 
     async def train() -> None:
-        async with executor_of(play, timeout_s=60.0) as executor:
-            async with asyncio.timeout(5):
+        async with executor_of(play, timeout_s=600.0) as executor:
+            async with asyncio.timeout(100):
                 await executor.take_batch()
 
     with pytest.raises(AssertionError, match="group 0 came back as 1"):
@@ -549,7 +549,7 @@ def test_no_schedule_breaks_the_bound_or_loses_a_group(batch: int, eta: int, eve
 def sampling_play(sampler: FakeSampler, max_tokens: int = 4) -> Callable[[Task, int], Awaitable[Group]]:
     async def episode(task: Task, id: str, reward: float) -> ScoredEpisode:
         request = SampleRequest(prompt=int_array([1]), params=SamplingParams(max_tokens=max_tokens))
-        step = Step(prompt=request.prompt, completion=await sample_to_end(sampler, request), action="")
+        step = Step(prompt=request.prompt, completion=await EpisodeJournal().sample(sampler, request), action="")
         messages = (Message(role="user", content="x"),)
         played = Episode(id=id, task=task, seed=0, steps=(step,), messages=messages, temperature=1.0)
         return ScoredEpisode(episode=played, reward=Reward(total=reward))

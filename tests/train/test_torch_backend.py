@@ -43,7 +43,7 @@ STEP = Adam(learning_rate=0.01)
 
 
 def get(future: "Future[R]") -> R:
-    return future.result(60)
+    return future.result(200)
 
 
 def plain_model(dtype: torch.dtype = torch.float32, *, tied: bool = True) -> LlamaForCausalLM:
