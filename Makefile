@@ -31,6 +31,8 @@ REWARD_KIT := reward-kit==0.4.1 openai==1.78.1 aiohttp==3.14.5 aiohappyeyeballs=
 	multidict==7.2.1 propcache==0.5.4 yarl==1.25.1
 # An old release of the SDK that `headrace serve` is for, for the test that trains with it beside the present one.
 OLD_SDK := $(VENV)/tinker-0.25.0
+# Likewise, without anything it asks for: reward functions need nothing else of it.
+EVAL_PROTOCOL := eval-protocol==0.3.33
 PYTEST_ARGS ?=
 SLOW_BENCHES := bench/staleness_quality.py
 
@@ -91,6 +93,8 @@ $(DEV): $(CORE)
 		|| echo "not all of mcp, openenv and verifiers can be installed here: their tests will be skipped"
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/reward-kit $(REWARD_KIT) \
 		|| echo "reward-kit cannot be installed here: the tests that compare with it will be skipped"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/eval-protocol $(EVAL_PROTOCOL) \
+		|| echo "eval-protocol cannot be installed here: the tests that compare with it will be skipped"
 	@touch $@
 
 $(VENV)/cookbook: $(DEV)

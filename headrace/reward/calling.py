@@ -341,18 +341,28 @@ async def _results_of(made: Any) -> list[Any]:
 
 
 def _results(rows: Sequence[Any]) -> list[Any]:
-    return [row.evaluation_result for row in rows]
+    """Of rows, what was set on them; a function may also return a result itself."""
+    return [getattr(row, "evaluation_result", row) for row in rows]
 
 
 def _evaluation_row(row: Row) -> Any:
+    """As eval-protocol has it after a rollout: what the environment gave is beside the messages, as control planes do
+    it, on the message of each step."""
     models = importlib.import_module("eval_protocol.models")
     values = pool(row)
-    return models.EvaluationRow(
+    made = models.EvaluationRow(
         messages=[models.Message.model_validate(message) for message in row["messages"]],
         tools=values["tools"],
         ground_truth=values["ground_truth"],
         input_metadata=models.InputMetadata(row_id=row["id"], dataset_info=dict(row["data"])),
+        rollout_status=models.Status.rollout_finished(),
     )
+    for index, step in enumerate(row["steps"]):
+        if step["message"] is not None:
+            last = index + 1 == len(row["steps"])
+            told = {"step": index, "reward": step["reward"], "terminated": last and not row["truncated"]}
+            made.messages[step["message"]].control_plane_step = told
+    return made
 
 
 def _call_episode(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:

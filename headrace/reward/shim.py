@@ -2,23 +2,48 @@
 
 Reward functions written for them run unmodified: the shim has the public names such files import, as a superset of
 both packages' fields. It is found last, so an installed package is used as it is. What it does not have (the reward
-library, rollouts, hosted evaluation) raises an ImportError that says what to install.
+library, hosted evaluation) raises an ImportError that says what to install. What only says how eval-protocol would play
+and load (rollout processors, data loaders) can be named, made and derived from, and does nothing.
 
 Everything pydantic is made when a file first imports one of the names: importing this module costs nothing.
 """
 
+import importlib
 import importlib.machinery
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_args, get_origin
+from types import ModuleType, NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 PACKAGES = ("reward_kit", "reward_protocol", "eval_protocol")
-_MODULES = ("models", "typed_interface", "reward_function", "common_utils", "pytest")
+_MODULES = ("models", "typed_interface", "reward_function", "common_utils", "pytest", "types", "data_loader")
+_NOT_HERE = (
+    "AgentRolloutProcessor",
+    "BackoffConfig",
+    "DefaultParameterIdGenerator",
+    "DynamicDataLoader",
+    "EvaluationRowJsonlDataLoader",
+    "ExceptionHandlerConfig",
+    "GithubActionRolloutProcessor",
+    "InlineDataLoader",
+    "KlavisSandboxRolloutProcessor",
+    "LangGraphRolloutProcessor",
+    "MCPGymRolloutProcessor",
+    "NoOpRolloutProcessor",
+    "NoOpRolloutResultPostProcessor",
+    "OpenEnvRolloutProcessor",
+    "PydanticAgentRolloutProcessor",
+    "RemoteRolloutProcessor",
+    "RolloutProcessor",
+    "RolloutProcessorConfig",
+    "RolloutResultPostProcessor",
+    "SingleTurnRolloutProcessor",
+    "default_dataset_adapter",
+)
 
 
 def install() -> None:
@@ -34,28 +59,40 @@ class _Finder:
         package, _, rest = name.partition(".")
         if package not in PACKAGES:
             return None
-        if rest and rest not in _MODULES:
+        if rest and rest not in _MODULES and not rest.startswith("pytest."):
             wheel = "reward-kit" if package != "eval_protocol" else "eval-protocol"
             raise ImportError(f"headrace's stand-in for {package} has no {rest}: run  pip install {wheel}")
-        return importlib.machinery.ModuleSpec(name, self, is_package=not rest)  # type: ignore[arg-type]
+        return importlib.machinery.ModuleSpec(name, self, is_package=rest in ("", "pytest"))  # type: ignore[arg-type]
 
     def create_module(self, spec: object) -> None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(_names())
-        if module.__name__.count(".") == 0:
-            module.__path__ = []
+
+
+class NotHere:
+    """Stands for what says how eval-protocol would play or load; here the run does both."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
 
 
 @cache
 def _names() -> dict[str, Any]:
     return {
+        **{name: type(name, (NotHere,), {}) for name in _NOT_HERE},
         **_models(),
         "reward_function": reward_function,
         "evaluation_test": evaluation_test,
         "load_jsonl": load_jsonl,
     }
+
+
+def _models() -> dict[str, Any]:
+    """Imported when a file asks for them: they bring pydantic along."""
+    models: dict[str, Any] = importlib.import_module("headrace.reward.shim_models").PUBLIC
+    return models
 
 
 # --- decorators ------------------------------------------------------------------------------------------------------
@@ -112,8 +149,18 @@ def _bound(inner: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundAr
     bound = signature.bind_partial(*args, **kwargs)
     for name in ("messages", "rollouts_messages", "ground_truth"):
         if name in bound.arguments:
-            bound.arguments[name] = as_annotated(signature.parameters[name].annotation, bound.arguments[name])
+            value = bound.arguments[name]
+            given = _as_messages(value) if name == "ground_truth" else value
+            made = as_annotated(signature.parameters[name].annotation, given)
+            bound.arguments[name] = value if made is given else made
     return bound
+
+
+def _as_messages(truth: Any) -> Any:
+    """A ground truth as the list of messages that an annotation may ask for, as eval-protocol makes it."""
+    if isinstance(truth, str):
+        return [{"role": "system", "content": truth}]
+    return [truth] if isinstance(truth, dict) else truth
 
 
 def _validated(inner: Callable[..., Any], mode: str, result: Any) -> Any:
@@ -148,7 +195,11 @@ def load_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def as_annotated(annotation: Any, value: Any) -> Any:
-    """Messages as the class inside list[Message] or list[list[Message]]; anything else as it is."""
+    """Messages as the class inside list[Message] or list[list[Message]], or one of them or None; anything else as it
+    is."""
+    if get_origin(annotation) in (Union, UnionType):
+        choices = [choice for choice in get_args(annotation) if choice is not NoneType]
+        annotation = choices[0] if len(choices) == 1 else None
     if get_origin(annotation) is not list or not isinstance(value, Sequence) or isinstance(value, str):
         return value
     (inner,) = get_args(annotation) or (None,)
@@ -157,117 +208,3 @@ def as_annotated(annotation: Any, value: Any) -> Any:
     if isinstance(inner, type) and inner.__name__ == "Message" and hasattr(inner, "model_validate"):
         return [inner.model_validate(item) if isinstance(item, dict) else item for item in value]
     return value
-
-
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _models() -> dict[str, Any]:
-    from pydantic import BaseModel, ConfigDict, Field
-
-    class Model(BaseModel):
-        """Fields can be read like a mapping's."""
-
-        model_config = ConfigDict(extra="allow")
-
-        def __getitem__(self, key: str) -> Any:
-            if key not in type(self).model_fields:
-                raise KeyError(key)
-            return getattr(self, key)
-
-        def __contains__(self, key: str) -> bool:
-            return key in type(self).model_fields
-
-        def get(self, key: str, default: Any = None) -> Any:
-            return getattr(self, key, default)
-
-        def keys(self) -> Any:
-            return type(self).model_fields.keys()
-
-        def values(self) -> list[Any]:
-            return [getattr(self, key) for key in self.keys()]
-
-        def items(self) -> list[tuple[str, Any]]:
-            return [(key, getattr(self, key)) for key in self.keys()]
-
-        def __iter__(self) -> Iterator[str]:  # type: ignore[override]
-            return iter(self.keys())
-
-    class FunctionCall(BaseModel):
-        name: str
-        arguments: str
-
-    class ChatCompletionMessageToolCall(BaseModel):
-        id: str = ""
-        type: str = "function"
-        function: FunctionCall
-
-    class Message(BaseModel):
-        model_config = ConfigDict(extra="allow")
-        role: str
-        content: str | list[Any] | None = ""
-        name: str | None = None
-        tool_call_id: str | None = None
-        tool_calls: list[ChatCompletionMessageToolCall] | None = None
-        function_call: FunctionCall | None = None
-        reasoning_content: str | None = None
-        control_plane_step: dict[str, Any] | None = None
-        weight: float | None = None
-        logprobs: Any = None
-
-    class MetricResult(Model):
-        is_score_valid: bool = True
-        score: float
-        reason: str
-        data: dict[str, Any] = Field(default_factory=dict)
-
-    class StepOutput(Model):
-        step_index: int | str
-        base_reward: float
-        terminated: bool = False
-        control_plane_info: dict[str, Any] | None = None
-        metrics: dict[str, Any] = Field(default_factory=dict)
-        reason: str | None = None
-
-    class EvaluateResult(Model):
-        score: float
-        is_score_valid: bool = True
-        reason: str | None = None
-        metrics: dict[str, MetricResult] = Field(default_factory=dict)
-        step_outputs: list[StepOutput] | None = None
-        error: str | None = None
-        trajectory_info: dict[str, Any] | None = None
-        final_control_plane_info: dict[str, Any] | None = None
-        agg_score: float | None = None
-        standard_error: float | None = None
-
-    class InputMetadata(BaseModel):
-        model_config = ConfigDict(extra="allow")
-        row_id: str | None = None
-        completion_params: dict[str, Any] = Field(default_factory=dict)
-        dataset_info: dict[str, Any] | None = None
-        session_data: dict[str, Any] | None = None
-
-    class EvaluationRow(BaseModel):
-        model_config = ConfigDict(extra="allow")
-        messages: list[Message] = Field(default_factory=list)
-        tools: list[dict[str, Any]] | None = None
-        input_metadata: InputMetadata = Field(default_factory=InputMetadata)
-        ground_truth: Any = None
-        evaluation_result: EvaluateResult | None = None
-
-        def last_assistant_message(self) -> Message | None:
-            return next((message for message in reversed(self.messages) if message.role == "assistant"), None)
-
-    made: tuple[type[BaseModel], ...] = (
-        FunctionCall,
-        ChatCompletionMessageToolCall,
-        Message,
-        MetricResult,
-        StepOutput,
-        EvaluateResult,
-        InputMetadata,
-        EvaluationRow,
-    )
-    return {model.__name__: model for model in made}

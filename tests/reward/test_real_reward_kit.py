@@ -6,20 +6,18 @@ rest of the virtual environment, which `make install` fills; HEADRACE_REWARD_KIT
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from real_package import through_the_package, through_the_stand_in
 from reward_episodes import episode
 from reward_kit_files import BATCH, POINTWISE, STEPS
 
 from headrace.reward.calling import load
 from headrace.reward.rows import row_of
-from headrace.reward.sandbox.limits import Outcome
-from headrace.reward.sandbox.pool import Sandbox, Settings
 
 FOLDER = Path(os.environ.get("HEADRACE_REWARD_KIT") or Path(sys.prefix) / "reward-kit")
 pytestmark = pytest.mark.skipif(
@@ -58,21 +56,6 @@ ANSWERS = [
     "",
 ]
 
-REAL = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-sys.path[:0] = [{root!r}, {folder!r}]
-import reward_kit
-assert reward_kit.__file__.startswith({folder!r})
-assert reward_kit.__version__ == "0.4.1", reward_kit.__version__
-from headrace.reward.calling import load
-rows, found = json.loads({rows!r}), {{}}
-for name, spec in json.loads({specs!r}).items():
-    function = load(spec)
-    found[name] = [function.call({{"rows": [row]}}) for row in rows]
-print("RESULT", json.dumps(found))
-"""
-
 
 def rows() -> list[dict[str, object]]:
     return [row_of(episode(answer, answer="4"), with_tokens=False) for answer in ANSWERS]
@@ -100,26 +83,12 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, An
 
 @pytest.fixture(scope="module")
 def real(specs: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
-    """What every function gives in a process that has the real package; it is imported once, which takes seconds."""
-    root = str(Path(__file__).parents[2])
-    code = REAL.format(folder=str(FOLDER), root=root, specs=json.dumps(specs), rows=json.dumps(rows()))
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd="/")
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stderr]
-    found: Mapping[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return found
-
-
-async def through_the_stand_in(spec: Mapping[str, Any]) -> object:
-    sandbox = Sandbox(dict(spec), Settings(workers=1))
-    answers = [await sandbox.call({"rows": [row]}) for row in rows()]
-    await sandbox.close()
-    assert {answer.outcome for answer in answers} == {Outcome.RETURNED}, answers
-    return [json.loads(answer.result) for answer in answers]
+    return through_the_package("reward_kit", "0.4.1", FOLDER, specs, rows())
 
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_both_give_the_same(name: str, specs: Mapping[str, dict[str, Any]], real: Mapping[str, Any]) -> None:
-    assert await through_the_stand_in(specs[name]) == real[name]
+    assert await through_the_stand_in(specs[name], rows()) == real[name]
 
 
 def test_the_answers_tell_the_functions_apart(real: Mapping[str, Any]) -> None:
