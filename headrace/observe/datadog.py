@@ -43,11 +43,11 @@ def datagrams(lines: Iterable[str], *, max_bytes: int = MAX_BYTES) -> Iterator[b
         yield b"\n".join(held)
 
 
-class DatadogSink:
-    """Gauges `<prefix>.<area>.<name>` with `tags`; `<prefix>.step` says how far the run is."""
+class DatadogAgent:
+    """Where datagrams go; one for all sinks, so that an agent that is absent is told of once. `send` never waits."""
 
-    def __init__(self, host: str, port: int, *, prefix: str, tags: Sequence[str]) -> None:
-        self._where, self._prefix, self._tags = f"{host}:{port}", prefix, tuple(tags)
+    def __init__(self, host: str, port: int) -> None:
+        self._where = f"{host}:{port}"
         self._told = False
         self._socket: socket.socket | None = None
         try:
@@ -58,22 +58,18 @@ class DatadogSink:
         except OSError as exc:
             self._absent(exc)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for datagram in datagrams(dogstatsd_lines(self._prefix, {**values, "step": float(step)}, self._tags)):
-            self._send(datagram)
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _send(self, datagram: bytes) -> None:
+    def send(self, datagram: bytes) -> None:
         if self._socket is None:
             return
         try:
             self._socket.send(datagram)
         except OSError as exc:  # refused, unreachable, or a full buffer: this datagram is lost, the next may not be
             self._absent(exc)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def _absent(self, exc: OSError) -> None:
         if not self._told:
@@ -83,3 +79,17 @@ class DatadogSink:
                 self._where,
                 exc,
             )
+
+
+class DatadogSink:
+    """Gauges `<prefix>.<area>.<name>` with `tags`; `<prefix>.step` says how far the run is."""
+
+    def __init__(self, agent: DatadogAgent, *, prefix: str, tags: Sequence[str]) -> None:
+        self._agent, self._prefix, self._tags = agent, prefix, tuple(tags)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for datagram in datagrams(dogstatsd_lines(self._prefix, {**values, "step": float(step)}, self._tags)):
+            self._agent.send(datagram)
+
+    def close(self) -> None:
+        """The agent is whoever's it is."""

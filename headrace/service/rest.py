@@ -29,6 +29,7 @@ from headrace.service.host import AdapterSpec
 from headrace.service.records import Checkpoint, Kind, Model, checkpoint_path, rank_of, split_path
 from headrace.service.registry import Unknown
 from headrace.service.service import Service
+from headrace.service.telemetry import SERVER
 
 TYPES = {Kind.TRAINING: "training", Kind.SAMPLER: "sampler", Kind.EXTERNAL: "external"}
 LINK_S = 900.0  # how long a download link works
@@ -300,5 +301,7 @@ def _beside(routes: APIRouter, service: Service, access: Access, who: Any) -> No
     @routes.get("/metrics")
     async def metrics(who: Tenant = who) -> Response:
         """Of the whole server, and of the caller's own models."""
-        text = prometheus_text(service, access, lambda labels: labels["owner"] == who.name)
+        text = prometheus_text(
+            service, access, lambda labels: labels["owner"] == who.name and labels["model"] != SERVER
+        )
         return PlainTextResponse(text, media_type=MEDIA_TYPE)

@@ -130,7 +130,7 @@ class Telemetry:
         """Figures of the whole server, and of the GPU, if one is used; not for tenants."""
         self._server_records += 1
         values = {**{f"server/{name}": float(value) for name, value in figures.items()}, **gpu_values()}
-        self._hand_over(Record(source=Source(name=SERVER), step=self._server_records, values=values))
+        self.log(Record(source=Source(name=SERVER), step=self._server_records, values=values))
 
     # --- sinks ---
 

@@ -11,7 +11,7 @@ from headrace.config import Config, to_mapping
 from headrace.config.tree import Alert, Metrics
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.alerts import AlertRule, AlertSink
-from headrace.observe.datadog import DatadogSink
+from headrace.observe.datadog import DatadogAgent, DatadogSink
 from headrace.observe.prometheus import Exporter, Gauges, Labels, PrometheusSink, exposition
 from headrace.observe.sinks import JsonlSink, SpareSink, TeeSink, TensorBoardSink
 from headrace.observe.wandb_sink import WandbSink
@@ -40,26 +40,26 @@ class Told:
 class Outlets:
     """What [metrics] asks for, opened once: a scrape endpoint, webhooks. Each stage or model gets sinks over it.
 
-    `text` is what the endpoint answers, unless it is the last values of `gauges`. Raises ConfigError for what cannot be
-    opened: a port that is taken, an environment variable that is not set.
+    `text` is what the endpoint answers; without it, the last values of what is logged. Raises ConfigError for what
+    cannot be opened: a port that is taken, an environment variable that is not set.
     """
 
-    def __init__(
-        self, metrics: Metrics, gauges: Gauges | None = None, *, text: Callable[[], str] | None = None
-    ) -> None:
+    def __init__(self, metrics: Metrics, *, text: Callable[[], str] | None = None) -> None:
         self._metrics = metrics
-        self._gauges = gauges or Gauges()
+        self._gauges = Gauges() if text is None else None
         self._rules = [_rule(number, alert) for number, alert in enumerate(metrics.alerts)]
-        self._webhooks = {rule.webhook: Webhook(rule.webhook) for rule in self._rules if rule.webhook is not None}
+        self._webhooks = {url: Webhook(url) for url in {rule.webhook for rule in self._rules} if url is not None}
+        named = "datadog" in metrics.sinks
+        self._datadog = DatadogAgent(metrics.datadog.host, metrics.datadog.port) if named else None
         self.exporter: Exporter | None = None
         if "prometheus" in metrics.sinks:
             c = metrics.prometheus
-            told = text or (lambda: exposition(self._gauges.families()))
-            self.exporter = Exporter(told, host=c.host, port=c.port)
+            self.exporter = Exporter(text or self._last_values, host=c.host, port=c.port)
 
     def sinks(self, told: Told) -> list[MetricSink]:
         """Those that `metrics.sinks` names, and the alerts; each can fail without the run."""
-        named: list[MetricSink] = [SpareSink(self._open(name, told), name) for name in self._metrics.sinks]
+        names = [name for name in self._metrics.sinks if name != "prometheus" or self._gauges is not None]
+        named: list[MetricSink] = [SpareSink(self._open(name, told), name) for name in names]
         if self._rules:
             about = {"run": told.run}
             named.append(AlertSink(self._rules, self._webhooks, stage=told.stage, about=about))
@@ -68,8 +68,14 @@ class Outlets:
     def close(self) -> None:
         for webhook in self._webhooks.values():
             webhook.close()
+        if self._datadog is not None:
+            self._datadog.close()
         if self.exporter is not None:
             self.exporter.close()
+
+    def _last_values(self) -> str:
+        assert self._gauges is not None
+        return exposition(self._gauges.families())
 
     def _open(self, name: str, told: Told) -> MetricSink:
         c = self._metrics
@@ -87,12 +93,12 @@ class Outlets:
                     config=told.config,
                 )
             case "prometheus":
+                assert self._gauges is not None
                 return PrometheusSink(self._gauges, told.labels)
             case "datadog":
                 tags = [f"{label}:{value}" for label, value in told.labels]
-                return DatadogSink(
-                    c.datadog.host, c.datadog.port, prefix=c.datadog.prefix, tags=[*tags, *c.datadog.tags]
-                )
+                assert self._datadog is not None
+                return DatadogSink(self._datadog, prefix=c.datadog.prefix, tags=[*tags, *c.datadog.tags])
             case _:
                 raise AssertionError(f"no sink is called {name}")
 

@@ -69,7 +69,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         telemetry = Telemetry(lambda source: model_sink(outlets, folder, source))
         service = Service(host, card, journal, folder, limits=config.limits, tempered=tempered, telemetry=telemetry)
         access = Access(keys)
-        outlets = Outlets(config.metrics, telemetry.gauges, text=lambda: prometheus_text(service, access))
+        outlets = Outlets(config.metrics, text=lambda: prometheus_text(service, access))
         with contextlib.closing(host), contextlib.closing(outlets), contextlib.closing(telemetry):
             renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
             app = make_app(service, access, flags=dict(config.flags), renderer=renderer)

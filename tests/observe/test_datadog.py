@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.datadog import DatadogSink, datagrams, dogstatsd_lines
+from headrace.observe.datadog import DatadogAgent, DatadogSink, datagrams, dogstatsd_lines
 
 LIMIT_S = 30
 
@@ -28,7 +28,7 @@ def port_of(listening: socket.socket) -> int:
 
 
 def test_an_agent_gets_gauges_with_tags(agent: socket.socket) -> None:
-    sink = DatadogSink("127.0.0.1", port_of(agent), prefix="headrace", tags=("stage:rl", "run:a b|c,d#e"))
+    sink = DatadogSink(DatadogAgent("127.0.0.1", port_of(agent)), prefix="headrace", tags=("stage:rl", "run:a b|c,d#e"))
     sink.log(3, {"train/grad_norm": 0.5, "eval/pass@1": 1, "loss/total": math.nan, "loss/policy": -math.inf})
     sink.close()
     assert agent.recv(65536).decode().split("\n") == [
@@ -39,7 +39,7 @@ def test_an_agent_gets_gauges_with_tags(agent: socket.socket) -> None:
 
 
 def test_many_metrics_come_in_several_datagrams(agent: socket.socket) -> None:
-    sink = DatadogSink("127.0.0.1", port_of(agent), prefix="headrace", tags=())
+    sink = DatadogSink(DatadogAgent("127.0.0.1", port_of(agent)), prefix="headrace", tags=())
     values = {f"rollout/metric_{number:03d}": number / 3 for number in range(100)}
     sink.log(1, values)
     received: dict[str, float] = {}
@@ -77,11 +77,14 @@ def test_without_an_agent_that_is_said_once_and_nothing_fails(
     port = port_of(agent)
     agent.close()
     with caplog.at_level(logging.WARNING, logger="headrace"):
-        sink = DatadogSink("127.0.0.1", port, prefix="headrace", tags=())
-        for step in range(50):
-            sink.log(step, {"loss/total": 1.0})
-        sink.close()
-        sink.close()
+        nobody = DatadogAgent("127.0.0.1", port)
+        for stage in ("sft", "rl"):
+            sink = DatadogSink(nobody, prefix="headrace", tags=[f"stage:{stage}"])
+            for step in range(50):
+                sink.log(step, {"loss/total": 1.0})
+            sink.close()
+        nobody.close()
+        sink.log(51, {"loss/total": 1.0})  # after the end: nothing to send with, nothing that fails
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
         f"no Datadog agent takes metrics at 127.0.0.1:{port}"
     ]
@@ -91,7 +94,7 @@ def test_an_agent_that_comes_later_gets_what_is_logged_then() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as early:
         early.bind(("127.0.0.1", 0))
         port = port_of(early)
-    sink = DatadogSink("127.0.0.1", port, prefix="headrace", tags=())
+    sink = DatadogSink(DatadogAgent("127.0.0.1", port), prefix="headrace", tags=())
     for step in range(3):
         sink.log(step, {"loss/total": 1.0})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as late:
@@ -106,7 +109,7 @@ def test_an_agent_that_comes_later_gets_what_is_logged_then() -> None:
 
 def test_a_host_that_does_not_exist_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="headrace"):
-        sink = DatadogSink("256.256.256.256", 8125, prefix="headrace", tags=())
+        sink = DatadogSink(DatadogAgent("256.256.256.256", 8125), prefix="headrace", tags=())
         sink.log(1, {"loss/total": 1.0})
         sink.log(2, {"loss/total": 1.0})
         sink.close()

@@ -189,6 +189,7 @@ def test_each_tenant_sees_the_server_and_its_own_models(server: Served) -> None:
         losses = [model.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"] for _ in range(2)]
         model.optim_step(ADAM).result()
         models[key] = (model._guaranteed_model_id(), sum(losses))
+    server.service.telemetry.log_server({"models": 2})  # is the operator's to see
     for key, (mine, loss) in models.items():
         http = server.http() if key is None else server.http(key)
         found = gauges_of(http.get("/metrics").text)
@@ -252,6 +253,7 @@ cooldown_steps = 0
     assert {record.stage for record in records} == {id}
     assert all(record.values["perf/forward_backward_ms"] > 0 for record in records)
     assert gauges_of(scraped)["headrace_loss_total", id] == pytest.approx(losses[-1])
+    assert gauges_of(scraped)["headrace_models", ""] == 1.0
     alerts = [message for message in caplog.messages if message.startswith("alert: ")]
     assert [message.partition(": train/")[0] for message in alerts] == [
         f"alert: {id}, step {step}" for step in (1, 2, 3)
