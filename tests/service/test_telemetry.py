@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.errors import ConfigError, RunFolderError
+from headrace.errors import BackendError, ConfigError, RunFolderError
 from headrace.observe.sinks import JsonlSink, read_metrics
 from headrace.protocols import MetricSink
 from headrace.service.fake_host import FakeHost
@@ -20,7 +20,7 @@ from headrace.testing import MemorySink
 from headrace.types import Adam, Datum, Discard, ForwardOut, Max, Mean, StepOut, Sum, float_array, int_array
 from headrace.wiring.serve import open_service
 from service.sdk import ADAM, DATA, tinker
-from service.served import OTHER_KEY, Served, served
+from service.served import BASE, KEY, OTHER_KEY, Served, served
 
 LIMIT_S = 30
 SOURCE = Source(name="s:train:0", owner="alice")
@@ -185,7 +185,7 @@ def test_each_tenant_sees_the_server_and_its_own_models(server: Served) -> None:
     models = {}
     for key in (None, OTHER_KEY):
         client = server.client() if key is None else server.client(key)
-        model = client.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=4)
+        model = client.create_lora_training_client(base_model=BASE, rank=4)
         losses = [model.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"] for _ in range(2)]
         model.optim_step(ADAM).result()
         models[key] = (model._guaranteed_model_id(), sum(losses))
@@ -203,17 +203,53 @@ def test_each_tenant_sees_the_server_and_its_own_models(server: Served) -> None:
         assert found["headrace_training_requests_total", ""] >= 8.0
 
 
-def test_a_failed_update_measures_nothing_and_the_next_starts_anew(server: Served) -> None:
-    model = server.client().create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=4)
-    id = model._guaranteed_model_id()
-    model.forward_backward(DATA, "cross_entropy").result()
-    with pytest.raises(tinker.RequestFailedError):
+def test_an_update_that_is_refused_leaves_what_is_accumulated_and_one_that_fails_does_not(server: Served) -> None:
+    model = server.client().create_lora_training_client(base_model=BASE, rank=4)
+    id, http = model._guaranteed_model_id(), server.http()
+
+    def forward() -> float:
+        return float(model.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"])
+
+    losses = [forward()]
+    with pytest.raises(tinker.RequestFailedError, match="learning_rate"):
         model.optim_step(tinker.types.AdamParams(learning_rate=-1.0)).result()
-    http = server.http()
     assert ("headrace_step", id) not in gauges_of(http.get("/metrics").text)
-    model.forward_backward(DATA, "cross_entropy").result()
+    losses.append(forward())
     model.optim_step(ADAM).result()
-    assert gauges_of(http.get("/metrics").text)["headrace_step", id] == 1.0
+    assert gauges_of(http.get("/metrics").text)["headrace_loss_total", id] == pytest.approx(sum(losses))
+    forward()
+    server.host.hold = refuse_updates
+    with pytest.raises(tinker.RequestFailedError, match="no power"):
+        model.optim_step(ADAM).result()
+    server.host.hold = lambda verb: None
+    last = forward()
+    model.optim_step(ADAM).result()
+    found = gauges_of(http.get("/metrics").text)
+    assert found["headrace_loss_total", id] == pytest.approx(last)
+    assert found["headrace_perf_forward_backward_requests", id] == 1.0
+
+
+def refuse_updates(verb: str) -> None:
+    if verb.startswith("optim_step"):
+        raise BackendError("no power")
+
+
+def test_what_is_run_again_after_a_restart_counts_with_the_next_update(tmp_path: Path) -> None:
+    with served(tmp_path) as first:
+        client = tinker.ServiceClient(base_url=first.url, api_key=KEY)
+        model = client.create_lora_training_client(base_model=BASE, rank=4)
+        losses = [model.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"]]
+        model.optim_step(ADAM).result()
+        losses.append(model.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"])
+        port = int(first.url.rpartition(":")[2])
+    with served(tmp_path, port=port) as second:
+        model.optim_step(ADAM).result()
+        found = gauges_of(second.http().get("/metrics").text)
+        id = model._guaranteed_model_id()
+        client.close("success").result(LIMIT_S)
+    assert found["headrace_step", id] == 2.0
+    assert found["headrace_loss_total", id] == pytest.approx(losses[1])
+    assert losses[1] < losses[0]
 
 
 # --- headrace serve --------------------------------------------------------------------------------------------------
