@@ -209,7 +209,7 @@ class AdapterTable:
         for keys in by_shelf.values():
             rows = {self._where[key][1]: np.flatnonzero(keys_T == key) for key in keys}
             shares.append(_share(self._where[keys[0]][0], rows, len(keys_T), device))
-        made = Mixture(tuple(shares))
+        made = Mixture(tuple(shares), _joined(shares, len(keys_T)))
         self._made[known] = made
         if len(self._made) > KEPT:
             self._made.popitem(last=False)
@@ -234,41 +234,51 @@ class AdapterTable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """The rows of a step that use adapters of one shelf.
+class _Layout:
+    """Where the rows of a step lie while adapters compute.
 
     `order_P` gathers them (None: they lie as they should), `place` says where in P each is found again (None: as
-    gathered), `rows` which they are (None: all rows of the step). `first` is None where each slot is one product of
-    `sizes` rows; else slots from there on, `sizes[0]` rows each, are one batched product.
+    gathered), `rows` which they are (None: all rows of the step).
     """
 
-    shelf: Shelf
     order_P: Tensor | None
     place: Tensor | None
     rows: Tensor | None
+
+    def gather(self, x_TI: Tensor) -> Tensor:
+        return x_TI if self.order_P is None else x_TI.index_select(0, self.order_P)
+
+    def add_(self, y_TO: Tensor, delta_PO: Tensor) -> None:
+        delta_TO = delta_PO if self.place is None else delta_PO.index_select(0, self.place)
+        if self.rows is None:
+            y_TO.add_(delta_TO)
+        else:
+            y_TO.index_add_(0, self.rows, delta_TO.to(y_TO.dtype))  # logits may be in float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The rows of a step that use adapters of one shelf. `first` is None where each slot is one product of `sizes`
+    rows; else slots from there on, `sizes[0]` rows each, are one batched product."""
+
+    shelf: Shelf
+    layout: _Layout
     slots: tuple[int, ...]
     sizes: tuple[int, ...]
+    num_rows: int  # of all sizes
     first: int | None
     stacks: dict[tuple[str, range], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
-    def add_(self, part: Part, index: int | None, x_TI: Tensor, y_TO: Tensor) -> None:
-        """`index`: of a layer of the part, None for all of them side by side."""
-        if part.name not in self.shelf.parts:
-            return
-        x_PI = x_TI if self.order_P is None else x_TI.index_select(0, self.order_P)
-        chosen = range(len(part.names)) if index is None else range(index, index + 1)
-        delta_PO = self._each(part, chosen, x_PI) if self.first is None else self._batched(part, chosen, x_PI)
-        if self.place is not None:
-            delta_PO = delta_PO.index_select(0, self.place)
-        if self.rows is None:
-            y_TO.add_(delta_PO)
+    def compute(self, part: Part, chosen: range, x_PI: Tensor, delta_PO: Tensor) -> None:
+        """What the adapters add, for the `chosen` layers of a part side by side."""
+        if self.first is None:
+            self._each(part, chosen, x_PI, delta_PO)
         else:
-            y_TO.index_add_(0, self.rows, delta_PO.to(y_TO.dtype))  # logits may be in float32
+            self._batched(part, chosen, x_PI, delta_PO)
 
-    def _each(self, part: Part, chosen: range, x_PI: Tensor) -> Tensor:
+    def _each(self, part: Part, chosen: range, x_PI: Tensor, delta_PO: Tensor) -> None:
         widths, rank = [part.outputs[index] for index in chosen], self.shelf.rank
         span = slice(chosen.start * rank, chosen.stop * rank)
-        delta_PO = x_PI.new_empty(x_PI.shape[0], sum(widths))
         views = self.shelf.views[part.name]
         for slot, x_NI, delta_NO in zip(
             self.slots, x_PI.split_with_sizes(self.sizes), delta_PO.split_with_sizes(self.sizes), strict=True
@@ -280,15 +290,17 @@ class _Share:
             lows = torch.mm(x_NI, down[:, span]).chunk(len(chosen), dim=1)
             for index, low, out in zip(chosen, lows, delta_NO.split_with_sizes(widths, dim=1), strict=True):
                 torch.mm(low, ups[index], out=out)
-        return delta_PO
 
-    def _batched(self, part: Part, chosen: range, x_PI: Tensor) -> Tensor:
+    def _batched(self, part: Part, chosen: range, x_PI: Tensor, delta_PO: Tensor) -> None:
         down_SIR, ups_SRO = self._stacks(part, chosen)
-        low_SNR = torch.bmm(x_PI.view(down_SIR.shape[0], self.sizes[0], -1), down_SIR)
+        count = down_SIR.shape[0]
+        low_SNR = torch.bmm(x_PI.view(count, self.sizes[0], -1), down_SIR)
+        delta_SNO = delta_PO.view(count, self.sizes[0], -1)
         if len(ups_SRO) == 1:
-            return torch.bmm(low_SNR, ups_SRO[0]).view(x_PI.shape[0], -1)
+            torch.bmm(low_SNR, ups_SRO[0], out=delta_SNO)
+            return
         lows = low_SNR.chunk(len(ups_SRO), dim=2)
-        return torch.cat([torch.bmm(*pair) for pair in zip(lows, ups_SRO, strict=True)], dim=2).view(x_PI.shape[0], -1)
+        torch.cat([torch.bmm(*pair) for pair in zip(lows, ups_SRO, strict=True)], dim=2, out=delta_SNO)
 
     def _stacks(self, part: Part, chosen: range) -> tuple[Tensor, list[Tensor]]:
         """The slots of the batched product, turned; remembered, because a view takes as long as a small product."""
@@ -304,13 +316,48 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Which rows use which adapters; made by `AdapterTable.mixture`."""
+    """Which rows use which adapters; made by `AdapterTable.mixture`. `joined`: the rows of all shares, one after the
+    other."""
 
     shares: tuple[_Share, ...]
+    joined: _Layout
 
     def add_(self, part: Part, index: int | None, x_TI: Tensor, y_TO: Tensor) -> None:
-        for share in self.shares:
-            share.add_(part, index, x_TI, y_TO)
+        """`index`: of a layer of the part, None for all of them side by side."""
+        chosen = range(len(part.names)) if index is None else range(index, index + 1)
+        shares = [share for share in self.shares if part.name in share.shelf.parts]
+        if len(shares) == len(self.shares):
+            self._add(shares, self.joined, part, chosen, x_TI, y_TO)
+            return
+        for share in shares:
+            self._add([share], share.layout, part, chosen, x_TI, y_TO)
+
+    @staticmethod
+    def _add(shares: Sequence[_Share], layout: _Layout, part: Part, chosen: range, x_TI: Tensor, y_TO: Tensor) -> None:
+        x_PI = layout.gather(x_TI)
+        delta_PO = x_PI.new_empty(x_PI.shape[0], sum(part.outputs[index] for index in chosen))
+        sizes = [share.num_rows for share in shares]
+        for share, x, delta in zip(shares, x_PI.split_with_sizes(sizes), delta_PO.split_with_sizes(sizes), strict=True):
+            share.compute(part, chosen, x, delta)
+        layout.add_(y_TO, delta_PO)
+
+
+def _joined(shares: Sequence[_Share], total: int) -> _Layout:
+    """The rows of several shares, gathered and put back at once."""
+    if len(shares) == 1:
+        return shares[0].layout
+    orders, places, rows, start = [], [], [], 0
+    for share in shares:
+        layout = share.layout
+        assert layout.order_P is not None, "one of several shares has not all rows"
+        assert layout.place is not None
+        assert layout.rows is not None
+        orders.append(layout.order_P)
+        places.append(layout.place + start)
+        rows.append(layout.rows)
+        start += len(layout.order_P)
+    used, back = torch.cat(rows).sort()
+    return _Layout(torch.cat(orders), torch.cat(places)[back], None if len(used) == total else used)
 
 
 def _share(shelf: Shelf, rows: Mapping[int, npt.NDArray[np.intp]], total: int, device: torch.device) -> _Share:
@@ -337,11 +384,14 @@ def _share(shelf: Shelf, rows: Mapping[int, npt.NDArray[np.intp]], total: int, d
 
     return _Share(
         shelf=shelf,
-        order_P=None if straight else sent(order),
-        place=None if straight else sent(place[used]),
-        rows=None if whole else sent(used),
+        layout=_Layout(
+            order_P=None if straight else sent(order),
+            place=None if straight else sent(place[used]),
+            rows=None if whole else sent(used),
+        ),
         slots=tuple(slots),
         sizes=tuple(sizes),
+        num_rows=sum(sizes),
         first=slots[0] if batched else None,
     )
 
