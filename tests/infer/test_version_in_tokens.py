@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.model.load import LanguageModel, fingerprint, prepare
-from headrace.rollout.generate import sample_to_end
+from headrace.rollout.journal import EpisodeJournal
 from headrace.rollout.publish import Publisher
 from headrace.types import Completion, Shared
 from infer.engines import VOCABULARY, opened, request_of, small_model
@@ -42,7 +42,8 @@ async def through_updates(versions: int) -> list[Completion]:
     with opened(own, max_rows=8, source=trained) as engine:
         publisher = Publisher([engine])
         prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
-        open_calls = [asyncio.create_task(sample_to_end(engine, request_of(prompt, LONG))) for prompt in prompts]
+        requests = [request_of(prompt, LONG) for prompt in prompts]
+        open_calls = [asyncio.create_task(EpisodeJournal().sample(engine, request)) for request in requests]
         for version in range(1, versions + 1):
             await engine.sample(request_of([9, 9], SHORT, seed=version))
             write_version(trained, version)  # the engine has a copy: nothing changes before it is published

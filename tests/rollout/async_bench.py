@@ -6,6 +6,7 @@ from itertools import count
 
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.journal import EpisodeJournal, Journals
+from headrace.rollout.keep import Keep
 from headrace.rollout.publish import Publisher
 from headrace.rollout.settings import AsyncSettings
 from headrace.testing import FakeSampler
@@ -118,6 +119,7 @@ def executor_of(
     cursor: Callable[[], dict[str, int]] | None = None,
     size: int = 2,
     reads: bool = True,
+    keep: Keep | None = None,
     **settings: object,
 ) -> RolloutExecutor:
     """`reads` False: next-version log-probs are not read off sequences that go on."""
@@ -130,6 +132,7 @@ def executor_of(
         batch_groups=batch,
         settings=AsyncSettings(**given),  # type: ignore[arg-type]
         publisher=publisher or Publisher([sampler]),
+        keep=keep,
         journals=journals,
         cursor=cursor,
     )

@@ -3,6 +3,7 @@ state; by the real one sound, with no accepted group lost."""
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,8 @@ from async_bench import HANDLE, HandSampler, executor_of, ids, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import CheckpointError, EpisodeError, RolloutError
+from headrace.errors import CheckpointError, EpisodeError, RolloutError, SamplerError
+from headrace.rollout import journal as journal_module
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group_json import group_to_json
 from headrace.rollout.journal import EpisodeJournal, Gate, Journals, Turn
@@ -250,6 +252,51 @@ async def test_an_environment_that_lied_about_repeating_itself_is_found_out() ->
     journal = EpisodeJournal(Gate(), [Turn(prompt=int_array([1]), temperature=1.0)])
     with pytest.raises(EpisodeError, match="does not repeat itself"):
         await journal.sample(FakeSampler(), request([2]))
+
+
+async def test_two_updates_inside_one_sequence() -> None:
+    ticks: asyncio.Queue[None] = asyncio.Queue()
+    sampler = FakeSampler(tick=ticks.get)
+    sampling = asyncio.create_task(EpisodeJournal().sample(sampler, request([1, 2], 6)))
+    for version, tokens in ((1, 2), (2, 3)):  # 2 tokens under version 0, 3 under version 1, the last under version 2
+        for _ in range(tokens - 1):
+            ticks.put_nowait(None)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        pausing = asyncio.create_task(sampler.pause(interrupt=True))
+        await asyncio.sleep(0)
+        ticks.put_nowait(None)
+        await pausing
+        await sampler.load(Shared(fingerprint=f"v{version}"), version)
+        await sampler.resume()
+    ticks.put_nowait(None)
+    completion = await asyncio.wait_for(sampling, 100)
+    # the fake's token is version * 1000 + position
+    assert completion.tokens.tolist() == [0, 1, 1002, 1003, 1004, 2005]
+    assert completion.versions.tolist() == [0, 0, 1, 1, 1, 2]
+    assert completion.stop is Stop.LENGTH
+
+
+async def test_updates_that_leave_no_time_to_sample_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(FakeSampler):
+        """Two tokens, and from then on every call is interrupted before the first."""
+
+        async def sample(self, request: SampleRequest) -> Completion:
+            begun = request.continue_from or await super().sample(replace(request, params=SamplingParams(max_tokens=2)))
+            return replace(begun, stop=Stop.INTERRUPTED)
+
+    monkeypatch.setattr(journal_module, "MAX_IDLE_INTERRUPTS", 5)
+    with pytest.raises(SamplerError, match="interrupted 6 times and is at 2 tokens: publish less often"):
+        await EpisodeJournal(Gate()).sample(Cut(), request([1]))
+
+
+def test_a_group_that_has_not_begun_is_taken_up_whatever_its_world() -> None:
+    """A world that does not repeat itself has nothing to repeat yet; with one turn on record it would have."""
+    journals = Journals()
+    begun, _ = journals.open(0, 2)
+    assert journals.resumable(0)
+    begun.turns.append(Turn(prompt=int_array([1]), temperature=1.0))
+    assert not journals.resumable(0)
 
 
 async def test_nothing_is_sampled_while_the_gate_is_held() -> None:

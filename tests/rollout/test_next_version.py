@@ -90,6 +90,17 @@ async def test_a_failing_score_leaves_everything_as_it_was_and_is_named() -> Non
         )
 
 
+async def test_a_score_that_does_not_come_is_named() -> None:
+    class Deaf(FakeSampler):
+        async def score(self, sequences: list[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:  # type: ignore[override]
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    with pytest.raises(RolloutError, match=r"sampler 0 could not score 1 sequences .* within 0\.01 s"):
+        await NextVersionScorer([Deaf()], timeout_s=0.01).fill(
+            [Sampled(steps=(step([1], completion([0])),), temperature=1.0)], version=1
+        )
+
+
 # --- in the executor -------------------------------------------------------------------------------------------------
 
 

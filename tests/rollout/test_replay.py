@@ -1,8 +1,10 @@
 """Groups that were trained on before are one more source of a batch, within the same bound."""
 
+import asyncio
 import json
 
-from async_bench import HANDLE, executor_of, ids
+import numpy as np
+from async_bench import HANDLE, HandSampler, executor_of, ids
 from rollout_groups import group
 
 from headrace.algo.staleness import HeadBound
@@ -54,3 +56,26 @@ async def test_a_batch_has_its_groups_and_some_of_before_within_the_bound() -> N
             await executor.publish(HANDLE)
             counts = executor.metrics()
             assert (counts["rollout/consumed"], counts["rollout/replayed"]) == (2, len(again))
+
+
+async def test_replayed_groups_keep_within_the_bound_and_are_scored_like_any_other() -> None:
+    """eta = 2 and more asked for than there are: all that may be trained again is, at lags up to 2 and no further."""
+    sampler = HandSampler()
+    lags: set[int] = set()
+    async with executor_of(
+        sampler, max_staleness=2, replay_groups=9, next_logprobs=True, tokens=lambda task: (2,)
+    ) as executor:
+        for _ in range(7):
+            taking = asyncio.create_task(executor.take_batch())
+            while not taking.done():
+                await sampler.step()
+            groups = taking.result()
+            for one in groups[1:]:
+                made = one.episodes[0].episode.steps[0].completion
+                lag = executor.version - made.versions
+                known = np.full(2, np.nan) if made.next_logprobs is None else made.next_logprobs
+                np.testing.assert_array_equal(known[lag == 2], -2.0 - made.versions[lag == 2])
+                lags |= set(lag.tolist())
+            executor.done(groups)
+            await executor.publish(HANDLE)
+    assert lags == {1, 2}
