@@ -16,7 +16,7 @@ from headrace.errors import HeadraceError, RunFolderError, boundary
 from headrace.observe.gpu import gpu_values
 from headrace.observe.prometheus import Gauges, Labels
 from headrace.protocols import MetricSink
-from headrace.types import Adam, Datum, Discard, ForwardOut, Metric, Metrics, StepOut, Sum, metric_values
+from headrace.types import Adam, Datum, Discard, ForwardOut, Mean, Metric, Metrics, StepOut, Sum, metric_values
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ class Telemetry:
     def forward(self, model: str, out: ForwardOut, data: Sequence[Datum], *, seconds: float) -> None:
         """A forward_backward that has ended well; it counts with the next update."""
         so_far = self._accumulated.setdefault(model, _Accumulated())
-        so_far.metrics = _merged(so_far.metrics, {"loss/total": Sum(out.loss), **out.metrics})
+        measured = {"loss/total": Sum(out.loss), **out.metrics, **_rewards(data)}
+        so_far.metrics = _merged(so_far.metrics, measured)
         so_far.trained += sum(int((datum.arrays["weights"] != 0).sum()) for datum in data if "weights" in datum.arrays)
         so_far.computed += sum(datum.num_tokens for datum in data)
         so_far.seconds += seconds
@@ -202,6 +203,12 @@ class _Sinks:
                 sink.close()
         except HeadraceError as exc:
             logger.error("%s", exc)
+
+
+def _rewards(data: Sequence[Datum]) -> dict[str, Metric]:
+    """Where data bring rewards of their tokens, as those do whose advantages are made here: the mean of a sequence."""
+    totals = [float(datum.arrays["rewards"].sum()) for datum in data if "rewards" in datum.arrays]
+    return {"reward/mean": Mean(sum(totals), len(totals))} if totals else {}
 
 
 def _merged(left: Metrics, right: Metrics) -> dict[str, Metric]:

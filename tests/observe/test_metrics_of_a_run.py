@@ -8,6 +8,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -183,12 +184,13 @@ ANY_OF_AN_AREA = ("rollout/", "critic/", "server/")  # put before names that are
 METRIC = re.compile(rf"(?:{AREAS})/[a-z0-9_@]+")
 
 
-def documented() -> set[str]:
+@cache
+def documented() -> frozenset[str]:
     """The names in the first cells of the tables under "Every metric"; `<...>` is what varies."""
     _, _, text = DOCUMENT.read_text(encoding="utf-8").partition("## Every metric")
     text, _, _ = text.partition("### By the names of other systems")
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    return frozenset(name for cell in cells for name in re.findall(r"`([^`]+)`", cell))
 
 
 def described(name: str) -> bool:
@@ -214,20 +216,21 @@ class Source:
         )
 
 
+@cache
 def read_source() -> Source:
     found = Source(set(), set(), set())
     for file in (ROOT / "headrace").rglob("*.py"):
         if file.name == "testing.py":  # fakes
             continue
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        joined = [node for node in nodes if isinstance(node, ast.JoinedStr)]
         parts = {id(part) for node in joined for part in node.values}
         for node in joined:
             texts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
             literal = "".join(text for text in texts if isinstance(text, str))
             if re.fullmatch(r"[a-z0-9_@/]{4,}", literal) and literal not in ANY_OF_AN_AREA:
                 found.patterns.add("".join(".*" if text is None else re.escape(str(text)) for text in texts))
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                 found.words.update((node.value, node.value.partition("/")[2]))
                 if METRIC.fullmatch(node.value) and not node.value.endswith("_"):

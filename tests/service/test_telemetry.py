@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,20 @@ def test_a_record_has_what_all_requests_since_the_last_update_measured() -> None
     again = telemetry.step("m", "alice", out, Adam(learning_rate=0.25), seconds=0.0, depth=0)
     assert again is not None
     assert "loss/total" not in again.values  # nothing was accumulated since
+
+
+def test_sequences_that_bring_rewards_have_a_mean() -> None:
+    def rewarded(*rewards: float) -> Datum:
+        plain = datum(*(1.0 for _ in rewards))
+        return replace(plain, arrays={**plain.arrays, "rewards": float_array(rewards)})
+
+    telemetry = Telemetry()
+    telemetry.forward("m", forward(), [rewarded(0.0, 1.0), rewarded(2.0), datum(1.0)], seconds=1.0)
+    telemetry.forward("m", forward(), [rewarded(0.5, 2.5)], seconds=1.0)
+    out = StepOut(grad_norm=0.0, updated=True, num_updates=1)
+    record = telemetry.step("m", "alice", out, Adam(learning_rate=1.0), seconds=0.0, depth=0)
+    assert record is not None
+    assert record.values["reward/mean"] == 2.0  # (1 + 2 + 3) / 3
 
 
 def test_discarded_and_forgotten_gradients_are_not_measured() -> None:
