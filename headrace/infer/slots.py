@@ -43,6 +43,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     prefix_logprobs: list[float] = field(default_factory=list)  # those that `score_from` asks for, as far as known
     row: int | None = None
+    behind: "tuple[Sequence, int] | None" = None  # who fills in so many tokens that this one will begin with
 
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt.tolist()
@@ -150,11 +151,19 @@ class Slots:
         """
         placed: list[Placed] = []
         delayed: list[Sequence] = []
+        alike: dict[tuple[int, bytes], tuple[Sequence, int]] = {}
         while self.waiting and None in self.seated and len(self.waiting[0].tokens) < self.tokens:
             sequence = self.waiting.popleft()
-            alike = any(sequence.adapter == other.adapter and sequence.tokens == other.tokens for other in delayed)
-            seat = None if alike else self._place(sequence)
+            if self._still_behind(sequence):
+                delayed.append(sequence)
+                continue
+            wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
+            key = (sequence.adapter, wanted.tobytes())
+            sequence.behind = alike.get(key)
+            seat = self._place(sequence, wanted) if sequence.behind is None else None
             if seat is None:
+                assert sequence.behind is not None
+                alike[key] = sequence.behind
                 delayed.append(sequence)
             else:
                 placed.append(seat)
@@ -162,8 +171,16 @@ class Slots:
         self.waiting.extendleft(reversed(delayed))
         return placed
 
-    def _place(self, sequence: Sequence) -> Placed | None:
-        wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
+    def _still_behind(self, sequence: Sequence) -> bool:
+        """Whether what it was found to wait for is still on its way: with hundreds that wait, looking for the best
+        beginning of each again at every step would take longer than the step."""
+        if sequence.behind is None:
+            return False
+        other, needed = sequence.behind
+        return other.row is not None and self.filled[other.row] < needed
+
+    def _place(self, sequence: Sequence, wanted: IntArray) -> Placed | None:
+        """None: it is behind another now."""
         differs = self._held[:, : len(wanted)] != wanted
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
         common = np.where(self._owners == sequence.adapter, common, 0)
@@ -178,7 +195,11 @@ class Slots:
         shares = np.where(old & ~own, 0, np.minimum(common, filled))
         donor = int(shares.argmax())
         shared = int(shares[donor])
-        if np.minimum(common, coming).max(where=coming > filled, initial=0) >= shared + WORTH_WAITING:
+        promised = np.where(coming > filled, np.minimum(common, coming), 0)
+        if promised.max() >= shared + WORTH_WAITING:
+            filling = self.seated[int(promised.argmax())]
+            assert filling is not None
+            sequence.behind = filling, int(promised.max())
             return None
         if shared and (own[donor] or (self.seated[donor] is None and 2 * shared >= self.filled[donor])):
             row = donor  # take it over as it is; a slot that holds much more is kept for whom it belongs to

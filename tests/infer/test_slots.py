@@ -4,6 +4,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -163,6 +164,34 @@ def test_a_twin_waits_for_the_beginning_and_lets_others_pass() -> None:
     assert [sequence.tokens[-1] for sequence in slots.waiting] == [19, 5]
     fill_all(slots)
     assert slots.place_waiting() == [Placed(2, 0, 19), Placed(3, 0, 19)]
+
+
+def test_who_waits_for_a_beginning_is_looked_at_again_only_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    common = list(range(40))
+    slots = seated(32, 64, *([*common, 100 + index] for index in range(31)))
+    looked: list[Sequence] = []
+    real = Slots._place
+    monkeypatch.setattr(Slots, "_place", lambda self, one, wanted: looked.append(one) or real(self, one, wanted))
+    assert len(slots.place_waiting()) == 1
+    first = looked[0]
+    looked.clear()
+    slots.fill(0, common[:39])
+    assert slots.place_waiting() == []
+    assert looked == []
+    slots.fill(0, common[39:])
+    assert len(slots.place_waiting()) == len(looked) == 30
+    assert first not in looked
+
+
+def test_who_waits_for_a_beginning_that_will_not_come_does_not_wait_for_it() -> None:
+    common = list(range(40))
+    slots = seated(2, 64, [*common, 1], [*common, 2])
+    [placed] = slots.place_waiting()
+    ahead, behind = slots.seated[placed.row], slots.waiting[0]
+    assert ahead is not None
+    slots.leave(ahead)
+    assert len(slots.place_waiting()) == 1
+    assert behind.row is not None
 
 
 def test_the_same_tokens_under_another_adapter_are_neither_shared_nor_waited_for() -> None:
