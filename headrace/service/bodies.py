@@ -99,6 +99,14 @@ class LoadWeights(Body):
     optimizer: bool = False
 
 
+class CopyWeights(Body):
+    source_path: Annotated[str, Field(max_length=1000)]
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    ttl_seconds: int | None = None
+    destination_project_id: str | None = None  # there are no projects here: everything is its owner's
+
+
 class WeightsInfo(Body):
     tinker_path: Annotated[str, Field(max_length=1000)]
 

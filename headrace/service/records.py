@@ -124,6 +124,12 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_ttl(ttl_s: int | None) -> None:
+    """How long a checkpoint is kept; None: until it is deleted."""
+    if ttl_s is not None and not 0 < ttl_s <= 10 * 366 * 86400:
+        raise RequestError("ttl_seconds must be above 0 and at most ten years, or null for no end")
+
+
 def split_path(path: str) -> tuple[str, Kind, str]:
     """Model, kind and name of a checkpoint path; raises RequestError.
 

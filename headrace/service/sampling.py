@@ -151,6 +151,7 @@ class Sampling:
     max_running: int = 256
     running: int = 0
     num_tokens: int = 0
+    asked: dict[str, set[int]] = field(default_factory=dict)  # numbers of requests since the start, by session
     _queues: OrderedDict[str, "deque[_Waiting]"] = field(default_factory=OrderedDict)
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _turns: "set[asyncio.Future[bool]]" = field(default_factory=set)

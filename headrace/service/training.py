@@ -121,7 +121,9 @@ class Trainer:
 
     def told(self, model: str, seq: int) -> bool:
         """Whether this request has ended already."""
-        line = self._lines[model]
+        line = self._lines.get(model)
+        if line is None:  # a copy, which nobody trains
+            return False
         return seq <= self._registry.models[model].saved_seq or seq in line.settled
 
     def offer(self, ticket: Ticket) -> None:

@@ -7,6 +7,7 @@ them. Every model has tensors, optimiser and counters of its own (`tenant.py`); 
 each, of which only the newest are kept.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -33,7 +34,7 @@ from headrace.model.worker import Worker
 from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogprobs, made
 from headrace.service.hosting.files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
 from headrace.service.hosting.share import TimeShare
-from headrace.service.hosting.tenant import Tenant, adapter_of, make_tenant
+from headrace.service.hosting.tenant import Tenant, adapter_of, make_tenant, on_cpu, with_weights
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
     Adam,
@@ -243,8 +244,10 @@ class AdapterHost:
             raise
 
     def _copy(self, model: str, optimizer: bool) -> tuple[SavedModel, LanguageModel]:
+        """What is written beside others' requests lies in main memory: a GPU has no room to keep it twice."""
         tenant = self._tenant(model)
-        saved = SavedModel(spec=tenant.spec, state=tenant.state(), optimizer=optimizer, base=self._base_fingerprint())
+        state = on_cpu(tenant.state())
+        saved = SavedModel(spec=tenant.spec, state=state, optimizer=optimizer, base=self._base_fingerprint())
         return saved, tenant.backend.lm if isinstance(tenant.spec, Full) else self._lm
 
     def _load(self, model: str, folder: Path, optimizer: bool, written: "Future[None] | None") -> None:
@@ -285,10 +288,7 @@ class AdapterHost:
             return
         _finished(written)
         if is_full(folder):
-            lm = full_copy(self._lm)
-            tenant = make_tenant(lm, Full(), micro_batch_tokens=self._micro_batch_tokens)
-            tenant.take(read_model(folder, optimizer=False).state)
-            self._keep_full(sampler, tenant.backend.lm)
+            self._keep_full(sampler, with_weights(self._lm, read_model(folder, optimizer=False).state, folder))
             return
         self._check_base(folder, AdapterSpec(rank=1), base_of(folder))
         self._keep(sampler, read_adapter(folder))
@@ -323,6 +323,9 @@ class AdapterHost:
             return
         if opened.full:
             opened.engine.end(SamplerGoneError(why))
+            if self._lm.device.type == "cuda":  # what refers to itself would keep its memory until Python looks
+                del opened
+                gc.collect()
         elif opened.adapter != BASE:
             self._engine.release(opened.adapter, SamplerGoneError(why))
 

@@ -6,10 +6,13 @@ is trained by the ordinary backend, on tensors that no other model can reach.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import assert_never
 
+import torch
 from torch import Tensor, zeros
 
+from headrace.errors import CheckpointError
 from headrace.model.adapters import ATTENTION, HEAD, MLP, Adapter
 from headrace.model.load import LanguageModel, recompute_layers
 from headrace.model.lora import add_lora, lora_layers
@@ -110,6 +113,26 @@ def adapter_of_state(spec: AdapterSpec, state: TrainedState) -> Adapter:
         up={name.removesuffix(UP): each[0] for name, each in state.weights.items() if name.endswith(UP)},
         version=state.num_updates,
     )
+
+
+def on_cpu(state: TrainedState) -> TrainedState:
+    """The same in main memory."""
+    return replace(
+        state,
+        weights={name: each.cpu() for name, each in state.weights.items()},
+        moments={name: each.cpu() for name, each in state.moments.items()},
+    )
+
+
+def with_weights(base: LanguageModel, state: TrainedState, folder: Path) -> LanguageModel:
+    """A copy of the base with all parameters of a full model, from `folder`. Raises CheckpointError."""
+    lm = full_copy(base)
+    with torch.no_grad():
+        for name, parameter in lm.model.named_parameters():
+            if name not in state.weights or state.weights[name].shape != parameter.shape:
+                raise CheckpointError(f"{folder} has no {name} of this shape: it is another model's")
+            parameter.copy_(state.weights[name])
+    return lm
 
 
 def weights_of(adapter: Adapter) -> Mapping[str, Tensor]:

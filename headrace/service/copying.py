@@ -1,0 +1,91 @@
+"""Copies of checkpoints: of one's own or of a public one, in a training run of their own that cannot be trained.
+
+The files are linked, not copied, where the file system can; what is saved never changes, so both are whole for good.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.errors import CheckpointError, RequestError, boundary
+from headrace.service import bodies
+from headrace.service.access import Tenant, TooMany
+from headrace.service.records import (
+    Checkpoint,
+    Model,
+    Session,
+    check_ttl,
+    checkpoint_path,
+    folder_name,
+    model_id,
+)
+from headrace.service.service import Service
+
+
+async def copy_weights(service: Service, who: Tenant, body: bodies.CopyWeights, idempotency: str | None) -> str:
+    """The path of the copy; the same request again gives the same one."""
+    registry = service.registry
+    source = registry.checkpoint(body.source_path, who.name)
+    check_ttl(body.ttl_seconds)
+    if body.session_id is not None and body.model_seq_id is not None:
+        session = registry.session(body.session_id, who.name)
+        service.sessions.check_open(session)
+        id = model_id(session.id, body.model_seq_id)
+    else:
+        id = model_id(folder_name("copy", who.name, idempotency or secrets.token_hex(16)), 0)
+        session = Session(id=id.split(":")[0], owner=who.name, created=time.time(), finished="copied")
+    path = checkpoint_path(id, source.kind, source.name)
+    if path in registry.checkpoints:
+        return path
+    if id in registry.models:
+        raise RequestError(f"there is a model '{id}' already: choose another model_seq_id")
+    if service.stored_bytes(who.name) > who.quota.checkpoint_bytes:
+        raise TooMany("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
+    now = time.time()
+    copy: Checkpoint = replace(
+        source,
+        path=path,
+        model=id,
+        owner=who.name,
+        folder=str(Path("checkpoints") / folder_name(path, "copy")),
+        created=now,
+        public=False,
+        expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
+    )
+    await asyncio.to_thread(_link_all, service.path_of(source), service.path_of(copy))
+    run = Model(
+        id=id,
+        session=session.id,
+        owner=who.name,
+        base_model=source.base_model,
+        spec=source.spec,
+        created=now,
+        last_request=now,
+        frozen=True,
+    )
+    await service.keep(*(() if session.id in registry.sessions else (session,)), run, copy)
+    return path
+
+
+def _link_all(source: Path, target: Path) -> None:
+    """Whole or absent; a folder that is there is the same copy, made by the same request."""
+    writing = target.with_name(f".copying-{secrets.token_hex(8)}")
+    with boundary(CheckpointError, "the checkpoint cannot be copied"):
+        try:
+            shutil.copytree(source, writing, copy_function=_link)
+            if not target.exists():
+                os.rename(writing, target)
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no links
+        shutil.copy2(source, target)
+    return target

@@ -1,0 +1,130 @@
+"""Sessions of clients: opened, heard of, ended; and what goes with them when they end.
+
+A session that ended is over: its work is refused, its snapshots are gone, its checkpoints stay. One that is not heard
+of for long loses its sampling work and its place on the host, and comes back with its next heartbeat.
+"""
+
+import asyncio
+import secrets
+import time
+from dataclasses import replace
+
+from headrace.service import bodies
+from headrace.service.access import Tenant
+from headrace.service.futures import Board, Failed
+from headrace.service.journal import Journal, Statement
+from headrace.service.open_samplers import OpenSamplers
+from headrace.service.records import SamplerRecord, Session
+from headrace.service.registry import Gone, Registry
+from headrace.service.sampling import Sampling
+from headrace.service.training import Trainer
+
+REMEMBERED = 10_000  # keys of sessions that a client may ask for again
+
+
+class Sessions:
+    """Lives on one event loop. `timeout_s`: how long one may be silent."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        journal: Journal,
+        board: Board,
+        samplers: OpenSamplers,
+        sampling: Sampling,
+        trainer: Trainer,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._registry, self._journal, self._board = registry, journal, board
+        self._samplers, self._sampling, self._trainer = samplers, sampling, trainer
+        self._timeout_s = timeout_s
+        self._seen: dict[str, float] = {}
+        self._by_idempotency: dict[tuple[str, str], str] = {}
+
+    async def create(self, who: Tenant, body: bodies.CreateSession, idempotency: str | None) -> Session:
+        known = self._by_idempotency.get((who.name, idempotency or ""))
+        if known is not None:
+            return self._registry.sessions[known]
+        metadata = {key: value for key, value in (body.user_metadata or {}).items() if isinstance(value, str)}
+        session = Session(
+            id=secrets.token_hex(16),
+            owner=who.name,
+            created=time.time(),
+            tags=tuple(body.tags),
+            user_metadata=metadata,
+            display_name=body.display_name,
+        )
+        if idempotency:
+            self._by_idempotency[who.name, idempotency] = session.id
+            if len(self._by_idempotency) > REMEMBERED:
+                del self._by_idempotency[next(iter(self._by_idempotency))]
+        await self._write(self._registry.keep(session))
+        return session
+
+    def heartbeat(self, who: Tenant, id: str) -> None:
+        """Raises Gone for a session that has ended, which stops the client's heartbeat."""
+        self.check_open(self._registry.session(id, who.name))
+        self._seen[id] = time.monotonic()
+
+    async def finish(self, who: Tenant, id: str, reason: str) -> None:
+        """The first reason counts."""
+        session = self._registry.session(id, who.name)
+        if session.finished is None:
+            await self._write(self._registry.keep(replace(session, finished=reason)))
+            await self._end(id, _ended(id), snapshots=True)
+
+    def check_open(self, session: Session) -> None:
+        """Raises Gone."""
+        if session.finished is not None:
+            raise Gone(_ended(session.id))
+
+    def is_open(self, id: str) -> bool:
+        found = self._registry.sessions.get(id)
+        return found is not None and found.finished is None
+
+    def is_silent(self, id: str) -> bool:
+        """Since the server started, if it was not heard of since then."""
+        now = time.monotonic()
+        return now - self._seen.setdefault(id, now) > self._timeout_s
+
+    async def tidy(self) -> None:
+        """End the work of those that are silent."""
+        for id in [id for id in self._registry.sessions if self.is_silent(id)]:
+            why = f"session '{id}' was not heard of for {self._timeout_s:g} s, so its sampling was stopped"
+            await self._end(id, why, snapshots=False)
+
+    async def thin_snapshots(self, *, kept: int) -> None:
+        """Of every session the newest stay."""
+        by_session: dict[str, list[SamplerRecord]] = {}
+        for sampler in sorted(self._registry.samplers.values(), key=lambda sampler: sampler.created):
+            if sampler.folder is not None and sampler.gone is None:
+                by_session.setdefault(sampler.session, []).append(sampler)
+        for old in [old for snapshots in by_session.values() for old in snapshots[:-kept]]:
+            self._samplers.close(old.id)
+            await self._write(*self._samplers.retire([old], f"{kept} snapshots are kept, and newer ones came"))
+            await self._trainer.remove_folder(str(old.folder))
+
+    async def _end(self, id: str, why: str, *, snapshots: bool) -> None:
+        """Its sampling work is dropped, what waits for numbers that never came fails, its models leave the host."""
+        samplers = [sampler for sampler in self._registry.samplers.values() if sampler.session == id]
+        names = {sampler.id for sampler in samplers}
+        for ticket in self._board.open_tickets():
+            if ticket.row.target in names:
+                await self._sampling.cancel(ticket, Failed(message=why, category="user"))
+        for model in [model for model in self._registry.models.values() if model.session == id]:
+            await self._trainer.abandon(model.id, why)
+            await self._trainer.rest(model.id)
+        for sampler in samplers if snapshots else ():
+            self._sampling.asked.pop(sampler.id, None)
+            if sampler.folder is not None:
+                self._samplers.close(sampler.id)
+                await self._write(self._registry.forget(sampler))
+                await self._trainer.remove_folder(sampler.folder)
+
+    async def _write(self, *statements: Statement) -> None:
+        await asyncio.wrap_future(self._journal.write(statements))
+
+
+def _ended(session: str) -> str:
+    return f"session '{session}' has ended: open a new one; saved states and checkpoints are still there"
