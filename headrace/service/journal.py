@@ -10,7 +10,7 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +109,7 @@ class Journal:
     def write(self, statements: Sequence[Statement]) -> "Future[None]":
         """Resolves when all of them are on disk; either all are or none is."""
         done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # who stops waiting for it does not stop it
         try:
             self._waiting.put_nowait((statements, done))
         except queue.Full:
@@ -208,14 +209,14 @@ class _Sqlite:
             self._connection.execute("PRAGMA synchronous = FULL")
 
     def run(self, statements: Iterable[Statement]) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
         try:
+            self._connection.execute("BEGIN IMMEDIATE")
             for sql, arguments in statements:
                 self._connection.execute(sql, arguments)
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
+            self._connection.execute("COMMIT")  # on a full disk it is this that fails
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
 
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
         return self._connection.execute(sql, tuple(arguments)).fetchall()
@@ -225,25 +226,35 @@ class _Sqlite:
 
 
 class _Postgres:
+    """A line that was lost is opened again by the next call. What was lost with it may be written twice: every
+    statement of the journal does the second time what it did the first, or nothing."""
+
     def __init__(self, url: str) -> None:
         try:
             import psycopg
         except ImportError as exc:
             raise JournalError("a journal in PostgreSQL needs: pip install 'headrace[postgres]'") from exc
+        self._open: Callable[[], Any] = lambda: psycopg.connect(url, autocommit=True, connect_timeout=10)
         with boundary(JournalError, "the journal's PostgreSQL server cannot be reached"):
-            self._connection: Any = psycopg.connect(url, autocommit=True)
+            self._line = self._open()
 
     def run(self, statements: Iterable[Statement]) -> None:
-        with self._connection.transaction(), self._connection.cursor() as cursor:
+        line = self._connection()
+        with line.transaction(), line.cursor() as cursor:
             for sql, arguments in statements:
                 cursor.execute(_dialect(sql), arguments)
 
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
-        with self._connection.cursor() as cursor:
+        with self._connection().cursor() as cursor:
             return list(cursor.execute(_dialect(sql), arguments).fetchall())
 
+    def _connection(self) -> Any:
+        if self._line.closed:
+            self._line = self._open()
+        return self._line
+
     def close(self) -> None:
-        self._connection.close()
+        self._line.close()
 
 
 def _dialect(sql: str) -> str:

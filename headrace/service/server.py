@@ -44,7 +44,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 def make_server(app: FastAPI) -> uvicorn.Server:
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=CLOSE_S, timeout_keep_alive=75
+        app,
+        http="h11",  # the other one, taken where it happens to be installed, has no limit for headers
+        log_config=None,
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=CLOSE_S,
+        timeout_keep_alive=75,
     )
     return uvicorn.Server(config)
 

@@ -14,6 +14,7 @@ from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.service.access import Access, HashedKey, hash_key, new_key
+from headrace.service.alone import only_server
 from headrace.service.app import make_app
 from headrace.service.figures import prometheus_text
 from headrace.service.hosting.host import AdapterHost
@@ -46,7 +47,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         folder.mkdir(parents=True, exist_ok=True)
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
-    with contextlib.closing(journal):
+    with contextlib.closing(journal), only_server(folder):
         keys, made = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)
         engine = config.engine

@@ -1,10 +1,12 @@
 """The journal's contract, on SQLite and on a real PostgreSQL server where one can be started."""
 
+import asyncio
 import os
 import pwd
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,26 +21,28 @@ def row(seq: int, *, target: str = "m", body: bytes | None = b"\x00\xff") -> Row
 
 
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of this machine's own PostgreSQL, on a free port, for these tests alone."""
+def postgres() -> Iterator[str]:
+    """A server of this machine's own PostgreSQL, on a free port, for these tests alone.
+
+    In a folder of its own: those of pytest are closed to other users whenever another pytest begins.
+    """
     pytest.importorskip("psycopg", reason="pip install 'headrace[postgres]'")
     initdb = shutil.which("initdb") or next(iter(Path("/usr/lib/postgresql").glob("*/bin/initdb")), None)
     if initdb is None:
         pytest.skip("there is no PostgreSQL here: apt-get install postgresql")
-    tools, folder = Path(initdb).resolve().parent, tmp_path_factory.mktemp("postgres")
-    prefix = _not_as_root(folder)
-    with socket.socket() as probe:
+    with tempfile.TemporaryDirectory(prefix="headrace-postgres-") as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    data = folder / "data"
-    _run(*prefix, str(tools / "initdb"), "-D", str(data), "-U", "headrace", "-A", "trust")
-    options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1"
-    _run(*prefix, str(tools / "pg_ctl"), "-D", str(data), "-o", options, "-w", "-l", str(folder / "log"), "start")
-    yield f"postgresql://headrace@127.0.0.1:{port}/postgres"
-    _run(*prefix, str(tools / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop")
+        probe.close()
+        tools, prefix, data = Path(initdb).resolve().parent, _not_as_root(folder), f"{folder}/data"
+        _run(*prefix, str(tools / "initdb"), "-D", data, "-U", "headrace", "-A", "trust")
+        options = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1"
+        _run(*prefix, str(tools / "pg_ctl"), "-D", data, "-o", options, "-w", "-l", f"{folder}/log", "start")
+        yield f"postgresql://headrace@127.0.0.1:{port}/postgres"
+        _run(*prefix, str(tools / "pg_ctl"), "-D", data, "-m", "immediate", "stop")
 
 
-def _not_as_root(folder: Path) -> tuple[str, ...]:
+def _not_as_root(folder: str) -> tuple[str, ...]:
     if os.geteuid():
         return ()
     try:
@@ -46,9 +50,6 @@ def _not_as_root(folder: Path) -> tuple[str, ...]:
     except KeyError:
         pytest.skip("PostgreSQL does not run as root, and there is no user 'postgres'")
     shutil.chown(folder, "postgres")
-    for parent in list(folder.parents)[:3]:
-        if parent != Path("/tmp") and parent.owner() == "root" and str(parent).startswith("/tmp/"):
-            parent.chmod(0o755)
     return ("runuser", "-u", "postgres", "--")
 
 
@@ -126,6 +127,39 @@ def test_many_writes_share_their_commits(url: str) -> None:
     journal.close()
 
 
+def test_a_write_that_did_not_fit_on_the_disk_fails_and_the_next_one_does_not(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal.sqlite"))
+    journal.write([put("model", "m", "before")]).result()
+    connection = journal._writer_database._connection  # type: ignore[attr-defined]
+    connection.execute("PRAGMA max_page_count = 1")  # as full as it can be
+    with pytest.raises(JournalError, match="cannot be written"):
+        journal.write([put("model", "large", "x" * 100_000)]).result()
+    connection.execute("PRAGMA max_page_count = 1000000")
+    journal.write([put("model", "n", "after")]).result()
+    assert journal.records("model") == {"m": "before", "n": "after"}
+    journal.close()
+
+
+def test_a_lost_line_to_postgresql_is_opened_again(postgres: str) -> None:
+    import psycopg
+
+    journal = Journal(postgres)
+    journal.write([put("model", "m", 1)]).result()
+    with psycopg.connect(postgres, autocommit=True) as other:
+        others = "FROM pg_stat_activity WHERE pid != pg_backend_pid() AND backend_type = 'client backend'"
+        while other.execute(f"SELECT pg_terminate_backend(pid) {others}").fetchall():
+            pass  # told, and not gone yet
+    with pytest.raises(JournalError):  # whoever waits for it is told, and tries again
+        journal.write([put("model", "m", 2)]).result()
+    journal.write([put("model", "m", 2)]).result()
+    with pytest.raises(JournalError):
+        journal.records("model")
+    assert journal.records("model") == {"m": 2}
+    journal.close()
+    with psycopg.connect(postgres, autocommit=True) as other:
+        other.execute("DROP TABLE records, requests")
+
+
 def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match="cannot be opened"):
@@ -133,3 +167,15 @@ def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(JournalError, match="cannot be reached"):
         Journal("postgresql://nobody@127.0.0.1:1/none")
+
+
+async def test_what_nobody_waits_for_any_more_is_written_all_the_same(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal.sqlite"))
+    for number in range(50):  # the writer is somewhere in the middle
+        waiting = asyncio.ensure_future(asyncio.wrap_future(journal.write([put("session", str(number), number)])))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.wrap_future(journal.write([put("session", "last", 1)]))
+    assert len(journal.records("session")) == 51
+    journal.close()
