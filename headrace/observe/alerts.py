@@ -13,6 +13,8 @@ from headrace.observe.webhook import Webhook
 
 logger = logging.getLogger(__name__)
 
+SAYS = "headrace: "
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertRule:
@@ -86,19 +88,22 @@ class AlertSink:
         pass
 
     def _tell(self, rule: AlertRule, step: int, value: float) -> None:
-        text = f"{self._stage}, step {step}: {rule.metric} is {value:g}; this alert is for {rule.condition()}"
-        logger.warning("alert: %s", text)
-        if rule.webhook is None:
-            return
-        message: dict[str, Any] = {
-            "text": f"headrace: {text}",  # what chat programs show
-            "metric": rule.metric,
-            "value": value,
-            "above": rule.above,
-            "below": rule.below,
-            "for_steps": rule.for_steps,
-            "step": step,
-            "stage": self._stage,
-            **self._about,
-        }
-        self._webhooks[rule.webhook].post({name: given for name, given in message.items() if given is not None})
+        message = alert_message(rule, step=step, value=value, stage=self._stage, about=self._about)
+        logger.warning("alert: %s", message["text"].removeprefix(SAYS))
+        if rule.webhook is not None:
+            self._webhooks[rule.webhook].post(message)
+
+
+def alert_message(rule: AlertRule, *, step: int, value: float, stage: str, about: Mapping[str, str]) -> dict[str, Any]:
+    """What a webhook gets; `text` is what chat programs show."""
+    limits = {name: limit for name, limit in (("above", rule.above), ("below", rule.below)) if limit is not None}
+    return {
+        "text": f"{SAYS}{stage}, step {step}: {rule.metric} is {value:g}; this alert is for {rule.condition()}",
+        "metric": rule.metric,
+        "value": value,
+        **limits,
+        "for_steps": rule.for_steps,
+        "step": step,
+        "stage": stage,
+        **about,
+    }

@@ -16,8 +16,10 @@ import pytest
 from headrace import wiring
 from headrace.cli import load_checked
 from headrace.config import load_config
+from headrace.config.metrics_checks import metrics_problems
 from headrace.config.tree import Alert, Metrics
 from headrace.errors import ConfigError
+from headrace.observe.alerts import AlertRule, alert_message
 from headrace.observe.sinks import read_metrics
 from headrace.wiring.metrics import Outlets, told_by
 
@@ -262,3 +264,19 @@ def test_a_name_that_is_not_described_is_noticed() -> None:
     assert described("reward/close_enough/is_number")
     assert not described("rollout/unheard_of")
     assert not described("train/grad_norms")
+
+
+def test_the_examples_of_the_document_are_right() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    before, _, _ = CONFIG.partition("[metrics]")
+    metrics = load_config(before + example, file="metrics.md").metrics
+    assert not list(metrics_problems(metrics))
+    (alert,) = metrics.alerts
+    rule = AlertRule(metric=alert.metric, above=alert.above, for_steps=alert.for_steps)
+    (shown,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    message = json.loads(shown)
+    expected = alert_message(
+        rule, step=message["step"], value=message["value"], stage="rl", about={"run": message["run"]}
+    )
+    assert message == expected
