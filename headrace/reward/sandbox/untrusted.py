@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.reward.sandbox import frames
@@ -53,7 +53,8 @@ class Ended:
 def run_untrusted(code: str, stdin: str = "", limits: Limits = SMALL) -> Ended:
     """Run Python source text with this standard input. Blocks for as long as the program runs, within the limits.
 
-    OUTPUT, TIMEOUT, CPU and MEMORY are the program's doing; NOT_RUN is not: then nothing is known about it.
+    OUTPUT, TIMEOUT, CPU and MEMORY are the program's doing; NOT_RUN is not: then nothing is known about it. `wall_s` is
+    counted from where the program begins; until then it has `import_s`.
     """
     ours, theirs = socket.socketpair()
     began, begins = os.pipe()
@@ -69,10 +70,10 @@ def run_untrusted(code: str, stdin: str = "", limits: Limits = SMALL) -> Ended:
         with process:
             with suppress(ConnectionError):  # it ended before it read its order: it has not begun
                 frames.send(ours.fileno(), order)
-            ended = _followed(process, ours, limits, within=bool(around))
+            ended = _followed(process, ours, began_file.fileno(), limits, within=bool(around))
             ours.close()
         sweep(scratch, process.pid)
-        return ended if began_file.read(1) else replace(ended, outcome=Outcome.NOT_RUN)
+        return ended
 
 
 def _spawn(inherited: tuple[int, int], stdin: int) -> "subprocess.Popen[bytes]":
@@ -88,33 +89,40 @@ def _spawn(inherited: tuple[int, int], stdin: int) -> "subprocess.Popen[bytes]":
     )
 
 
-def _followed(process: "subprocess.Popen[bytes]", lifeline: socket.socket, limits: Limits, *, within: bool) -> Ended:
+def _followed(
+    process: "subprocess.Popen[bytes]", lifeline: socket.socket, began: int, limits: Limits, *, within: bool
+) -> Ended:
     """Read what it prints, up to the limits, until it has ended; then end what is left of it."""
     assert process.stdout is not None
     assert process.stderr is not None
-    taken = {process.stdout: bytearray(), process.stderr: bytearray()}
-    deadline = time.monotonic() + limits.wall_s
+    taken = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), began: bytearray()}
+    open_streams = {process.stdout.fileno(), process.stderr.fileno()}
+    deadline = time.monotonic() + limits.import_s
     over: Outcome | None = None
     with selectors.DefaultSelector() as ready:
         for stream in taken:
             ready.register(stream, selectors.EVENT_READ)
-        while ready.get_map() and over is None:
+        while open_streams and over is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 over = Outcome.TIMEOUT
             for key, _ in ready.select(max(0.0, left)):
-                stream = process.stdout if key.fileobj is process.stdout else process.stderr
-                part = os.read(stream.fileno(), 65_536)
-                taken[stream] += part
-                if not part:
-                    ready.unregister(stream)
-                if len(taken[stream]) > limits.output_bytes:
+                part = os.read(key.fd, 65_536)
+                taken[key.fd] += part
+                if key.fd == began:
+                    deadline = time.monotonic() + limits.wall_s
+                if key.fd == began or not part:
+                    ready.unregister(key.fd)
+                    open_streams.discard(key.fd)
+                if len(taken[key.fd]) > limits.output_bytes:
                     over = Outcome.OUTPUT
     if over is not None:
         _end(process, lifeline, within=within)
     status = process.wait()
+    has_begun = taken.pop(began) or os.read(began, 1)  # its last words may have come first
     out, err = (bytes(data[: limits.output_bytes]).decode(errors="replace") for data in taken.values())
-    return Ended(outcome=over or _outcome(status), status=status, stdout=out, stderr=err)
+    outcome = (over or _outcome(status)) if has_begun else Outcome.NOT_RUN
+    return Ended(outcome=outcome, status=status, stdout=out, stderr=err)
 
 
 def _end(process: "subprocess.Popen[bytes]", lifeline: socket.socket, *, within: bool) -> None:
