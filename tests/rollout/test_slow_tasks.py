@@ -61,8 +61,9 @@ async def test_an_always_slow_task_is_trained_on() -> None:
     executor = executor_of(sampler, max_staleness=1, names=NAMES, tokens=lengths, slow_wait_s=5.0)
     async with executor:
         trained = await train(executor, sampler, 14, beats=3)
-        counts = executor.metrics()
+        counts, drops_in_a_row = executor.metrics(), executor.state_dict()["slow"]
     assert "slow" in trained
+    assert "slow" not in drops_in_a_row, "its count starts anew when it has ended in time"
     assert counts["rollout/slow_waits"] >= 1
     assert counts["rollout/slow_missed"] == 0
     assert counts["rollout/dropped_stale"] >= 2
