@@ -1,6 +1,6 @@
 """What the training service costs: per future, per open poll, per tenant; and what pipelining gains.
 
-    python bench/service.py [--calls 60] [--steps 30] [--polls 2000] [--repeats 3]
+    python bench/service.py [--calls 60] [--steps 30] [--polls 2000] [--repeats 3] [--overhead]
 
 `headrace serve` of the tiny model in a process of its own, over loopback; one thread of arithmetic.
 
@@ -8,7 +8,9 @@
   turn: differences of medians. `wire`: over HTTP with httpx; `sdk`: through the public SDK, whose own threads and event
   loop are in it. The journal's flushes are in it; the work of `optim_step` includes its save to disk, which is part of
   the promise. `nothing` is a request that fails in its turn, without work. The bar is on the largest of the verbs, over
-  the wire; `low` are differences of tenth percentiles, on which other programs have less influence.
+  the wire; `low` are differences of tenth percentiles, on which other programs have less influence. A future wakes
+  threads and processes ten times, so where other programs keep all cores busy it is waiting for the processor that is
+  measured: `--overhead` measures this alone, in seconds, short enough for a priority above them (chrt -f 10).
 - `pipelining_gain`: steps per second of a loop that queues `forward_backward` and `optim_step`, then prepares its next
   batch, over one that awaits each result first, less 1. Preparing is `client_work_ms` of waiting (a data source, a
   reward), half of what a step takes: 0.5 is all that this can win, more is the time between requests.
@@ -445,6 +447,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--polls", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--overhead", action="store_true", help="nothing but the overhead per future")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client is not None:
@@ -461,12 +464,15 @@ def main() -> None:
         figures |= overheads
         for name, begins in (("overhead_ms", "wire"), ("low_overhead_ms", "low_wire"), ("sdk_overhead_ms", "sdk")):
             figures[name] = max(value for each, value in overheads.items() if each.startswith(begins))
-        figures |= pipelining(model, options.steps, options.repeats)
+        if not options.overhead:
+            figures |= pipelining(model, options.steps, options.repeats)
         service.close("success").result(30)
-        figures |= open_polls(server, options.polls)
-    figures |= tenants(options.repeats)
-    met = [bar / max(figures[name], 1e-9) for name, bar in BARS.items()]
-    met += [figures[name] / floor for name, floor in FLOORS.items()]
+        if not options.overhead:
+            figures |= open_polls(server, options.polls)
+    if not options.overhead:
+        figures |= tenants(options.repeats)
+    met = [bar / max(figures[name], 1e-9) for name, bar in BARS.items() if name in figures]
+    met += [figures[name] / floor for name, floor in FLOORS.items() if name in figures]
     print(json.dumps({"ratio": round(min(met), 2), **{name: round(value, 3) for name, value in figures.items()}}))
 
 

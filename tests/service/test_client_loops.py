@@ -27,7 +27,7 @@ from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler
 from headrace.testing import MemorySink
-from headrace.types import Adam, Episode, LossSpec, SamplingParams
+from headrace.types import CROSS_ENTROPY, Adam, Datum, Episode, LossSpec, SamplingParams, float_array, int_array
 
 WORLD, SEED = "add", 3
 
@@ -125,3 +125,23 @@ async def test_supervised_and_reinforcement_learning_at_a_service(
     assert all(abs(values["rollout/mismatch_k3"]) < 1e-6 for values in steps)  # snapshots are the trainer's weights
     assert sampler.version == executor.version
     assert (tmp_path / "rl" / "service.json").is_file()
+
+
+async def test_a_stage_starts_from_the_weights_of_a_state_with_a_new_optimiser(
+    service: ServiceClient, tmp_path: Path
+) -> None:
+    tokens = int_array([3, 5, 4, 6])
+    data = [Datum(inputs=tokens[:-1], targets=tokens[1:], arrays={"weights": float_array([1.0, 1.0, 1.0])})]
+    backend = ServiceBackend(await service.create_training(rank=4, seed=0))
+    for _ in range(2):
+        backend.forward_backward(data, CROSS_ENTROPY)
+        backend.optim_step(Adam(learning_rate=1e-2))
+    await asyncio.wrap_future(backend.save_state(tmp_path))
+    loss = backend.forward(data, CROSS_ENTROPY).result(30).loss
+    updates = {}
+    for name, load in (("start_from", ServiceBackend.start_from), ("load_state", ServiceBackend.load_state)):
+        other = ServiceBackend(await service.create_training(rank=4, seed=1))
+        load(other, tmp_path)
+        assert other.forward_backward(data, CROSS_ENTROPY).result(30).loss == loss
+        updates[name] = other.optim_step(Adam(learning_rate=1e-2)).result(30).num_updates
+    assert updates == {"start_from": 1, "load_state": 3}
