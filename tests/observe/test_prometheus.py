@@ -1,11 +1,13 @@
 """The text format is what Prometheus' own parser reads back; the endpoint is asked over a real socket."""
 
+import doctest
 import math
 import socket
 import string
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.errors import ConfigError
+from headrace.observe import alerts, datadog, prometheus
 from headrace.observe.prometheus import (
     Exporter,
     Family,
@@ -39,6 +42,13 @@ def text_of(gauges: Gauges) -> str:
 
 def labelled(pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
     return frozenset(pairs)
+
+
+@pytest.mark.parametrize("module", [prometheus, datadog, alerts], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_run(module: ModuleType) -> None:
+    tried = doctest.testmod(module)
+    assert tried.attempted
+    assert not tried.failed
 
 
 def test_the_last_value_of_each_stage_is_told() -> None:
