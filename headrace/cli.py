@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 
 
 import json
 import logging
+import math
 import os
 import sys
 from functools import partial
@@ -313,7 +314,11 @@ def view(
 def recredit(
     path: Annotated[Path, typer.Argument(help="A rollout file, a rollouts folder or a run folder.")],
     reward: Annotated[
-        list[str] | None, typer.Option(help="file.py, file.py:function or a built-in one; several are added up.")
+        list[str] | None,
+        typer.Option(help="file.py, file.py:function, a built-in one, or a table as in [[rl.rewards]]; several add up."),
+    ] = None,
+    weight: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="The factor of a reward in the sum; 1 by default.")
     ] = None,
     credit: Annotated[str | None, typer.Option(help="The credit method; by default the file's own.")] = None,
     param: Annotated[
@@ -335,6 +340,7 @@ def recredit(
     asked = Recredit(
         path=path,
         rewards=tuple(reward or ()),
+        weights=_weights(weight or []),
         method=credit,
         params=_numbers(param or []),
         step=step,
@@ -406,6 +412,20 @@ def _numbers(texts: list[str]) -> dict[str, float | str]:
         except ValueError:
             numbers[key] = value
     return numbers
+
+
+def _weights(texts: list[str]) -> dict[str, float]:
+    """NAME=NUMBER."""
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            name = ""
+        if not name or not math.isfinite(weights[name]):
+            raise ConfigError(f"--weight {text} is not NAME=NUMBER, such as length=0.2")
+    return weights
 
 
 def played_by(policy: str) -> str:

@@ -305,19 +305,35 @@ class StepCredit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenValues:
+    """What a critic said of an episode: the value before every sampled token of each step, and after the last one.
+    `penalties`: what the KL to the reference added to the tokens' rewards, float64, where it is part of them."""
+
+    steps: tuple[FloatArray, ...]
+    after: float
+    penalties: tuple[npt.NDArray[np.float64], ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.penalties is None or list(map(len, self.penalties)) == list(map(len, self.steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedEpisode:
     """One advantage per step of the episode, and what each was made of, unless a critic made them. `values`: what the
-    critic, if there is one, expected where the step began; NaN for a step without a token."""
+    critic, if there is one, expected where the step began; NaN for a step without a token; `token_values`: all that
+    its advantages were made of."""
 
     scored: ScoredEpisode
     group_id: int
     advantages: tuple[float, ...]
     parts: tuple[StepCredit, ...] | None = None
     values: tuple[float, ...] | None = None
+    token_values: TokenValues | None = None
 
     def __post_init__(self) -> None:
         assert len(self.advantages) == len(self.scored.episode.steps)
         assert self.values is None or len(self.values) == len(self.advantages)
+        assert self.token_values is None or len(self.token_values.steps) == len(self.advantages)
         assert self.parts is None or len(self.parts) == len(self.advantages)
 
 

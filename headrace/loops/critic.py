@@ -31,6 +31,7 @@ from headrace.types import (
     LossSpec,
     Mean,
     Metric,
+    TokenValues,
     float_array,
     merge_metrics,
 )
@@ -77,16 +78,13 @@ class Critic:
         layout = lay_out(groups, c.rows)
         values = await self._values(layout.data)
         values_T = _end_to_end([value[:-1] for value in values])
-        rewards_T = layout.rewards_T
-        if c.kl_coef:
-            assert self.reference is not None
-            reference_T = _end_to_end(await self.reference(layout.data))
-            sampler_T = _end_to_end([datum.arrays["sampler_logprobs"] for datum in layout.data])
-            shaped_T = kl_rewards(rewards_T, sampler_T, reference_T, coef=c.kl_coef, estimator=c.kl_estimator)
-            rewards_T = np.where(layout.turns_T == NOT_SAMPLED, 0.0, shaped_T)
-        bootstrap_E = _bootstrap(layout, values) if c.bootstrap else np.zeros(len(layout.episodes))
-        gae = _gae(layout, rewards_T, values_T, bootstrap_E, c)
-        return _batch(layout, gae, values_T, whiten=c.whiten)
+        penalties_T = await self._penalties(layout) if c.kl_coef else None
+        rewards_T = layout.rewards_T if penalties_T is None else layout.rewards_T + penalties_T
+        after_E = _after(layout, values)
+        cut_off_E = np.array([episode.scored.episode.truncated for episode in layout.episodes], dtype=bool)
+        gae = _gae(layout, rewards_T, values_T, np.where(cut_off_E & c.bootstrap, after_E, 0.0), c)
+        said = _Said(values_T=values_T, after_E=after_E, penalties_T=penalties_T)
+        return _batch(layout, gae, said, whiten=c.whiten)
 
     async def update(self, step: int, batch: StepBatch) -> dict[str, Metric]:
         """One value update per minibatch of the policy's, on the same data; its metrics are `critic/...`. Nothing is
@@ -102,6 +100,15 @@ class Critic:
             updated = await self.updater.update(step, data, loss)
             metrics = merge_metrics(metrics, updated.metrics)
         return {f"critic/{name.partition('/')[2]}": metric for name, metric in metrics.items() if name not in SAID}
+
+    async def _penalties(self, layout: "Layout") -> Floats:
+        """What the KL to the reference takes off every sampled token's reward, as a number to add."""
+        assert self.reference is not None
+        reference_T = _end_to_end(await self.reference(layout.data))
+        sampler_T = _end_to_end([datum.arrays["sampler_logprobs"] for datum in layout.data])
+        coef, estimator = self.settings.kl_coef, self.settings.kl_estimator
+        shaped_T = kl_rewards(np.zeros(len(sampler_T)), sampler_T, reference_T, coef=coef, estimator=estimator)
+        return np.where(layout.turns_T == NOT_SAMPLED, 0.0, shaped_T)
 
     async def _values(self, data: Sequence[Datum]) -> Sequence[FloatArray]:
         """One value after every token; the last one is of what comes after the episode's last token."""
@@ -167,15 +174,19 @@ def lay_out(groups: Sequence[Group], rows: Rows = Rows.EPISODE) -> Layout:
     )
 
 
-def _bootstrap(layout: Layout, values: Sequence[FloatArray]) -> Floats:
-    """The value after an episode's last token where a limit cut it off, 0 where it ended by itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What the critic said, position by position; after each episode; and the KL's part of the rewards."""
+
+    values_T: Floats
+    after_E: Floats
+    penalties_T: Floats | None
+
+
+def _after(layout: Layout, values: Sequence[FloatArray]) -> Floats:
+    """The value after each episode's last token; 0 where it has none."""
     ends = np.cumsum(layout.data_E) - 1
-    return np.array(
-        [
-            float(values[end][-1]) if episode.scored.episode.truncated and count else 0.0
-            for episode, end, count in zip(layout.episodes, ends, layout.data_E, strict=True)
-        ]
-    )
+    return np.array([float(values[end][-1]) if count else 0.0 for end, count in zip(ends, layout.data_E, strict=True)])
 
 
 def _gae(layout: Layout, rewards_T: Floats, values_T: Floats, bootstrap_E: Floats, c: CriticSettings) -> Gae:
@@ -185,7 +196,8 @@ def _gae(layout: Layout, rewards_T: Floats, values_T: Floats, bootstrap_E: Float
     return token_gae(rewards_T, values_T, sampled_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
 
 
-def _batch(layout: Layout, gae: Gae, values_T: Floats, *, whiten: bool) -> StepBatch:
+def _batch(layout: Layout, gae: Gae, said: _Said, *, whiten: bool) -> StepBatch:
+    values_T = said.values_T
     sampled_T, learned_T = layout.turns_T != NOT_SAMPLED, gae.critic != 0
     advantages_T = gae.advantages.copy()
     if whiten:
@@ -207,7 +219,7 @@ def _batch(layout: Layout, gae: Gae, values_T: Floats, *, whiten: bool) -> StepB
         **_value_health(values_T[learned_T], gae.returns[learned_T]),
     }
     return StepBatch(
-        episodes=_looked_at(layout, advantages_T, values_T), data=data, group_ids=layout.group_ids, metrics=metrics
+        episodes=_looked_at(layout, advantages_T, said), data=data, group_ids=layout.group_ids, metrics=metrics
     )
 
 
@@ -218,19 +230,27 @@ def _value_health(values: Floats, returns: Floats) -> dict[str, Metric]:
     return health if np.isnan(explained) else {**health, "critic/explained_variance": Mean(explained, 1)}
 
 
-def _looked_at(layout: Layout, advantages_T: Floats, values_T: Floats) -> tuple[CreditedEpisode, ...]:
-    """For people who look at episodes: the mean advantage of each step's tokens, and the value before its first."""
+def _looked_at(layout: Layout, advantages_T: Floats, said: _Said) -> tuple[CreditedEpisode, ...]:
+    """For people who look at episodes: the mean advantage of each step's tokens, and the value before its first; and
+    all that they were made of."""
     sampled_T = layout.turns_T != NOT_SAMPLED
     num_steps = sum(len(episode.advantages) for episode in layout.episodes)
+    counts_S = np.bincount(layout.turns_T[sampled_T], minlength=num_steps)
     totals_S = np.bincount(layout.turns_T[sampled_T], weights=advantages_T[sampled_T], minlength=num_steps)
-    means_S = (totals_S / np.maximum(np.bincount(layout.turns_T[sampled_T], minlength=num_steps), 1)).tolist()
-    values_S = np.full(num_steps, np.nan)
-    turns, places = np.unique(layout.turns_T, return_index=True)
-    values_S[turns[turns != NOT_SAMPLED]] = values_T[places[turns != NOT_SAMPLED]]
+    means_S = (totals_S / np.maximum(counts_S, 1)).tolist()
+    by_step = np.cumsum(counts_S)[:-1]
+    values = np.split(said.values_T[sampled_T], by_step)
+    penalties = None if said.penalties_T is None else np.split(said.penalties_T[sampled_T], by_step)
     out, first = [], 0
-    for episode in layout.episodes:
+    for episode, after in zip(layout.episodes, said.after_E.tolist(), strict=True):
         own = slice(first, first + len(episode.advantages))
-        out.append(replace(episode, advantages=tuple(means_S[own]), values=tuple(values_S[own].tolist())))
+        known = TokenValues(
+            steps=tuple(float_array(array) for array in values[own]),
+            after=after,
+            penalties=None if penalties is None else tuple(penalties[own]),
+        )
+        begun = tuple(float(array[0]) if len(array) else float("nan") for array in values[own])
+        out.append(replace(episode, advantages=tuple(means_S[own]), values=begun, token_values=known))
         first += len(episode.advantages)
     return tuple(out)
 

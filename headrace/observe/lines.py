@@ -49,7 +49,8 @@ class TaskLine:
 class TokensLine:
     """Token arrays of a step. The prompt is `prompt_shared` tokens of the previous step's prompt and completion, then
     `prompt_rest`; `versions` is runs of (version, count); `raw_logprobs` None: equal to `sampler_logprobs`;
-    `next_logprobs` is written where something is known of them, null where a token's is not."""
+    `next_logprobs` is written where something is known of them, null where a token's is not; `values` (before each
+    token) and `penalties` (the KL's part of its reward) where a critic made the advantages."""
 
     prompt_shared: int
     prompt_rest: tuple[int, ...]
@@ -58,6 +59,8 @@ class TokensLine:
     raw_logprobs: tuple[float, ...] | None
     versions: tuple[tuple[int, int], ...]
     next_logprobs: tuple[float | None, ...] | None = None
+    values: tuple[float, ...] | None = None
+    penalties: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
@@ -114,7 +117,8 @@ class MethodLine:
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class EpisodeLine:
     """One episode. `group_size` counts the credited episodes of its group, saved or not; `versions` are those of its
-    oldest and newest token; `failed` says why there is no reward (which is NaN then)."""
+    oldest and newest token; `failed` says why there is no reward (which is NaN then); `value_after` is what a critic
+    expected after the last token."""
 
     schema_version: Literal[2]
     run: str | None = None
@@ -125,6 +129,7 @@ class EpisodeLine:
     versions: tuple[int, int] | None = None
     credit: MethodLine | None = None
     failed: str | None = None
+    value_after: float | None = None
     task: TaskLine
     seed: int
     temperature: float

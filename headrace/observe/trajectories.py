@@ -30,6 +30,7 @@ from headrace.types import (
     Step,
     StepCredit,
     Task,
+    TokenValues,
     ToolCall,
     float_array,
     int_array,
@@ -147,9 +148,14 @@ def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dic
     episode = _scored(saved).episode
     before = [int_array([]), *(_seen(step) for step in episode.steps)]
     steps = [_step_fields(step, before[k], lean=lean) for k, step in enumerate(episode.steps)]
+    said: dict[str, Any] = {}
     if isinstance(saved, CreditedEpisode):
         steps = [step | {"credit": credit} for step, credit in zip(steps, _credit_fields(saved), strict=True)]
+        if saved.token_values is not None:
+            said = {"value_after": saved.token_values.after}
+            steps = steps if lean else _with_values(steps, saved.token_values)
     return {
+        **said,
         "seed": episode.seed,
         "temperature": episode.temperature,
         "truncated": episode.truncated,
@@ -160,6 +166,16 @@ def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dic
         "messages": [_message_fields(message) for message in episode.messages],
         "steps": steps,
     }
+
+
+def _with_values(steps: Sequence[dict[str, Any]], said: TokenValues) -> list[dict[str, Any]]:
+    """What the critic's advantages were made of, beside each step's tokens."""
+    penalties = said.penalties or (None,) * len(steps)
+    added = [
+        {"values": _shortest(values), **({} if penalty is None else {"penalties": penalty.tolist()})}
+        for values, penalty in zip(said.steps, penalties, strict=True)
+    ]
+    return [step | {"tokens": step["tokens"] | more} for step, more in zip(steps, added, strict=True)]
 
 
 def _reward_fields(reward: Reward) -> dict[str, Any]:
@@ -269,7 +285,24 @@ def episode_of(line: EpisodeLine, where: str) -> ScoredEpisode | CreditedEpisode
         advantages=line.advantages,
         parts=_parts(credits),
         values=_values(credits),
+        token_values=token_values_of(line),
     )
+
+
+def token_values_of(line: EpisodeLine) -> TokenValues | None:
+    """What a critic said of every token; None where the line does not have it."""
+    tokens = [step.tokens for step in line.steps]
+    known = [each.values for each in tokens if each is not None and each.values is not None]
+    if line.value_after is None or len(known) != len(tokens):
+        return None
+    penalties = [each.penalties for each in tokens if each is not None and each.penalties is not None]
+    with boundary(RunFolderError, f"episode {line.id} has values that do not fit together"):
+        assert [len(values) for values in known] == [step.num_sampled for step in line.steps]
+        return TokenValues(
+            steps=tuple(float_array(values) for values in known),
+            after=line.value_after,
+            penalties=tuple(np.array(each, dtype=np.float64) for each in penalties) if penalties else None,
+        )
 
 
 def outline_of(line: EpisodeLine) -> ScoredEpisode:

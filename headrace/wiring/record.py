@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from headrace.config import Rl
+from headrace.config import Critic, Rl
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.select import CHOICES, Selection, chosen
 from headrace.observe.trajectories import About, Saved, save_trajectories
@@ -34,9 +34,15 @@ def make_record(c: Rl, folder: RunFolder) -> Record:
                 run=folder.path.name,
                 training_step=step + 1,
                 method=c.credit,
-                params=c.credit_params,
+                params=c.credit_params if c.critic is None else _critic_params(c.critic),
                 group_sizes=Counter(episode.group_id for episode in episodes),
             )
             save_trajectories(folder.step_rollouts(step + 1), kept, lean=c.save.lean, about=about)
 
     return record
+
+
+def _critic_params(c: Critic) -> dict[str, float | str]:
+    """What the advantages follow from, with the critic's values."""
+    numbers = {"gamma": c.gamma, "lam": c.lam, "whiten": c.whiten, "bootstrap": c.bootstrap, "kl_coef": c.kl_coef}
+    return {name: float(number) for name, number in numbers.items()}

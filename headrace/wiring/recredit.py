@@ -1,40 +1,55 @@
-"""Rollouts judged by another reward function and credited by another method, without a model."""
+"""Rollouts judged by other rewards and credited by another method, without a model.
+
+Advantages of a critic are computed from the values that the file has of it.
+"""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
+from headrace.algo.advantages.by_values import GAE_METHODS, check_gae, credit_by_values
 from headrace.algo.advantages.credit import METHODS, check_method, credit
 from headrace.algo.advantages.keys import Keys, KeysFn, default_keys
-from headrace.config import Config, RewardRunner, RewardTerm, Rl, Source, absolute_paths
+from headrace.algo.lookup import hint
+from headrace.config import Config, RewardRunner, RewardTerm, Rl, Source, absolute_paths, load_config
 from headrace.config.paths import find_path, is_code_path, split_function
 from headrace.errors import ConfigError, RewardError
 from headrace.observe.files import write_whole
 from headrace.observe.lines import EpisodeLine, MethodLine, iter_raw, parse_line
 from headrace.observe.recredited import Comparison, compare_credit
-from headrace.observe.trajectories import About, episode_of, outline_of, recredited
+from headrace.observe.trajectories import About, episode_of, outline_of, recredited, token_values_of
 from headrace.observe.view_catalog import find_file, group_of
 from headrace.reward import calling
+from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable
-from headrace.reward.terms import BUILTIN, GroupTerm, Term
-from headrace.types import CreditedEpisode, Episode, FailedEpisode, Group, ScoredEpisode
-from headrace.wiring.rewards import close_terms, make_terms
+from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH, GroupTerm, Term
+from headrace.types import CreditedEpisode, Episode, FailedEpisode, Group, ScoredEpisode, TokenValues, float_array
+from headrace.wiring.rewards import close_terms, make_terms, term_name
+
+OWN = (*BUILTIN, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # the package's rewards
 
 GroupKey = tuple[int | None, str]  # training step, group
+EpisodeKey = tuple[int | None, str]  # training step, episode
+Values = dict[EpisodeKey, TokenValues | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recredit:
-    """`rewards` none: those of the file are kept. `method` None: the file's own, with its numbers. `trusted`: reward
-    functions run in this process. `partial`: groups of which not all episodes were saved are compared all the same."""
+    """`rewards` none: those of the file are kept; each is a function, or a table as in [[rl.rewards]]. `weights`: of
+    some of them, by name. `method` None: the file's own, with its numbers. `trusted`: reward functions run in this
+    process. `partial`: groups of which not all episodes were saved are compared all the same."""
 
     path: Path
     rewards: tuple[str, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
     method: str | None = None
     params: Mapping[str, float | str] | None = None
     step: int | None = None
@@ -63,16 +78,21 @@ async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
     judge = _Judge(c)
     before: list[EpisodeLine] = []
     judged: dict[GroupKey, list[ScoredEpisode | FailedEpisode]] = {}
+    values: Values = {}
     try:
         async for key, lines in _by_group(file, c.step):
             before += [_numbers(line) for line in lines]
+            values |= {(line.training_step, line.id): _values(line, c.method) for line in lines}
             judged.setdefault(key, []).extend(await judge.score([line for line in lines if line.failed is None]))
     finally:
         await judge.close()
     _check_some(judged, file)
     _check_whole(before, file, partial=c.partial)
     method = _method(c, before, file)
-    results = _credited(judged, before, method)
+    if method.method in GAE_METHODS:
+        results = _credited_by_values(judged, _all_known(values, judged, method, file), method)
+    else:
+        results = _credited(judged, before, method)
     about = About(method=method.method, params=method.params, group_sizes=_sizes(results.values()))
     after: list[EpisodeLine] = []
 
@@ -124,7 +144,8 @@ class _Judge:
 
     def __init__(self, c: Recredit) -> None:
         self._c = c
-        self._terms: list[Term | GroupTerm] = _terms(c) if c.rewards else []
+        self._asked = _asked(c)
+        self._terms: list[Term | GroupTerm] = make_terms(_config(c, self._asked), None) if c.rewards else []
         self._runner = GroupRewardRunner(self._terms) if self._terms else None
         self._takes_tokens: str | None = None  # a function that does, once somebody asks
 
@@ -144,7 +165,7 @@ class _Judge:
             whole = episode_of(line, f"episode {line.id}")
             return (whole.scored if isinstance(whole, CreditedEpisode) else whole).episode
         if self._takes_tokens is None:
-            self._takes_tokens = next((fn for fn in self._c.rewards if _takes_tokens(fn, self._c)), "")
+            self._takes_tokens = next((term.fn for term in self._asked if _takes_tokens(term, self._c)), "")
         if self._takes_tokens:
             raise RewardError(
                 f"{self._takes_tokens} takes episodes with their tokens, but episode {line.id} was saved lean: "
@@ -162,34 +183,55 @@ def _outline(line: EpisodeLine) -> ScoredEpisode:
     return scored if _anchors(line) is None else replace(scored, episode=replace(scored.episode, messages=()))
 
 
-def _terms(c: Recredit) -> list[Term | GroupTerm]:
-    for fn in c.rewards:
-        place = fn if is_code_path(fn) else split_function(fn)[0]
-        if fn not in BUILTIN and place.endswith(".py") and find_path(place, Path.cwd()) is None:
-            raise ConfigError(f"there is no file {place}: give --reward a Python file, or file.py:function")
-        if fn not in BUILTIN and not place:
-            raise ConfigError(f"--reward {fn} is not known: write file.py, file.py:function, or {', '.join(BUILTIN)}")
-    return make_terms(_config(c), None)
+def _asked(c: Recredit) -> tuple[RewardTerm, ...]:
+    """The rewards that were asked for, as a run would have them. Raises ConfigError that says what to write instead."""
+    tables = [text if text.lstrip().startswith("{") else f"{{ fn = {json.dumps(text)} }}" for text in c.rewards]
+    text = f"rl = {{ steps = 1, tasks = {{ type = 'world' }}, rewards = [{', '.join(tables)}] }}"
+    rl = load_config(text, file="--reward").rl
+    assert rl is not None
+    terms = rl.rewards if c.rewards else ()
+    for term in terms:
+        _check_term(term)
+    names = [term_name(term) for term in terms]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two rewards are called {max(names, key=names.count)}: give one of them a name in its table")
+    if wrong := next((name for name in c.weights if name not in names), None):
+        raise ConfigError(f"--weight {wrong}: no --reward has this name; {hint(wrong, names)}")
+    return tuple(
+        replace(term, weight=c.weights.get(name, term.weight)) for term, name in zip(terms, names, strict=True)
+    )
 
 
-def _config(c: Recredit) -> Config:
+def _check_term(term: RewardTerm) -> None:
+    place = term.fn if is_code_path(term.fn) else split_function(term.fn)[0]
+    if term.fn == REWARD_MODEL and term.path is None:
+        raise ConfigError(f'a reward model is a model: write --reward \'{{ fn = "{REWARD_MODEL}", path = "FOLDER" }}\'')
+    if term.fn == JUDGE and not term.kwargs:
+        raise ConfigError(
+            f'a judge is a language model: write --reward \'{{ fn = "{JUDGE}", kwargs = {{ url = ..., model = ..., '
+            'rubric = ... } }\', or path = "FOLDER" for one that is loaded here'
+        )
+    if term.fn in OWN:
+        return
+    if place.endswith(".py") and find_path(place, Path.cwd()) is None:
+        raise ConfigError(f"there is no file {place}: give --reward a Python file, or file.py:function")
+    if not place:
+        raise ConfigError(f"--reward {term.fn} is not known: write file.py, file.py:function, or {', '.join(OWN)}")
+
+
+def _config(c: Recredit, terms: tuple[RewardTerm, ...]) -> Config:
     """What a run with these rewards would have been given."""
     runner = RewardRunner(type="inprocess" if c.trusted else "process")
-    rl = Rl(
-        steps=1,
-        tasks=Source(type="world"),
-        rewards=tuple(RewardTerm(fn=fn) for fn in c.rewards),
-        reward_runner=runner,
-    )
+    rl = Rl(steps=1, tasks=Source(type="world"), rewards=terms, reward_runner=runner)
     return absolute_paths(Config(rl=rl), base=Path.cwd())
 
 
-def _takes_tokens(fn: str, c: Recredit) -> bool:
-    if fn in BUILTIN:
-        return False
-    rl = _config(replace(c, rewards=(fn,))).rl
+def _takes_tokens(term: RewardTerm, c: Recredit) -> bool:
+    if term.fn in OWN:
+        return term.fn == REWARD_MODEL
+    rl = _config(c, (term,)).rl
     assert rl is not None
-    user = UserReward(name=fn, spec=rl.rewards[0].fn)
+    user = UserReward(name=term.fn, spec=rl.rewards[0].fn)
     if c.trusted:
         return calling.load(user.target).shape.takes_tokens
     with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
@@ -206,31 +248,92 @@ def _method(c: Recredit, lines: Sequence[EpisodeLine], file: Path) -> MethodLine
     name = c.method or (own.method if own is not None else None)
     if name is None:
         raise ConfigError(f"{file} was not credited: say how with --credit, one of {', '.join(METHODS)}")
-    if name not in METHODS and name in ("token_gae", "turn_gae"):
-        raise ConfigError(
-            f"credit '{name}' asks a critic, which is not there: give --credit one of {', '.join(METHODS)}"
-        )
-    kept = dict(own.params) if own is not None and own.method == name else {}
+    alike = own is not None and (own.method == name or {own.method, name} <= set(GAE_METHODS))
+    kept = dict(own.params) if own is not None and alike else {}
     method = MethodLine(method=name, params={**kept, **(c.params or {})})
-    check_method(method.method, method.params)
+    if name not in GAE_METHODS:
+        check_method(method.method, method.params)
+    elif check_gae(method.method, method.params)["kl_coef"] not in (0.0, kept.get("kl_coef", 0.0)):
+        was = f"{kept['kl_coef']:g}, which it was, or 0" if kept.get("kl_coef") else "0: no KL is in the file"
+        raise ConfigError(f"'kl_coef' is {method.params['kl_coef']}: write {was}")
     return method
 
 
 def _credited(
     judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]], lines: Sequence[EpisodeLine], method: MethodLine
-) -> dict[tuple[int | None, str], CreditedEpisode | FailedEpisode]:
+) -> dict[EpisodeKey, CreditedEpisode | FailedEpisode]:
     """Every episode by training step and id; each step's groups are compared among themselves, as they were trained."""
     anchors = {(line.training_step, line.id): _anchors(line) for line in lines}
-    results: dict[tuple[int | None, str], CreditedEpisode | FailedEpisode] = {}
-    for step in dict.fromkeys(step for step, _ in judged):
-        own = [(number, key, found) for number, (key, found) in enumerate(judged.items()) if key[0] == step and found]
-        groups = [_group(*one) for one in own]
+    results: dict[EpisodeKey, CreditedEpisode | FailedEpisode] = {}
+    for step, groups in _groups(judged):
         keys = _keys({id: keys for (at, id), keys in anchors.items() if at == step})
         for one in credit(groups, method=method.method, params=method.params, keys=keys).episodes:
             results[step, one.scored.episode.id] = one
-        for group in groups:
-            results |= {(step, failed.id): failed for failed in group.failed}
+        results |= {(step, failed.id): failed for group in groups for failed in group.failed}
     return results
+
+
+def _values(line: EpisodeLine, asked: str | None) -> TokenValues | None:
+    """What a critic said of an episode: of every token, or, for turn_gae, where each step began; None: not there."""
+    method = asked or (line.credit.method if line.credit is not None else None)
+    if method not in GAE_METHODS or line.failed is not None:
+        return None
+    known = token_values_of(line)
+    if known is not None or method == "token_gae" or line.value_after is None:
+        return known
+    begun = [step.credit.V if step.credit is not None else None for step in line.steps]
+    if any(value is None and step.num_sampled for value, step in zip(begun, line.steps, strict=True)):
+        return None
+    steps = [np.full(step.num_sampled, value or 0.0) for value, step in zip(begun, line.steps, strict=True)]
+    return TokenValues(steps=tuple(map(float_array, steps)), after=line.value_after)
+
+
+def _all_known(
+    values: Values, judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]], method: MethodLine, file: Path
+) -> dict[EpisodeKey, TokenValues]:
+    """Raises ConfigError where the values of an episode that is to be credited, or the KL in its rewards, are not
+    known."""
+    known = {}
+    for (step, _), found in judged.items():
+        for id in (one.episode.id for one in found if isinstance(one, ScoredEpisode)):
+            said = values[step, id]
+            if said is None:
+                raise ConfigError(
+                    f"credit '{method.method}' needs the values of a critic, and {file} does not have those of episode "
+                    f"{id}: they are in files of runs with [rl.critic], of every token unless rl.save.lean; give "
+                    f"--credit one of {', '.join(METHODS)}"
+                )
+            if method.params.get("kl_coef") and said.penalties is None:
+                raise ConfigError(
+                    f"rewards of {file} had a KL to a reference in them, which a lean file does not have: add "
+                    "--param kl_coef=0 to leave it out"
+                )
+            known[step, id] = said
+    return known
+
+
+def _credited_by_values(
+    judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]],
+    known: Mapping[EpisodeKey, TokenValues],
+    method: MethodLine,
+) -> dict[EpisodeKey, CreditedEpisode | FailedEpisode]:
+    """As the critic of each training step did it, over all of its episodes."""
+    results: dict[EpisodeKey, CreditedEpisode | FailedEpisode] = {}
+    for step, groups in _groups(judged):
+        own = {id: said for (at, id), said in known.items() if at == step}
+        for one in credit_by_values(groups, own, method=method.method, params=method.params):
+            results[step, one.scored.episode.id] = one
+        results |= {(step, failed.id): failed for group in groups for failed in group.failed}
+    return results
+
+
+def _groups(
+    judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]],
+) -> Iterator[tuple[int | None, list[Group]]]:
+    """The groups of each training step."""
+    for step in dict.fromkeys(step for step, _ in judged):
+        own = [(number, key, found) for number, (key, found) in enumerate(judged.items()) if key[0] == step and found]
+        yield step, [_group(*one) for one in own]
 
 
 def _group(number: int, key: GroupKey, found: Sequence[ScoredEpisode | FailedEpisode]) -> Group:

@@ -127,6 +127,21 @@ def test_built_in_rewards_work_too(file: Path) -> None:
     assert lines[0].reward.parts == {"env": 0.0, "exact_match": 0.0}
 
 
+def test_rewards_have_weights_and_arguments(file: Path) -> None:
+    """Straight on is 3 turns of 2 tokens: all 6 are beyond 8 - 4, half of the slope. Each turn is one word of "on"."""
+    length = '{ fn = "length", kwargs = { max_tokens = 8, margin = 4 } }'
+    form = '{ fn = "format", name = "form", weight = 2.0, kwargs = { pattern = "on", turns = "all" } }'
+    for trusted in (False, True):
+        asked = Recredit(path=file, rewards=("env", length, form), weights={"length": 10.0}, trusted=trusted)
+        lines = read_lines(recredit(asked).out)
+        assert lines[0].reward.parts == {"env": 0.0, "length": -0.5, "form": 1.0}
+        assert lines[0].reward.total == 10.0 * -0.5 + 2.0 * 1.0
+        assert lines[1].reward.parts["form"] == 0.75, "one of its four turns went left"
+    lean = world.save(file.with_name("lean.jsonl"), lean=True)
+    again = read_lines(recredit(Recredit(path=lean, rewards=("env", length, form), weights={"length": 10.0})).out)
+    assert [line.reward for line in again] == [line.reward for line in lines], "they need no tokens"
+
+
 def test_a_lean_file_is_recredited_but_has_no_tokens_for_a_reward(file: Path) -> None:
     lean = world.save(file.with_name("lean.jsonl"), lean=True)
     result = recredit(Recredit(path=lean, rewards=("count_on.py:judge",), method="opo"))
@@ -187,7 +202,21 @@ def test_episodes_that_were_never_credited_can_be(file: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"method": "turn_gae"}, "asks a critic, which is not there"),
+        ({"method": "turn_gae"}, "'turn_gae' needs the values of a critic, and .* does not have those of episode 7/0"),
+        ({"method": "token_gae"}, "'token_gae' needs the values of a critic"),
+        ({"method": "turn_gae", "params": {"lam": 2.0}}, "'lam' of 'turn_gae' is 2: write a number from 0 to 1"),
+        ({"method": "turn_gae", "params": {"kl_coef": 0.1}}, "write 0: no KL is in the file"),
+        ({"rewards": ("judge",)}, 'a judge is a language model: write --reward \'{ fn = "judge", kwargs = '),
+        ({"rewards": ("reward_model",)}, 'a reward model is a model: write --reward \'{ fn = "reward_model", path'),
+        ({"rewards": ("length",)}, 'fn = "length" needs kwargs max_tokens and margin'),
+        ({"rewards": ('{ fn = "format", kwargs = { pattern = "(" } }',)}, 'fn = "format" needs kwargs pattern'),
+        (
+            {"rewards": ('{ fn = "length", wieght = 1 }',)},
+            r"unknown key .rl.rewards\[0\].wieght.; did you mean .rl.rewards\[0\].weight",
+        ),
+        ({"rewards": ("{ fn = length }",)}, "--reward: this is not TOML"),
+        ({"rewards": ("env", "env")}, "two rewards are called env"),
+        ({"rewards": ("env",), "weights": {"evn": 2.0}}, "--weight evn: no --reward has this name; did you mean 'env'"),
         ({"method": "gigppo"}, "gigpo"),
         ({"rewards": ("nowhere.py:judge",)}, "there is no file nowhere.py"),
         ({"rewards": ("exact_mtach",)}, "exact_mtach is not known"),

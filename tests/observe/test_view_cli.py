@@ -68,6 +68,8 @@ def test_a_page_is_written(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         (("view", "empty.jsonl"), 1, "holds no episodes"),
         (("recredit", "run", "--param", "gamma"), 2, "--param gamma is not KEY=VALUE"),
         (("recredit", "run", "--credit", "gae"), 2, "'gae'"),
+        (("recredit", "run", "--reward", "env", "--weight", "env"), 2, "--weight env is not NAME=NUMBER"),
+        (("recredit", "run", "--reward", "env", "--weight", "env=nan"), 2, "--weight env=nan is not NAME=NUMBER"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(
@@ -95,6 +97,8 @@ def test_recredit_prints_both_sides_and_writes_a_file_that_view_reads(
         "run",
         "--reward",
         "my.py:judge",
+        "--weight",
+        "judge=2",
         "--credit",
         "graphgpo",
         "--param",
@@ -106,7 +110,7 @@ def test_recredit_prints_both_sides_and_writes_a_file_that_view_reads(
     out = capsys.readouterr().out
     assert "R before  R after" in " ".join(out.split()).replace("R before R after", "R before  R after")
     assert "credit graphgpo (decay 0.5, norm none); written to new.jsonl" in out
-    # a system message, two for each step, one at the end
-    assert [line.reward.total for line in read_lines(Path("new.jsonl"))] == [0.8, 1.0, 0.8, 0.6, 0.4]
+    # a system message, two for each step, one at the end; twice the tenth of that
+    assert [line.reward.total for line in read_lines(Path("new.jsonl"))] == [1.6, 2.0, 1.6, 1.2, 0.8]
     assert headrace(monkeypatch, "view", "new.jsonl") == 0
     assert "credit graphgpo (decay 0.5, norm none)" in capsys.readouterr().out
