@@ -433,10 +433,9 @@ def played_by(policy: str) -> str:
     from headrace.config.paths import NAMED_MODELS, remote_name
 
     here = policy not in NAMED_MODELS and remote_name(policy) is None
-    if here and not Path(policy).is_dir():
-        raise ConfigError(
-            f"there is no folder {policy}: give a checkpoint, a Hugging Face folder, smollm2-135m or openai:NAME"
-        )
+    if policy == "tiny" or (here and not Path(policy).is_dir()):
+        what = "tiny is made anew for every run" if policy == "tiny" else f"there is no folder {policy}"
+        raise ConfigError(f"{what}: give a checkpoint, a Hugging Face folder, smollm2-135m or openai:NAME")
     path = str(Path(policy).absolute()) if here else policy
     return f"model.path={json.dumps(path, ensure_ascii=False)}"
 
@@ -545,7 +544,8 @@ def _world_words(config: "Config") -> set[str]:
     """Every word of the worlds the configuration names."""
     from headrace.rollout.worlds import WORLDS
 
-    sources = [*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ())]
+    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    sources = [*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ())]
     names = {source.name for source in sources if source.type == "world" and source.name is not None}
     return {word for name in names for word in WORLDS[name].vocabulary()}
 

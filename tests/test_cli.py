@@ -98,6 +98,7 @@ def test_debug_shows_the_traceback(file: Path, monkeypatch: pytest.MonkeyPatch) 
             "run.toml: 'rl.loss_params': loss 'ppo' takes no parameter 'clip_lo': did you mean 'clip_low'?",
         ),
         (["eval", "nowhere", "run.toml"], 2, "there is no folder nowhere: give a checkpoint"),
+        (["eval", "tiny", "run.toml"], 2, "tiny is made anew for every run: give a checkpoint"),
         (["eval", ".", "run.toml"], 2, "there is nothing to evaluate on: add a table [eval.source]"),
         (["explain"], 2, "explain needs a TOML file"),
         (["explain", "run.toml", "--set", "model.device=cuda"], 1, "model.device is 'cuda' but torch sees no CUDA"),

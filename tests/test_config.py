@@ -209,6 +209,7 @@ def test_a_value_cannot_smuggle_in_a_second_key() -> None:
     ("override", "sentence"),
     [
         ("rl.group_sise=4", "--set rl.group_sise=4: unknown key 'rl.group_sise'; did you mean 'rl.group_size'?"),
+        ("rll.steps=4", "--set rll.steps=4: unknown key 'rll'; did you mean 'rl'?"),
         ("rl.groups=x", "--set rl.groups=x: 'rl.groups' must be a whole number above 0, but it is \"x\""),
         ("rl.groups", "--set rl.groups: write it as section.key=value"),
         ("rl.groups=", "--set rl.groups=: the value is not TOML: Invalid value (at end of document)"),

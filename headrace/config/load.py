@@ -92,11 +92,12 @@ def _field_names(parts: Sequence[str]) -> list[str]:
 
 
 def _origin(path: KeyPath, file: str, overrides: Sequence[str]) -> str:
-    """The last override that set `path`, or something it is a part of, else the file."""
+    """The last override that set `path`, something it is a part of, or a part of it, else the file."""
     parts = [str(part) for part in path]
     for override in reversed(overrides):
         given = _field_names([part.strip() for part in override.partition("=")[0].split(".")])
-        if given == parts[: len(given)]:
+        shared = min(len(given), len(parts))
+        if shared and given[:shared] == parts[:shared]:
             return f"--set {override}"
     return file
 
