@@ -93,20 +93,24 @@ async def attack(mode: Mode, target: Target) -> Aftermath:
     before, files = len(os.listdir("/proc/self/fd")), set(os.listdir(scratch_root()))
     single = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS))
     hasty = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=HASTY))
-    batch = Sandbox({"spec": f"{ATTACKS}:group"}, mode.settings(limits=HASTY, workers=1))
+    batch = Sandbox({"spec": f"{ATTACKS}:group"}, mode.settings(limits=LIMITS, workers=1))
+    hasty_batch = Sandbox({"spec": f"{ATTACKS}:group"}, mode.settings(limits=HASTY, workers=1))
     names = [name for name in ENDS if name not in BATCH]
     calls = [
         (hasty if ENDS[name][0] == TIMEOUT else single).call({"rows": [a_row(**target.data(), attack=name)]})
         for name in names
     ]
     calls += [single.call({"rows": [a_row(attack="changes_globals")]}) for _ in range(3)]
-    calls += [batch.call({"rows": [a_row(attack=name)] * 2}) for name in BATCH]
+    calls += [
+        (hasty_batch if ENDS[name][0] == TIMEOUT else batch).call({"rows": [a_row(attack=name)] * 2}) for name in BATCH
+    ]
     answers: dict[str, list[Answer]] = {}
     for name, answer in zip((*names, *["changes_globals"] * 3, *BATCH), await asyncio.gather(*calls), strict=True):
         answers.setdefault(name, []).append(answer)
-    pids = [*single.pids, *hasty.pids, *batch.pids]
+    sandboxes = (single, hasty, batch, hasty_batch)
+    pids = [pid for sandbox in sandboxes for pid in sandbox.pids]
     tree = {pid: psutil.Process(pid).children(recursive=True) for pid in pids}
-    for sandbox in (single, hasty, batch):
+    for sandbox in sandboxes:
         await sandbox.close()
     return Aftermath(
         answers=answers,
