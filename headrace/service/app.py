@@ -42,6 +42,9 @@ FLAGS: dict[str, object] = {
 }
 
 
+OFTEN = frozenset(f"/api/v1/{name}" for name in ("retrieve_future", "forward_backward", "optim_step", "asample"))
+
+
 def make_app(
     service: Service, access: Access, *, flags: dict[str, object] | None = None, renderer: Renderer | None = None
 ) -> FastAPI:
@@ -224,6 +227,7 @@ def _core(
     async def cancel_future(body: bodies.CancelFuture, who: Tenant = who) -> dict[str, object]:
         return {"cancelled": await service.cancel(who, body.request_id)}
 
+    api.routes.sort(key=lambda route: getattr(route, "path", None) not in OFTEN)  # they are tried one after the other
     return api
 
 
