@@ -21,6 +21,7 @@ from headrace.render import Renderer
 from headrace.service import bodies
 from headrace.service.access import Access, Denied, Tenant, TooMany
 from headrace.service.completions import PREFIX, completion_refusal, completion_routes
+from headrace.service.copying import copy_weights
 from headrace.service.evaluation_routes import evaluation_routes
 from headrace.service.futures import Done, Failed, Ticket
 from headrace.service.host import AdapterSpec
@@ -109,17 +110,17 @@ def _core(
         x_idempotency_key: Annotated[str | None, Header()] = None,
         who: Tenant = busy,
     ) -> dict[str, object]:
-        session = await service.create_session(who, body, x_idempotency_key)
+        session = await service.sessions.create(who, body, x_idempotency_key)
         return {"type": "create_session", "session_id": session.id, "info_message": f"headrace {__version__}"}
 
     @api.post("/session_heartbeat")
     async def heartbeat(body: bodies.Heartbeat, who: Tenant = who) -> dict[str, str]:
-        service.heartbeat(who, body.session_id)
+        service.sessions.heartbeat(who, body.session_id)
         return {"type": "session_heartbeat"}
 
     @api.post("/sessions/{id}/finish")
     async def finish(id: str, body: bodies.FinishSession, who: Tenant = who) -> dict[str, str]:
-        await service.finish_session(who, id, body.reason.type)
+        await service.sessions.finish(who, id, body.reason.type)
         return {"type": "finish_session"}
 
     @api.post("/telemetry")
@@ -172,6 +173,12 @@ def _core(
     @api.post("/load_weights")
     async def load_weights(request: Request, body: bodies.LoadWeights, who: Tenant = busy) -> dict[str, object]:
         return _promise(await service.load_weights(who, body, await request.body()))
+
+    @api.post("/copy_weights")
+    async def copy(
+        body: bodies.CopyWeights, x_idempotency_key: Annotated[str | None, Header()] = None, who: Tenant = busy
+    ) -> dict[str, object]:
+        return {"tinker_path": await copy_weights(service, who, body, x_idempotency_key)}
 
     @api.post("/create_custom_loss")
     async def create_custom_loss(who: Tenant = who) -> None:

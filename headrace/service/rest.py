@@ -19,14 +19,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 
-from headrace.errors import RequestError
 from headrace.observe.prometheus import MEDIA_TYPE
 from headrace.service import bodies
 from headrace.service.access import Access, Tenant
 from headrace.service.figures import prometheus_text
 from headrace.service.futures import Done
 from headrace.service.host import AdapterSpec
-from headrace.service.records import Checkpoint, Kind, Model, checkpoint_path, rank_of, split_path
+from headrace.service.records import Checkpoint, Kind, Model, check_ttl, checkpoint_path, rank_of, split_path
 from headrace.service.registry import Unknown
 from headrace.service.service import Service
 from headrace.service.telemetry import SERVER
@@ -147,21 +146,20 @@ def _checkpoints(routes: APIRouter, service: Service, who: Any) -> None:
 
     @routes.post(f"{ONE}/publish", status_code=204)
     async def publish(run: str, kind: str, name: str, who: Tenant = who) -> Response:
-        await service.change_checkpoint(replace(own(run, kind, name, who), public=True))
+        await service.keep(replace(own(run, kind, name, who), public=True))
         return Response(status_code=204)
 
     @routes.delete(f"{ONE}/publish", status_code=204)
     async def unpublish(run: str, kind: str, name: str, who: Tenant = who) -> Response:
-        await service.change_checkpoint(replace(own(run, kind, name, who), public=False))
+        await service.keep(replace(own(run, kind, name, who), public=False))
         return Response(status_code=204)
 
     @routes.put(f"{ONE}/ttl", status_code=204)
     async def ttl(run: str, kind: str, name: str, body: bodies.Ttl, who: Tenant = who) -> Response:
         found = own(run, kind, name, who)
-        if body.ttl_seconds is not None and not 0 < body.ttl_seconds <= 10 * 366 * 86400:
-            raise RequestError("ttl_seconds must be above 0 and at most ten years, or null for no end")
+        check_ttl(body.ttl_seconds)
         expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
-        await service.change_checkpoint(replace(found, expires=expires))
+        await service.keep(replace(found, expires=expires))
         return Response(status_code=204)
 
 

@@ -6,7 +6,6 @@ A verb validates, journals and queues; it never waits for the host. Owners are c
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from headrace.errors import RequestError, boundary
 from headrace.service import bodies
 from headrace.service.access import Tenant, TooMany
 from headrace.service.evaluation import Evaluator
-from headrace.service.futures import Board, Failed, Outcome, Ticket, failed
+from headrace.service.futures import Board, Outcome, Ticket, failed
 from headrace.service.host import AdapterSpec, Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_results
 from headrace.service.judging import Judge
@@ -34,8 +33,9 @@ from headrace.service.records import (
     split_path,
 )
 from headrace.service.references import References, Score
-from headrace.service.registry import Gone, Registry, Unknown
+from headrace.service.registry import Gone, Record, Registry, Unknown
 from headrace.service.sampling import Sampling, read_sample
+from headrace.service.sessions import Sessions
 from headrace.service.telemetry import Telemetry
 from headrace.service.training import Trainer
 from headrace.service.wire import decompress, parse_forward
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 CLONE_STRIDE = 1_000_000_000  # sequence numbers of one clone of a sampling client
 MAX_SEQ_AHEAD = 1_000_000
-REMEMBERED = 10_000  # keys of sessions that a client may ask for again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +135,16 @@ class Service:
             vocabulary=card.vocabulary,
             rewards=rewards,
         )
-        self._seen: dict[str, float] = {}
+        self.sessions = Sessions(
+            self.registry,
+            journal,
+            self.board,
+            self.samplers,
+            self.sampling,
+            self.trainer,
+            timeout_s=limits.session_timeout_s,
+        )
         self._old_samplers = frozenset(self.registry.samplers)
-        self._asked: dict[str, set[int]] = {}  # numbers of sampling requests since the start
-        self._by_idempotency: dict[tuple[str, str], str] = {}
         self.started = time.time()
         self.closing = False
 
@@ -163,41 +168,6 @@ class Service:
             self.references.close()
             await asyncio.gather(tidying, self.sampling.close(), self.trainer.close(), return_exceptions=True)
 
-    # --- sessions ---
-
-    async def create_session(self, who: Tenant, body: bodies.CreateSession, idempotency: str | None) -> Session:
-        known = self._by_idempotency.get((who.name, idempotency or ""))
-        if known is not None:
-            return self.registry.sessions[known]
-        metadata = {key: value for key, value in (body.user_metadata or {}).items() if isinstance(value, str)}
-        session = Session(
-            id=secrets.token_hex(16),
-            owner=who.name,
-            created=time.time(),
-            tags=tuple(body.tags),
-            user_metadata=metadata,
-            display_name=body.display_name,
-        )
-        if idempotency:
-            self._by_idempotency[who.name, idempotency] = session.id
-            if len(self._by_idempotency) > REMEMBERED:
-                del self._by_idempotency[next(iter(self._by_idempotency))]
-        await self._write(self.registry.keep(session))
-        return session
-
-    def heartbeat(self, who: Tenant, id: str) -> None:
-        """Raises Gone for a session that has ended, which stops the client's heartbeat."""
-        if self.registry.session(id, who.name).finished is not None:
-            raise Gone(_ended(id))
-        self._seen[id] = time.monotonic()
-
-    async def finish_session(self, who: Tenant, id: str, reason: str) -> None:
-        session = self.registry.session(id, who.name)
-        if session.finished is not None:
-            return
-        await self._write(self.registry.keep(replace(session, finished=reason)))
-        await self._end_session(id, _ended(id), snapshots=True)
-
     # --- training ---
 
     async def create_model(self, who: Tenant, body: bodies.CreateModel, raw: bytes) -> Ticket:
@@ -210,7 +180,7 @@ class Service:
             raise RequestError(f"optimizer '{body.optimizer_config.type}' is not served: use adamw")
         lora = body.lora_config or bodies.LoraConfig(rank=32)
         spec = self._spec(lora, id)
-        self._check_open(session)
+        self.sessions.check_open(session)
         await self._free_full(spec)
         return await self._add_model(who, session, id, body.base_model, spec, body.user_metadata, raw, "create_model")
 
@@ -225,7 +195,7 @@ class Service:
         raw: bytes,
         kind: str,
     ) -> Ticket:
-        live = [m for m in self.registry.models.values() if m.owner == who.name and self._alive(m.session)]
+        live = [m for m in self.registry.models.values() if m.owner == who.name and self.sessions.is_open(m.session)]
         if len(live) >= who.quota.models:
             raise TooMany(f"this key has {len(live)} models in open sessions: finish a session first", retry_s=10.0)
         if isinstance(spec, Full) and any(self._holds_place(model) for model in self._full_models()):
@@ -252,8 +222,7 @@ class Service:
 
     def _holds_place(self, model: Model) -> bool:
         """Whether a full model is still in use: its session is open and heard of, or something waits."""
-        silent_s = time.monotonic() - self._seen.setdefault(model.session, time.monotonic())
-        used = self._alive(model.session) and silent_s <= self.limits.session_timeout_s
+        used = self.sessions.is_open(model.session) and not self.sessions.is_silent(model.session)
         return used or self.trainer.depth(model.id) > 0
 
     async def _free_full(self, spec: AdapterSpec | Full) -> None:
@@ -306,7 +275,7 @@ class Service:
             return await self._known(f"{id}:0")
         source = self.registry.checkpoint(body.path, who.name)
         base = body.base_model or source.base_model
-        self._check_open(session)
+        self.sessions.check_open(session)
         await self._free_full(source.spec)
         return await self._add_model(who, session, id, base, source.spec, body.user_metadata, raw, "create_model_from")
 
@@ -317,7 +286,7 @@ class Service:
         if self.board.get(id) is None:
             if self.trainer.told(model.id, seq):
                 return await self._known(id)
-            self._check_open(self.registry.sessions[model.session])
+            self.sessions.check_open(self.registry.sessions[model.session])
             if model.frozen:
                 raise RequestError(f"'{model.id}' holds a copy and cannot be trained: make a new model from its path")
             self._check_room(who)
@@ -349,7 +318,7 @@ class Service:
         if base is None:
             raise RequestError("a sampling session needs a base_model or a model_path")
         self._resolve(base)
-        self._check_open(session)
+        self.sessions.check_open(session)
         sampler = SamplerRecord(
             id=id,
             session=session.id,
@@ -366,7 +335,7 @@ class Service:
         """A sampling session that can be sampled from; raises Unknown, or Gone."""
         session = self.registry.sessions.get(id.split(":")[0])
         if session is not None and session.owner == who.name:
-            self._check_open(session)
+            self.sessions.check_open(session)
         sampler = self.registry.sampler(id, who.name)
         if sampler.gone is not None:
             raise Gone(sampler.gone)
@@ -385,7 +354,7 @@ class Service:
         sampler = self.sampler(who, body.sampling_session_id)
         id = f"{sampler.id}:{body.seq_id}"
         names = tuple(f"{id}:{index}" for index in range(body.num_samples))
-        asked = self._asked.setdefault(sampler.id, set())
+        asked = self.sampling.asked.setdefault(sampler.id, set())
         if self.board.get(id) is None:
             known = await self.board.recall(id) if sampler.id in self._old_samplers or body.seq_id in asked else None
             if known is not None:
@@ -478,8 +447,9 @@ class Service:
         await self._write(self.registry.forget(checkpoint))
         await self.trainer.remove_folder(checkpoint.folder)
 
-    async def change_checkpoint(self, checkpoint: Checkpoint) -> None:
-        await self._write(self.registry.keep(checkpoint))
+    async def keep(self, *records: Record) -> None:
+        """True from now on, and in the journal."""
+        await self._write(*(self.registry.keep(record) for record in records))
 
     def path_of(self, checkpoint: Checkpoint) -> Path:
         return self._folder / checkpoint.folder
@@ -495,11 +465,8 @@ class Service:
         for checkpoint in [found for found in self.registry.checkpoints.values() if found.expires is not None]:
             if checkpoint.expires is not None and checkpoint.expires <= now:
                 await self.delete_checkpoint(checkpoint)
-        for session in list(self.registry.sessions.values()):
-            silent_s = time.monotonic() - self._seen.setdefault(session.id, time.monotonic())
-            if silent_s > self.limits.session_timeout_s:
-                await self._end_session(session.id, f"session '{session.id}' is silent", snapshots=False)
-        await self._thin_snapshots()
+        await self.sessions.tidy()
+        await self.sessions.thin_snapshots(kept=self.limits.snapshots_per_model)
         before = int((now - self.limits.keep_results_s) * 1e6)
         await self._write(forget_results(before=before))
 
@@ -522,38 +489,6 @@ class Service:
                 await self.tidy()
             self.telemetry.log_server(self.figures())
 
-    async def _thin_snapshots(self) -> None:
-        by_session: dict[str, list[SamplerRecord]] = {}
-        kept = self.limits.snapshots_per_model
-        for sampler in sorted(self.registry.samplers.values(), key=lambda sampler: sampler.created):
-            if sampler.folder is not None and sampler.gone is None:
-                by_session.setdefault(sampler.session, []).append(sampler)
-        for old in [old for snapshots in by_session.values() for old in snapshots[:-kept]]:
-            self.samplers.close(old.id)
-            await self._write(*self.samplers.retire([old], f"{kept} snapshots are kept, and newer ones came"))
-            await self.trainer.remove_folder(str(old.folder))
-
-    async def _end_session(self, id: str, why: str, *, snapshots: bool) -> None:
-        """Its sampling work is dropped, what waits for numbers that never came fails, its models leave the host."""
-        samplers = [sampler for sampler in self.registry.samplers.values() if sampler.session == id]
-        names = {sampler.id for sampler in samplers}
-        for ticket in self.board.open_tickets():
-            if ticket.row.target in names:
-                await self.sampling.cancel(ticket, Failed(message=why, category="user"))
-        for model in [model for model in self.registry.models.values() if model.session == id]:
-            await self.trainer.abandon(model.id, why)
-            await self.trainer.rest(model.id)
-        for sampler in samplers if snapshots else ():
-            if sampler.folder is not None:
-                await self._drop_snapshot(sampler)
-
-    async def _drop_snapshot(self, sampler: SamplerRecord) -> None:
-        self.samplers.close(sampler.id)
-        self._asked.pop(sampler.id, None)
-        await self._write(self.registry.forget(sampler))
-        if sampler.folder is not None:
-            await self.trainer.remove_folder(sampler.folder)
-
     # --- what several verbs do ---
 
     def _resolve(self, base_model: str) -> None:
@@ -561,14 +496,6 @@ class Service:
         names = (self.card.name, *self.card.aliases)
         if base_model not in names and base_model.split(":")[0] not in names:
             raise RequestError(f"base model '{base_model[:200]}' is not served here: use {' or '.join(names)}")
-
-    def _alive(self, session: str) -> bool:
-        found = self.registry.sessions.get(session)
-        return found is not None and found.finished is None
-
-    def _check_open(self, session: Session) -> None:
-        if session.finished is not None:
-            raise Gone(_ended(session.id))
 
     def _check_room(self, who: Tenant) -> None:
         if self.board.open_of(who.name) >= who.quota.open_requests:
@@ -578,10 +505,6 @@ class Service:
 
     async def _write(self, *statements: Statement) -> None:
         await asyncio.wrap_future(self._journal.write(statements))
-
-
-def _ended(session: str) -> str:
-    return f"session '{session}' has ended: open a new one; saved states and checkpoints are still there"
 
 
 async def _off_loop(size: int, run: Any, argument: Any) -> Any:

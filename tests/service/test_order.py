@@ -50,7 +50,7 @@ async def step(service: Service, model: str, seq: int) -> Any:
 
 
 async def new_session(service: Service) -> str:
-    return (await service.create_session(ALICE, bodies.CreateSession(), None)).id
+    return (await service.sessions.create(ALICE, bodies.CreateSession(), None)).id
 
 
 @settings(max_examples=25, deadline=None)
@@ -136,7 +136,7 @@ async def test_what_waits_for_a_number_that_never_came_fails_with_its_session(tm
         session = await new_session(service)
         model = await make_model(service, session, 0)
         waiting = await step(service, model, 5)
-        await service.finish_session(ALICE, session, "success")
+        await service.sessions.finish(ALICE, session, "success")
         outcome = await service.wait(waiting)
         assert isinstance(outcome, Failed)
         assert "has ended" in outcome.message
