@@ -1,9 +1,13 @@
 """[rl] and [optimizer] to the loss, the correction of stale tokens and the settings of Adam, step by step."""
 
 from collections.abc import Callable
+from functools import wraps
+
+from torch import Tensor
 
 from headrace.algo.advantages.keys import KEYS, KeysFn, keys_by
 from headrace.algo.correction import Behaviour, Bound, Level, Missing
+from headrace.algo.loss import LossFn, LossOut
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import added
 from headrace.config import Optimizer, Rl
@@ -24,7 +28,7 @@ def make_loss(c: Rl) -> LossSpec:
     """
     terms = split_sum(c.loss)
     known = all(term in LOSSES for term in terms)
-    fn = added([LOSSES[term] if term in LOSSES else load_function(term) for term in terms])
+    fn = added([LOSSES[term] if term in LOSSES else own_loss(term) for term in terms])
     check_objective(fn, c.loss_params, available=available_arrays(fn, teacher=c.teacher is not None))
     if c.critic is None or c.critic.trunk == "own":
         return LossSpec(fn=c.loss if known else fn, params=c.loss_params)
@@ -32,6 +36,21 @@ def make_loss(c: Rl) -> LossSpec:
     return LossSpec(
         fn=f"{c.loss} + {VALUE_TERM}" if known else added([fn, LOSSES[VALUE_TERM]]), params={**c.loss_params, **numbers}
     )
+
+
+def own_loss(spec: str) -> LossFn:
+    """A user's function as a loss; ConfigError when it returns anything but a LossOut."""
+    fn = load_function(spec)
+
+    @wraps(fn)
+    def checked(*tensors: Tensor | None, **numbers: float) -> LossOut:
+        out = fn(*tensors, **numbers)
+        if not isinstance(out, LossOut):
+            what = f"'rl.loss': {spec} returned a {type(out).__name__}"
+            raise ConfigError(f"{what}: return LossOut(loss=..., metrics={{}}) of headrace.algo.loss")
+        return out
+
+    return checked
 
 
 def make_keys(c: Rl) -> KeysFn:
