@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, HeadraceError, Interrupted, boundary
 if TYPE_CHECKING:
     from headrace.config import Config, Rl
     from headrace.model.estimate import Shape
+    from headrace.service.settings import ServeConfig
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
 
@@ -362,6 +363,9 @@ def serve(
     file: Annotated[Path | None, typer.Argument(help="The service's TOML file; without one the tiny model.")] = None,
     port: Annotated[int | None, typer.Option(help="Instead of the file's, which is 8765 by default.")] = None,
     new_key: Annotated[bool, typer.Option("--new-key", help="Make another key, and print it once.")] = False,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Only score: the file's frozen models, for trainers elsewhere.")
+    ] = False,
 ) -> None:
     """Serve a model to the public tinker SDK: training and sampling."""
     from dataclasses import replace
@@ -375,6 +379,9 @@ def serve(
     config = ServeConfig() if file is None else load_serve_config(file.read_text(encoding="utf-8"), file=str(file))
     if port is not None:
         config = replace(config, serve=replace(config.serve, port=port))
+    if reference:
+        _serve_references(config)
+        return
     with open_service(config, make_key=new_key) as opened, listen(config.serve.host, config.serve.port) as listening:
         host, bound = listening.getsockname()[:2]
         names = " = ".join((opened.card.name, *opened.card.aliases))
@@ -384,6 +391,16 @@ def serve(
             print(f"the key, shown this once:\n  export {address}")
         sys.stdout.flush()
         make_server(opened.app).run(sockets=[listening])
+
+
+def _serve_references(config: "ServeConfig") -> None:
+    from headrace.service.server import listen, make_server
+    from headrace.wiring.references import open_reference_server
+
+    with open_reference_server(config) as (application, names), listen(config.serve.host, config.serve.port) as socket:
+        host, bound = socket.getsockname()[:2]
+        print(f"headrace {__version__} scores with {', '.join(names)} on http://{host}:{bound}", flush=True)
+        make_server(application).run(sockets=[socket])
 
 
 @app.command()

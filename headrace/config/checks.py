@@ -22,6 +22,7 @@ from headrace.config.paths import (
     SERVICE_STATE,
     find_path,
     is_code_path,
+    is_url,
     remote_name,
     split_function,
     split_sum,
@@ -230,8 +231,11 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
 
 
 def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
-    """A model that is only read: a folder with a config.json, or a built-in one."""
-    if path == "tiny":
+    """A model that is only read: a folder with a config.json, a built-in one, or one behind a URL that names it."""
+    if is_url(path):
+        if key == "rl.critic.path" or not path.split("://")[1].partition("/")[2]:
+            yield f"'{key}' is \"{path}\": write http://HOST:PORT/NAME of a  headrace serve --reference, or a folder"
+    elif path == "tiny":
         yield f"'{key}' is \"tiny\", which is made anew for every run: give a model folder"
     elif path not in NAMED_MODELS and (
         (folder := find_path(path, base)) is None or not (folder / "config.json").is_file()

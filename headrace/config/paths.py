@@ -21,6 +21,11 @@ def find_path(path: str, base: Path) -> Path | None:
     return None
 
 
+def is_url(path: str) -> bool:
+    """Whether a model is one elsewhere, behind http:// or https://."""
+    return path.startswith(("http://", "https://"))
+
+
 def remote_name(path: str) -> str | None:
     """The name of a model elsewhere; None: `path` is one that is loaded here.
 

@@ -347,8 +347,9 @@ class Rl:
     # past `kl_limit`: drop the step's other minibatches, or keep only as much of the update as meets it
     kl_action: Literal["discard", "scale_back"] = "discard"
     correction: Correction | None = None  # for stale tokens; unset: only if the loss asks for one
-    reference: str | None = None  # folder of the model of reference_logprobs; unset: the one the stage starts from
-    teacher: str | None = None  # folder of the model of teacher_logprobs
+    # folder of the model of reference_logprobs, or its URL; unset: the one the stage starts from
+    reference: str | None = None
+    teacher: str | None = None  # folder of the model of teacher_logprobs, or its URL
     critic: Critic | None = None  # PPO with GAE: a value model that credit "token_gae" or "turn_gae" asks
     filters: tuple[Filter, ...] = ()  # reject groups, which are then replaced by new ones
     save: Save = field(default_factory=Save)  # which episodes are kept in the run folder (docs/viewing.md)

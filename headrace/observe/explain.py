@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from headrace.config import Config, Lora, RewardModel, Rl, Sft, algorithm_text, to_mapping
+from headrace.config.paths import is_url
 from headrace.config.tree import Metrics
 from headrace.model.estimate import (
     DTYPE_BYTES,
@@ -101,7 +102,8 @@ def _beside(config: Config, parameters: int, dtype: str) -> int:
         return 0
     own_weights = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
     judges = sum(term.fn == "reward_model" for term in rl.rewards)
-    frozen = sum(path is not None for path in (rl.reference, rl.teacher)) + judges + own_weights
+    here = [path for path in (rl.reference, rl.teacher) if path is not None and not is_url(path)]
+    frozen = len(here) + judges + own_weights
     own_trunk = rl.critic is not None and rl.critic.trunk != "shared"
     critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if own_trunk else 0
     return frozen * parameters * size + critic

@@ -75,8 +75,8 @@ def make_app(
     if renderer is not None:
         app.include_router(completion_routes(service, access, renderer, worker))
     app.include_router(evaluation_routes(service.evaluator, access, worker))
-    _refusals(app)
-    app.add_middleware(_BodyLimit, limit=service.limits.body_bytes)
+    refusals(app)
+    app.add_middleware(BodyLimit, limit=service.limits.body_bytes)
     return app
 
 
@@ -272,7 +272,7 @@ def _try_again(service: Service, ticket: Ticket) -> dict[str, object]:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _refusals(app: FastAPI) -> None:
+def refusals(app: FastAPI) -> None:
     async def malformed(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, RequestValidationError)
         first = exc.errors()[0]
@@ -312,7 +312,7 @@ def _status(exc: HeadraceError) -> tuple[int, dict[str, str]]:
             return 500, {}
 
 
-class _BodyLimit:
+class BodyLimit:
     """Refuses bodies above `limit` bytes before they are in memory, whether they say how long they are or not."""
 
     def __init__(self, app: ASGIApp, *, limit: int) -> None:

@@ -109,6 +109,10 @@ class Evaluator:
             paired=_paired(asked, (this, made), (other, made_by_other)),
         )
 
+    async def close(self) -> None:
+        for judge in self.rewards.values():
+            await judge.close()
+
     # --- one policy ---
 
     async def _measured(
@@ -219,9 +223,9 @@ class Evaluator:
     async def _ruled(self, asked: Evaluate, made: Made) -> Ruled | None:
         if asked.reward is None:
             return None
-        judge = self.rewards[asked.reward]
+        rule = self.rewards[asked.reward].rule
         rewards = [
-            await judge([Judged(prompt=int_array(prompt.tokens), completion=each, data=prompt.data) for each in group])
+            await rule([Judged(prompt=int_array(prompt.tokens), completion=each, data=prompt.data) for each in group])
             for prompt, group in zip(asked.prompts, made.completions, strict=True)
         ]
         return Ruled.of(rewards)

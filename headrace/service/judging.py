@@ -18,18 +18,27 @@ class Judged:
     data: Mapping[str, Any]
 
 
-Judge = Callable[[Sequence[Judged]], Awaitable[Sequence[float | None]]]  # None: the reward is not known
+async def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """`rule` gives the rewards of one prompt's completions; None: a reward is not known. `close` ends what it runs."""
+
+    rule: Callable[[Sequence[Judged]], Awaitable[Sequence[float | None]]]
+    close: Callable[[], Awaitable[None]] = _nothing
 
 
 def judge_by(term: GroupTerm, decode: Callable[[Sequence[int]], str]) -> Judge:
     """Completions of one prompt are one group to a function that judges groups."""
 
-    async def judge(group: Sequence[Judged]) -> Sequence[float | None]:
+    async def rule(group: Sequence[Judged]) -> Sequence[float | None]:
         episodes = [_episode(number, each, decode) for number, each in enumerate(group)]
         judged = await term.judge(episodes)
         return [None if isinstance(reward, RewardError) else reward.total for reward in judged]
 
-    return judge
+    return Judge(rule=rule, close=term.close)
 
 
 def _episode(number: int, judged: Judged, decode: Callable[[Sequence[int]], str]) -> Episode:

@@ -65,6 +65,15 @@ def take_preparation(asked: WireForward) -> tuple[WireForward, Preparation]:
     return replace(asked, config=config), Preparation(reference=reference, gae=gae)
 
 
+def written(preparation: Preparation) -> dict[str, float | str]:
+    """As `take_preparation` reads it."""
+    config: dict[str, float | str] = {} if preparation.reference is None else {REFERENCE: preparation.reference}
+    if preparation.gae is not None:
+        gae = preparation.gae
+        config |= {GAMMA: gae.gamma, LAMBDA: gae.lam, WHITEN: float(gae.whiten)}
+    return config
+
+
 def check_prepared(preparation: Preparation, loss: LossFn, name: str, data: Sequence[Datum]) -> None:
     """Raises RequestError when what is asked for is of no use to the loss, is there already, or cannot be computed."""
     inputs = loss_inputs(loss)

@@ -166,6 +166,7 @@ class Service:
             self.board.wake_all()
             tidying.cancel()
             self.references.close()
+            await self.evaluator.close()
             await asyncio.gather(tidying, self.sampling.close(), self.trainer.close(), return_exceptions=True)
 
     # --- training ---

@@ -1,5 +1,6 @@
 """serve.toml: what is served, where, to whom, and within which limits. An unknown key is answered with the nearest."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -13,6 +14,8 @@ from headrace.config.tree import Metrics
 from headrace.errors import ConfigError
 from headrace.service.access import HashedKey
 from headrace.service.service import Limits
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,32 @@ class Engine:
     kv_tokens: int = 0  # 0: chosen from the model's context
     micro_batch_tokens: int = 8192
     recompute: bool = False
+    reference_models: int = 2  # frozen ones that are kept
+    reference_bytes: int = 0  # of their weights together; 0: no limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceModel:
+    """A frozen model that losses and evaluations may name: a folder here, or http://HOST:PORT/NAME of a
+    `headrace serve --reference`, whose key is in the environment variable `key_env`. `bits`: of its weights here."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    name: str
+    path: str = ""
+    url: str = ""
+    key_env: str = "HEADRACE_REFERENCE_KEY"
+    bits: Literal[8, 4] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFile:
+    """A reward function that evaluations may name: file.py:function, in the sandbox unless it is `trusted`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    name: str
+    fn: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trusted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +94,8 @@ class ServeConfig:
     engine: Engine = Engine()
     limits: Limits = Limits()
     keys: tuple[HashedKey, ...] = ()
+    references: tuple[ReferenceModel, ...] = ()
+    rewards: tuple[RewardFile, ...] = ()
     flags: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
 
@@ -91,7 +122,25 @@ def load_serve_config(text: str, *, file: str) -> ServeConfig:
     for key in config.keys:
         if len(key.sha256) != 64 or not set(key.sha256.lower()) <= set("0123456789abcdef"):
             raise ConfigError(f"{file}: 'keys.sha256' of '{key.owner}' is no SHA-256: make one with  headrace key")
+    _check_named(config, file)
     return config
+
+
+def _check_named(config: ServeConfig, file: str) -> None:
+    for kind, names in (
+        ("references", [each.name for each in config.references]),
+        ("rewards", [each.name for each in config.rewards]),
+    ):
+        for name in names:
+            if not NAME.fullmatch(name) or name == "base" or names.count(name) > 1:
+                raise ConfigError(
+                    f"{file}: '{kind}.name' is {name!r}: use letters, digits, . _ and -, each name once, and not base"
+                )
+    for each in config.references:
+        if bool(each.path) == bool(each.url):
+            raise ConfigError(f"{file}: reference '{each.name}' needs either a path or a url")
+    if config.engine.reference_models < 1 or config.engine.reference_bytes < 0:
+        raise ConfigError(f"{file}: 'engine.reference_models' must be 1 or more, 'engine.reference_bytes' 0 or more")
 
 
 def _check_keys(tree: Any, kind: Any, file: str, before: str) -> None:

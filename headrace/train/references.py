@@ -58,8 +58,10 @@ class ReferenceModels:
         self.counts = Counts()
 
     def score(self, name: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """See `FrozenScorer.score`. Raises ModelError when the model cannot be loaded or has no room."""
+        """See `FrozenScorer.score`. Raises ModelError when the model cannot be loaded or has no room, or when data are
+        too long for it or hold tokens that it does not know."""
         reference = self._get(name)
+        _check(data, reference.scorer.lm)
         with reference.lock:
             return reference.scorer.score(data)
 
@@ -117,3 +119,11 @@ class ReferenceModels:
 
     def _over_room(self) -> bool:
         return self._room_bytes is not None and sum(each.size_bytes for each in self._kept.values()) > self._room_bytes
+
+
+def _check(data: Sequence[Datum], lm: LanguageModel) -> None:
+    for index, datum in enumerate(data):
+        if datum.num_tokens > lm.context:
+            raise ModelError(f"datum {index} has {datum.num_tokens} tokens; the model's context is {lm.context}")
+        if max(int(datum.inputs.max(initial=0)), int(datum.targets.max(initial=0))) >= lm.vocabulary:
+            raise ModelError(f"datum {index} holds a token outside of the vocabulary of {lm.vocabulary}")

@@ -1,5 +1,8 @@
 """What works beside the policy in [rl]: the critic, frozen models that score, the limit of the KL."""
 
+import asyncio
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.algo.datum import Rows
@@ -7,15 +10,17 @@ from headrace.algo.loss import loss_inputs
 from headrace.algo.losses import find_loss
 from headrace.config import Critic as CriticConfig
 from headrace.config import Rl
+from headrace.config.paths import is_url
 from headrace.errors import ModelError
 from headrace.loops.arrays import Score, scored_by_backend, scored_on_thread, wanted_arrays
 from headrace.loops.critic import Critic, CriticSettings
 from headrace.loops.trust import COEF, TrustRegion
 from headrace.loops.update import Updater
 from headrace.reward.by_model import NAME as REWARD_MODEL
+from headrace.service.reference_client import REFERENCE_KEY, RemoteReference
 from headrace.train.scorer import FrozenScorer
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import LossSpec
+from headrace.types import Datum, FloatArray, LossSpec
 from headrace.wiring.desk import Desk
 from headrace.wiring.models import load_policy, load_scalar
 from headrace.wiring.objective import make_adam, make_correction
@@ -51,9 +56,7 @@ def make_critic(c: Rl, own: CriticConfig, desk: Desk) -> Critic:
             max_skips=own.optimizer.max_skips,
             skips_in_a_row=0 if found is None else int(found.state["critic_skips_in_a_row"]),
         ),
-        reference=scored_on_thread(_frozen(c, desk, c.reference).score, desk.here.worker.submit)
-        if own.kl_coef
-        else None,
+        reference=_frozen_score(c, desk, c.reference) if own.kl_coef else None,
     )
 
 
@@ -95,8 +98,21 @@ def make_scorers(c: Rl, desk: Desk, loss: LossSpec) -> dict[str, Score]:
             assert path is None, "the configuration was checked"
             scorers[name] = scored_by_backend(desk.place.frozen())
         elif name in wanted:
-            scorers[name] = scored_on_thread(_frozen(c, desk, path).score, desk.here.worker.submit)
+            scorers[name] = _frozen_score(c, desk, path)
     return scorers
+
+
+def _frozen_score(c: Rl, desk: Desk, path: str | None) -> Score:
+    """A model here computes on the thread that computes; one at a URL (`headrace serve --reference`) is waited for."""
+    if path is None or not is_url(path):
+        return scored_on_thread(_frozen(c, desk, path).score, desk.here.worker.submit)
+    remote = RemoteReference(path, key=os.environ.get(REFERENCE_KEY))
+    desk.here.others.append(remote)
+
+    async def score(data: Sequence[Datum]) -> Sequence[FloatArray]:
+        return await asyncio.to_thread(remote.score, data)
+
+    return score
 
 
 def _frozen(c: Rl, desk: Desk, path: str | None) -> FrozenScorer:

@@ -10,6 +10,7 @@ from headrace.loops.keeper import Store
 from headrace.model.scalar import new_value_head
 from headrace.model.worker import Worker
 from headrace.render import Renderer
+from headrace.service.reference_client import RemoteReference
 from headrace.train.checkpoint import CheckpointStore
 from headrace.train.torch_backend import TorchBackend
 from headrace.wiring.models import load_policy, load_scalar, make_sampler, settled
@@ -33,7 +34,7 @@ class Here:
             worker=self.worker,
             value_head=new_value_head(self.lm) if shared else None,
         )
-        self.others: list[TorchBackend] = []  # to close besides
+        self.others: list[TorchBackend | RemoteReference] = []  # to close besides
         if state is not None:
             self.backend.load_state(state).result()
         self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)

@@ -25,6 +25,7 @@ from headrace.service.settings import ServeConfig, ServedModel
 from headrace.service.telemetry import Telemetry
 from headrace.wiring.metrics import Outlets, model_sink
 from headrace.wiring.models import fuse
+from headrace.wiring.references import make_rewards, open_references
 
 KEY_KIND, FIRST_OWNER = "key", "local"
 
@@ -47,7 +48,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         folder.mkdir(parents=True, exist_ok=True)
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
-    with contextlib.closing(journal), only_server(folder):
+    with contextlib.closing(journal), only_server(folder), contextlib.ExitStack() as stack:
         keys, made = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)
         engine = config.engine
@@ -68,7 +69,19 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         )
         tempered = config.serve.sampled_logprobs == "tempered"
         telemetry = Telemetry(lambda source: model_sink(outlets, folder, source))
-        service = Service(host, card, journal, folder, limits=config.limits, tempered=tempered, telemetry=telemetry)
+        named = stack.enter_context(open_references(config, vocabulary=lm.vocabulary))
+        rewards = make_rewards(config, lm)
+        service = Service(
+            host,
+            card,
+            journal,
+            folder,
+            limits=config.limits,
+            tempered=tempered,
+            telemetry=telemetry,
+            references=named,
+            rewards=rewards,
+        )
         access = Access(keys)
         outlets = Outlets(config.metrics, text=lambda: prometheus_text(service, access))
         with contextlib.closing(host), contextlib.closing(outlets), contextlib.closing(telemetry):

@@ -13,7 +13,7 @@ import pytest
 from headrace.service import evaluation
 from headrace.service.access import Quota
 from headrace.service.fake_host import FakeHost
-from headrace.service.judging import Judged
+from headrace.service.judging import Judge, Judged
 from headrace.service.service import Service
 from headrace.types import Datum, FloatArray
 from service.served import KEY, OTHER_KEY, Served, served
@@ -35,7 +35,7 @@ def half(data: Sequence[Datum]) -> list[FloatArray]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("evaluation"), rewards={"long": by_length}, references={"coin": half}) as one:
+    with served(tmp_path_factory.mktemp("evaluation"), rewards={"long": Judge(rule=by_length)}, references={"coin": half}) as one:
         yield one
 
 

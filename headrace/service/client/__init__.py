@@ -13,11 +13,21 @@ from headrace.service.client.protocols import ServiceBackend, ServiceSampler
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.session import ServiceClient
 from headrace.service.client.training import QueueStats, TrainingClient
+from headrace.service.evaluation_bodies import Compare, Comparison, Evaluate, Evaluation, Given, Prompt
+from headrace.service.preparation import GaeSettings, Preparation
 
 __all__ = [
     "Accepted",
+    "Compare",
+    "Comparison",
+    "Evaluate",
+    "Evaluation",
     "FutureGroup",
+    "GaeSettings",
+    "Given",
     "Pending",
+    "Preparation",
+    "Prompt",
     "QueueStats",
     "SamplingClient",
     "ServiceBackend",

@@ -11,6 +11,7 @@ from headrace.algo.losses import find_loss
 from headrace.errors import BackendError, ConfigError, SamplerError
 from headrace.service import schema
 from headrace.service.losses import OWN, TARGETS, TEMPERATURE, UNIT, WEIGHTS
+from headrace.service.preparation import NOTHING, Preparation, written
 from headrace.types import (
     Adam,
     Completion,
@@ -36,7 +37,7 @@ from headrace.types import (
 METRICS: Mapping[str, Any] = {"sum": Sum, "max": Max, "min": Min, "mean": lambda value: Mean(value, 1)}
 
 
-def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool) -> Any:
+def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool, prepare: Preparation = NOTHING) -> Any:
     """A request without its number; raises BackendError for what the wire cannot carry."""
     if not isinstance(loss.fn, str):
         raise BackendError(f"the loss '{loss.name}' is a function, which stays on this machine: give a loss by name")
@@ -44,12 +45,19 @@ def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool) -> A
         raise BackendError("there is nothing to train on: the batch is empty")
     read = _read_by(loss.fn)
     message = schema.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
-    for name, value in loss.params.items():
-        message.loss_fn_config[name] = float(value)
+    for name, value in {**loss.params, **written(prepare)}.items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[name].text = value
+        else:
+            message.loss_fn_config_v2[name].number = float(value)
     for index, datum in enumerate(data):
         if WEIGHTS not in datum.arrays:
             raise BackendError(f"datum {index} has no array named 'weights'")
-        sent = {name: array for name, array in datum.arrays.items() if read is None or name in read}
+        sent = {
+            name: array
+            for name, array in datum.arrays.items()
+            if (read is None or name in read or name in prepare.reads) and name not in prepare.provides
+        }
         _write_datum(message.data.add(), datum, sent)
     return message
 

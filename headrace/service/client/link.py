@@ -103,11 +103,19 @@ class Link:
         return Waitable(out)
 
     async def call(
-        self, path: str, *, json: object = None, content: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        *,
+        json: object = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> httpx.Response:
-        """POST until there is an answer, which is 2xx or 408; raises Refused and Unreachable."""
+        """POST until there is an answer, which is 2xx or 408; raises Refused and Unreachable. `timeout_s`: of one
+        answer, if not the link's."""
         kind = {} if content is None else {"Content-Type": PROTOBUF}
-        return await self._ask("POST", path, json=json, content=content, headers={**kind, **(headers or {})})
+        limit = {} if timeout_s is None else {"timeout": timeout_s}
+        return await self._ask("POST", path, json=json, content=content, headers={**kind, **(headers or {})}, **limit)
 
     async def read(self, path: str) -> httpx.Response:
         return await self._ask("GET", path)

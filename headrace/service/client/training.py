@@ -17,6 +17,8 @@ from headrace.errors import BackendError, HeadraceError, NoGradientError
 from headrace.service.client.codec import read_forward, read_step, write_forward, write_step
 from headrace.service.client.futures import Pending, Status, Waitable, promise
 from headrace.service.client.link import API, Link, Refused, Unreachable
+from headrace.service.evaluation_bodies import Compare, Comparison, Evaluate, Evaluation
+from headrace.service.preparation import NOTHING, Preparation
 from headrace.types import Adam, Datum, Discard, ForwardOut, LossSpec, ScaleBack, Snapshot, StepOut
 
 T = TypeVar("T")
@@ -56,12 +58,15 @@ class TrainingClient:
 
     # --- verbs ---
 
-    def forward(self, data: Sequence[Datum], loss: LossSpec) -> Pending[ForwardOut]:
-        return self._forward(data, loss, backward=False)
+    def forward(self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation = NOTHING) -> Pending[ForwardOut]:
+        """`prepare`: arrays that the server computes: log-probs under a reference model, advantages by GAE."""
+        return self._forward(data, loss, prepare, backward=False)
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> Pending[ForwardOut]:
+    def forward_backward(
+        self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation = NOTHING
+    ) -> Pending[ForwardOut]:
         """Gradients add up until the step; a request that fails adds nothing and takes nothing away."""
-        return self._forward(data, loss, backward=True)
+        return self._forward(data, loss, prepare, backward=True)
 
     def optim_step(
         self, update: Adam | Discard | ScaleBack, *, after: Sequence[Pending[ForwardOut]] | None = None
@@ -147,11 +152,33 @@ class TrainingClient:
 
         return self.link.spawn(ask())
 
+    def evaluate(self, asked: Evaluate, *, timeout_s: float = 600.0) -> Waitable[Evaluation]:
+        """What the model is like on prompts or sequences, as it was after its last update."""
+
+        async def ask() -> Evaluation:
+            body = asked.model_dump(mode="json")
+            told = await self.link.call(f"/runs/{self.model_id}/evaluate", json=body, timeout_s=timeout_s)
+            return Evaluation.model_validate(told.json())
+
+        return self.link.spawn(ask())
+
+    def compare(self, asked: Compare, *, timeout_s: float = 600.0) -> Waitable[Comparison]:
+        """The model and another policy on the same prompts."""
+
+        async def ask() -> Comparison:
+            body = asked.model_dump(mode="json")
+            told = await self.link.call(f"/runs/{self.model_id}/compare", json=body, timeout_s=timeout_s)
+            return Comparison.model_validate(told.json())
+
+        return self.link.spawn(ask())
+
     # --- sending ---
 
-    def _forward(self, data: Sequence[Datum], loss: LossSpec, *, backward: bool) -> Pending[ForwardOut]:
+    def _forward(
+        self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation, *, backward: bool
+    ) -> Pending[ForwardOut]:
         try:
-            message = write_forward(data, loss, backward=backward)
+            message = write_forward(data, loss, backward=backward, prepare=prepare)
         except BackendError as exc:
             return failed(exc)
 

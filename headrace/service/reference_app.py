@@ -1,0 +1,73 @@
+"""A process that only scores: frozen models by name over HTTP, for trainers whose own machine has no room for them.
+
+Bodies are those of a `forward` request of the training service: data in, log-probs of their targets out. Nothing is
+kept, so nothing is journalled, and a request may be sent again.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Header, Request
+from starlette.responses import Response
+
+from headrace import __version__
+from headrace.errors import HeadraceError, ModelError, RequestError, boundary
+from headrace.service.access import Access, Tenant
+from headrace.service.app import BodyLimit, refusals
+from headrace.service.losses import to_training
+from headrace.service.references import Score
+from headrace.service.registry import Unknown
+from headrace.service.wire import PROTOBUF, decompress, parse_forward, read_forward, write_forward
+from headrace.types import Datum, ForwardOut
+
+THREADS = 2
+
+
+def make_reference_app(models: Mapping[str, Score], access: Access, *, body_bytes: int = 64 * 2**20) -> FastAPI:
+    """`models` score on threads; each sees to it that it is asked by one at a time where it must be."""
+    app = FastAPI(title="headrace reference models", version=__version__)
+    threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
+
+    async def worker(x_api_key: Annotated[str | None, Header()] = None) -> Tenant:
+        who = access.tenant(x_api_key)
+        access.admit(who)
+        return who
+
+    busy = Depends(worker)
+
+    @app.get("/references")
+    async def references(who: Tenant = busy) -> dict[str, list[str]]:
+        """The names of the models."""
+        return {"models": sorted(models)}
+
+    @app.post("/references/{name}/score")
+    async def score(name: str, request: Request, who: Tenant = busy) -> Response:
+        """Log-probs of the targets of a ForwardBackwardRequest's data, at their temperatures; 0 where weights are."""
+        if name not in models:
+            raise Unknown(f"there is no reference model '{name[:80]}' here: {', '.join(sorted(models)) or 'none is'}")
+        plain = decompress(await request.body(), request.headers.get("content-encoding"), limit=4 * body_bytes)
+        body = await asyncio.get_running_loop().run_in_executor(threads, _scored, models[name], plain)
+        return Response(body, media_type=PROTOBUF)
+
+    refusals(app)
+    app.add_middleware(BodyLimit, limit=body_bytes)
+    return app
+
+
+def _scored(score: Score, body: bytes) -> bytes:
+    _, data = to_training(read_forward(parse_forward(body)))
+    _check(data)
+    try:
+        with boundary(ModelError, "the reference model failed"):
+            found = score(data)
+    except HeadraceError as exc:
+        raise RequestError(str(exc)) from exc
+    return write_forward(ForwardOut(loss=0.0, logprobs=tuple(found), metrics={}), clock=0)
+
+
+def _check(data: tuple[Datum, ...]) -> None:
+    for index, datum in enumerate(data):
+        if datum.targets.ndim != 1:
+            raise RequestError(f"datum {index}: a reference model needs one target per token")

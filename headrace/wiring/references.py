@@ -1,0 +1,95 @@
+"""Frozen models and reward functions of a serve.toml by name, and the process that only scores."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from headrace.errors import ConfigError, ModelError
+from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
+from headrace.model.quantized import quantize_model
+from headrace.reward.sandbox.pool import Settings
+from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
+from headrace.service.access import Access
+from headrace.service.judging import Judge, judge_by
+from headrace.service.reference_app import make_reference_app
+from headrace.service.reference_client import RemoteReference
+from headrace.service.references import Score
+from headrace.service.server import check_reach
+from headrace.service.settings import ReferenceModel, ServeConfig
+from headrace.train.references import ReferenceModels
+from headrace.wiring.models import fuse
+
+
+@contextlib.contextmanager
+def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dict[str, Score]]:
+    """Who scores under which name. Models load when they are first asked for; one that knows fewer tokens than
+    `vocabulary` is refused then."""
+    here = {each.name: each for each in config.references if each.path}
+    models = ReferenceModels(
+        partial(_load, config, here, vocabulary),
+        limit=config.engine.reference_models,
+        room_bytes=config.engine.reference_bytes or None,
+        micro_batch_tokens=config.engine.micro_batch_tokens,
+    )
+    named: dict[str, Score] = {name: partial(models.score, name) for name in here}
+    with contextlib.ExitStack() as stack:
+        for each in config.references:
+            if each.url:
+                remote = RemoteReference(each.url, key=os.environ.get(each.key_env))
+                stack.callback(remote.close)
+                named[each.name] = remote.score
+        yield named
+
+
+def _load(config: ServeConfig, known: Mapping[str, ReferenceModel], vocabulary: int, name: str) -> LanguageModel:
+    asked, device = known[name], choose_device(config.model.device)
+    lm = load_model(asked.path, device=device, dtype=choose_dtype(config.model.dtype, device))
+    if lm.vocabulary < vocabulary:
+        raise ModelError(
+            f"the reference model '{name}' knows {lm.vocabulary} tokens, and the model that is served {vocabulary}: "
+            "choose one with the same tokenizer"
+        )
+    if asked.bits is not None:
+        quantize_model(lm.model, asked.bits)
+    else:
+        fuse(lm)
+    return lm
+
+
+def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, Judge]:
+    """The functions of [[rewards]]; they read what the tokenizer makes of tokens. Raises ConfigError when one cannot be
+    imported."""
+    judges = {}
+    for each in config.rewards:
+        user = UserReward(name=each.name, spec=each.fn, kwargs=each.kwargs)
+        if each.trusted:
+            term = trusted_term(user)
+        else:
+            with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
+                aside.submit(check_importable, user, Settings()).result()
+            term = sandboxed_term(user, Settings())
+        judges[each.name] = judge_by(term, partial(_decoded, lm))
+    return judges
+
+
+def _decoded(lm: LanguageModel, tokens: object) -> str:
+    return str(lm.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@contextlib.contextmanager
+def open_reference_server(config: ServeConfig) -> Iterator[tuple[FastAPI, tuple[str, ...]]]:
+    """The application that scores, and the names of its models: those of [[references]], or the one of [model]."""
+    check_reach(config.serve.host, has_keys=bool(config.keys))
+    if not config.references:
+        if config.model.path == "tiny":
+            raise ConfigError("there is no model to score with: name some in [[references]], or write model.path")
+        name = Path(config.model.path).name
+        config = replace(config, references=(ReferenceModel(name=name, path=config.model.path),))
+    with open_references(config) as named:
+        yield make_reference_app(named, Access(config.keys), body_bytes=config.limits.body_bytes), tuple(sorted(named))

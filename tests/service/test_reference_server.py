@@ -1,0 +1,146 @@
+"""Frozen models in another process: the same numbers over HTTP, for those who have a key."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigError, ModelError
+from headrace.model.tiny import save_tiny
+from headrace.service import reference_client
+from headrace.service.access import Access, HashedKey, hash_key
+from headrace.service.reference_app import make_reference_app
+from headrace.service.reference_client import RemoteReference
+from headrace.service.server import serving
+from headrace.service.settings import load_serve_config
+from headrace.types import Datum, float_array, int_array
+from headrace.wiring.references import open_reference_server, open_references
+
+KEY = "tml-key"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("frozen") / "small"
+    save_tiny(made, words=("a", "b", "c"), width=32, layers=2, heads=4, kv_heads=2, context=64, seed=5)
+    return made
+
+
+def serve_toml(folder: Path, more: str = "") -> str:
+    return f'[model]\ndevice = "cpu"\n[[references]]\nname = "small"\npath = "{folder}"\n{more}'
+
+
+def data(count: int = 3, *, temperature: float = 1.0) -> list[Datum]:
+    rng, made = np.random.default_rng(0), []
+    for length in range(4, 4 + count):
+        tokens = int_array(rng.integers(0, 11, length))
+        weights = float_array([0.0] + [1.0] * (length - 2))
+        made.append(Datum(inputs=tokens[:-1], targets=tokens[1:], arrays={"weights": weights}, temperature=temperature))
+    return made
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    config = load_serve_config(serve_toml(folder), file="serve.toml")
+    with open_references(config) as named:
+        app = make_reference_app(named, Access([HashedKey(owner="me", sha256=hash_key(KEY))]), body_bytes=20_000)
+        with serving(app) as found:
+            yield found
+
+
+def test_scores_over_http_are_those_of_the_model(url: str, folder: Path) -> None:
+    remote = RemoteReference(f"{url}/small", key=KEY, batch_tokens=6)  # in several requests
+    config = load_serve_config(serve_toml(folder), file="serve.toml")
+    with open_references(config) as here:
+        for asked in (data(), data(temperature=0.5)):
+            expected, found = here["small"](asked), remote.score(asked)
+            assert len(found) == len(asked)
+            for mine, theirs in zip(expected, found, strict=True):
+                np.testing.assert_allclose(theirs, mine, atol=1e-5)  # packed otherwise
+            assert all(each[0] == 0.0 and (each[1:] < 0).all() for each in found)
+    remote.close()
+
+
+def test_names_and_keys(url: str) -> None:
+    assert httpx.get(f"{url}/references", headers={"X-API-Key": KEY}).json() == {"models": ["small"]}
+    assert httpx.get(f"{url}/references").status_code == 401
+    with pytest.raises(ModelError, match=r"refused: .*no reference model 'large' here: small"):
+        RemoteReference(f"{url}/large", key=KEY).score(data())
+    with pytest.raises(ModelError, match="refused: the API key"):
+        RemoteReference(f"{url}/small").score(data())
+
+
+def test_what_cannot_be_scored_is_said(url: str) -> None:
+    long = int_array([1] * 80)
+    weights = {"weights": float_array(np.ones(79))}
+    too_long = Datum(inputs=long[:-1], targets=long[1:], arrays=weights)
+    with pytest.raises(ModelError, match=r"refused: datum 0 has 79 tokens.*64"):
+        RemoteReference(f"{url}/small", key=KEY).score([too_long])
+    strange = Datum(inputs=int_array([1, 99]), targets=int_array([99, 1]), arrays={"weights": float_array([1, 1])})
+    with pytest.raises(ModelError, match=r"refused: datum 0 .*vocabulary"):
+        RemoteReference(f"{url}/small", key=KEY).score([strange])
+    headers = {"X-API-Key": KEY}
+    assert httpx.post(f"{url}/references/small/score", content=b"nonsense", headers=headers).status_code == 400
+    assert httpx.post(f"{url}/references/small/score", content=b"x" * 20_001, headers=headers).status_code == 413
+
+
+def test_a_server_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(reference_client.time, "sleep", waited.append)
+    replies = [httpx.Response(503, json={"detail": "soon"}), httpx.Response(400, json={"detail": "never"})]
+    remote = RemoteReference("http://there/small", transport=httpx.MockTransport(lambda request: replies.pop(0)))
+    with pytest.raises(ModelError, match="refused: never"):
+        remote.score(data())
+    assert waited == [0.1]
+    dead = RemoteReference(
+        "http://there/small", retry_s=0.0, transport=httpx.MockTransport(lambda request: httpx.Response(503, text="no"))
+    )
+    with pytest.raises(ModelError, match="did not answer for 0 s: no"):
+        dead.score(data())
+
+
+def test_a_model_of_another_vocabulary_is_refused(folder: Path) -> None:
+    config = load_serve_config(serve_toml(folder, "bits = 8\n"), file="serve.toml")
+    with open_references(config, vocabulary=4000) as named, pytest.raises(ModelError, match=r"knows \d+ tokens"):
+        named["small"](data())
+
+
+def test_few_bits_are_near(folder: Path) -> None:
+    exact = load_serve_config(serve_toml(folder), file="serve.toml")
+    few = load_serve_config(serve_toml(folder, "bits = 8\n"), file="serve.toml")
+    with open_references(exact) as whole, open_references(few) as rough:
+        for mine, theirs in zip(whole["small"](data()), rough["small"](data()), strict=True):
+            assert np.abs(mine - theirs).max() < 0.02
+            assert mine.tolist() != theirs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[references]]\nname = "base"\npath = "x"', "not base"),
+        ('[[references]]\nname = "a/b"\npath = "x"', "use letters"),
+        ('[[references]]\nname = "a"\n', "either a path or a url"),
+        ('[[references]]\nname = "a"\npath = "x"\nurl = "y"', "either a path or a url"),
+        ('[[rewards]]\nname = "a"\nfn = "x.py"\n[[rewards]]\nname = "a"\nfn = "y.py"', "each name once"),
+        ("[engine]\nreference_models = 0", "must be 1 or more"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_serve_config(text, file="serve.toml")
+
+
+def test_the_process_scores_with_the_models_of_its_file(folder: Path) -> None:
+    config = load_serve_config(f'[model]\npath = "{folder}"\ndevice = "cpu"', file="serve.toml")
+    with open_reference_server(config) as (_, names):
+        assert names == ("small",)
+    with (
+        pytest.raises(ConfigError, match="no model to score with"),
+        open_reference_server(load_serve_config("", file="serve.toml")),
+    ):
+        pass
+    wide = load_serve_config(serve_toml(folder, '[serve]\nhost = "0.0.0.0"\n'), file="serve.toml")
+    with pytest.raises(ConfigError, match="would let everybody in"), open_reference_server(wide):
+        pass
