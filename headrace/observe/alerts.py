@@ -67,18 +67,29 @@ def judge(rule: AlertRule, standing: Standing, value: float) -> tuple[Standing, 
 
 
 class AlertSink:
-    """Looks at the records of one stage. `about` is told with every message; webhooks are the caller's to close."""
+    """Looks at the records of one stage. `about` is told with every message; webhooks are the caller's to close.
+
+    Metrics of rules that were there are added to `seen`, which sinks of other stages may share.
+    """
 
     def __init__(
-        self, rules: Sequence[AlertRule], webhooks: Mapping[str, Webhook], *, stage: str, about: Mapping[str, str]
+        self,
+        rules: Sequence[AlertRule],
+        webhooks: Mapping[str, Webhook],
+        *,
+        stage: str,
+        about: Mapping[str, str],
+        seen: set[str],
     ) -> None:
         assert all(rule.webhook is None or rule.webhook in webhooks for rule in rules)
         self._rules, self._webhooks, self._stage, self._about = tuple(rules), webhooks, stage, dict(about)
         self._standings = [Standing() for _ in rules]
+        self._seen = seen
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for number, rule in enumerate(self._rules):
             if rule.metric in values:
+                self._seen.add(rule.metric)
                 value = float(values[rule.metric])
                 self._standings[number], fires = judge(rule, self._standings[number], value)
                 if fires:

@@ -49,6 +49,7 @@ class Outlets:
         self._gauges = Gauges() if text is None else None
         self._rules = [_rule(number, alert) for number, alert in enumerate(metrics.alerts)]
         self._webhooks = {url: Webhook(url) for url in {rule.webhook for rule in self._rules} if url is not None}
+        self._seen = set[str]()  # metrics of alerts that were in a record
         named = "datadog" in metrics.sinks
         self._datadog = DatadogAgent(metrics.datadog.host, metrics.datadog.port) if named else None
         self.exporter: Exporter | None = None
@@ -62,10 +63,12 @@ class Outlets:
         named: list[MetricSink] = [SpareSink(self._open(name, told), name) for name in names]
         if self._rules:
             about = {"run": told.run}
-            named.append(AlertSink(self._rules, self._webhooks, stage=told.stage, about=about))
+            named.append(AlertSink(self._rules, self._webhooks, stage=told.stage, about=about, seen=self._seen))
         return named
 
     def close(self) -> None:
+        for metric in sorted({rule.metric for rule in self._rules} - self._seen):
+            logger.warning("no record had '%s', so its alert could not fire: docs/metrics.md has the names", metric)
         for webhook in self._webhooks.values():
             webhook.close()
         if self._datadog is not None:

@@ -99,7 +99,8 @@ def test_an_alert_is_a_line_in_the_log_and_a_message(caplog: pytest.LogCaptureFi
             AlertRule(metric="reward/mean", below=0.1),
         ]
         webhook = Webhook(url)
-        sink = AlertSink(rules, {url: webhook}, stage="rl", about={"run": "demo"})
+        seen: set[str] = set()
+        sink = AlertSink(rules, {url: webhook}, stage="rl", about={"run": "demo"}, seen=seen)
         with caplog.at_level(logging.WARNING, logger="headrace"):
             sink.log(1, {"train/grad_norm": 11.0, "reward/mean": 0.5})
             sink.log(1, {"eval/pass@1": 0.0})  # has neither, so it breaks no row
@@ -108,6 +109,7 @@ def test_an_alert_is_a_line_in_the_log_and_a_message(caplog: pytest.LogCaptureFi
         webhook.close()
         message = bodies.get(timeout=LIMIT_S)
         assert bodies.empty()
+    assert seen == {"train/grad_norm", "reward/mean"}
     assert [record.getMessage() for record in caplog.records] == [
         "alert: rl, step 2: train/grad_norm is nan; this alert is for train/grad_norm above 10 for 2 records in a row",
         "alert: rl, step 2: reward/mean is 0.05; this alert is for reward/mean below 0.1",

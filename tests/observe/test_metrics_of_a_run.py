@@ -133,6 +133,18 @@ def test_stages_share_one_scrape_endpoint(tmp_path: Path) -> None:
         assert f'headrace_loss_total{{run="small_1",stage="{stage}"}} 0.5\n' in text
 
 
+def test_an_alert_whose_metric_never_came_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(CONFIG, file="run.toml", overrides=["metrics.sinks=[]"])
+    outlets = Outlets(config.metrics)
+    for stage, values in (("sft", {"loss/total": 0.5}), ("rl", {"loss/policy": 0.5})):
+        for sink in outlets.sinks(told_by(config, tmp_path / "small_1", stage=stage, start=0)):
+            sink.log(1, values)
+    outlets.close()
+    assert caplog.messages == [
+        "no record had 'train/grad_norm', so its alert could not fire: docs/metrics.md has the names"
+    ]
+
+
 def test_a_webhook_may_be_named_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     alerts = (Alert(metric="loss/total", above=1.0, webhook="env:HEADRACE_TEST_HOOK"),)
     monkeypatch.delenv("HEADRACE_TEST_HOOK", raising=False)
