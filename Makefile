@@ -48,11 +48,11 @@ demo: $(CORE)
 	$(BIN)/headrace demo
 
 # Two processes of one arithmetic thread each: two threads in each of them would wait for one another.
-test: $(DEV) $(CHROMIUM) $(OLD_SDK)
+test: $(DEV) $(CHROMIUM)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n 2 $(PYTEST_ARGS)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
-test-slow: $(DEV) $(CHROMIUM)
+test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
 	$(BIN)/pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook

@@ -19,9 +19,10 @@ FOLDER = Path(os.environ.get("HEADRACE_OLD_TINKER") or Path(sys.prefix) / f"tink
 CLIENT = Path(__file__).with_name("old_sdk_client.py")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(180),
     pytest.mark.skipif(
-        not (FOLDER / "tinker").is_dir(), reason=f"tinker {RELEASE} is not in {FOLDER}: make test puts it there"
+        not (FOLDER / "tinker").is_dir(), reason=f"tinker {RELEASE} is not in {FOLDER}: make test-slow puts it there"
     ),
 ]
 
