@@ -102,15 +102,16 @@ async def test_a_server_that_dies_is_a_failed_episode_that_names_the_cause() -> 
     assert children() == before
 
 
-async def test_an_episode_that_is_out_of_time_ends_its_server_in_the_middle_of_a_call(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("timeout_s", [0.001, 1.5], ids=["while it starts", "in the middle of a call"])
+async def test_an_episode_that_is_out_of_time_ends_its_server(
+    timeout_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_server.END_GRACE_S", 0.1)
     before = children()
     task = count_task(command=[*PLAIN, "hang"], reward_tool="", state_tool="")
-    failed = await play(WORLDS["mcp"].make_env(), task, Script(write_call("count", by=1)), timeout_s=1.5)
+    failed = await play(WORLDS["mcp"].make_env(), task, Script(write_call("count", by=1)), timeout_s=timeout_s)
     assert isinstance(failed, FailedEpisode)
-    assert "not finished within 1.5 s" in failed.reason
+    assert f"not finished within {timeout_s:g} s" in failed.reason
     assert children() == before
 
 

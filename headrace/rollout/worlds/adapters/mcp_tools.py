@@ -36,6 +36,8 @@ class McpEnv:
         self._settings: Mapping[str, Any] = {}
         self._offered: Mapping[str, Tool] = {}
         self._turns_left = 0
+        self._lock = threading.Lock()
+        self._closed_count = 0  # an episode may be given up on one thread while its server starts on another
 
     def reset(self, task: Task, seed: int) -> Observation:
         """Starts the server, with HEADRACE_SEED and HEADRACE_TASK (the task's data as JSON) in its environment.
@@ -45,15 +47,23 @@ class McpEnv:
         if "mcp" not in task.data:
             raise DataError(f"task {task.id} is not of the mcp world: its data need `mcp`")
         self.close()
+        closed_count = self._closed_count
         self._settings = task.data["mcp"]
         self._turns_left = int(self._settings["max_turns"])
         command = self._settings["command"]
         told = json.dumps({key: value for key, value in task.data.items() if key != "mcp"})
         if self._settings["shared"]:
-            self._server = SHARED.get(command)
+            server = SHARED.get(command)
         else:
-            self._server = start_server(command, env={"HEADRACE_SEED": str(seed), "HEADRACE_TASK": told})
-        self._offered = offered_tools(self._server.tools, self._settings)
+            server = start_server(command, env={"HEADRACE_SEED": str(seed), "HEADRACE_TASK": told})
+        with self._lock:
+            given_up = self._closed_count != closed_count
+            self._server = None if given_up else server
+        if given_up:
+            if not self._settings["shared"]:
+                server.close()
+            raise EpisodeError("the environment was closed while its MCP server was starting up")
+        self._offered = offered_tools(server.tools, self._settings)
         return self._observe(())
 
     def step(self, action: str) -> StepResult:
@@ -117,9 +127,11 @@ class McpEnv:
         )
 
     def close(self) -> None:
-        if self._server is not None and not self._settings["shared"]:
-            self._server.close()
-        self._server = None
+        with self._lock:
+            self._closed_count += 1
+            server, self._server = self._server, None
+        if server is not None and not self._settings["shared"]:
+            server.close()
 
 
 class SharedServers:
