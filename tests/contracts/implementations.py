@@ -118,7 +118,7 @@ async def _service_sampler() -> AsyncIterator[Sampler]:
 
 def _snapshot(sampler: Sampler) -> WeightsHandle:
     assert isinstance(sampler, _RemoteSampler)
-    return sampler.model.export_weights().result(30)
+    return sampler.model.export_weights().result(100)
 
 
 TOO_LONG = int_array([3] * (CONTEXT + 1))

@@ -56,4 +56,4 @@ def remote_service(make: Callable[[], LanguageModel]) -> Iterator[ServiceClient]
 @contextlib.contextmanager
 def remote_model(make: Callable[[], LanguageModel]) -> Iterator[TrainingClient]:
     with remote_service(make) as service:
-        yield service.create_training(rank=2, seed=0).result(30)
+        yield service.create_training(rank=2, seed=0).result(100)

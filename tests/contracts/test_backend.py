@@ -15,7 +15,7 @@ from headrace.errors import BackendError, NoGradientError
 from headrace.protocols import TrainBackend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, Discard, LossSpec, ScaleBack, StepOut, float_array, int_array
 
-LIMIT_S = 60.0
+LIMIT_S = 200
 UPDATE = Adam(learning_rate=1e-2, clip_norm=0.0)
 MEASURE = Adam(learning_rate=0.0, clip_norm=0.0)  # reports the norm of the gradient and moves nothing
 

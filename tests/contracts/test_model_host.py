@@ -26,7 +26,7 @@ from headrace.types import (
     int_array,
 )
 
-LIMIT_S = 60
+LIMIT_S = 200
 SPEC, STEP = AdapterSpec(rank=4), Adam(learning_rate=0.01)
 
 

@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 from headrace.observe.alerts import AlertRule, AlertSink, Standing, judge
 from headrace.observe.webhook import Webhook
 
-LIMIT_S = 30
+LIMIT_S = 100
 
 
 def fired(rule: AlertRule, values: list[float]) -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.observe.datadog import DatadogAgent, DatadogSink, datagrams, dogstatsd_lines
 
-LIMIT_S = 30
+LIMIT_S = 100
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from headrace.types import (
 )
 
 WORDS = tuple(f"w{index}" for index in range(40))
-LIMIT_S = 60
+LIMIT_S = 200
 STEP = Adam(learning_rate=0.02)
 
 

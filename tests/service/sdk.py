@@ -47,7 +47,7 @@ class Gate:
         self._open.set()
 
     def __call__(self, verb: str) -> None:
-        assert self._open.wait(20)
+        assert self._open.wait(100)
 
     def close(self) -> None:
         self._open.clear()

@@ -34,7 +34,7 @@ class Served:
         import tinker
 
         client = tinker.ServiceClient(base_url=self.url, api_key=key)
-        self.closers.append(lambda: client.close("success").result(30))
+        self.closers.append(lambda: client.close("success").result(100))
         return client
 
     def http(self, key: str | None = KEY) -> Any:

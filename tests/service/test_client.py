@@ -41,7 +41,7 @@ from headrace.types import (
 )
 from service.served import KEY, Served, served
 
-LIMIT_S = 30.0
+LIMIT_S = 100
 UPDATE = Adam(learning_rate=0.1, clip_norm=0.0)
 UNKNOWN = LossSpec(fn="no_such_loss")
 PARAMS = SamplingParams(max_tokens=5, stop_tokens=(), seed=3)
@@ -65,7 +65,7 @@ class Gate:
         self.close, self.open = self._open.clear, self._open.set
 
     def __call__(self, verb: str) -> None:
-        assert self._open.wait(20)
+        assert self._open.wait(100)
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ class Steps:
 
 
 async def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not true():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

@@ -97,7 +97,7 @@ def test_sampling_that_is_cancelled_stops_and_its_client_sees_it(tmp_path: Path)
         model = running.client().create_lora_training_client(base_model=BASE, rank=4)
         sampler = model.save_weights_and_get_sampling_client()
         calls = [sampler.sample(prompt(1), 1, sampling()) for _ in range(2)]
-        assert entered.wait(20)
+        assert entered.wait(100)
         http, run = running.http(), model._guaranteed_model_id()
         for seq in (1, 0):  # the one that waits first, or it would start
             id = f"{sampler._sampling_session_id}:{seq}"
@@ -107,7 +107,7 @@ def test_sampling_that_is_cancelled_stops_and_its_client_sees_it(tmp_path: Path)
             with pytest.raises(tinker.RequestFailedError, match="was cancelled") as failure:
                 call.result()
             assert failure.value.category == tinker.types.RequestErrorCategory.User
-        assert ended.wait(20)
+        assert ended.wait(100)
 
 
 # --- snapshots beyond the limit --------------------------------------------------------------------------------------

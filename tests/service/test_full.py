@@ -178,7 +178,7 @@ def test_a_request_that_runs_on_a_copy_that_goes_is_told(tmp_path: Path) -> None
         model = full_model(running)
         (first,) = snapshots(model, 1)
         open_call = first.sample(prompt(1, 2), 1, sampling(stop=[]))
-        assert entered.wait(20)
+        assert entered.wait(100)
         snapshots(model, 2)
         leave.set()
         assert gone(open_call.result)
@@ -186,12 +186,12 @@ def test_a_request_that_runs_on_a_copy_that_goes_is_told(tmp_path: Path) -> None
 
 def test_our_client_says_that_it_is_gone(server: Served) -> None:
     with ServiceClient(server.url, api_key=KEY) as client:
-        training = client.create_training(rank=0).result(30)
-        taken = [training.snapshot().result(30) for _ in range(3)]
+        training = client.create_training(rank=0).result(100)
+        taken = [training.snapshot().result(100) for _ in range(3)]
         with pytest.raises(SamplerGoneError, match="newer ones came"):
-            client.create_sampling(snapshot=taken[0]).result(30)
-        sampler = client.create_sampling(snapshot=taken[2]).result(30)
-        assert len(sampler.sample(int_array([1, 2]), SamplingParams(max_tokens=3, stop_tokens=())).result(30)) == 1
+            client.create_sampling(snapshot=taken[0]).result(100)
+        sampler = client.create_sampling(snapshot=taken[2]).result(100)
+        assert len(sampler.sample(int_array([1, 2]), SamplingParams(max_tokens=3, stop_tokens=())).result(100)) == 1
 
 
 # --- what every host promises ----------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Photographer:
     def __call__(self, verb: str) -> None:
         if self.journal is None:
             return
-        assert self.begin.wait(20)
+        assert self.begin.wait(100)
         self.journal.write([]).result()  # what was handed over is on disk
         copy = self.copies / f"{len(list(self.copies.iterdir())):02d}"
         copy_present(self.folder, copy)
@@ -80,7 +80,7 @@ def run_all(model: Any, camera: Photographer) -> None:
         model.optim_step(STEP),  # 13
         model.forward_backward(DATA[:1], "cross_entropy"),  # 14: a gradient that is still waiting for its step
     ]
-    id, deadline = model._guaranteed_model_id(), time.monotonic() + 20
+    id, deadline = model._guaranteed_model_id(), time.monotonic() + 100
     while len(camera.journal.requests("target = ?", (id,)).result()) < 1 + len(asked):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -231,7 +231,7 @@ def test_a_waiting_client_gets_its_answers_from_the_server_that_was_killed(tmp_p
         (tmp_path / "hold").touch()
         pending = [model.optim_step(STEP), model.forward_backward(DATA, "cross_entropy"), model.optim_step(STEP)]
         audit = Journal(str(tmp_path / "journal.sqlite"))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 100
         while len(audit.requests("state = 'queued'").result()) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -23,7 +23,7 @@ from headrace.wiring.serve import open_service
 from service.sdk import ADAM, DATA, tinker
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 
-LIMIT_S = 30
+LIMIT_S = 100
 SOURCE = Source(name="s:train:0", owner="alice")
 
 
