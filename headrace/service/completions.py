@@ -4,28 +4,32 @@
 
 `model` is a sampler checkpoint (tinker://RUN/sampler_weights/NAME), a sampling session, or the base model by any of its
 names. Nothing here is journalled: who hangs up ends the sampling, and asks again. Log-probs are at temperature 1.
-Requests and replies are those of the endpoint for agent programs; a stream begins when its sequence is complete.
+Requests and replies are those of the endpoint for agent programs. A stream is sent while its sequences are sampled;
+where tools may be called, when it is known whether they are.
 """
 
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from headrace.algo.random import derive_seed
-from headrace.errors import HeadraceError, RequestError, SamplerGoneError
+from headrace.errors import HeadraceError, SamplerGoneError
 from headrace.infer.endpoint.app import while_connected
+from headrace.infer.endpoint.live import Piecewise
 from headrace.infer.endpoint.record import Call, EpisodeRecord
-from headrace.infer.endpoint.replies import Answer, completion_body, stream_events
-from headrace.infer.endpoint.text import TextAnswer, TextRequest, parse_text, read_prompts, text_body, text_events
+from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body, sent_event
+from headrace.infer.endpoint.text import TextAnswer, TextRequest, TextStream, parse_text, read_prompts, text_body
 from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
 from headrace.render import Renderer
 from headrace.service.access import Access, Denied, Tenant, TooMany
+from headrace.service.futures import failed
 from headrace.service.host import Full
 from headrace.service.records import SCHEME, Kind, SamplerRecord, split_path
 from headrace.service.registry import Gone, Unknown
@@ -34,8 +38,10 @@ from headrace.tool_calls import find_form
 from headrace.types import Completion, FloatArray, IntArray, SampleRequest, SamplingParams, int_array
 
 MAX_N, MAX_TOPS, MAX_CHOICES = 128, 20, 1024
+MAX_TEMPERATURE = 100.0
 TEXT_TOKENS = 16  # sampled after a text whose request does not say how many
 PREFIX = "/v1/"
+Heard = Callable[[int, Completion], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,9 @@ class _Policy:
 
     async def sample(self, request: SampleRequest) -> Completion:
         return await self.service.sampling.draw(self.sampler, request)
+
+    def telling(self, heard: Heard | None, index: int) -> "_Policy | Piecewise":
+        return self if heard is None else Piecewise(self.sample, partial(heard, index))
 
     async def tops(self, prompt: IntArray, tokens: IntArray, k: int) -> tuple[dict[int, float], ...]:
         """Of the tokens behind a prompt; empty if k is 0."""
@@ -84,8 +93,10 @@ class Completions:
         named += [(found.path, found.created) for found in saved] + [(each.id, each.created) for each in live]
         return [{"id": id, "object": "model", "created": int(when), "owned_by": "headrace"} for id, when in named]
 
-    async def chat(self, who: Tenant, asked: ChatRequest) -> list[Answer]:
+    async def chat(self, who: Tenant, asked: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        """`heard` is told how far each choice is."""
         policy = _Policy(self._service, self.find(who, asked.model))
+        _check_temperature(asked.temperature)
         once = secrets.randbits(62)
         context = self._service.card.context
         sampling = SamplingParams(max_tokens=context, stop_tokens=self._renderer.eos_tokens)
@@ -93,7 +104,7 @@ class Completions:
         async def answer(index: int) -> Answer:
             record = EpisodeRecord(
                 base_url="",
-                sampler=policy,
+                sampler=policy.telling(heard, index),
                 renderer=self._renderer,
                 form=self._form,
                 sampling=sampling,
@@ -108,8 +119,9 @@ class Completions:
 
         return await _together([answer(index) for index in range(asked.n or 1)])
 
-    async def text(self, who: Tenant, asked: TextRequest) -> list[TextAnswer]:
+    async def text(self, who: Tenant, asked: TextRequest, heard: Heard | None = None) -> list[TextAnswer]:
         policy = _Policy(self._service, self.find(who, asked.model))
+        _check_temperature(asked.temperature)
         prompts = read_prompts(asked, self._renderer, vocabulary=self._service.card.vocabulary)
         count = asked.n or 1
         if len(prompts) * count > MAX_CHOICES:
@@ -126,7 +138,7 @@ class Completions:
                     code="context_length_exceeded",
                 )
 
-        async def answer(prompt: IntArray, seed: int) -> TextAnswer:
+        async def answer(index: int, prompt: IntArray, seed: int) -> TextAnswer:
             params = SamplingParams(
                 max_tokens=min(wanted, context - len(prompt)),
                 temperature=1.0 if asked.temperature is None else asked.temperature,
@@ -134,7 +146,8 @@ class Completions:
                 stop_strings=asked.stops,
                 seed=seed,
             )
-            sampled = await policy.sample(SampleRequest(prompt=prompt, params=params)) if wanted else None
+            request = SampleRequest(prompt=prompt, params=params)
+            sampled = await policy.telling(heard, index).sample(request) if wanted else None
             k, echoed = asked.logprobs or 0, bool(asked.echo) and asked.logprobs is not None
             scores: FloatArray | None = None
             if echoed:
@@ -147,7 +160,8 @@ class Completions:
                 tops=() if sampled is None else await policy.tops(prompt, sampled.tokens, k),
             )
 
-        return await _together([answer(prompt, seed) for prompt in prompts for seed in seeds])
+        choices = [(prompt, seed) for prompt in prompts for seed in seeds]
+        return await _together([answer(index, *choice) for index, choice in enumerate(choices)])
 
 
 def completion_routes(
@@ -157,30 +171,35 @@ def completion_routes(
     completions = Completions(service, renderer)
     who = Depends(worker)
 
-    async def run(request: Request, who: Tenant, work: Any) -> Any:
-        access.begin_poll(who)
+    async def counted(who: Tenant, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+        """An open answer is a poll to those who count them."""
         try:
-            return await while_connected(request, work)
+            access.begin_poll(who)
+        except TooMany:
+            work.close()
+            raise
+        try:
+            return await work
         finally:
             access.end_poll(who)
 
     @routes.post("/chat/completions", openapi_extra=_described(ChatRequest))
     async def chat_completions(request: Request, who: Tenant = who) -> Response:
         asked = parse_request(await request.body(), max_n=MAX_N, max_tops=MAX_TOPS)
-        answers = await run(request, who, completions.chat(who, asked))
-        named = _named("chatcmpl")
         if asked.stream:
-            return _streamed(stream_events(answers, asked, renderer, **named))
-        return JSONResponse(completion_body(answers, asked, renderer, **named))
+            stream = ChatStream(asked, renderer, **_named("chatcmpl"))
+            return await _streamed(lambda heard: counted(who, completions.chat(who, asked, heard)), stream)
+        answers = await while_connected(request, counted(who, completions.chat(who, asked)))
+        return JSONResponse(completion_body(answers, asked, renderer, **_named("chatcmpl")))
 
     @routes.post("/completions", openapi_extra=_described(TextRequest))
     async def text_completions(request: Request, who: Tenant = who) -> Response:
         asked = parse_text(await request.body(), max_n=MAX_N, max_tops=MAX_TOPS)
-        answers = await run(request, who, completions.text(who, asked))
-        named = _named("cmpl")
         if asked.stream:
-            return _streamed(text_events(answers, asked, renderer, **named))
-        return JSONResponse(text_body(answers, asked, renderer, **named))
+            stream = TextStream(asked, renderer, **_named("cmpl"))
+            return await _streamed(lambda heard: counted(who, completions.text(who, asked, heard)), stream)
+        answers = await while_connected(request, counted(who, completions.text(who, asked)))
+        return JSONResponse(text_body(answers, asked, renderer, **_named("cmpl")))
 
     @routes.get("/models")
     async def models(who: Tenant = who) -> dict[str, object]:
@@ -191,23 +210,30 @@ def completion_routes(
 
 def completion_refusal(exc: HeadraceError, headers: Mapping[str, str]) -> Response:
     """A refusal in OpenAI's shape; `headers` say when to come again."""
-    match exc:
-        case Refused():
-            refused = exc
-        case Denied():
-            refused = Refused(str(exc), status=401, code="invalid_api_key")
-        case TooMany():
-            refused = Refused(str(exc), status=429, code="rate_limit_exceeded")
-        case Unknown():
-            refused = Refused(str(exc), status=404, param="model", code="model_not_found")
-        case Gone() | SamplerGoneError():
-            refused = Refused(str(exc), status=410, param="model", code="model_gone")
-        case RequestError():
-            refused = Refused(str(exc))
-        case _:
-            refused = Refused(str(exc), status=500)
+    refused = _refused(exc)
     again = {} if refused.status == 429 else {"x-should-retry": "false"}  # what failed fails again
     return JSONResponse(refused.body(), status_code=refused.status, headers={**headers, **again})
+
+
+def _refused(exc: HeadraceError) -> Refused:
+    match exc:
+        case Refused():
+            return exc
+        case Denied():
+            return Refused(str(exc), status=401, code="invalid_api_key")
+        case TooMany():
+            return Refused(str(exc), status=429, code="rate_limit_exceeded")
+        case Unknown():
+            return Refused(str(exc), status=404, param="model", code="model_not_found")
+        case Gone() | SamplerGoneError():
+            return Refused(str(exc), status=410, param="model", code="model_gone")
+        case _:
+            return Refused(str(exc), status=400 if failed(exc).category == "user" else 500)
+
+
+def _check_temperature(asked: float | None) -> None:
+    if asked is not None and asked > MAX_TEMPERATURE:
+        raise Refused(f"temperature may be {MAX_TEMPERATURE:g} at most", param="temperature")
 
 
 def _passing(who: Tenant, **weights: Any) -> SamplerRecord:
@@ -229,8 +255,39 @@ def _named(kind: str) -> dict[str, Any]:
     return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
 
 
-def _streamed(events: Iterator[str]) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+async def _streamed(
+    work: Callable[[Heard], Coroutine[Any, Any, list[Any]]], stream: ChatStream | TextStream
+) -> Response:
+    """Events as the work goes on; what fails before the first of them is a refusal, and later the last event."""
+    told: asyncio.Queue[tuple[int, Completion] | None] = asyncio.Queue()
+    working = asyncio.ensure_future(work(lambda index, completion: told.put_nowait((index, completion))))
+    working.add_done_callback(lambda _: told.put_nowait(None))
+    try:
+        first = await told.get()
+    except asyncio.CancelledError:
+        working.cancel()
+        raise
+    if first is None:
+        working.result()
+
+    async def events() -> AsyncIterator[str]:
+        try:
+            piece = first
+            while piece is not None:
+                for event in stream.piece(*piece):
+                    yield event
+                piece = await told.get()
+            try:
+                answers = working.result()
+            except HeadraceError as exc:
+                yield sent_event(_refused(exc).body())
+                return
+            for event in stream.end(answers):
+                yield event
+        finally:
+            working.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 def _described(kind: type[ChatRequest] | type[TextRequest]) -> dict[str, Any]:

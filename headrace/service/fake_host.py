@@ -238,8 +238,8 @@ class FakeHost:
         params = request.params
         raw, tempered = self._logprobs(sampler), self._logprobs(sampler, params.temperature or 1e-6)
         room = self.context - len(request.prompt)
-        tokens: list[int] = []
-        last, stop = int(request.prompt[-1]), Stop.LENGTH
+        tokens: list[int] = [] if request.continue_from is None else request.continue_from.tokens.tolist()
+        last, stop = [int(request.prompt[-1]), *tokens][-1], Stop.LENGTH
         while len(tokens) < min(params.max_tokens, room) and stop is Stop.LENGTH:
             if self.tick is not None:
                 await self.tick()

@@ -12,8 +12,12 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from infer.agents import ADD, make_tokenizer
 
+from headrace.infer.endpoint.live import Shown
+from headrace.infer.endpoint.record import cut_at_stops
 from headrace.render import Renderer
 from headrace.service.access import Quota
 from headrace.service.fake_host import FakeHost
@@ -173,6 +177,54 @@ def test_a_stream_says_the_same(server: Served, ai: openai.OpenAI) -> None:
     assert used == whole.usage
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_stream_comes_while_it_is_sampled(tmp_path: Path, chat: bool) -> None:
+    read, drawn = threading.Event(), [0]
+
+    async def tick() -> None:
+        drawn[0] += 1
+        if drawn[0] > 10:  # no further before the client has read something
+            assert await asyncio.to_thread(read.wait, 60)
+
+    host = FakeHost(vocabulary=len(TOKENIZER), context=400, tick=tick, spell=RENDERER.decode)
+    with served(tmp_path, host=host, renderer=RENDERER) as running:
+        ai = client(running)
+        asked: dict[str, Any] = {"model": BASE, "seed": 7, "max_tokens": 60, "stream": True}
+        events = (
+            ai.chat.completions.create(messages=HELLO, **asked) if chat else ai.completions.create(prompt="hi", **asked)
+        )
+        said = ""
+        for event in events:
+            said += (event.choices[0].delta.content or "") if chat else event.choices[0].text
+            if said and not read.is_set():
+                assert drawn[0] <= 11
+                read.set()
+        asked["stream"] = False
+        whole = (
+            ai.chat.completions.create(messages=HELLO, **asked).choices[0].message.content
+            if chat
+            else ai.completions.create(prompt="hi", **asked).choices[0].text
+        )
+        assert said == whole
+        assert read.is_set()
+
+
+def test_a_stream_that_cannot_begin_is_a_refusal(server: Served, ai: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        ai.chat.completions.create(model="nobody", messages=HELLO, stream=True)
+    with pytest.raises(openai.BadRequestError):
+        ai.chat.completions.create(model=BASE, messages=[{"role": "user", "content": "x" * 700}], stream=True)
+
+
+@given(st.text(alphabet="abE\ufffd", max_size=12), st.integers(1, 4), st.lists(st.text("abE", min_size=1, max_size=3)))
+def test_what_is_shown_of_a_growing_text_is_the_text(text: str, step: int, stops: list[str]) -> None:
+    shown = Shown(stops)
+    final = cut_at_stops(text, stops)
+    said = [shown.more(text[:end]) for end in range(0, len(text), step)]
+    assert final.startswith("".join(said))
+    assert "".join(said) + shown.last(final) == final
+
+
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +331,7 @@ def test_a_key_that_asks_too_often_is_told_when_to_come_again(tmp_path: Path) ->
         ("chat/completions", {"messages": HELLO, "n": 1000}, "n"),
         ("chat/completions", {"messages": HELLO, "top_logprobs": 21}, "top_logprobs"),
         ("chat/completions", {"messages": HELLO, "frequency_penalty": 1.0}, "frequency_penalty"),
+        ("chat/completions", {"messages": HELLO, "temperature": 1000.0}, "temperature"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 700}]}, "messages"),
         ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"prompt": []}, "prompt"),

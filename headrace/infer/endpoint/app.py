@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from headrace.errors import HeadraceError
 from headrace.infer.endpoint.record import EpisodeRecord, Samples
-from headrace.infer.endpoint.replies import Answer, completion_body, stream_events
+from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body
 from headrace.infer.endpoint.wire import Refused, parse_request
 from headrace.render import Renderer
 from headrace.tool_calls import find_form
@@ -114,7 +114,7 @@ class Endpoint:
             raise Refused(str(exc), status=500) from exc
         id, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         if asked.stream:
-            events = stream_events([Answer(call)], asked, self._renderer, id=id, created=created)
+            events = ChatStream(asked, self._renderer, id=id, created=created).end([Answer(call)])
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         return JSONResponse(completion_body([Answer(call)], asked, self._renderer, id=id, created=created))
 

@@ -1,7 +1,4 @@
-"""Answered calls as OpenAI's chat.completion, and as the server-sent events of a stream. Pure functions.
-
-A sampler returns whole sequences, so a stream begins when its sequence is complete.
-"""
+"""Answered calls as OpenAI's chat.completion, and as the server-sent events of a stream. Pure functions."""
 
 import json
 import re
@@ -9,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.infer.endpoint.live import Shown
 from headrace.infer.endpoint.record import Call
 from headrace.infer.endpoint.wire import ChatRequest
 from headrace.render import Renderer
+from headrace.types import Completion
 
 PIECE = re.compile(r"\s*\S+\s*|\s+")
 LAST_EVENT = "data: [DONE]\n\n"
-Delta = tuple[dict[str, Any], str | None, dict[str, Any] | None]  # what is new, why it ended, log-probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,34 +40,54 @@ def completion_body(
     return {**_head(request, id, created, "chat.completion"), "choices": choices, "usage": _usage(answers)}
 
 
-def stream_events(
-    answers: Sequence[Answer], request: ChatRequest, renderer: Renderer, *, id: str, created: int
-) -> Iterator[str]:
-    """The same as `completion_body` in pieces: the role, content word by word, calls, the reason, usage if asked for.
+class ChatStream:
+    """The same as `completion_body` in server-sent events: the role, content, calls, the reason, usage if asked for.
 
-    All log-probs come with the first piece of content, or with the reason where there is no content.
+    Pieces of choices that are still being sampled may come first. Log-probs come with the first piece of content that
+    is sent at the end, or with the reason where there is none.
     """
-    counted = request.stream_options is not None and request.stream_options.include_usage
-    head = _head(request, id, created, "chat.completion.chunk")
-    for index, answer in enumerate(answers):
-        for delta, finish, logprobs in _deltas(answer, request, renderer):
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            yield sent_event({**head, "choices": [choice], **({"usage": None} if counted else {})})
-    if counted:
-        yield sent_event({**head, "choices": [], "usage": _usage(answers)})
-    yield LAST_EVENT
 
+    def __init__(self, request: ChatRequest, renderer: Renderer, *, id: str, created: int) -> None:
+        self._request, self._renderer = request, renderer
+        self._head = _head(request, id, created, "chat.completion.chunk")
+        self._counted = request.stream_options is not None and request.stream_options.include_usage
+        self._shown: dict[int, Shown] = {}
 
-def _deltas(answer: Answer, request: ChatRequest, renderer: Renderer) -> Iterator[Delta]:
-    said = _said(answer.call)
-    logprobs = _logprobs(answer, renderer) if request.logprobs else None
-    yield {"role": "assistant", "content": None if said["content"] is None else ""}, None, None
-    for piece in PIECE.findall(said["content"] or ""):
-        yield {"content": piece}, None, logprobs
-        logprobs = None
-    for index, tool_call in enumerate(said.get("tool_calls", ())):
-        yield {"tool_calls": [{"index": index, **tool_call}]}, None, None
-    yield {}, answer.call.finish_reason, logprobs
+    def piece(self, index: int, completion: Completion) -> Iterator[str]:
+        """What there is of a choice by now; of one that may call tools, nothing is known yet."""
+        if self._request.callable_tools:
+            return
+        if index not in self._shown:
+            yield self._event(index, {"role": "assistant", "content": ""})
+        shown = self._shown.setdefault(index, Shown(self._request.stops))
+        if added := shown.more(self._renderer.decode(completion.tokens)):
+            yield self._event(index, {"content": added})
+
+    def end(self, answers: Sequence[Answer]) -> Iterator[str]:
+        """All that has not been sent, word by word."""
+        for index, answer in enumerate(answers):
+            yield from self._rest(index, answer)
+        if self._counted:
+            yield sent_event({**self._head, "choices": [], "usage": _usage(answers)})
+        yield LAST_EVENT
+
+    def _rest(self, index: int, answer: Answer) -> Iterator[str]:
+        said = _said(answer.call)
+        logprobs = _logprobs(answer, self._renderer) if self._request.logprobs else None
+        if index not in self._shown:
+            yield self._event(index, {"role": "assistant", "content": None if said["content"] is None else ""})
+        for piece in PIECE.findall(self._shown.get(index, Shown(())).last(said["content"] or "")):
+            yield self._event(index, {"content": piece}, logprobs=logprobs)
+            logprobs = None
+        for number, tool_call in enumerate(said.get("tool_calls", ())):
+            yield self._event(index, {"tool_calls": [{"index": number, **tool_call}]})
+        yield self._event(index, {}, finish=answer.call.finish_reason, logprobs=logprobs)
+
+    def _event(
+        self, index: int, delta: dict[str, Any], *, finish: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return sent_event({**self._head, "choices": [choice], **({"usage": None} if self._counted else {})})
 
 
 def _head(request: ChatRequest, id: str, created: int, kind: str) -> dict[str, Any]:

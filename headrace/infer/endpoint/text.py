@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from headrace.infer.endpoint.live import Shown
 from headrace.infer.endpoint.record import cut_at_stops
 from headrace.infer.endpoint.replies import LAST_EVENT, PIECE, sent_event, usage
 from headrace.infer.endpoint.wire import Body, Refused, StreamOptionsIn, check_stops, check_stream, parse_body
@@ -101,24 +102,37 @@ def text_body(
     return {**_head(request, id, created), "choices": choices, "usage": _usage(answers, request)}
 
 
-def text_events(
-    answers: Sequence[TextAnswer], request: TextRequest, renderer: Renderer, *, id: str, created: int
-) -> Iterator[str]:
-    """The same in pieces, word by word; log-probs come with the last of a choice."""
-    counted = request.stream_options is not None and request.stream_options.include_usage
-    head = _head(request, id, created)
+class TextStream:
+    """The same in server-sent events, whose pieces may come while the text is sampled; log-probs come at the end."""
 
-    def event(choice: dict[str, Any]) -> str:
-        return sent_event({**head, "choices": [choice], **({"usage": None} if counted else {})})
+    def __init__(self, request: TextRequest, renderer: Renderer, *, id: str, created: int) -> None:
+        self._request, self._renderer = request, renderer
+        self._head = _head(request, id, created)
+        self._counted = request.stream_options is not None and request.stream_options.include_usage
+        self._shown: dict[int, Shown] = {}
 
-    for index, answer in enumerate(answers):
-        for piece in PIECE.findall(_text(answer, request, renderer)):
-            yield event({"index": index, "text": piece, "logprobs": None, "finish_reason": None})
-        logprobs = _logprobs(answer, request, renderer)
-        yield event({"index": index, "text": "", "logprobs": logprobs, "finish_reason": _reason(answer)})
-    if counted:
-        yield sent_event({**head, "choices": [], "usage": _usage(answers, request)})
-    yield LAST_EVENT
+    def piece(self, index: int, completion: Completion) -> Iterator[str]:
+        """What there is of a choice by now; a prompt that is repeated comes with the rest."""
+        if self._request.echo:
+            return
+        shown = self._shown.setdefault(index, Shown(self._request.stops))
+        if added := shown.more(self._renderer.decode(completion.tokens)):
+            yield self._event({"index": index, "text": added, "logprobs": None, "finish_reason": None})
+
+    def end(self, answers: Sequence[TextAnswer]) -> Iterator[str]:
+        """All that has not been sent, word by word."""
+        for index, answer in enumerate(answers):
+            rest = self._shown.get(index, Shown(())).last(_text(answer, self._request, self._renderer))
+            for piece in PIECE.findall(rest):
+                yield self._event({"index": index, "text": piece, "logprobs": None, "finish_reason": None})
+            logprobs = _logprobs(answer, self._request, self._renderer)
+            yield self._event({"index": index, "text": "", "logprobs": logprobs, "finish_reason": _reason(answer)})
+        if self._counted:
+            yield sent_event({**self._head, "choices": [], "usage": _usage(answers, self._request)})
+        yield LAST_EVENT
+
+    def _event(self, choice: dict[str, Any]) -> str:
+        return sent_event({**self._head, "choices": [choice], **({"usage": None} if self._counted else {})})
 
 
 def _head(request: TextRequest, id: str, created: int) -> dict[str, Any]:
