@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.errors import BackendError
 from headrace.service import evaluation
 from headrace.service.access import Quota
+from headrace.service.client import Compare, Evaluate, Prompt, ServiceClient
 from headrace.service.fake_host import FakeHost
 from headrace.service.judging import Judge, Judged
 from headrace.service.service import Service
@@ -35,7 +37,9 @@ def half(data: Sequence[Datum]) -> list[FloatArray]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("evaluation"), rewards={"long": Judge(rule=by_length)}, references={"coin": half}) as one:
+    with served(
+        tmp_path_factory.mktemp("evaluation"), rewards={"long": Judge(rule=by_length)}, references={"coin": half}
+    ) as one:
         yield one
 
 
@@ -233,3 +237,16 @@ def test_the_routes_are_described(server: Served) -> None:
     assert {"prompts", "sequences", "reference", "reward"} <= fields.keys()
     assert isinstance(server.service, Service)
     assert "self-BLEU" in document["paths"]["/runs/{run}/evaluate"]["post"]["description"]
+
+
+def test_our_client_evaluates_and_compares(server: Served) -> None:
+    with ServiceClient(server.url, api_key=KEY) as client:
+        model = client.create_training(rank=4).result(60)
+        prompts = [Prompt(tokens=[token]) for token in (1, 2, 3)]
+        found = model.evaluate(Evaluate(prompts=prompts, reward="long", max_tokens=4)).result(60)
+        assert found.metrics["kl"] == 0.0  # a new adapter changes nothing
+        assert found.rewards is not None
+        both = model.compare(Compare(prompts=prompts, reward="long", max_tokens=4, other="base")).result(60)
+        assert both.paired["win_rate"].value == 0.5
+        with pytest.raises(BackendError, match="no reward 'nice'"):
+            model.evaluate(Evaluate(prompts=prompts, reward="nice")).result(60)

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from headrace.config.checks import _frozen_problems
 from headrace.errors import ConfigError, ModelError
+from headrace.model.load import load_model
+from headrace.model.quantized import quantize_model
 from headrace.model.tiny import save_tiny
 from headrace.service import reference_client
 from headrace.service.access import Access, HashedKey, hash_key
@@ -15,7 +20,9 @@ from headrace.service.reference_app import make_reference_app
 from headrace.service.reference_client import RemoteReference
 from headrace.service.server import serving
 from headrace.service.settings import load_serve_config
+from headrace.train.scorer import FrozenScorer
 from headrace.types import Datum, float_array, int_array
+from headrace.wiring import beside
 from headrace.wiring.references import open_reference_server, open_references
 
 KEY = "tml-key"
@@ -107,13 +114,17 @@ def test_a_model_of_another_vocabulary_is_refused(folder: Path) -> None:
         named["small"](data())
 
 
-def test_few_bits_are_near(folder: Path) -> None:
-    exact = load_serve_config(serve_toml(folder), file="serve.toml")
+def test_bits_of_the_file_are_those_of_the_model(folder: Path) -> None:
     few = load_serve_config(serve_toml(folder, "bits = 8\n"), file="serve.toml")
-    with open_references(exact) as whole, open_references(few) as rough:
-        for mine, theirs in zip(whole["small"](data()), rough["small"](data()), strict=True):
-            assert np.abs(mine - theirs).max() < 0.02
-            assert mine.tolist() != theirs.tolist()
+    lm = load_model(str(folder))
+    lm.model.requires_grad_(False)
+    whole = FrozenScorer(lm).score(data())
+    quantize_model(lm.model, 8)
+    expected = FrozenScorer(lm).score(data())
+    with open_references(few) as named:
+        found = named["small"](data())
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    assert [each.tolist() for each in found] != [each.tolist() for each in whole]
 
 
 @pytest.mark.parametrize(
@@ -144,3 +155,22 @@ def test_the_process_scores_with_the_models_of_its_file(folder: Path) -> None:
     wide = load_serve_config(serve_toml(folder, '[serve]\nhost = "0.0.0.0"\n'), file="serve.toml")
     with pytest.raises(ConfigError, match="would let everybody in"), open_reference_server(wide):
         pass
+
+
+async def test_a_training_run_asks_the_process(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_REFERENCE_KEY", KEY)
+    desk: Any = SimpleNamespace(here=SimpleNamespace(others=[]))
+    rl: Any = None
+    score = beside._frozen_score(rl, desk, f"{url}/small")
+    with open_references(load_serve_config(serve_toml(folder), file="serve.toml")) as named:
+        for mine, theirs in zip(named["small"](data()), await score(data()), strict=True):
+            np.testing.assert_allclose(theirs, mine, atol=1e-5)
+    (remote,) = desk.here.others  # closed with the run
+    remote.close()
+
+
+def test_a_url_of_a_run_file_names_a_model(tmp_path: Path) -> None:
+    assert list(_frozen_problems("rl.reference", "http://there:1/small", tmp_path)) == []
+    for key, path in (("rl.reference", "http://there:1"), ("rl.critic.path", "http://there:1/small")):
+        (problem,) = _frozen_problems(key, path, tmp_path)
+        assert f"'{key}' is \"{path}\": write http://HOST:PORT/NAME" in problem
