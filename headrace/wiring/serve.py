@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from fastapi import FastAPI
 
 from headrace.errors import ConfigError, boundary
-from headrace.infer.engine import default_kv_tokens
+from headrace.infer.engine import default_kv_tokens, min_kv_tokens
+from headrace.model.estimate import Shape, kv_bytes_per_token, num_parameters, shape_of
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
 from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
@@ -17,6 +19,7 @@ from headrace.service.access import Access, HashedKey, hash_key, new_key
 from headrace.service.alone import only_server
 from headrace.service.app import make_app
 from headrace.service.figures import prometheus_text
+from headrace.service.host import FULL_COPIES
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal, put
 from headrace.service.server import check_reach
@@ -55,7 +58,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         host = AdapterHost(
             lm,
             max_rows=engine.max_rows,
-            kv_tokens=engine.kv_tokens or default_kv_tokens(engine.max_rows, lm.context),
+            kv_tokens=engine.kv_tokens or _kv_tokens(lm, engine.max_rows, full=config.model.full),
             micro_batch_tokens=engine.micro_batch_tokens,
             recompute=engine.recompute,
         )
@@ -106,6 +109,25 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     tokenizer = folder / "tokenizer"
     lm.tokenizer.save_pretrained(tokenizer)
     return lm, str(tokenizer)
+
+
+def _kv_tokens(lm: LanguageModel, max_rows: int, *, full: bool) -> int:
+    """For contexts as long as the model's, on a GPU within what is free there."""
+    wanted = default_kv_tokens(max_rows, lm.context)
+    if lm.device.type != "cuda":
+        return wanted
+    free_bytes = torch.cuda.mem_get_info(lm.device)[0]
+    shape, size = shape_of(lm.model.config.to_dict()), next(lm.model.parameters()).element_size()
+    room = kv_room(shape, size, free_bytes=free_bytes, full=full)
+    return min(wanted, max(room, min_kv_tokens(lm.context)))
+
+
+def kv_room(shape: Shape, size: int, *, free_bytes: int, full: bool) -> int:
+    """Cached positions that each engine may have: half of the memory is for training. A full model needs, beside its
+    weights, 16 bytes per parameter for gradient, master and moments, and its copies have engines of their own."""
+    copies = FULL_COPIES if full else 0
+    training = num_parameters(shape) * (size * (1 + copies) + 16) if full else 0
+    return max(0, free_bytes - training) // 2 // (kv_bytes_per_token(shape, size) * (1 + copies))
 
 
 def _keys(config: ServeConfig, journal: Journal, *, make_key: bool) -> tuple[list[HashedKey], str | None]:

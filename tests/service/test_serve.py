@@ -6,22 +6,24 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
+import openai
 import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.errors import ConfigError
+from headrace.model.estimate import num_parameters, tiny_shape
 from headrace.service.access import HashedKey, Quota, hash_key
 from headrace.service.server import serving
 from headrace.service.settings import ServeConfig, load_serve_config
-from headrace.wiring.serve import Opened, open_service
+from headrace.wiring.serve import Opened, kv_room, open_service
 from service.sdk import prompt, sampling, tinker, types
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Opened]]:
     folder = tmp_path_factory.mktemp("serve")
-    text = f'[serve]\nfolder = "{folder}"\n[model]\naliases = ["Qwen/Qwen3-8B"]\n[engine]\nmax_rows = 8'
+    text = f'[serve]\nfolder = "{folder}"\n[model]\nfull = true\naliases = ["Qwen/Qwen3-8B"]\n[engine]\nmax_rows = 8'
     with open_service(load_serve_config(text, file="serve.toml")) as opened, serving(opened.app) as url:
         yield url, opened
 
@@ -65,6 +67,68 @@ def test_sampled_logprobs_are_the_trainers(model: Any) -> None:
         assert sequence.logprobs == pytest.approx(trained[2:], abs=2e-5)
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()[1:]
         assert scored == pytest.approx(trained, abs=2e-5)
+
+
+def test_a_full_model_is_trained_sampled_and_kept(tiny: tuple[str, Opened]) -> None:
+    url, opened = tiny
+    client = tinker.ServiceClient(base_url=url, api_key=opened.new_key)
+    model = client.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=0)
+    data = [datum(tokens) for tokens in sequences(4, seed=1)]
+    losses = []
+    for _ in range(4):
+        loss = model.forward_backward(data, "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=0.003))
+        losses.append(loss.result().metrics["loss:sum"])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.8 * losses[0]
+    sampler = model.save_weights_and_get_sampling_client()
+    path = model.save_weights_for_sampler("full").result().path
+    drawn = []
+    for each in (sampler, client.create_sampling_client(model_path=path)):
+        [sequence] = each.sample(prompt(9, 10, 11), 1, sampling(max_tokens=12, stop=[])).result().sequences
+        whole = [9, 10, 11, *sequence.tokens]
+        trained = model.forward([datum(whole)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        assert sequence.logprobs == pytest.approx(trained[2:], abs=2e-5)
+        drawn.append((list(sequence.tokens), list(sequence.logprobs)))
+    assert drawn[0] == drawn[1]
+    client.close("success").result(30)
+
+
+def test_openai_clients_talk_to_a_real_model(tiny: tuple[str, Opened]) -> None:
+    url, opened = tiny
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=opened.new_key, max_retries=0) as ai:
+        asked: dict[str, Any] = {"model": "Qwen/Qwen3-8B", "seed": 1, "max_tokens": 12}
+        said = ai.chat.completions.create(messages=[{"role": "user", "content": "go north"}], logprobs=True, **asked)
+        assert said.choices[0].logprobs is not None
+        entries = said.choices[0].logprobs.content or []
+        assert all(entry.logprob < 0 for entry in entries)
+        free = ai.completions.create(prompt="go north", n=2, **asked)
+        texts = [choice.text for choice in free.choices]
+        assert texts[0] != texts[1]
+        word = texts[0].split()[1]
+        cut = ai.completions.create(prompt="go north", stop=[word], **asked).choices[0]
+        assert cut.text == texts[0][: texts[0].index(word)]
+        assert cut.finish_reason == "stop"
+        scored = ai.completions.create(
+            model="Qwen/Qwen3-8B", prompt="go north take key", max_tokens=0, echo=True, logprobs=1
+        ).choices[0]
+        assert scored.logprobs is not None
+        assert scored.logprobs.token_logprobs is not None
+        tops = scored.logprobs.top_logprobs or []
+        for logprob, top in list(zip(scored.logprobs.token_logprobs, tops, strict=True))[1:]:
+            assert top is not None
+            assert logprob is not None
+            assert logprob <= max(top.values()) + 1e-5  # the likeliest is no less likely
+
+
+def test_cached_positions_leave_room_for_training() -> None:
+    shape = tiny_shape(width=64, layers=2, heads=4, kv_heads=2, context=128, vocabulary=100)
+    # a position has a key and a value of 2 heads of 16 in 2 layers, 2 bytes each: 256 bytes; half of 1 MiB holds 2048
+    assert kv_room(shape, 2, free_bytes=2**20, full=False) == 2048
+    parameters = num_parameters(shape)
+    free_bytes = parameters * (2 * 3 + 16) + 3 * 2**20  # the model and two copies, 16 bytes for training
+    assert kv_room(shape, 2, free_bytes=free_bytes, full=True) == 2048
+    assert kv_room(shape, 2, free_bytes=parameters, full=True) == 0
 
 
 def test_the_clients_tokenizer_is_the_servers_folder(tiny: tuple[str, Opened], model: Any) -> None:
