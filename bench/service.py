@@ -442,6 +442,7 @@ def tenants(repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
+    tenants_sampling.begin_as_serve_does()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--steps", type=int, default=30)

@@ -7,13 +7,16 @@ tokens over 32 rows: all of one tenant, or of 16 in turn. Two cases: all adapter
 16, 32 in turn ("mixed", against the mean time of one tenant of each rank). One and sixteen alternate; each figure is a
 median. `ratio` is the smaller of the two cases' (sixteen tenants' throughput / one tenant's), by the clock on the wall;
 `cpu_ratio` is the same by the processor time of the process, with one thread of arithmetic, on which other programs
-have less influence. `base` is the throughput without any adapter.
+have less influence. `base` is the throughput without any adapter. Sixteen adapters are sixteen times as much memory to
+read in every step, so it is given in large pages, as `headrace serve` has it.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from headrace.model.load import LanguageModel, load_model, prepare
 from headrace.model.tiny import make_model
 from headrace.service.host import AdapterSpec
 from headrace.service.hosting.host import AdapterHost
+from headrace.start import SETTINGS, VARIABLE, runs_on_glibc
 from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
 
 TENANTS, REQUESTS, ROWS, PROMPT, TOKENS = 16, 64, 32, 16, 32
@@ -116,7 +120,14 @@ def make(options: argparse.Namespace) -> LanguageModel:
     return prepare(model, None, source="bench")
 
 
+def begin_as_serve_does() -> None:
+    """Start again with the C library's settings of `headrace serve`."""
+    if VARIABLE not in os.environ and runs_on_glibc():
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: SETTINGS})
+
+
 def main() -> None:
+    begin_as_serve_does()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--width", type=int, default=256)
