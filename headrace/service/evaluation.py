@@ -19,7 +19,7 @@ from headrace.algo.diversity import distinct_n, self_bleu
 from headrace.algo.intervals import Interval, t_interval, wilson
 from headrace.algo.random import derive_seed
 from headrace.algo.statistics import k3
-from headrace.errors import CheckpointError, RequestError, SamplerError
+from headrace.errors import CheckpointError, ModelError, RequestError, SamplerError
 from headrace.service.evaluation_bodies import Compare, Comparison, Estimate, Evaluate, Evaluation, Ruled
 from headrace.service.host import ModelHost, RankingHost
 from headrace.service.judging import Judge, Judged
@@ -233,7 +233,7 @@ class Evaluator:
     # --- what is asked ---
 
     def _is_small(self, spans: Sequence[_Span]) -> bool:
-        cells = sum(len(span.tokens) - span.start for span in spans) * self._vocabulary
+        cells = sum(len(span.tokens) for span in spans) * self._vocabulary  # the host ranks prompts as well
         return isinstance(self._host, RankingHost) and cells <= EXACT_CELLS
 
     @asynccontextmanager
@@ -255,7 +255,10 @@ class Evaluator:
 
     def _sampler(self, name: str, owner: str) -> SamplerRecord:
         if name in self._registry.models:
-            return state_of(self._registry.model(name, owner))
+            model = self._registry.model(name, owner)
+            if model.frozen:
+                raise RequestError(f"run '{name}' holds copied checkpoints only: give the path of one as policy")
+            return state_of(model)
         return self._references.policy(name, owner)
 
     def _check(self, owner: str, run: str, asked: Evaluate) -> None:
@@ -279,10 +282,10 @@ class Evaluator:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """What the host cannot sample or score is told to whoever asked for it."""
+    """What the host or a reference model cannot sample or score is told to whoever asked for it."""
     try:
         yield
-    except SamplerError as exc:
+    except (SamplerError, ModelError) as exc:
         raise RequestError(str(exc)) from exc
 
 

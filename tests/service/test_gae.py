@@ -1,6 +1,7 @@
 """Advantages that the server computes: by hand, and the same loss as with arrays that a client computed."""
 
 import asyncio
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,13 @@ def test_a_reward_model_is_trained_by_pairs() -> None:
     assert outs[0].loss == pytest.approx(4 * np.log(2))  # a head of zeros prefers nothing
     assert outs[-1].loss < 0.5 * outs[0].loss
     assert outs[-1].metrics["loss/accuracy"].value() == 1.0
+
+
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    example: Any = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ppo_with_gae.py"))
+    with example["own_service"]() as url:
+        seen = example["main"](url, steps=6, samples=8)
+    rewards, errors = zip(*seen, strict=True)
+    assert rewards[-1] > rewards[0] + 0.3
+    assert errors[-1] < 0.8 * errors[0]
+    assert f"step   0  reward {rewards[0]:.3f} of 4  value error {errors[0]:.3f}" in capsys.readouterr().out
