@@ -63,7 +63,8 @@ class _Span:
 
 
 class Evaluator:
-    """Lives on one event loop. `rewards`: functions by name, which the server's owner chose."""
+    """Lives on one event loop. `rewards`: functions by name, which the server's owner chose; `max_sequences`: sampled
+    and given ones of a request."""
 
     def __init__(
         self,
@@ -74,10 +75,11 @@ class Evaluator:
         *,
         context: int,
         vocabulary: int,
+        max_sequences: int = 4096,
         rewards: Mapping[str, Judge] | None = None,
     ) -> None:
         self._host, self._registry, self._samplers, self._references = host, registry, samplers, references
-        self._context, self._vocabulary = context, vocabulary
+        self._context, self._vocabulary, self._max_sequences = context, vocabulary, max_sequences
         self.rewards: Mapping[str, Judge] = rewards or {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -269,6 +271,9 @@ class Evaluator:
             self._sampler(name, owner)
         if asked.reference is not None and asked.reference not in self._references.named:
             self._references.policy(asked.reference, owner)
+        count = len(asked.prompts) * asked.num_samples + len(asked.sequences)
+        if count > self._max_sequences:
+            raise RequestError(f"{count} sequences are more than the {self._max_sequences} of one request here")
         if asked.reward is not None and asked.reward not in self.rewards:
             known = ", ".join(sorted(self.rewards)) or "it has none"
             raise RequestError(f"this server has no reward '{asked.reward[:80]}': {known}")

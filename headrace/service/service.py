@@ -75,6 +75,7 @@ class Limits:
     snapshots_per_model: int = 64
     full_save_steps: int = 10
     max_rank: int = 128
+    evaluation_sequences: int = 4096
     session_timeout_s: float = 900.0
     keep_results_s: float = 24 * 3600.0
     tidy_s: float = 30.0
@@ -133,6 +134,7 @@ class Service:
             self.references,
             context=card.context,
             vocabulary=card.vocabulary,
+            max_sequences=limits.evaluation_sequences,
             rewards=rewards,
         )
         self.sessions = Sessions(

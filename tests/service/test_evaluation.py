@@ -16,7 +16,7 @@ from headrace.service.access import Quota
 from headrace.service.client import Compare, Evaluate, Prompt, ServiceClient
 from headrace.service.fake_host import FakeHost
 from headrace.service.judging import Judge, Judged
-from headrace.service.service import Service
+from headrace.service.service import Limits, Service
 from headrace.types import Datum, FloatArray
 from service.served import KEY, OTHER_KEY, Served, served
 
@@ -237,6 +237,18 @@ def test_the_routes_are_described(server: Served) -> None:
     assert {"prompts", "sequences", "reference", "reward"} <= fields.keys()
     assert isinstance(server.service, Service)
     assert "self-BLEU" in document["paths"]["/runs/{run}/evaluate"]["post"]["description"]
+
+
+def test_the_server_limits_how_much_is_evaluated(tmp_path: Path) -> None:
+    with served(tmp_path, limits=Limits(evaluation_sequences=5)) as one:
+        http = one.http()
+        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": "fake/bigram", "lora_config": {"rank": 4}}
+        made = http.post("/api/v1/create_model", json=asked).json()
+        done(http, made["request_id"])
+        body = {"prompts": PROMPTS, "num_samples": 2}
+        reply = http.post(f"/runs/{made['model_id']}/evaluate", json=body)
+        assert (reply.status_code, reply.json()["detail"][:27]) == (400, "6 sequences are more than t")
 
 
 def test_our_client_evaluates_and_compares(server: Served) -> None:

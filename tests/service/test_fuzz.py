@@ -33,7 +33,7 @@ TARGETS = [3, 1, 4, 1]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     card = ModelCard(name="small", context=CONTEXT, vocabulary=VOCABULARY, aliases=(BASE,))
-    limits = Limits(poll_s=0.5, body_bytes=BODY_BYTES, max_rank=16)
+    limits = Limits(poll_s=0.5, body_bytes=BODY_BYTES, max_rank=16, evaluation_sequences=4)
     quota = Quota(requests_per_s=1e6, burst=10**6, models=10**6)
     with (
         opened() as host,
