@@ -16,7 +16,7 @@ from headrace.observe.view_catalog import finite_mean
 SOLVED, ENDED = "\x00solved", "\x00ended"  # where an episode's last action leads
 MAX_NODES = 40
 WIDTH, HEIGHT = 132, 44  # of a node
-STRIDE_X, STRIDE_Y, MARGIN_X, MARGIN_Y = 262, 92, 14, 54
+STRIDE_X, STRIDE_Y, MARGIN_X, MARGIN_Y = 262, 108, 14, 62  # a loop above a node has a label of two lines
 LABEL, LABEL_WIDTH = 14, 124
 SWEEPS = 6
 

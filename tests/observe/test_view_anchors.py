@@ -82,6 +82,22 @@ def test_many_states_are_cut_to_the_most_visited(tmp_path: Path) -> None:
     assert sum(node.kind in ("state", "start") for node in graph.nodes) == 10
 
 
+def test_what_is_said_of_a_loop_stands_between_its_state_and_the_one_above(tmp_path: Path) -> None:
+    """Two states in one layer, in each of which two actions led nowhere: labels of two lines, letters 12 high."""
+    paths: list[list[tuple[str | None, str]]] = [
+        [("S", way), (way, "sit"), (way, "sing"), (way, "on")] for way in ("left", "right")
+    ]
+    graph, _ = drawn(paths, tmp_path)
+    assert graph is not None
+    loops = [edge for edge in graph.edges if edge.source == edge.target]
+    assert [len(edge.labels) for edge in loops] == [2, 2]
+    for edge in loops:
+        assert edge.label_y - 12 > 0
+        for node in graph.nodes:
+            beside = abs(node.x + WIDTH / 2 - edge.label_x) >= WIDTH
+            assert beside or edge.label_y - 12 > node.y + HEIGHT or edge.label_y < node.y
+
+
 def test_steps_without_a_state_have_no_picture(tmp_path: Path) -> None:
     save_trajectories(tmp_path / "a.jsonl", [world.episode("3/0", "t", [(None, "on"), (None, "on")], solved=True)])
     lines = read_lines(tmp_path / "a.jsonl")
