@@ -125,7 +125,7 @@ def executor_of(
     """`reads` False: next-version log-probs are not read off sequences that go on."""
     journals = Journals(lockstep_tokens=lockstep, next_logprobs=reads and bool(settings.get("next_logprobs")))
     drawn = tasks(names)
-    given: dict[str, object] = {"task_timeout_s": 5.0, "grace_s": 0.5, "lockstep_tokens": lockstep, **settings}
+    given: dict[str, object] = {"task_timeout_s": 600.0, "grace_s": 60.0, "lockstep_tokens": lockstep, **settings}
     return RolloutExecutor(
         play=playing(sampler, journals, tokens=tokens, size=size),
         next_task=source or (lambda: next(drawn)),

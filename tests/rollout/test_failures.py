@@ -73,10 +73,10 @@ def real(
         sampling=SamplingParams(max_tokens=1),
         max_turns=2,
         max_episode_tokens=100,
-        timeout_s=5.0,
+        timeout_s=100.0,
         run_seed=0,
     )
-    settings = AsyncSettings(max_staleness=eta, max_consecutive_drops=6, task_timeout_s=5.0, grace_s=0.5)
+    settings = AsyncSettings(max_staleness=eta, max_consecutive_drops=6, task_timeout_s=100.0)
     source = TaskSource([Task(id="a"), Task(id="b")], 0)
     return build_executor(settings, batch_groups=2, samplers=[sampler], play=play, source=source, filters=filters)
 
@@ -129,7 +129,7 @@ def test_an_episode_that_hangs_fails_and_the_others_of_its_group_are_trained() -
         async with real(HangsOnce(alive=3 * 10**6), env=partial(FakeEnv, limit=1), size=3) as executor:
             for group in await executor.take_batch():
                 assert [scored.episode.id for scored in group.episodes] == [f"{group.id}/0", f"{group.id}/2"]
-                assert "not finished within 5 s; raise task_timeout_s" in group.failed[0].reason
+                assert "not finished within 100 s; raise task_timeout_s" in group.failed[0].reason
             counts = executor.metrics()
             assert counts["rollout/dropped_timeout"] == 0
             assert counts["rollout/failed_episodes"] >= 2
@@ -144,7 +144,7 @@ def test_scores_that_hang_cost_a_group_and_the_error_says_so() -> None:
 
     async def play() -> None:
         async with real(WordSampler(), rewards=Hangs()) as executor:
-            with pytest.raises(RolloutError, match=r"timeout 6 times.*was not played and scored in 10 s"):
+            with pytest.raises(RolloutError, match=r"timeout 6 times.*was not played and scored in 200 s"):
                 await executor.take_batch()
 
     run_virtual(play())

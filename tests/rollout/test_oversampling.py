@@ -61,7 +61,7 @@ def executor_over(script: Script, *, oversampling: float = 2.0, **extra: object)
         play=script.play,
         next_task=lambda: next(source),
         batch_groups=2,
-        settings=AsyncSettings(oversampling=oversampling, task_timeout_s=5.0, grace_s=0.5),
+        settings=AsyncSettings(oversampling=oversampling, task_timeout_s=600.0, grace_s=60.0),
         publisher=Publisher(),
         filters=(reward_spread(),),
         **extra,  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ async def test_a_batch_given_up_while_its_surplus_ends_is_counted_and_the_next_o
         play=play,
         next_task=lambda: next(source),
         batch_groups=1,
-        settings=AsyncSettings(oversampling=2.0, task_timeout_s=5.0, grace_s=0.5),
+        settings=AsyncSettings(oversampling=2.0, task_timeout_s=600.0, grace_s=60.0),
         publisher=Publisher(),
     )
     async with executor:

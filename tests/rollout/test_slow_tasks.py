@@ -58,7 +58,7 @@ async def train(executor: RolloutExecutor, sampler: HandSampler, steps: int, *, 
 async def test_an_always_slow_task_is_trained_on() -> None:
     """eta = 1: of 30 tokens at most a dozen are sampled before the bound; without the wait it would never end."""
     sampler = HandSampler()
-    executor = executor_of(sampler, max_staleness=1, names=NAMES, tokens=lengths, slow_wait_s=5.0)
+    executor = executor_of(sampler, max_staleness=1, names=NAMES, tokens=lengths, slow_wait_s=600.0)
     async with executor:
         trained = await train(executor, sampler, 14, beats=3)
         counts, drops_in_a_row = executor.metrics(), executor.state_dict()["slow"]
@@ -85,7 +85,7 @@ async def test_what_was_waited_for_is_trained_although_others_score_higher() -> 
     """It is at the bound: the next publish would make it stale, and the wait would have been in vain."""
     sampler = HandSampler()
     keep = KeepBest(lambda group: 0.0 if group.task.id == "slow" else 1.0)
-    options = {"names": NAMES, "tokens": lengths, "slow_wait_s": 5.0, "oversampling": 2.0}
+    options = {"names": NAMES, "tokens": lengths, "slow_wait_s": 600.0, "oversampling": 2.0}
     async with executor_of(sampler, max_staleness=1, keep=keep, **options) as executor:
         assert "slow" in await train(executor, sampler, 14, beats=3)
 
