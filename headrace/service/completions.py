@@ -9,6 +9,8 @@ where tools may be called, when it is known whether they are.
 """
 
 import asyncio
+import json
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -35,7 +37,7 @@ from headrace.service.records import SCHEME, Kind, SamplerRecord, split_path
 from headrace.service.registry import Gone, Unknown
 from headrace.service.service import Service
 from headrace.tool_calls import find_form
-from headrace.types import Completion, FloatArray, IntArray, SampleRequest, SamplingParams, int_array
+from headrace.types import Completion, FloatArray, IntArray, SampleRequest, SamplingParams, float_array, int_array
 
 MAX_N, MAX_TOPS, MAX_CHOICES = 128, 20, 1024
 MAX_TEMPERATURE = 100.0
@@ -61,7 +63,8 @@ class _Policy:
         """Of the tokens behind a prompt; empty if k is 0."""
         if not k or not len(tokens):
             return ()
-        found = await self.service.sampling.tops(self.sampler, int_array([*prompt, *tokens]), k)
+        most = min(k, self.service.card.vocabulary)
+        found = await self.service.sampling.tops(self.sampler, int_array([*prompt, *tokens]), most)
         rows = zip(found.tokens.tolist(), found.logprobs.tolist(), strict=True)
         return tuple(dict(zip(*row, strict=True)) for row in list(rows)[len(prompt) :])
 
@@ -150,13 +153,14 @@ class Completions:
             sampled = await policy.telling(heard, index).sample(request) if wanted else None
             k, echoed = asked.logprobs or 0, bool(asked.echo) and asked.logprobs is not None
             scores: FloatArray | None = None
-            if echoed:
-                scores = await self._service.sampling.score(policy.sampler, prompt)
+            if echoed:  # the first token has no score, and with it alone there is nothing to compute
+                first = float_array([math.nan])
+                scores = first if len(prompt) == 1 else await self._service.sampling.score(policy.sampler, prompt)
             return TextAnswer(
                 prompt=prompt,
                 completion=sampled,
                 scores=scores,
-                prompt_tops=await policy.tops(prompt[:0], prompt, k if echoed else 0),
+                prompt_tops=await policy.tops(prompt[:0], prompt, k if echoed and len(prompt) > 1 else 0),
                 tops=() if sampled is None else await policy.tops(prompt, sampled.tokens, k),
             )
 
@@ -212,7 +216,8 @@ def completion_refusal(exc: HeadraceError, headers: Mapping[str, str]) -> Respon
     """A refusal in OpenAI's shape; `headers` say when to come again."""
     refused = _refused(exc)
     again = {} if refused.status == 429 else {"x-should-retry": "false"}  # what failed fails again
-    return JSONResponse(refused.body(), status_code=refused.status, headers={**headers, **again})
+    told = json.dumps(refused.body())  # in ASCII: what is refused may not even be text
+    return Response(told, refused.status, {**headers, **again}, media_type="application/json")
 
 
 def _refused(exc: HeadraceError) -> Refused:

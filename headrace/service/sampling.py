@@ -199,19 +199,21 @@ class Sampling:
         async with self.turn(sampler.owner, 1), self.samplers.using(sampler) as name:
             with boundary(SamplerError, "sampling failed"):
                 completion = await self.host.sample(name, request)
-        self.num_tokens += len(completion.tokens)
+        self.num_tokens += len(request.prompt) + len(completion.tokens) - request.num_given
         return completion
 
     async def score(self, sampler: SamplerRecord, sequence: IntArray) -> FloatArray:
         """Log-prob of every token given those before it; entry 0 is NaN."""
         async with self.turn(sampler.owner, 1), self.samplers.using(sampler) as name:
-            (logprobs,) = await self.host.score(name, [sequence])
+            with boundary(SamplerError, "scoring failed"):
+                (logprobs,) = await self.host.score(name, [sequence])
         return logprobs
 
     async def tops(self, sampler: SamplerRecord, sequence: IntArray, k: int) -> TopLogprobs:
         """The k likeliest tokens at every position."""
         async with self.turn(sampler.owner, 1), self.samplers.using(sampler) as name:
-            return await _ranking(self.host).top_logprobs(name, sequence, k)
+            with boundary(SamplerError, "scoring failed"):
+                return await _ranking(self.host).top_logprobs(name, sequence, k)
 
     async def cancel(self, ticket: Ticket, outcome: Failed = CANCELLED) -> None:
         """Queued: it never starts. Running: its decoding is stopped."""

@@ -207,6 +207,7 @@ def test_a_stream_comes_while_it_is_sampled(tmp_path: Path, chat: bool) -> None:
         )
         assert said == whole
         assert read.is_set()
+        assert running.service.sampling.num_tokens == drawn[0]  # those of a piece are counted once
 
 
 def test_a_stream_that_cannot_begin_is_a_refusal(server: Served, ai: openai.OpenAI) -> None:
@@ -265,6 +266,14 @@ def test_texts_are_scored_without_sampling(server: Served, ai: openai.OpenAI) ->
     assert sorted(tops[1].values(), reverse=True) == pytest.approx(best.tolist(), abs=1e-5)
     assert reply.usage is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (4, 0)
+
+
+def test_one_token_alone_has_no_score(server: Served, ai: openai.OpenAI) -> None:
+    [choice] = ai.completions.create(model=BASE, prompt="a", max_tokens=0, echo=True, logprobs=2).choices
+    assert choice.text == "a"
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == [None]
+    assert choice.logprobs.top_logprobs == [None]
 
 
 # --- which model, and whose ------------------------------------------------------------------------------------------
