@@ -316,7 +316,9 @@ def recredit(
     path: Annotated[Path, typer.Argument(help="A rollout file, a rollouts folder or a run folder.")],
     reward: Annotated[
         list[str] | None,
-        typer.Option(help="file.py, file.py:function, a built-in one, or a table as in [[rl.rewards]]; several add up."),
+        typer.Option(
+            help="file.py, file.py:function, a built-in one, or a table as in [[rl.rewards]]; several add up."
+        ),
     ] = None,
     weight: Annotated[
         list[str] | None, typer.Option(metavar="NAME=NUMBER", help="The factor of a reward in the sum; 1 by default.")

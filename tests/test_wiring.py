@@ -290,7 +290,9 @@ def test_a_rollout_that_returns_no_episode_is_named(bench: Bench) -> None:
 def test_a_filter_that_rejects_everything_is_named(bench: Bench) -> None:
     drops = "rl.async.max_consecutive_drops=5"
     said = failure(bench, 'rl.filters=[{fn="mine.py:reject"}]', drops)
-    assert said.startswith("5 groups in a row were of no use (filtered_dull 5 times). Change the tasks, the reward or")
+    assert said.startswith(
+        "5 groups in a row were of no use (filtered_dull 5 times). Mend what failed, change the tasks, the"
+    )
     said = failure(bench, 'rl.filters=[{fn="reward_spread", options={min_spread=99.0}}]', drops)
     assert said.startswith("5 groups in a row were of no use (filtered_reward_spread 5 times)")
     said = failure(bench, 'rl.filters=[{fn="mine.py:answer_wrongly"}]')
