@@ -48,9 +48,10 @@ def self_bleu(sequences: Sequence[Tokens], *, max_n: int = 4) -> float:
     if len(spoken) < 2:
         return math.nan
     clips = [_clip([grams(tokens, n) for tokens in spoken]) for n in range(1, max_n + 1)]
-    lengths = [len(tokens) for tokens in spoken]
+    lengths = Counter(len(tokens) for tokens in spoken)
     scores = [
-        _bleu(tokens, clips, lengths[:index] + lengths[index + 1 :], owner=index) for index, tokens in enumerate(spoken)
+        _bleu(tokens, clips, [each for each in lengths if each != len(tokens) or lengths[each] > 1], owner=index)
+        for index, tokens in enumerate(spoken)
     ]
     return sum(scores) / len(scores)
 

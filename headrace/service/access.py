@@ -111,7 +111,7 @@ class Access:
 
     @property
     def num_polls(self) -> int:
-        return sum(self._polls.values())
+        return sum(list(self._polls.values()))
 
 
 class _Bucket:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.errors import HeadraceError, JournalError, RequestError
+from headrace.infer.endpoint.wire import Refused
 from headrace.render import Renderer
 from headrace.service import bodies
 from headrace.service.access import Access, Denied, Tenant, TooMany
@@ -295,6 +296,8 @@ def refusals(app: FastAPI) -> None:
 
 def _status(exc: HeadraceError) -> tuple[int, dict[str, str]]:
     match exc:
+        case Refused():
+            return exc.status, {}
         case Denied():
             return 401, {}
         case TooMany():

@@ -7,7 +7,7 @@ temperature. V vocabulary, n positions.
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from headrace.algo.intervals import Interval, t_interval, wilson
 from headrace.algo.random import derive_seed
 from headrace.algo.statistics import k3
 from headrace.errors import CheckpointError, ModelError, RequestError, SamplerError
+from headrace.service.access import TooMany
 from headrace.service.evaluation_bodies import Compare, Comparison, Estimate, Evaluate, Evaluation, Ruled
 from headrace.service.host import ModelHost, RankingHost
 from headrace.service.judging import Judge, Judged
@@ -40,6 +41,7 @@ from headrace.types import (
 )
 
 AT_ONCE = 16  # sequences of one evaluation with the host; evaluations of one owner follow each other
+MAX_WAITING = 16  # evaluations of one owner, with the one that runs
 EXACT_CELLS = 2**24  # positions times vocabulary up to which distributions are compared whole
 REOPENED = 3  # times a state is looked for anew, when training has replaced it meanwhile
 EXACT, K3, SAMPLED = "exact", "k3", "sampled"
@@ -82,12 +84,13 @@ class Evaluator:
         self._context, self._vocabulary, self._max_sequences = context, vocabulary, max_sequences
         self.rewards: Mapping[str, Judge] = rewards or {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._waiting: Counter[str] = Counter()
 
     async def evaluate(self, owner: str, run: str, asked: Evaluate) -> Evaluation:
-        """Raises RequestError, Unknown and Gone."""
+        """Raises RequestError, Unknown, Gone and TooMany."""
         self._check(owner, run, asked)
         with _refused():
-            async with self._turns[owner], self._policy(asked.policy or run, owner) as sampler:
+            async with self._turn(owner), self._policy(asked.policy or run, owner) as sampler:
                 return (await self._measured(sampler, owner, asked, asked.reference))[0]
 
     async def compare(self, owner: str, run: str, asked: Compare) -> Comparison:
@@ -95,7 +98,7 @@ class Evaluator:
         self._check(owner, run, asked)
         with _refused():
             async with (
-                self._turns[owner],
+                self._turn(owner),
                 self._policy(asked.policy or run, owner) as mine,
                 self._policy(asked.other, owner) as others,
             ):
@@ -115,13 +118,25 @@ class Evaluator:
         for judge in self.rewards.values():
             await judge.close()
 
+    @asynccontextmanager
+    async def _turn(self, owner: str) -> AsyncIterator[None]:
+        """One evaluation of an owner at a time; raises TooMany when many wait, whose bodies are all in memory."""
+        if self._waiting[owner] >= MAX_WAITING:
+            raise TooMany(f"this key has {MAX_WAITING} evaluations waiting", retry_s=1.0)
+        self._waiting[owner] += 1
+        try:
+            async with self._turns[owner]:
+                yield
+        finally:
+            self._waiting[owner] -= 1
+
     # --- one policy ---
 
     async def _measured(
         self, sampler: str, owner: str, asked: Evaluate, reference: str | None
     ) -> tuple[Evaluation, Made]:
         made = await self._made(sampler, asked)
-        metrics, methods = _plain_metrics(asked, made), dict[str, str]()
+        metrics, methods = await asyncio.to_thread(_plain_metrics, asked, made), dict[str, str]()
         spans = _spans(asked, made)
         if asked.prompts or self._is_small(spans):
             metrics["entropy"], methods["entropy"] = await self._entropy(sampler, spans, made, asked)
@@ -197,8 +212,7 @@ class Evaluator:
         if by_name:
             scored = await self._references.score(other, owner, data)
         else:
-            scores = await self._host.score(other, [span.tokens for span in spans], asked.temperature)
-            scored = tuple(float_array(each[1:]) for each in scores)
+            scored = await self._references.score_under(other, data)
         own = np.concatenate([each.sampler_logprobs for group in made.completions for each in group])
         theirs = np.concatenate([each[span.start - 1 :] for each, span in zip(scored, spans, strict=True)])
         return _mean(k3(own, theirs)), K3
@@ -215,12 +229,7 @@ class Evaluator:
         """Log-probs of every token at the span's positions, [n, V]."""
         assert isinstance(self._host, RankingHost)
         top = await self._host.top_logprobs(sampler, span.tokens, self._vocabulary)
-        table = np.empty((len(span.tokens) - span.start, self._vocabulary))
-        np.put_along_axis(table, top.tokens[span.start :].astype(np.int64), top.logprobs[span.start :], axis=1)
-        table = table / temperature
-        table -= table.max(axis=1, keepdims=True)
-        normalised: Table = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
-        return normalised
+        return await asyncio.to_thread(_normalised, top.tokens[span.start :], top.logprobs[span.start :], temperature)
 
     async def _ruled(self, asked: Evaluate, made: Made) -> Ruled | None:
         if asked.reward is None:
@@ -380,6 +389,16 @@ def _weights(given: Sequence[float] | None, length: int) -> Table:
 
 def _nll(scores: FloatArray, weights: Table) -> float:
     return -float((scores[1:].astype(np.float64) * weights).sum())
+
+
+def _normalised(tokens: IntArray, logprobs: FloatArray, temperature: float) -> Table:
+    """Log-probs at a temperature in the order of the vocabulary, from those of all tokens in any order."""
+    table = np.empty(logprobs.shape)
+    np.put_along_axis(table, tokens.astype(np.int64), logprobs, axis=1)
+    table /= temperature
+    table -= table.max(axis=1, keepdims=True)
+    normalised: Table = table - np.log(np.exp(table).sum(axis=1, keepdims=True))
+    return normalised
 
 
 def _entropy(table: Table) -> Table:

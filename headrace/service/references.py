@@ -57,7 +57,7 @@ class References:
                     score, loop = self.named[name], asyncio.get_running_loop()
                     return tuple(await loop.run_in_executor(self._threads, score, data))
             async with self._samplers.using(self.policy(name, owner)) as sampler:
-                return await self._score(sampler, data)
+                return await self.score_under(sampler, data)
 
     def policy(self, name: str, owner: str) -> SamplerRecord:
         """Weights of this server that do not change: the base, a checkpoint, a sampling session. Raises Unknown."""
@@ -80,7 +80,8 @@ class References:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _score(self, sampler: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
+    async def score_under(self, sampler: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
+        """The same under an open sampler of the host, a few thousand tokens at a time."""
         out: dict[int, FloatArray] = {}
         for indices in _batches(data):
             sequences = [all_tokens(data[index]) for index in indices]

@@ -159,7 +159,7 @@ class Sampling:
 
     @property
     def depth(self) -> int:
-        return sum(len(queue) for queue in self._queues.values()) + len(self._tasks)
+        return sum(len(queue) for queue in list(self._queues.values())) + len(self._tasks)
 
     def offer(self, ticket: Ticket) -> None:
         def start() -> None:
@@ -173,8 +173,8 @@ class Sampling:
         ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def start() -> None:
-            if ready.done():
-                self._give_back(sequences)
+            if ready.done():  # nobody waits any more; the pump that called goes on
+                self.running -= sequences
             else:
                 ready.set_result(True)
 

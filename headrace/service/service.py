@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.random import derive_seed
-from headrace.errors import RequestError, boundary
+from headrace.errors import HeadraceError, RequestError, boundary
 from headrace.service import bodies
 from headrace.service.access import Tenant, TooMany
 from headrace.service.evaluation import Evaluator
@@ -167,9 +167,9 @@ class Service:
             self.closing = True
             self.board.wake_all()
             tidying.cancel()
-            self.references.close()
-            await self.evaluator.close()
             await asyncio.gather(tidying, self.sampling.close(), self.trainer.close(), return_exceptions=True)
+            self.references.close()  # after the trainer: a request that it prepares must not fail because we end
+            await self.evaluator.close()
 
     # --- training ---
 
@@ -435,6 +435,9 @@ class Service:
         if ticket is not None:
             await asyncio.shield(ticket.accepted)
             return ticket
+        model = self.registry.models.get(id.rpartition(":")[0])
+        if model is not None and model.frozen:
+            raise RequestError(f"'{model.id}' holds a copy: choose another model_seq_id for a new model")
         known = await self.board.recall(id)
         assert known is not None, f"request {id} was told and is not in the journal"
         return self._remembered(*known)
@@ -488,8 +491,10 @@ class Service:
     async def _tidy_often(self) -> None:
         while True:
             await asyncio.sleep(self.limits.tidy_s)
-            with contextlib.suppress(RequestError):
+            try:
                 await self.tidy()
+            except HeadraceError as exc:  # the next time it may be possible
+                logger.warning("what is old could not be removed: %s", exc)
             self.telemetry.log_server(self.figures())
 
     # --- what several verbs do ---

@@ -90,7 +90,11 @@ class Sessions:
 
     async def tidy(self) -> None:
         """End the work of those that are silent."""
-        for id in [id for id in self._registry.sessions if self.is_silent(id)]:
+        working = {ticket.row.target for ticket in self._board.open_tickets()}
+        models, samplers = self._registry.models.values(), self._registry.samplers.values()
+        busy = {model.session for model in models if model.id in working or self._trainer.is_resident(model.id)}
+        busy |= {sampler.session for sampler in samplers if sampler.id in working}
+        for id in [id for id in self._registry.sessions if self.is_silent(id) and id in busy]:
             why = f"session '{id}' was not heard of for {self._timeout_s:g} s, so its sampling was stopped"
             await self._end(id, why, snapshots=False)
 

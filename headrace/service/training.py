@@ -141,7 +141,7 @@ class Trainer:
 
     def depth(self, model: str | None = None) -> int:
         """Requests that wait or run."""
-        lines = self._lines.values() if model is None else [self._lines[model]] if model in self._lines else []
+        lines = list(self._lines.values()) if model is None else [self._lines[model]] if model in self._lines else []
         return sum(len(line.waiting) + line.inflight for line in lines)
 
     def position(self, ticket: Ticket) -> int:
@@ -154,9 +154,12 @@ class Trainer:
         line = self._lines[ticket.row.target]
         return None if line.next_seq in line.waiting or line.inflight else line.next_seq
 
+    def is_resident(self, model: str) -> bool:
+        return model in self._lines and self._lines[model].resident
+
     @property
     def num_resident(self) -> int:
-        return sum(line.resident for line in self._lines.values())
+        return sum(line.resident for line in list(self._lines.values()))
 
     async def cancel(self, ticket: Ticket) -> bool:
         """A queued request never starts; its number counts as done. False when it has started."""
@@ -175,6 +178,7 @@ class Trainer:
         while seq in line.waiting:
             seq += 1
         for ticket in [line.waiting.pop(number) for number in list(line.waiting) if number > seq]:
+            line.settled.add(ticket.row.seq)
             await self._board.settle(ticket, failed(RequestError(why)))
 
     async def rest(self, model: str) -> None:
@@ -218,7 +222,10 @@ class Trainer:
             if not line.resident:
                 line.restoring = True
                 self._spawn(self._restore(line))
-            elif line.next_seq in line.waiting and _is_ready(line.waiting[line.next_seq]):
+                continue
+            while line.next_seq in line.settled and line.next_seq not in line.waiting:
+                line.next_seq += 1  # it was abandoned, and is done with
+            if line.next_seq in line.waiting and _is_ready(line.waiting[line.next_seq]):
                 return line
         return None
 

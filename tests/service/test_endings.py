@@ -172,6 +172,9 @@ def test_a_copy_cannot_be_trained_and_is_made_once(server: Served, client: Any) 
     assert http.post("/api/v1/copy_weights", json=into).json()["tinker_path"] == here
     refused = http.post("/api/v1/optim_step", json={"model_id": f"{session}:train:3", "seq_id": 1, "adam_params": {}})
     assert (refused.status_code, "cannot be trained" in refused.json()["detail"]) == (400, True)
+    for verb, more in (("create_model", {"base_model": BASE}), ("load_weights", {"path": path})):
+        refused = http.post(f"/api/v1/{verb}", json={"session_id": session, "model_seq_id": 3, **more})
+        assert (refused.status_code, "holds a copy" in refused.json()["detail"]) == (400, True)
 
 
 def test_only_what_may_be_read_is_copied(server: Served, client: Any) -> None:

@@ -1,12 +1,15 @@
 """Evaluation and comparison of policies over HTTP, on a bigram table whose figures can be worked out."""
 
+import asyncio
 import itertools
 import math
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -229,6 +232,48 @@ def test_a_key_evaluates_no_more_often_than_it_asks(tmp_path: Path) -> None:
         http = one.http()
         assert http.post("/runs/x/evaluate", json={"prompts": PROMPTS}).status_code == 404
         assert http.post("/runs/x/evaluate", json={"prompts": PROMPTS}).status_code == 429
+
+
+def test_a_key_has_few_evaluations_waiting(server: Served, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body: dict[str, Any] = {"sequences": [{"tokens": SEQUENCE}], "other": "base"}
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluation, "MAX_WAITING", 0)
+        for verb, asked in (("evaluate", {"sequences": body["sequences"]}), ("compare", body)):
+            reply = server.http().post(f"/runs/{trained}/{verb}", json=asked)
+            assert (reply.status_code, reply.json()["detail"]) == (429, "this key has 0 evaluations waiting")
+    monkeypatch.setattr(evaluation, "MAX_WAITING", 1)
+    for _ in range(2):
+        ask(server, trained, "compare", **body)  # the one before is not counted any more
+
+
+def test_who_hangs_up_ends_the_evaluation(tmp_path: Path) -> None:
+    entered, ended = threading.Event(), threading.Event()
+
+    async def tick() -> None:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with served(tmp_path, host=FakeHost(tick=tick)) as one:
+        http = one.http()
+        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": "fake/bigram", "lora_config": {"rank": 4}}
+        made = http.post("/api/v1/create_model", json=asked).json()
+        done(http, made["request_id"])
+
+        async def leave() -> None:
+            async with httpx.AsyncClient(base_url=one.url, headers={"X-API-Key": KEY}, timeout=60) as leaving:
+                call = asyncio.create_task(
+                    leaving.post(f"/runs/{made['model_id']}/evaluate", json={"prompts": PROMPTS[:1]})
+                )
+                assert await asyncio.to_thread(entered.wait, 60)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+
+        asyncio.run(leave())
+        assert ended.wait(60)
 
 
 def test_the_routes_are_described(server: Served) -> None:

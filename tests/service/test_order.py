@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import BackendError
+from headrace.errors import BackendError, JournalError
 from headrace.service import bodies
 from headrace.service.access import Quota, Tenant
 from headrace.service.fake_host import FakeHost
@@ -187,3 +187,53 @@ async def test_a_state_that_cannot_be_saved_is_made_again_from_the_journal(tmp_p
         assert json.loads(done.body)["metrics"]["num_updates:max"] == 3
     broken.close()
     host.close()
+
+
+async def test_what_was_abandoned_holds_up_nothing_once_its_client_is_back(tmp_path: Path) -> None:
+    async with opened(tmp_path, FakeHost()) as service:
+        model = await make_model(service, await new_session(service), 0)
+        late = [await step(service, model, seq) for seq in (2, 3)]
+        await service.trainer.abandon(model, "the client is silent")
+        assert all([isinstance(await service.wait(each), Failed) for each in late])
+        for seq in (1, 4):
+            assert isinstance(await service.wait(await step(service, model, seq)), Done)
+
+
+async def test_a_crowd_that_hangs_up_while_it_waits_is_passed_over(tmp_path: Path) -> None:
+    async with opened(tmp_path, FakeHost(), running_sequences=1) as service:
+        sampling = service.sampling
+
+        async def wait() -> None:
+            async with sampling.turn("bob", 1):
+                raise AssertionError("nobody waits for it")
+
+        async with sampling.turn("alice", 1):
+            crowd = [asyncio.create_task(wait()) for _ in range(2000)]
+            await asyncio.sleep(0)
+            for each in crowd:
+                each.cancel()
+            await asyncio.gather(*crowd, return_exceptions=True)
+        async with sampling.turn("alice", 1):
+            assert sampling.running == 1
+        assert (sampling.running, sampling.depth) == (0, 0)
+
+
+async def test_tidying_goes_on_after_the_journal_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: asyncio.Queue[None] = asyncio.Queue()
+
+    async def tidy(self: Service) -> None:
+        calls.put_nowait(None)
+        raise JournalError("the disk is full")
+
+    monkeypatch.setattr(Service, "tidy", tidy)
+    async with opened(tmp_path, FakeHost(), tidy_s=0.001):
+        for _ in range(2):
+            await asyncio.wait_for(calls.get(), 60)
+
+
+async def test_reference_models_end_after_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that one of them prepares is left to the journal, and does not fail because the server ends."""
+    seen: list[bool] = []
+    async with opened(tmp_path, FakeHost()) as service:
+        monkeypatch.setattr(service.references, "close", lambda: seen.append(service.trainer._closed))
+    assert seen == [True]
