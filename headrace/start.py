@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 VARIABLE = "GLIBC_TUNABLES"
+AGAIN = "HEADRACE_STARTED_AGAIN"
 SETTINGS = ":".join(
     [
         "glibc.malloc.hugetlb=1",  # ask for large pages where the system gives them to those who ask
@@ -25,10 +26,11 @@ COMPUTE = ("train", "demo", "eval", "verify", "serve", "demonstrate")
 
 
 def main() -> None:
+    again = os.environ.pop(AGAIN, None)  # a program with capabilities of its own gets no VARIABLE from the system
     if os.environ.get(VARIABLE) == SETTINGS:  # read by the C library already
         del os.environ[VARIABLE]
-    elif wants_large_pages(sys.argv[1:], os.environ) and runs_on_glibc():
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: SETTINGS})
+    elif again is None and wants_large_pages(sys.argv[1:], os.environ) and runs_on_glibc():
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: SETTINGS, AGAIN: "1"})
     from headrace.cli import main as run
 
     run()

@@ -48,7 +48,7 @@ def test_a_command_that_computes_begins_again_with_the_settings(started: Any) ->
     assert program == sys.executable
     assert arguments == [sys.executable, "-X", "dev", "headrace", "train", "run.toml"]
     assert environ[start.VARIABLE] == start.SETTINGS
-    assert {name: value for name, value in environ.items() if name != start.VARIABLE} == {
+    assert {name: value for name, value in environ.items() if name not in (start.VARIABLE, start.AGAIN)} == {
         name: value for name, value in os.environ.items() if name != start.VARIABLE
     }
 
@@ -56,6 +56,15 @@ def test_a_command_that_computes_begins_again_with_the_settings(started: Any) ->
 def test_what_has_begun_with_them_runs_and_does_not_hand_them_on(started: Any) -> None:
     assert started("train", "run.toml", tunables=start.SETTINGS) is None
     assert start.VARIABLE not in os.environ
+
+
+def test_a_program_that_the_system_denies_them_begins_once_more_only(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, environ = started("train", "run.toml")
+    monkeypatch.setenv(start.AGAIN, environ[start.AGAIN])
+    assert started("train", "run.toml") is None  # without the variable, as programs with capabilities are started
+    assert start.AGAIN not in os.environ
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("explain", "run.toml"), ("train", "--help")])
