@@ -57,6 +57,10 @@ async def copy_weights(service: Service, who: Tenant, body: bodies.CopyWeights, 
         expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
     )
     await asyncio.to_thread(_link_all, service.path_of(source), service.path_of(copy))
+    if path in registry.checkpoints:  # the same request, twice at once
+        return path
+    if id in registry.models:
+        raise RequestError(f"there is a model '{id}' already: choose another model_seq_id")
     run = Model(
         id=id,
         session=session.id,
@@ -78,9 +82,17 @@ def _link_all(source: Path, target: Path) -> None:
         try:
             shutil.copytree(source, writing, copy_function=_link)
             if not target.exists():
-                os.rename(writing, target)
+                _rename_unless_there(writing, target)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
+
+
+def _rename_unless_there(writing: Path, target: Path) -> None:
+    try:
+        os.rename(writing, target)
+    except OSError:
+        if not target.exists():  # else the same request has just made it
+            raise
 
 
 def _link(source: str, target: str) -> str:

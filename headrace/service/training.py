@@ -62,6 +62,8 @@ class Line:
     waiting: dict[int, Ticket] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
     unsaved: set[int] = field(default_factory=set)
+    untold: int = 0  # requests that were begun, and whose result is not in the journal yet
+    lost: str = ""  # why what was done before a restart could not be done again: the model is not where it was
 
 
 class Trainer:
@@ -207,6 +209,7 @@ class Trainer:
             ticket = line.waiting.pop(line.next_seq)
             line.next_seq += 1
             line.inflight += 1
+            line.untold += not ticket.replay
             line.used = time.monotonic()
             self._inflight += 1
             self._spawn(self._run(line, ticket))
@@ -225,8 +228,9 @@ class Trainer:
                 continue
             while line.next_seq in line.settled and line.next_seq not in line.waiting:
                 line.next_seq += 1  # it was abandoned, and is done with
-            if line.next_seq in line.waiting and _is_ready(line.waiting[line.next_seq]):
-                return line
+            ticket = line.waiting.get(line.next_seq)
+            if ticket is not None and _is_ready(ticket) and not (line.untold and isinstance(ticket.work, Load)):
+                return line  # a checkpoint is there for others when its save is told
         return None
 
     async def _prepare(self, ticket: Ticket, work: Forward) -> None:
@@ -235,8 +239,6 @@ class Trainer:
             with boundary(BackendError, f"the reference model '{work.reference}' failed"):
                 ready = await self._references.filled(work, ticket.row.owner)
         except HeadraceError as exc:
-            if ticket.replay:
-                logger.warning("request %s cannot be run again after a restart: %s", ticket.row.id, exc)
             ready = Broken(message=str(exc))
         if ticket.work is work:  # it was not cancelled meanwhile
             ticket.work = ready
@@ -257,16 +259,21 @@ class Trainer:
                 if ticket.replay:
                     await self._repeat(line, ticket)
                     return
+                if line.lost:
+                    raise BackendError(f"the model is not where it was before the server's restart: {line.lost}")
                 outcome: Outcome = await self._execute(ticket, ticket.work, also)
         except HeadraceError as exc:
             if ticket.replay:
-                logger.warning("request %s, run again after a restart, failed: %s", ticket.row.id, exc)
+                logger.error("request %s, run again after a restart, failed: %s", ticket.row.id, exc)
+                if ticket.row.state == "done":
+                    line.lost = line.lost or str(exc)
                 return
             outcome = failed(exc, self._folder)
             line.unsaved.discard(ticket.row.seq)
             if isinstance(ticket.work, Step):
                 self._telemetry.forget(line.model)
-                self._saved(ticket, None, also)
+                if not line.lost:  # else the journal is all that has the way to where it was
+                    self._saved(ticket, None, also)
         finally:
             line.inflight -= 1
             self._inflight -= 1
@@ -276,7 +283,11 @@ class Trainer:
             self._pump()
         if ticket.row.seq > self._registry.models[line.model].saved_seq:
             line.settled.add(ticket.row.seq)
-        await self._board.settle(ticket, outcome, also.statements)
+        try:
+            await self._board.settle(ticket, outcome, also.statements)
+        finally:
+            line.untold -= 1
+            self._pump()
         if also.record is not None:
             self._telemetry.log(also.record)
         for folder in also.stale:
@@ -471,7 +482,7 @@ class Trainer:
             )
             self._wait(line, ticket)
         line.next_seq, line.resident, line.restoring = model.saved_seq + 1, True, False
-        line.unsaved = set()
+        line.unsaved, line.lost = set(), ""
         self._pump()
 
     async def _repeat(self, line: Line, ticket: Ticket) -> None:
@@ -493,6 +504,8 @@ class Trainer:
                 source = self._registry.checkpoint(ticket.work.path, ticket.row.owner)
                 folder = self._folder / source.folder
                 await asyncio.wrap_future(self._host.load(line.model, folder, optimizer=ticket.work.optimizer))
+            case Broken() if ended_well and ticket.row.kind == "forward_backward":
+                raise BackendError(ticket.work.message)  # it was whole when it ran first
             case _:
                 return
 

@@ -21,6 +21,7 @@ from headrace.service.journal import Journal
 from headrace.service.registry import Unknown
 from headrace.service.service import Limits, ModelCard, Service
 from service.sdk import Gate
+from service.served import BASE, served
 
 ALICE = Tenant(name="alice", quota=Quota())
 CARD = ModelCard(name="fake", context=64, vocabulary=16)
@@ -237,3 +238,26 @@ async def test_reference_models_end_after_the_trainer(tmp_path: Path, monkeypatc
     async with opened(tmp_path, FakeHost()) as service:
         monkeypatch.setattr(service.references, "close", lambda: seen.append(service.trainer._closed))
     assert seen == [True]
+
+
+def test_a_checkpoint_can_be_loaded_by_the_request_behind_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path) as running:
+        board, trainer = running.service.board, running.service.trainer
+        real = trainer._save
+
+        def load_is_accepted() -> bool:
+            return any(one.row.kind == "load_weights" and one.accepted.done() for one in board.open_tickets())
+
+        async def slowly(*given: Any) -> Any:
+            while not load_is_accepted():  # noqa: ASYNC110 (nothing tells)
+                await asyncio.sleep(0.01)
+            for _ in range(100):  # the load has every chance to run
+                await asyncio.sleep(0)
+            return await real(*given)
+
+        monkeypatch.setattr(trainer, "_save", slowly)
+        model = running.client().create_lora_training_client(base_model=BASE, rank=8)
+        model.save_state("one")
+        model.load_state(f"tinker://{model._guaranteed_model_id()}/weights/one").result(60)

@@ -201,3 +201,34 @@ def test_a_restart_scores_again_what_was_accumulated(tmp_path: Path) -> None:
             return second.host._models[taken["model_id"]].table
 
     assert (weights(True) == weights(False)).all()
+
+
+def test_what_cannot_be_scored_again_after_a_restart_is_no_gradient_left_out(tmp_path: Path) -> None:
+    frozen = Frozen()
+    with serving(tmp_path, frozen) as first:
+        client = ServiceClient(first.url, api_key=KEY)
+        model = client.create_training(rank=4, seed=0).result(LIMIT_S)
+        model.forward_backward(DATA, CROSS_ENTROPY).result(LIMIT_S)
+        model.forward_backward(DATA, KL, FROZEN).result(LIMIT_S)
+        begun = first.host._models[model.model_id].table.copy()
+        id = model.model_id
+        client.link.close()  # its session is not ended
+
+    def step(server: Served, number: int) -> Any:
+        server.http().post("/api/v1/optim_step", json={"model_id": id, "seq_id": number, **write_step(UPDATE)})
+        while True:
+            reply = server.http().post("/api/v1/retrieve_future", json={"request_id": f"{id}:{number}"})
+            if reply.status_code != 408:
+                return reply.json()
+
+    frozen.broken = True
+    with serving(tmp_path, frozen) as second:
+        said = str(step(second, 3))
+        assert "not where it was before the server's restart" in said
+        assert "its folder is gone" in said
+        assert (second.host._models[id].table == begun).all()
+    frozen.broken = False
+    with serving(tmp_path, frozen) as third:  # the failed step spent the gradient, as a failed step does
+        assert "metrics" in step(third, 4)
+        assert third.host._models[id].num_updates == 1
+        assert (third.host._models[id].table == begun).all()
