@@ -21,6 +21,7 @@ decoupled PPO with full weights over that of coupled PPO at the largest eta.
 
 import argparse
 import asyncio
+import copy
 import json
 import multiprocessing
 import os
@@ -57,6 +58,7 @@ from headrace.algo.losses import find_loss
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.arrays import Correction, Score, minibatches, provide, scored_by_backend, step_batch
 from headrace.loops.evaluate import evaluate
+from headrace.model.load import prepare
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import BUILTIN, Term
@@ -112,7 +114,8 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
     began_s = time.monotonic()
     c, lm = DEMO["rl"], demo_model(start, seed=seed)
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
-    engine = EmbeddedEngine(lm, max_rows=DEMO["engine"]["max_rows"])
+    sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source)  # keeps its version until a publish
+    engine = EmbeddedEngine(sampled, source=lm, max_rows=DEMO["engine"]["max_rows"])
     play = partial(
         play_group,
         make_env=WORLDS[WORLD].make_env,
