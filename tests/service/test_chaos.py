@@ -40,7 +40,7 @@ BETWEEN: Sequence[Point] = [  # an update is on disk and not in the journal; gra
     ("headrace.service.training:Trainer._saved", 4),
     ("headrace.service.hosting.host:AdapterHost.optim_step", 3),
 ]
-LAST = "headrace.service.service:Service.finish_session"
+LAST = "headrace.service.sessions:Sessions.finish"
 
 
 class Parent:
@@ -98,6 +98,7 @@ class Servers:
                 "points": [point], "signal": SIGKILL,
             }  # fmt: skip
             self.exits.append(self._parent.fork(request))
+            assert self.exits[-1] == -SIGKILL, (self.folder / "output").read_text()
 
     def join(self) -> None:
         self._thread.join()
