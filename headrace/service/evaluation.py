@@ -1,8 +1,8 @@
 """What a policy is like on a set of prompts or sequences, and how two policies differ on one set.
 
 Sampling and scoring are the host's. Seeds follow from the request's seed, the prompt's place and the sample's, so two
-policies that are compared draw with the same random numbers. Log-probs are of the distribution at the request's
-temperature. V vocabulary, n positions.
+policies that are compared draw with the same random numbers. Entropy and KL are of the distribution at the request's
+temperature, perplexity is at temperature 1. V vocabulary, n positions.
 """
 
 import asyncio
