@@ -27,6 +27,7 @@ from headrace.config import (
     load_config,
     to_mapping,
 )
+from headrace.config.async_checks import async_problems
 from headrace.config.checks import SMOLLM2_INSTALL
 from headrace.config.keys import describe, field_type, keys
 from headrace.errors import ConfigError
@@ -109,8 +110,8 @@ def test_lists_of_tables_become_tuples_of_sources() -> None:
             "run.toml: unknown key 'rl.eta'; did you mean 'rl.async.max_staleness'?",
         ),
         (
-            RL + "[rl.async]\nbatch_groups = 4\n",
-            "run.toml: unknown key 'rl.async.batch_groups'; did you mean 'rl.groups'?",
+            RL.replace("steps", "batch_groups = 4\nsteps"),
+            "run.toml: unknown key 'rl.batch_groups'; did you mean 'rl.groups'?",
         ),
         (
             SFT + "[sft.optimizer]\nlr = 1",
@@ -235,6 +236,40 @@ def test_the_file_is_blamed_when_an_override_set_something_else() -> None:
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1))
 def test_any_line_of_text_can_be_given_as_a_quoted_override(text: str) -> None:
     assert load("", f"run.name={json.dumps(text, ensure_ascii=False)}".replace("\x7f", "\\u007f")).run.name == text
+
+
+# --- two names of one number -----------------------------------------------------------------------------------------
+
+
+def test_the_groups_of_a_batch_have_two_names_and_one_place() -> None:
+    for loaded in (
+        load(RL + "[rl.async]\nbatch_groups = 4\n"),
+        load(RL, "rl.async.batch_groups=4"),
+        load(RL.replace("steps", "groups = 4\nsteps") + "[rl.async]\nbatch_groups = 4\n"),
+    ):
+        assert loaded == load(RL, "rl.groups=4"), "one place has the number, whatever it was called"
+    assert to_mapping(load(RL, "rl.async.batch_groups=4"))["rl"]["groups"] == 4
+    own = load_config(RL, file="run.toml", overrides=["rl.async.batch_groups=4"], rl_defaults=lambda rl: {"groups": 2})
+    assert own == load(RL, "rl.groups=4"), "what the file says goes before what its tasks say"
+
+
+def test_two_sizes_of_a_batch_are_one_error() -> None:
+    sentence = (
+        "'rl.async.batch_groups' is 4 and 'rl.groups' is 6, but both are the number of groups of a batch: "
+        "leave one of them out"
+    )
+    both = RL.replace("steps", "groups = 6\nsteps")
+    assert loading_error(both + "[rl.async]\nbatch_groups = 4\n") == f"run.toml: {sentence}"
+    assert loading_error(both, "rl.async.batch_groups=4") == f"--set rl.async.batch_groups=4: {sentence}"
+    rl = load(both).rl
+    assert rl is not None
+    made = dataclasses.replace(rl, asynchronous=dataclasses.replace(rl.asynchronous, batch_groups=4))
+    assert next(async_problems(made, Config().engine)) == sentence, "also of a tree that was not loaded"
+
+
+def test_a_wrong_size_of_a_batch_is_blamed_on_the_name_it_was_given_by() -> None:
+    sentence = "'rl.async.batch_groups' must be a whole number above 0, but it is 0"
+    assert loading_error(RL, "rl.async.batch_groups=0") == f"--set rl.async.batch_groups=0: {sentence}"
 
 
 # --- checking --------------------------------------------------------------------------------------------------------

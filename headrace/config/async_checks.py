@@ -29,8 +29,19 @@ SAMPLER_RATIO = (
 )
 
 
+def batch_problems(rl: Rl) -> Iterator[str]:
+    """A batch has one size; a loaded tree has it in `rl.groups`."""
+    named = rl.asynchronous.batch_groups
+    if named is not None and named != rl.groups:
+        yield (
+            f"'rl.async.batch_groups' is {named} and 'rl.groups' is {rl.groups}, but both are the number of groups of "
+            "a batch: leave one of them out"
+        )
+
+
 def async_problems(rl: Rl, engine: Engine) -> Iterator[str]:
     c = rl.asynchronous
+    yield from batch_problems(rl)
     if c.interrupt == "inflight" and c.lockstep_tokens:
         yield (
             "'rl.async.lockstep_tokens' repeats a run exactly, and keys and values that 'rl.async.interrupt' = "

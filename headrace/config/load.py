@@ -5,13 +5,14 @@ import re
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.config.algorithms import filled_in
+from headrace.config.async_checks import batch_problems
 from headrace.config.keys import describe, field_type, keys, table_class, toml_name
 from headrace.config.tree import Config
 from headrace.errors import ConfigError
@@ -45,12 +46,15 @@ def load_config(
     try:
         for path in _unknown_keys(tree, Config, ()):
             raise _Wrong(path, f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
+        says_groups = False
         if isinstance(rl := tree.get("rl"), dict):
+            says_groups = "groups" in rl
             tree["rl"] = filled_in({**rl_defaults(rl), **rl})
         try:
-            return TypeAdapter(Config).validate_python(tree)
+            config = TypeAdapter(Config).validate_python(tree)
         except ValidationError as exc:
             raise _Wrong(*_first_problem(exc, tree)) from exc
+        return _with_one_batch(config, says_groups=says_groups)
     except _Wrong as wrong:
         raise ConfigError(f"{_origin(wrong.path, file, overrides)}: {wrong.sentence}") from wrong.__cause__
 
@@ -67,6 +71,17 @@ def _plain(value: Any) -> Any:
         entries = {toml_name(entry.name): getattr(value, entry.name) for entry in fields(value)}
         return {name: _plain(item) for name, item in entries.items() if item is not None and item != {}}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _with_one_batch(config: Config, *, says_groups: bool) -> Config:
+    """`rl.async.batch_groups` goes to `rl.groups`, the one place that has the number; both may say it, not differ."""
+    rl = config.rl
+    if rl is None or (named := rl.asynchronous.batch_groups) is None:
+        return config
+    if says_groups:
+        for sentence in batch_problems(rl):
+            raise _Wrong(("rl", "asynchronous", "batch_groups"), sentence)
+    return replace(config, rl=replace(rl, groups=named, asynchronous=replace(rl.asynchronous, batch_groups=None)))
 
 
 KeyPath = tuple[str | int, ...]

@@ -222,11 +222,12 @@ class Filter:
 class Async:
     """How far sampling runs ahead of training, and what becomes of tokens that are older. [rl.async] in a file.
 
-    A batch has `rl.groups` groups. `behaviour_weight`, `weight_cap`, `weight_floor` and `cap_action` are the weights of
-    stale tokens.
+    `behaviour_weight`, `weight_cap`, `weight_floor` and `cap_action` are the weights of stale tokens. A loaded tree has
+    the groups of a batch in `rl.groups` alone, wherever the file says them.
     """
 
     max_staleness: Staleness = 0  # eta: how many versions old a trained token may be
+    batch_groups: Positive | None = None  # groups of a training batch, another name of `rl.groups`; unset: as that says
     max_running: Positive | None = None  # groups in flight; unset: as many as the staleness bound admits
     # a group with an older token is dropped, or only its tokens that are young enough are trained
     stale_action: Literal["drop", "mask"] = "drop"
