@@ -258,9 +258,11 @@ class _World:
 
 async def _close(world: _World, task: Task) -> None:
     """An environment that cannot be closed in time is left behind with a warning; its episode stands."""
+    limit = asyncio.timeout(CLOSE_TIMEOUT_S)
     try:
         with boundary(EpisodeError, f"task {task.id}: the environment cannot be closed"):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with limit:
                 await world.run(world.env.close)
     except EpisodeError as exc:
-        logger.warning("%s", exc)
+        late = f"task {task.id}: the environment was not closed within {CLOSE_TIMEOUT_S:g} s and is left behind"
+        logger.warning("%s", late if limit.expired() else exc)

@@ -14,6 +14,7 @@ from headrace.errors import RewardError
 from headrace.model.tiny import END_ID, make_tokenizer
 from headrace.protocols import Env
 from headrace.render import Renderer
+from headrace.rollout import episode as episode_module
 from headrace.rollout.episode import run_episode
 from headrace.rollout.group import BlockingSampler, play_group
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler
@@ -249,6 +250,29 @@ async def test_an_environment_that_cannot_be_closed_does_not_spoil_its_episode()
     env = ClosingEnv("close")
     assert isinstance(await play(env, ScriptedSampler(in_turn("up"))), Episode)
     assert env.closed
+
+
+async def test_the_warning_of_an_environment_that_does_not_close_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_go = threading.Event()
+
+    class Hanging(FakeEnv):
+        blocking = True
+
+        def close(self) -> None:
+            let_go.wait(timeout=60.0)
+
+    await played(ClosingEnv("close"), ScriptedSampler(in_turn("up")))
+    monkeypatch.setattr(episode_module, "CLOSE_TIMEOUT_S", 0.001)
+    try:
+        await played(Hanging(target=1), ScriptedSampler(in_turn("up")))
+    finally:
+        let_go.set()
+    assert caplog.messages == [
+        "task t: the environment cannot be closed: OSError: stuck",
+        "task t: the environment was not closed within 0.001 s and is left behind",
+    ]
 
 
 async def test_a_prompt_longer_than_the_episode_may_be_fails() -> None:
