@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace import wiring
 from headrace.cli import load_checked
@@ -310,6 +311,32 @@ def test_tasks_that_are_all_too_long_are_answered_with_the_length_they_need(benc
     least = int(found[1])
     assert failure(bench, f"rl.max_prompt_tokens={least - 1}") == said
     bench.train(f"rl.max_prompt_tokens={least}", "rl.steps=1")
+
+
+SFT = 'sft={steps=2, batch_size=2, max_tokens=64, sources=[{type="world", name="key_door", size=4}]}'
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ("rl.max_prompt_tokens=2", "no task is left"),
+        ('rl.tasks={type="world", name="add", size=99, options={max_number=9}}', "there are only 78 different sums"),
+    ],
+    ids=["too long", "not so many"],
+)
+def test_tasks_that_cannot_be_trained_on_are_found_before_the_first_stage(bench: Bench, tasks: str, said: str) -> None:
+    assert failure(bench, SFT, tasks).startswith(said)
+    (run,) = (bench.folder / "runs").iterdir()
+    assert not list((run / "checkpoints").rglob("step_*"))
+    assert not (run / "metrics.jsonl").is_file() or not read_metrics(run / "metrics.jsonl")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("overrides", [(), (SFT,), ("run.deterministic=true",)], ids=["rl", "sft", "deterministic"])
+def test_a_device_that_is_not_there_is_refused_before_there_is_a_run(bench: Bench, overrides: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.device is 'cuda' but torch sees no CUDA device"):
+        bench.train("model.device=cuda", *overrides)
+    assert not (bench.folder / "runs").exists()
 
 
 def test_tasks_that_are_too_long_are_said_to_be_left_out(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

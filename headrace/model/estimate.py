@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
@@ -290,11 +290,11 @@ class Placement:
 
 
 def place(*, device: str, dtype: str, gpus: Sequence[str], mps: bool) -> Placement:
-    """What `device` and `dtype` ("auto" or a name) come to with these GPUs; raises ModelError if it is not there."""
+    """What `device` and `dtype` ("auto" or a name) come to with these GPUs; raises ConfigError if it is not there."""
     if device == "cuda" and not gpus:
-        raise ModelError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
+        raise ConfigError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
     if device == "mps" and not mps:
-        raise ModelError("model.device is 'mps' but torch sees none; set it to 'auto' or 'cpu'")
+        raise ConfigError("model.device is 'mps' but torch sees none; set it to 'auto' or 'cpu'")
     if device == "auto":
         chosen = "cuda" if gpus else "cpu"
         reason = f"torch sees {gpus[0]}" if gpus else "torch sees no GPU that it can use"

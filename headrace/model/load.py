@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from headrace.errors import ModelError, boundary
+from headrace.errors import ConfigError, ModelError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
 from headrace.model.compiled import layer_forward
@@ -124,13 +124,13 @@ def own_storage(model: Any) -> Any:
 
 
 def choose_device(wanted: str) -> str:
-    """ "auto" takes CUDA when it is there, else the CPU."""
+    """ "auto" takes CUDA when it is there, else the CPU; raises ConfigError for one that is not there."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
+        raise ConfigError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
     if wanted == "mps" and not torch.backends.mps.is_available():
-        raise ModelError("model.device is 'mps' but torch sees none; set it to 'auto' or 'cpu'")
+        raise ConfigError("model.device is 'mps' but torch sees none; set it to 'auto' or 'cpu'")
     return wanted
 
 

@@ -24,7 +24,7 @@ from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.publish import Publisher
 from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
-from headrace.types import metric_values
+from headrace.types import Task, metric_values
 from headrace.wiring.here import Here
 from headrace.wiring.metrics import Outlets, told_by
 from headrace.wiring.objective import make_adam
@@ -48,6 +48,7 @@ class Run:
     reward_model_path: str | None = None
     metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
     figures: dict[str, Any] = field(default_factory=dict)
+    tasks: tuple[Task, ...] | None = None  # of [rl], made by the first stage that runs
     threads: int | None = None  # of arithmetic, for the workers; None: as many as torch has
     outlets: Outlets = field(default_factory=lambda: Outlets(Metrics()))  # of metrics, besides the run folder
 

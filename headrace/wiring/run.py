@@ -29,6 +29,7 @@ from headrace.wiring.models import starting_model
 from headrace.wiring.process import log_to, stop_on_signals
 from headrace.wiring.remote import check_service, starting_state
 from headrace.wiring.rewards import close_terms
+from headrace.wiring.sources import training_tasks
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
     if config.model.service is not None:
         with no_progress_bars():
             check_service(config)
+    else:
+        device = choose_device(config.model.device)  # one that is not there is refused before there is a run
+        if device == "cuda" and config.run.deterministic:
+            make_deterministic()
     if resume is None:
         run = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
         run.write_config(to_toml(to_mapping(config)))
@@ -58,8 +63,6 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
         _check_same_run(run, config)
     with log_to(run.log), no_progress_bars():
         logger.info("%s: run folder %s", config_text_path, run.path)
-        if config.run.deterministic and choose_device(config.model.device) == "cuda":
-            make_deterministic()
         try:
             return asyncio.run(_train(config, run))
         except Interrupted as exc:
@@ -130,6 +133,8 @@ async def _stage(run: Run, at: _Found, steps: int, body: Callable[[Run, Desk], A
     if found is None or found.step < steps:
         desk = Desk(run, at.name, steps, at.store, found)
         try:
+            if run.config.rl is not None and run.tasks is None:  # before anything is trained: none may be left
+                run.tasks = training_tasks(run.config, run.config.rl, desk.renderer)
             desk.place.try_worst_case()
             await body(run, desk)
         finally:

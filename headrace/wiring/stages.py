@@ -16,7 +16,7 @@ from headrace.wiring.desk import Desk, Run
 from headrace.wiring.objective import make_correction, make_keys, make_loss
 from headrace.wiring.record import make_record
 from headrace.wiring.rollouts import make_executor
-from headrace.wiring.sources import conversations_of, pairs_of, training_conversations, training_tasks
+from headrace.wiring.sources import conversations_of, pairs_of, training_conversations
 
 
 async def run_sft(run: Run, desk: Desk) -> None:
@@ -76,7 +76,8 @@ async def run_reward_model(run: Run, desk: Desk) -> None:
 async def run_rl(run: Run, desk: Desk) -> None:
     config, c = run.config, run.config.rl
     assert c is not None
-    source = TaskSource(training_tasks(config, c, desk.renderer), config.run.seed)
+    assert run.tasks is not None
+    source = TaskSource(run.tasks, config.run.seed)
     meter = Meter()
     executor = make_executor(c, config.run.seed, desk, source, meter)
     if desk.found is not None:

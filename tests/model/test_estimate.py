@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 from headrace.model.estimate import (
     CUDA_HEAD_CHUNK_TOKENS,
     HEAD_CHUNK_TOKENS,
@@ -274,7 +274,7 @@ def test_the_device_is_the_one_that_is_there() -> None:
     assert place(device="cuda", dtype="float32", gpus=("x",), mps=False).attention.endswith("cannot do float32")
     assert place(device="cpu", dtype="auto", gpus=("x",), mps=False).device == "cpu"
     for absent in ("cuda", "mps"):
-        with pytest.raises(ModelError, match=f"model.device is '{absent}'"):
+        with pytest.raises(ConfigError, match=f"model.device is '{absent}'"):
             place(device=absent, dtype="auto", gpus=(), mps=False)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 from headrace.model import load
 from headrace.model.attention import Packed
 from headrace.model.load import (
@@ -115,7 +115,7 @@ def test_device_and_dtype_are_chosen_by_one_rule() -> None:
     assert choose_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
     assert choose_device("cpu") == "cpu"
     if not torch.cuda.is_available():
-        with pytest.raises(ModelError, match="no CUDA device"):
+        with pytest.raises(ConfigError, match="no CUDA device"):
             choose_device("cuda")
 
 
