@@ -149,13 +149,16 @@ WEIGHTS = {
     "cap_action": ("clamp", "bound", Bound.CLAMP),
 }
 KEEPING = ("keep", "score")  # of groups, not of tokens: test_oversampling.py
+BATCH = ("batch_groups",)  # loading brings it to rl.groups
 
 
 def test_d4_every_key_reaches_what_it_is_for() -> None:
     text = '[rl]\nsteps = 5\nloss = "decoupled_ppo"\ntasks = { type = "world", name = "key_door" }'
     rl = load_config(text, file="run.toml").rl
     assert rl is not None
-    assert {*SETTINGS, *WEIGHTS, *KEEPING} == {field.name for field in fields(Async)}
+    assert {*SETTINGS, *WEIGHTS, *KEEPING, *BATCH} == {field.name for field in fields(Async)}
+    sized = load_config(text, file="run.toml", overrides=["rl.async.batch_groups=3"]).rl
+    assert sized == replace(rl, groups=3)
     for key, (written, meant) in SETTINGS.items():
         made = make_settings(Async(**{key: written}))
         assert getattr(made, key) == meant != getattr(make_settings(Async()), key), key
