@@ -6,9 +6,10 @@ Advantages of a critic are computed from the values that the file has of it.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from headrace.algo.advantages.by_values import GAE_METHODS, check_gae, credit_by_values
 from headrace.algo.advantages.credit import METHODS, check_method, credit
 from headrace.algo.advantages.keys import Keys, KeysFn, default_keys
-from headrace.algo.lookup import hint
+from headrace.algo.lookup import hint, lookup
 from headrace.config import Config, RewardRunner, RewardTerm, Rl, Source, absolute_paths, load_config
 from headrace.config.paths import find_path, is_code_path, split_function
 from headrace.errors import ConfigError, RewardError
@@ -75,24 +76,18 @@ def recredit(c: Recredit) -> Result:
 
 
 async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
-    judge = _Judge(c)
+    """All that can be refused is refused before a function is called: scoring may take hours."""
+    asked = _asked(c)
     before: list[EpisodeLine] = []
-    judged: dict[GroupKey, list[ScoredEpisode | FailedEpisode]] = {}
     values: Values = {}
-    try:
-        async for key, lines in _by_group(file, c.step):
-            before += [_numbers(line) for line in lines]
-            values |= {(line.training_step, line.id): _values(line, c.method) for line in lines}
-            judged.setdefault(key, []).extend(await judge.score([line for line in lines if line.failed is None]))
-    finally:
-        await judge.close()
-    _check_some(judged, file)
+    for line in _lines(file, c.step):
+        before.append(_numbers(line))
+        values[line.training_step, line.id] = _values(line, c.method)
     _check_whole(before, file, partial=c.partial)
     method = _method(c, before, file)
-    if method.method in GAE_METHODS:
-        results = _credited_by_values(judged, _all_known(values, judged, method, file), method)
-    else:
-        results = _credited(judged, before, method)
+    known = _all_known(values, before, method, file) if method.method in GAE_METHODS else {}
+    judged = await _judged(c, asked, file)
+    results = _credited_by_values(judged, known, method) if known else _credited(judged, before, method)
     about = About(method=method.method, params=method.params, group_sizes=_sizes(results.values()))
     after: list[EpisodeLine] = []
 
@@ -112,18 +107,8 @@ async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
     return Result(out=out, method=method, comparison=compare_credit(before, after))
 
 
-async def _by_group(file: Path, step: int | None) -> AsyncIterator[tuple[GroupKey, list[EpisodeLine]]]:
-    """Neighbouring lines of one group at a time, so that few tokens are held at once."""
-    run: list[EpisodeLine] = []
-    for _, line in iter_raw(file):
-        if step is not None and line.training_step != step:
-            continue
-        if run and _key(run[0]) != _key(line):
-            yield _key(run[0]), run
-            run = []
-        run.append(line)
-    if run:
-        yield _key(run[0]), run
+def _lines(file: Path, step: int | None) -> Iterator[EpisodeLine]:
+    return (line for _, line in iter_raw(file) if step is None or line.training_step == step)
 
 
 def _key(line: EpisodeLine) -> GroupKey:
@@ -139,12 +124,27 @@ def _numbers(line: EpisodeLine) -> EpisodeLine:
 # --- reward ----------------------------------------------------------------------------------------------------------
 
 
+async def _judged(
+    c: Recredit, asked: tuple[RewardTerm, ...], file: Path
+) -> dict[GroupKey, list[ScoredEpisode | FailedEpisode]]:
+    """Neighbouring lines of one group at a time, so that few tokens are held at once."""
+    judge = _Judge(c, asked)
+    judged: dict[GroupKey, list[ScoredEpisode | FailedEpisode]] = {}
+    try:
+        for key, lines in groupby(_lines(file, c.step), key=_key):
+            played = [line for line in lines if line.failed is None]
+            judged.setdefault(key, []).extend(await judge.score(played))
+    finally:
+        await judge.close()
+    _check_some(judged, file)
+    return judged
+
+
 class _Judge:
     """The reward functions that were asked for; with none, every episode keeps its reward."""
 
-    def __init__(self, c: Recredit) -> None:
-        self._c = c
-        self._asked = _asked(c)
+    def __init__(self, c: Recredit, asked: tuple[RewardTerm, ...]) -> None:
+        self._c, self._asked = c, asked
         self._terms: list[Term | GroupTerm] = make_terms(_config(c, self._asked), None) if c.rewards else []
         self._runner = GroupRewardRunner(self._terms) if self._terms else None
         self._takes_tokens: str | None = None  # a function that does, once somebody asks
@@ -248,6 +248,8 @@ def _method(c: Recredit, lines: Sequence[EpisodeLine], file: Path) -> MethodLine
     name = c.method or (own.method if own is not None else None)
     if name is None:
         raise ConfigError(f"{file} was not credited: say how with --credit, one of {', '.join(METHODS)}")
+    if name not in GAE_METHODS:
+        lookup(dict.fromkeys((*METHODS, *GAE_METHODS)), name, "credit method")
     alike = own is not None and (own.method == name or {own.method, name} <= set(GAE_METHODS))
     kept = dict(own.params) if own is not None and alike else {}
     method = MethodLine(method=name, params={**kept, **(c.params or {})})
@@ -289,26 +291,24 @@ def _values(line: EpisodeLine, asked: str | None) -> TokenValues | None:
 
 
 def _all_known(
-    values: Values, judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]], method: MethodLine, file: Path
+    values: Values, lines: Sequence[EpisodeLine], method: MethodLine, file: Path
 ) -> dict[EpisodeKey, TokenValues]:
-    """Raises ConfigError where the values of an episode that is to be credited, or the KL in its rewards, are not
-    known."""
+    """Raises ConfigError where the values of an episode, or the KL in its rewards, are not known."""
     known = {}
-    for (step, _), found in judged.items():
-        for id in (one.episode.id for one in found if isinstance(one, ScoredEpisode)):
-            said = values[step, id]
-            if said is None:
-                raise ConfigError(
-                    f"credit '{method.method}' needs the values of a critic, and {file} does not have those of episode "
-                    f"{id}: they are in files of runs with [rl.critic], of every token unless rl.save.lean; give "
-                    f"--credit one of {', '.join(METHODS)}"
-                )
-            if method.params.get("kl_coef") and said.penalties is None:
-                raise ConfigError(
-                    f"rewards of {file} had a KL to a reference in them, which a lean file does not have: add "
-                    "--param kl_coef=0 to leave it out"
-                )
-            known[step, id] = said
+    for line in (line for line in lines if line.failed is None):
+        said = values[line.training_step, line.id]
+        if said is None:
+            raise ConfigError(
+                f"credit '{method.method}' needs the values of a critic, and {file} does not have those of episode "
+                f"{line.id}: they are in files of runs with [rl.critic], of every token unless rl.save.lean; give "
+                f"--credit one of {', '.join(METHODS)}"
+            )
+        if method.params.get("kl_coef") and said.penalties is None:
+            raise ConfigError(
+                f"rewards of {file} had a KL to a reference in them, which a lean file does not have: add "
+                "--param kl_coef=0 to leave it out"
+            )
+        known[line.training_step, line.id] = said
     return known
 
 

@@ -1,6 +1,7 @@
 """Rollouts scored and credited anew without a model: bit for bit where nothing changes, and in the sandbox."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,29 @@ def test_episodes_that_were_never_credited_can_be(file: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
+        ({"method": "gigppo"}, "unknown credit method 'gigppo': did you mean 'gigpo'"),
+        ({"method": "turn_gea"}, "did you mean 'turn_gae'"),
+        ({"method": "turn_gae"}, "needs the values of a critic"),
+        ({"params": {"gamma": 2.0}}, "from 0 to 1"),
+        ({"path": Path("partial.jsonl")}, "has 2 of the 3 episodes"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_scored(file: Path, asked: dict[str, object], why: str) -> None:
+    """Scoring may take hours, and may cost money."""
+    trace = file.parent / "trace"
+    (file.parent / "spy.py").write_text(f"def judge(text):\n    open({str(trace)!r}, 'w').close()\n    return 1.0\n")
+    file.with_name("partial.jsonl").write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    spied = Recredit(path=file, rewards=("spy.py:judge",), trusted=True)
+    with pytest.raises(ConfigError, match=why):
+        recredit(replace(spied, **asked))  # type: ignore[arg-type]
+    assert not trace.exists()
+    recredit(spied)
+    assert trace.exists(), "nothing else keeps it from being called"
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
         ({"method": "turn_gae"}, "'turn_gae' needs the values of a critic, and .* does not have those of episode 7/0"),
         ({"method": "token_gae"}, "'token_gae' needs the values of a critic"),
         ({"method": "turn_gae", "params": {"lam": 2.0}}, "'lam' of 'turn_gae' is 2: write a number from 0 to 1"),
@@ -217,7 +241,6 @@ def test_episodes_that_were_never_credited_can_be(file: Path) -> None:
         ({"rewards": ("{ fn = length }",)}, "--reward: this is not TOML"),
         ({"rewards": ("env", "env")}, "two rewards are called env"),
         ({"rewards": ("env",), "weights": {"evn": 2.0}}, "--weight evn: no --reward has this name; did you mean 'env'"),
-        ({"method": "gigppo"}, "gigpo"),
         ({"rewards": ("nowhere.py:judge",)}, "there is no file nowhere.py"),
         ({"rewards": ("exact_mtach",)}, "exact_mtach is not known"),
         ({"out": Path("step_000004.jsonl")}, "is the file that is read"),
