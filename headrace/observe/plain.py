@@ -8,6 +8,8 @@ import re
 # no width
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 
+DUST = 1e-12  # advantages are some tenths, and float64 has 16 digits
+
 
 def visible(text: str) -> str:
     r"""Characters that would act instead of being seen, written out.
@@ -44,16 +46,24 @@ def short_key(key: str | None, width: int = 12) -> str:
     return "–" if key is None else one_line(key, width) or "(empty)"
 
 
+def is_dust(value: float) -> bool:
+    """Whether a sum of advantages is no more than what rounding left of zero."""
+    return abs(value) < DUST
+
+
 def figure(value: float | None, *, sign: bool = False) -> str:
-    """
+    """A number in short; with its sign if it is an advantage, of which dust is shown as 0.
+
     >>> figure(0.5), figure(-0.25, sign=True), figure(None), figure(1234567.0), figure(float("nan"))
     ('0.5', '-0.25', '–', '1.23e+06', 'nan')
+    >>> figure(3.97e-17), figure(3.97e-17, sign=True), figure(-1e-9, sign=True)
+    ('3.97e-17', '0', '-1e-09')
     """
     if value is None:
         return "–"
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if value == 0:
+    if value == 0 or (sign and is_dust(value)):
         return "0"
     text = f"{value:.3g}" if abs(value) < 100 else f"{value:.4g}" if abs(value) < 1e5 else f"{value:.2e}"
     return f"+{text}" if sign and value > 0 else text

@@ -104,8 +104,9 @@ def _anchor_tables(catalog: Catalog, groups: Sequence[str], key: str) -> list[Re
             tables += [anchor_table(anchor, group), ""]
     if tables:
         return tables
-    most = sorted(known, key=lambda anchor: -len(anchor.visits))[:6]
-    names = ", ".join(f"'{short_key(anchor.key, 40)}'" for anchor in most)
+    most = sorted(known, key=lambda anchor: -len(anchor.visits))
+    keys = list(dict.fromkeys(anchor.key for anchor in most))[:6]
+    names = ", ".join(f"'{short_key(own, 40)}'" for own in keys)
     raise ConfigError(
         f"no state of {catalog.path} has '{key}' in its key; " + (f"some are {names}" if names else "no step has a key")
     )

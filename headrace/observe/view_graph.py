@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.observe.lines import EpisodeLine
-from headrace.observe.plain import figure, last_line, one_line, short_key
+from headrace.observe.plain import figure, is_dust, last_line, one_line, short_key
 from headrace.observe.view_anchors import Visit, visit
 from headrace.observe.view_catalog import finite_mean
 
@@ -224,12 +224,12 @@ def _edge(move: Transition, places: Mapping[str, tuple[float, float]]) -> Edge:
 
 
 def advantage_tone(value: float) -> int:
-    """-3 to 3: how strongly an advantage speaks; 0 for exactly none.
+    """-3 to 3: how strongly an advantage speaks; 0 for none.
 
-    >>> [advantage_tone(value) for value in (0.0, 0.01, 0.5, 1.5, -9.0)]
-    [0, 1, 2, 3, -3]
+    >>> [advantage_tone(value) for value in (0.0, 1e-16, 0.01, 0.5, 1.5, -9.0)]
+    [0, 0, 1, 2, 3, -3]
     """
-    size = 0 if value == 0 or value != value else 1 if abs(value) < 0.5 else 2 if abs(value) < 1.5 else 3
+    size = 0 if is_dust(value) or value != value else 1 if abs(value) < 0.5 else 2 if abs(value) < 1.5 else 3
     return size if value > 0 else -size
 
 

@@ -193,8 +193,7 @@ def _text(value: str) -> Text:
 
 
 def _signed(value: float | None) -> Text:
-    style = "dim" if not value else "green" if value > 0 else "red"
-    return Text(figure(value, sign=True), style=style)
+    return _tinted(figure(value, sign=True))
 
 
 def _tinted(text: str) -> Text:
