@@ -33,6 +33,8 @@ REWARD_KIT := reward-kit==0.4.1 openai==1.78.1 aiohttp==3.14.5 aiohappyeyeballs=
 OLD_SDK := $(VENV)/tinker-0.25.0
 # Likewise, without anything it asks for: reward functions need nothing else of it.
 EVAL_PROTOCOL := eval-protocol==0.3.33
+# Likewise: where it is importable transformers loads it into every process.
+QUANTIZERS := torchao==0.18.0
 PYTEST_ARGS ?=
 SLOW_BENCHES := bench/staleness_quality.py
 
@@ -95,6 +97,8 @@ $(DEV): $(CORE)
 		|| echo "reward-kit cannot be installed here: the tests that compare with it will be skipped"
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/eval-protocol $(EVAL_PROTOCOL) \
 		|| echo "eval-protocol cannot be installed here: the tests that compare with it will be skipped"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/quantizers $(QUANTIZERS) \
+		|| echo "torchao cannot be installed here: the test of it will be skipped"
 	@touch $@
 
 $(VENV)/cookbook: $(DEV)

@@ -1,12 +1,14 @@
-"""What few bits save of a reference model's memory, and what they cost in its log-probs, on the CPU.
+"""What few bits save of a reference model's memory, and what they cost in its log-probs.
 
-    python bench/reference.py [--model smollm2-135m] [--tokens 64] [--texts 8]
+    python bench/reference.py [--model smollm2-135m] [--tokens 64] [--texts 8] [--device cpu]
 
 Each text is sampled from the model itself, from a prompt of its own, so its log-probs are those that training compares
 with. They are scored by the model in float32 (what is true), in bfloat16 (what a reference model has on a GPU), and
-with int8 and int4 weights over bfloat16 and over float32. `mean_error`, `max_error` and `k3` are against float32,
-`bf16_mean_error` is against bfloat16, and so is `saved`, the share of the memory that is saved. `ratio` is the memory
-of int8 over bfloat16, embedding and head included, over that of bfloat16. Without --model: a random Llama, 256 wide.
+with int8 and int4 weights over bfloat16 and over float32, kept by plain torch and by each package that is installed and
+of use here (`headrace/model/quantizers.py`; a line says why another is not). `mean_error`, `max_error` and `k3` are
+against float32, `bf16_mean_error` is against bfloat16, and so is `saved`, the share of the memory that is saved.
+`ratio` is the memory of plain int8 over bfloat16, embedding and head included, over that of bfloat16; `auto` is what a
+server would choose. Without --model: a random Llama, 256 wide.
 """
 
 import argparse
@@ -17,36 +19,44 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.errors import ModelError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import LanguageModel, load_model, prepare
-from headrace.model.quantized import Bits
+from headrace.model.quantizers import PREFERRED, Asked, choose
 from headrace.model.tiny import make_model
-from headrace.train.references import ReferenceModels
+from headrace.train.references import FewBits, ReferenceModels
 from headrace.types import Datum, FloatArray, SampleRequest, SamplingParams, float_array, int_array
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+QUANTIZERS: tuple[Asked, ...] = ("plain", *PREFERRED)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     name: str
     dtype: torch.dtype
-    bits: Bits | None
+    few_bits: FewBits | None
 
 
-KINDS = (
-    Kind("float32", torch.float32, None),
-    Kind("bfloat16", torch.bfloat16, None),
-    Kind("int8 over bfloat16", torch.bfloat16, 8),
-    Kind("int4 over bfloat16", torch.bfloat16, 4),
-    Kind("int8 over float32", torch.float32, 8),
-    Kind("int4 over float32", torch.float32, 4),
-)
+def kinds(device: torch.device) -> list[Kind]:
+    """What can be had here."""
+    found = [Kind("float32", torch.float32, None), Kind("bfloat16", torch.bfloat16, None)]
+    for name, dtype in DTYPES.items():
+        for few in (FewBits(bits=bits, quantizer=each) for bits in (8, 4) for each in QUANTIZERS):  # type: ignore[arg-type]
+            try:
+                choose(few.quantizer, few.bits, device=device, dtype=dtype)
+            except ModelError as exc:
+                print(f"not measured over {name}: {exc}")
+            else:
+                found.append(Kind(f"int{few.bits} over {name}, {few.quantizer}", dtype, few))
+    return found
 
 
-def make(path: str | None, dtype: torch.dtype) -> LanguageModel:
+def make(path: str | None, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     if path:
-        return load_model(path, dtype=dtype)
+        return load_model(path, dtype=dtype, device=device.type)
     model = make_model(vocab_size=8192, width=256, layers=6, heads=4, kv_heads=2, context=512, seed=0)
-    return prepare(model.to(dtype), None, source="bench")
+    return prepare(model.to(device, dtype), None, source="bench")
 
 
 def own_texts(lm: LanguageModel, count: int, tokens: int) -> list[Datum]:
@@ -75,17 +85,23 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    texts = own_texts(make(options.model, torch.float32), options.texts, options.tokens)
+    device = torch.device(options.device)
+    texts = own_texts(make(options.model, torch.float32, torch.device("cpu")), options.texts, options.tokens)
     scored = np.concatenate([datum.arrays["weights"] for datum in texts]) != 0
     sizes: dict[str, int] = {}
     logprobs: dict[str, FloatArray] = {}
-    for kind in KINDS:
-        references = ReferenceModels(lambda _, dtype=kind.dtype: make(options.model, dtype), bits=kind.bits)  # type: ignore[misc]
+    measured = kinds(device)
+    for kind in measured:
+        references = ReferenceModels(
+            lambda _, dtype=kind.dtype: make(options.model, dtype, device),  # type: ignore[misc]
+            few_bits=lambda _, few=kind.few_bits: few,  # type: ignore[misc]
+        )
         logprobs[kind.name] = np.concatenate(references.score("it", texts))[scored]
         sizes[kind.name] = references.size_bytes
     found = {}
-    for kind in KINDS[1:]:
+    for kind in measured[1:]:
         difference = logprobs[kind.name].astype(np.float64) - logprobs["float32"]
         found[kind.name] = {
             "mib": round(sizes[kind.name] / 2**20, 1),
@@ -96,8 +112,14 @@ def main() -> None:
             "bf16_mean_error": round(float(np.abs(logprobs[kind.name] - logprobs["bfloat16"]).mean()), 5),
         }
         print(kind.name, found[kind.name])
-    ratio = sizes["int8 over bfloat16"] / sizes["bfloat16"]
-    print(json.dumps({"ratio": round(ratio, 3), "float32_mib": round(sizes["float32"] / 2**20, 1), **found}))
+    ratio = sizes["int8 over bfloat16, plain"] / sizes["bfloat16"]
+    auto = {
+        f"int{bits} over {name}": choose("auto", bits, device=device, dtype=dtype)  # type: ignore[arg-type]
+        for name, dtype in DTYPES.items()
+        for bits in (8, 4)
+    }
+    told = {"ratio": round(ratio, 3), "device": device.type, "float32_mib": round(sizes["float32"] / 2**20, 1)}
+    print(json.dumps({**told, "auto": auto, **found}))
 
 
 if __name__ == "__main__":

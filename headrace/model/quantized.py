@@ -3,12 +3,13 @@
 Weight-only and symmetric: each row of a weight is cut into groups, and a group is whole numbers times one scale, the
 largest of its magnitudes being the largest number. Products are computed from weights made anew for each call, so only
 one layer's are there at a time. Embedding and head keep their precision: that is where errors show most. Plain torch:
-it runs wherever torch does, and is not faster than the full weights.
+it runs wherever torch does, and is not faster than the full weights. Packages that do the same are `quantizers.py`.
 
 Shape letters: O outputs, I inputs, G groups of a row, W inputs of a group.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -78,17 +79,29 @@ def _unpacked(packed: Tensor, inputs: int) -> Tensor:
     return both[:, :inputs].to(torch.int8) - 8
 
 
-def quantize_model(model: nn.Module, bits: Bits) -> None:
+def quantize_model(
+    model: nn.Module, bits: Bits, make: Callable[[nn.Linear, Bits], nn.Module] = QuantizedLinear
+) -> None:
     """Exchange every linear layer but the head, in place."""
     linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     for name in linears:
         parent_name, _, leaf = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         if leaf != "lm_head" and not isinstance(parent, LoraLinear):
-            setattr(parent, leaf, QuantizedLinear(getattr(parent, leaf), bits))
+            setattr(parent, leaf, make(getattr(parent, leaf), bits))
 
 
 def model_bytes(model: nn.Module) -> int:
     """Of parameters and buffers, each counted once."""
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    tensors = {id(part): part for each in (*model.parameters(), *model.buffers()) for part in _parts(each)}
     return sum(each.numel() * each.element_size() for each in tensors.values())
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """What a tensor is made of: one of a type of its own, as torchao's are, tells the shape and type it stands for."""
+    inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    if type(inner) is not Tensor and hasattr(inner, "__tensor_flatten__"):
+        for name in inner.__tensor_flatten__()[0]:
+            yield from _parts(getattr(inner, name))
+    else:
+        yield tensor

@@ -63,7 +63,8 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
     """A frozen model that losses and evaluations may name: a folder here, or http://HOST:PORT/NAME of a
-    `headrace serve --reference`, whose key is in the environment variable `key_env`. `bits`: of its weights here."""
+    `headrace serve --reference`, whose key is in the environment variable `key_env`. `bits`: of its weights here, which
+    `quantizer` keeps; auto: what runs on this machine and is right."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
@@ -71,6 +72,7 @@ class ReferenceModel:
     url: str = ""
     key_env: str = "HEADRACE_REFERENCE_KEY"
     bits: Literal[8, 4] | None = None
+    quantizer: Literal["auto", "torchao", "bitsandbytes", "plain"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,8 @@ def _check_named(config: ServeConfig, file: str) -> None:
     for each in config.references:
         if bool(each.path) == bool(each.url):
             raise ConfigError(f"{file}: reference '{each.name}' needs either a path or a url")
+        if each.quantizer != "auto" and each.bits is None:
+            raise ConfigError(f"{file}: reference '{each.name}' names a quantizer: say how many bits, or leave it out")
     if config.engine.reference_models < 1 or config.engine.reference_bytes < 0:
         raise ConfigError(f"{file}: 'engine.reference_models' must be 1 or more, 'engine.reference_bytes' 0 or more")
 

@@ -5,6 +5,7 @@ is being loaded is waited for by all who want it, and one that is evicted while 
 done.
 """
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,9 +13,20 @@ from dataclasses import dataclass, field
 
 from headrace.errors import ModelError
 from headrace.model.load import LanguageModel
-from headrace.model.quantized import Bits, model_bytes, quantize_model
+from headrace.model.quantized import Bits, model_bytes
+from headrace.model.quantizers import Asked, quantize_by
 from headrace.train.scorer import FrozenScorer
 from headrace.types import Datum, FloatArray
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewBits:
+    """How many bits a weight has, and who keeps them (`model/quantizers.py`)."""
+
+    bits: Bits
+    quantizer: Asked = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,8 @@ class Counts:
 
 class ReferenceModels:
     """`load` makes a model of a name. At most `limit` are kept, of `room_bytes` together if that is given; the one
-    that was used longest ago goes first. `bits`: of their weights, None for those that they come with."""
+    that was used longest ago goes first. `few_bits` says of a name in how many its weights are kept, None for those
+    that they come with."""
 
     def __init__(
         self,
@@ -45,12 +58,12 @@ class ReferenceModels:
         *,
         limit: int = 2,
         room_bytes: int | None = None,
-        bits: Bits | None = None,
+        few_bits: Callable[[str], FewBits | None] = lambda name: None,
         micro_batch_tokens: int = 8192,
     ) -> None:
         assert limit >= 1
         self._load = load
-        self._limit, self._room_bytes, self._bits = limit, room_bytes, bits
+        self._limit, self._room_bytes, self._few_bits = limit, room_bytes, few_bits
         self._micro_batch_tokens = micro_batch_tokens
         self._kept: OrderedDict[str, Reference] = OrderedDict()
         self._loading: dict[str, threading.Event] = {}
@@ -98,9 +111,11 @@ class ReferenceModels:
     def _make(self, name: str) -> Reference:
         lm = self._load(name)
         lm.model.requires_grad_(False)
-        if self._bits is not None:
-            quantize_model(lm.model, self._bits)
+        few_bits = self._few_bits(name)
+        by = None if few_bits is None else quantize_by(lm.model, few_bits.bits, few_bits.quantizer)
         size = model_bytes(lm.model)
+        told = "" if few_bits is None else f", {few_bits.bits}-bit weights by {by}"
+        logger.info("the reference model '%s' is loaded: %.1f MiB%s", name, size / 2**20, told)
         if self._room_bytes is not None and size > self._room_bytes:
             raise ModelError(
                 f"the reference model '{name}' needs {size:,} bytes and reference models may have "

@@ -12,7 +12,6 @@ from fastapi import FastAPI
 
 from headrace.errors import ConfigError, ModelError
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
-from headrace.model.quantized import quantize_model
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
 from headrace.service.access import Access
@@ -22,7 +21,7 @@ from headrace.service.reference_client import RemoteReference
 from headrace.service.references import Score
 from headrace.service.server import check_reach
 from headrace.service.settings import ReferenceModel, ServeConfig
-from headrace.train.references import ReferenceModels
+from headrace.train.references import FewBits, ReferenceModels
 from headrace.wiring.models import fuse
 
 
@@ -35,6 +34,7 @@ def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dic
         partial(_load, config, here, vocabulary),
         limit=config.engine.reference_models,
         room_bytes=config.engine.reference_bytes or None,
+        few_bits=lambda name: _few_bits(here[name]),
         micro_batch_tokens=config.engine.micro_batch_tokens,
     )
     named: dict[str, Score] = {name: partial(models.score, name) for name in here}
@@ -55,11 +55,13 @@ def _load(config: ServeConfig, known: Mapping[str, ReferenceModel], vocabulary: 
             f"the reference model '{name}' knows {lm.vocabulary} tokens, and the model that is served {vocabulary}: "
             "choose one with the same tokenizer"
         )
-    if asked.bits is not None:
-        quantize_model(lm.model, asked.bits)
-    else:
+    if asked.bits is None:
         fuse(lm)
     return lm
+
+
+def _few_bits(asked: ReferenceModel) -> FewBits | None:
+    return None if asked.bits is None else FewBits(bits=asked.bits, quantizer=asked.quantizer)
 
 
 def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, Judge]:

@@ -109,13 +109,13 @@ def test_a_server_that_does_not_answer_is_asked_again(monkeypatch: pytest.Monkey
 
 
 def test_a_model_of_another_vocabulary_is_refused(folder: Path) -> None:
-    config = load_serve_config(serve_toml(folder, "bits = 8\n"), file="serve.toml")
+    config = load_serve_config(serve_toml(folder, 'bits = 8\nquantizer = "plain"\n'), file="serve.toml")
     with open_references(config, vocabulary=4000) as named, pytest.raises(ModelError, match=r"knows \d+ tokens"):
         named["small"](data())
 
 
 def test_bits_of_the_file_are_those_of_the_model(folder: Path) -> None:
-    few = load_serve_config(serve_toml(folder, "bits = 8\n"), file="serve.toml")
+    few = load_serve_config(serve_toml(folder, 'bits = 8\nquantizer = "plain"\n'), file="serve.toml")
     lm = load_model(str(folder))
     lm.model.requires_grad_(False)
     whole = FrozenScorer(lm).score(data())

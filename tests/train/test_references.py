@@ -10,7 +10,7 @@ from headrace.errors import ModelError
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.quantized import model_bytes
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.train.references import ReferenceModels
+from headrace.train.references import FewBits, ReferenceModels
 from headrace.train.scorer import FrozenScorer
 from headrace.types import Datum, float_array, int_array
 
@@ -47,7 +47,7 @@ def test_memory_is_a_limit_too() -> None:
     assert references.size_bytes == 2 * size
     with pytest.raises(ModelError, match="fewer bits"):
         ReferenceModels(make, room_bytes=size - 1).score("1", data())
-    ReferenceModels(make, room_bytes=size - 1, bits=8).score("1", data())
+    ReferenceModels(make, room_bytes=size - 1, few_bits=lambda name: FewBits(bits=8)).score("1", data())
 
 
 def test_one_that_cannot_be_loaded_leaves_the_others() -> None:
@@ -63,8 +63,8 @@ def test_few_bits_cost_little() -> None:
     """Four bits have 7 levels where eight have 127: errors are about 18 times as large."""
     [exact] = ReferenceModels(make).score("5", data())
     errors = []
-    for bits in (8, 4):
-        [found] = ReferenceModels(make, bits=bits).score("5", data())  # type: ignore[arg-type]
+    for few in (FewBits(bits=8, quantizer="plain"), FewBits(bits=4, quantizer="plain")):
+        [found] = ReferenceModels(make, few_bits={"5": few}.get).score("5", data())
         errors.append(float(np.abs(found - exact).mean()))
     assert 0 < errors[0] < 0.05
     assert 6 < errors[1] / errors[0] < 54
