@@ -44,11 +44,13 @@ def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
 
 
 def mismatch_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
-    """Sampler against trainer on tokens sampled by the very weights that were scored."""
+    """Sampler against trainer on tokens sampled by the very weights that were scored; empty when there are none, for
+    that is no agreement."""
     merged: dict[str, Metric] = {}
     for datum, scored in zip(data, logprobs, strict=True):
         fresh = (datum.arrays["weights"] != 0) & (datum.arrays["versions"] == version)
-        merged = merge_metrics(merged, mismatch(datum.arrays["sampler_logprobs"], scored, fresh))
+        if fresh.any():
+            merged = merge_metrics(merged, mismatch(datum.arrays["sampler_logprobs"], scored, fresh))
     return merged
 
 
