@@ -17,10 +17,12 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from headrace.model.tiny import make_tokenizer
+from headrace.render import Renderer
 from headrace.service import schema
 from headrace.service.access import Quota
 from headrace.service.service import Limits, ModelCard
-from service.hosts import opened
+from service.hosts import WORDS, opened
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
@@ -35,9 +37,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     card = ModelCard(name="small", context=CONTEXT, vocabulary=VOCABULARY, aliases=(BASE,))
     limits = Limits(poll_s=0.5, body_bytes=BODY_BYTES, max_rank=16, evaluation_sequences=4)
     quota = Quota(requests_per_s=1e6, burst=10**6, models=10**6)
+    folder, renderer = tmp_path_factory.mktemp("fuzz"), Renderer(make_tokenizer(WORDS))
     with (
         opened() as host,
-        served(tmp_path_factory.mktemp("fuzz"), host=host, card=card, limits=limits, quota=quota) as s,
+        served(folder, host=host, card=card, limits=limits, quota=quota, renderer=renderer) as s,
     ):
         yield s
 
@@ -129,20 +132,32 @@ def sample(owned: Owned, seq: int, **more: Any) -> dict[str, Any]:
 # --- every route -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def saved(mine: Owned) -> str:
+    """A checkpoint to sample from, to load and to copy."""
+    body = {"model_id": mine.model, "seq_id": mine.next_seq, "path": "kept"}
+    mine.next_seq += 1
+    return str(mine.ended(mine.http.post("/api/v1/save_weights_for_sampler", json=body))["path"])
+
+
 @pytest.mark.parametrize("examples", [3, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-def test_no_route_is_brought_down_by_what_its_schema_allows_or_forbids(server: Served, examples: int) -> None:
+def test_no_route_is_brought_down_by_what_its_schema_allows_or_forbids(
+    server: Served, saved: str, examples: int
+) -> None:
     document = schemathesis.openapi.from_dict(server.http().get("/openapi.json").json())
     operations = [result.ok() for result in document.get_all_operations()]
+    paths = {operation.path for operation in operations}
     assert len(operations) > 40
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/api/v1/copy_weights"} <= paths
     for operation in operations:
         modes = list(schemathesis.GenerationMode) if operation.body else [schemathesis.GenerationMode.POSITIVE]
         for mode in modes:
-            probe(server, operation, mode, examples)
+            probe(server, operation, mode, examples, saved)
 
 
-def probe(server: Served, operation: Any, mode: Any, examples: int) -> None:
+def probe(server: Served, operation: Any, mode: Any, examples: int, saved: str) -> None:
     owned = Owned(server.http(KEY))  # a new one each time: it may end its own session
-    replaced = known(owned)
+    replaced = known(owned, saved)
 
     @settings(QUICK, max_examples=examples)
     @given(case=operation.as_strategy(generation_mode=mode), honest=st.booleans())
@@ -158,12 +173,13 @@ def probe(server: Served, operation: Any, mode: Any, examples: int) -> None:
     run()
 
 
-def known(owned: Owned) -> dict[str, Any]:
+def known(owned: Owned, saved: str) -> dict[str, Any]:
     """What exists, under every name that it is asked for by."""
     return {
         "session_id": owned.session, "model_id": owned.model, "run": owned.model, "sampling_session_id": owned.sampler,
         "request_id": f"{owned.model}:0", "base_model": BASE, "target": {"sampling_session_id": owned.sampler},
-        "kind": "weights", "id": owned.session,
+        "kind": "weights", "id": owned.session, "model": saved, "source_path": saved, "model_path": saved,
+        "tinker_path": saved,
     }  # fmt: skip
 
 
@@ -357,3 +373,81 @@ def test_odd_sampling_is_the_callers_mistake(mine: Owned, asked: dict[str, Any])
     assert reply.status_code in (200, 400, 422), reply.text
     if reply.status_code == 200:
         mine.ended(reply)
+
+
+# --- completions and copies ------------------------------------------------------------------------------------------
+
+WORD = st.sampled_from(["w1", "w2 w3", "", "\ud800", "é", "<|end|>"]) | st.text(max_size=3)
+COUNT = st.integers(-1, 3) | st.sampled_from([10**40, 2**63, 129])
+SHARED = {
+    "max_tokens": COUNT | st.just(200),
+    "temperature": st.floats(0, 2) | st.floats() | st.just(1e-300),
+    "top_p": st.floats(0.1, 1) | st.floats() | st.just(1e-300),
+    "seed": st.integers(-(2**70), 2**70),
+    "n": COUNT,
+    "stop": WORD | st.lists(WORD, max_size=5) | st.none(),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans(), "x": st.none()}),
+}
+TEXT = st.fixed_dictionaries(
+    {"prompt": WORD | st.lists(WORD, max_size=3) | st.lists(TOKENS, max_size=140) | st.lists(st.floats(), max_size=2)},
+    optional={**SHARED, "echo": st.booleans(), "logprobs": COUNT | st.booleans()},
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "x"])},
+    optional={
+        "content": WORD | st.none() | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": WORD})),
+        "tool_calls": st.none() | st.lists(st.dictionaries(WORD, WORD, max_size=2), max_size=1),
+    },
+)
+CHAT = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGE, max_size=3)},
+    optional={
+        **SHARED,
+        "logprobs": st.booleans(),
+        "top_logprobs": COUNT,
+        "tools": st.lists(
+            st.fixed_dictionaries({"type": st.just("function"), "function": st.dictionaries(WORD, WORD)}), max_size=2
+        ),
+    },
+)
+
+
+@settings(QUICK, max_examples=100)
+@given(data=st.data())
+def test_odd_completions_are_the_callers_mistake(mine: Owned, saved: str, data: st.DataObject) -> None:
+    path, asked = data.draw(st.sampled_from([("completions", TEXT), ("chat/completions", CHAT)]))
+    model = data.draw(st.sampled_from([BASE, saved, mine.sampler, mine.model, "", "tinker://a/b/c", "\ud800"]))
+    body = json.dumps({"model": model, **data.draw(asked)}).encode()
+    reply = mine.http.post(f"/v1/{path}", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code in (200, 400, 404, 422), (body, reply.text)
+    if reply.headers["content-type"].startswith("text/event-stream"):
+        events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+        assert events[-1] == "[DONE]", reply.text
+        assert not any("error" in json.loads(event) for event in events[:-1]), reply.text
+    else:
+        assert ("error" in reply.json()) == (reply.status_code != 200)
+
+
+@settings(QUICK, max_examples=40)
+@given(
+    source=st.booleans(),
+    more=st.fixed_dictionaries({}, optional={
+        "session_id": st.booleans() | WORD,
+        "model_seq_id": st.integers(-1, 3) | st.just(2**70),
+        "ttl_seconds": st.integers(-1, 5) | st.just(2**70) | st.floats(),
+        "destination_project_id": WORD,
+    }),
+    key=st.none() | st.sampled_from(["a", "b"]),
+)  # fmt: skip
+def test_odd_copies_are_the_callers_mistake(
+    mine: Owned, saved: str, source: bool, more: dict[str, Any], key: str | None
+) -> None:
+    if more.get("session_id") is True:
+        more = {**more, "session_id": mine.session}
+    body = json.dumps({"source_path": saved if source else f"{saved}x", **more}).encode()
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"X-Idempotency-Key": key})
+    reply = mine.http.post("/api/v1/copy_weights", content=body, headers=headers)
+    assert reply.status_code in (200, 400, 404, 422), (body, reply.text)
+    if reply.status_code == 200:
+        assert reply.json()["tinker_path"].endswith("/sampler_weights/kept")
