@@ -71,7 +71,9 @@ def write_demonstrations(
         if keep(scored)
     ]
     if not kept:
-        raise DataError("no episode is worth showing: none succeeded; keep all of them, or take a better policy")
+        raise DataError(
+            "no episode is worth showing: none succeeded; keep all of them (--all), or take a better policy"
+        )
     with boundary(DataError, f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")

@@ -8,7 +8,7 @@ import ast
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ class DefinitionIn(_Shape):
     tools_module_path: str | None = None
     reward_function_path: str | None = None
     goal_description: str | None = None
-    evaluation_criteria: CriteriaIn = Field(default_factory=CriteriaIn)
+    evaluation_criteria: CriteriaIn | None = None
     initial_user_prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     poc_max_turns: int = Field(default=3, ge=1)
@@ -138,7 +138,24 @@ def read_definition(path: Path) -> DefinitionIn:
         for key in read.base_resource_config:
             if key not in SQL_KEYS:
                 raise ConfigError(f"{path}: base_resource_config has no {key!r}: it may have {', '.join(SQL_KEYS)}")
+    if unused := _unused(read):
+        raise ConfigError(f"{path}: {unused} means nothing with resource_type {read.resource_type!r}: leave it out")
     return read
+
+
+def _unused(read: DefinitionIn) -> str | None:
+    """A field that says something nobody would hear."""
+    criteria = read.evaluation_criteria or CriteriaIn()
+    asks = criteria.final_state_query or criteria.expected_query_result_transform
+    if read.resource_type in WORLDS:
+        given = {
+            "tools_module_path": read.tools_module_path,
+            "dataset_path": read.dataset_path,
+            "evaluation_criteria": criteria != CriteriaIn(),
+        }
+        return next((name for name, value in given.items() if value), None)
+    without = read.resource_type in (None, "PythonStateResource")  # a database
+    return "evaluation_criteria.final_state_query" if asks and without else None
 
 
 def _problem(exc: ValidationError) -> str:
@@ -159,8 +176,9 @@ def _tasks(read: DefinitionIn, config: Mapping[str, Any], base: Path, file: str)
     if read.resource_type is not None and read.resource_type in WORLDS:
         options = {key: value for key, value in read.base_resource_config.items() if key not in ("size", "seed")}
         made = world_tasks(read.resource_type, int(config.get("size", 1)), int(config.get("seed", 0)), options)
-        return tuple(made)
-    criteria = read.evaluation_criteria
+        own = _messages(read.messages, read.initial_user_prompt, file)
+        return tuple(replace(task, messages=(*own, *task.messages)) for task in made)
+    criteria = read.evaluation_criteria or CriteriaIn()
     truth = {
         "function_calls": criteria.ground_truth_function_calls,
         "comparable_state": criteria.ground_truth_comparable_state,
@@ -175,19 +193,25 @@ def _tasks(read: DefinitionIn, config: Mapping[str, Any], base: Path, file: str)
     own = _messages(read.messages, read.initial_user_prompt, file)
     if read.dataset_path is None:
         return (Task(id=read.name, messages=_asked(own, file), data=data),)
-    tasks = []
+    tasks: list[Task] = []
+    seen: set[str] = set()
     for index, row in enumerate(_read_rows(base / read.dataset_path)):
-        said = _messages(row.get("messages"), row.get("prompt") or row.get("initial_user_prompt"), file)
+        said = _messages(
+            row.get("messages"), row.get("prompt") or row.get("initial_user_prompt"), f"{file}, row {index}"
+        )
         kept = {key: value for key, value in row.items() if key not in ("messages", "prompt", "initial_user_prompt")}
         id = f"{read.name}/{row.get('id', index)}"
+        if id in seen:
+            raise DataError(f"{file}: dataset_path has two rows with the id {id}: make ids unique, or leave them out")
+        seen.add(id)
         tasks.append(Task(id=id, messages=_asked(said or own, f"{file}, row {index}"), data={**data, **kept}))
     return tuple(tasks)
 
 
-def _messages(messages: Any, prompt: str | None, file: str) -> tuple[Message, ...]:
-    if messages:
-        return parse_prompt(messages, file)
-    return () if prompt is None else (Message(role="user", content=prompt),)
+def _messages(messages: Any, prompt: Any, place: str) -> tuple[Message, ...]:
+    """Both may be a text or a conversation, as in any file of tasks."""
+    found = messages or prompt
+    return parse_prompt(found, place) if found else ()
 
 
 def _asked(messages: tuple[Message, ...], file: str) -> tuple[Message, ...]:
@@ -254,7 +278,7 @@ def _environment(read: DefinitionIn, base: Path, file: str) -> tuple[Callable[[]
         partial(
             ResourceEnv,
             open_resource=_open_database,
-            achieved=_sql_criterion(read.evaluation_criteria, file),
+            achieved=_sql_criterion(read.evaluation_criteria or CriteriaIn(), file),
             tools={"execute_sql": _execute_sql, **tools},
             described=(EXECUTE_SQL, *described),
         ),

@@ -244,11 +244,54 @@ def test_rows_of_a_dataset_are_tasks_each(folder: Path) -> None:
     assert definition.rollouts == 6
 
 
+def test_a_row_may_ask_with_a_conversation(folder: Path) -> None:
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go to JFK."}]
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": asked}))
+    [task] = load_task_definition(write_json(folder, dataset_path="rows.jsonl")).tasks
+    assert [(message.role, message.content) for message in task.messages] == [
+        ("system", "Be brief."),
+        ("user", "Go to JFK."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"id": 1}, {"id": 0}, {"id": 1}], "two rows with the id flights/1"),
+        ([{}, {"id": 0}], "two rows with the id flights/0"),
+        ([{}, {"prompt": 7}], "row 1: a prompt must be a text or a list of messages, this is 7"),
+    ],
+)
+def test_rows_that_cannot_be_tasks_are_named(folder: Path, rows: list[dict[str, Any]], told: str) -> None:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError) as caught:
+        load_task_definition(write_json(folder, dataset_path="rows.jsonl"))
+    assert told in str(caught.value)
+
+
+def test_a_file_as_reward_kits_model_writes_itself_has_nulls_for_what_is_not_said(folder: Path) -> None:
+    """What `TaskDefinitionModel(...).model_dump_json()` of reward-kit 0.4.1 gives."""
+    text = (
+        '{"name":"x","description":null,"resource_type":"PythonStateResource",'
+        '"base_resource_config":{"initial_state":{"a":1}},"tools_module_path":null,"reward_function_path":"reward.py:f",'
+        '"goal_description":null,"evaluation_criteria":null,"initial_user_prompt":"go","messages":null,'
+        '"poc_max_turns":3,"resource_server":null,"num_rollouts":1,"dataset_path":null,"num_rollouts_per_sample":1}'
+    )
+    (folder / "dump.json").write_text(text)
+    definition = load_task_definition(folder / "dump.json")
+    [task] = definition.tasks
+    assert (task.messages[0].content, task.data["initial_state"], definition.max_turns) == ("go", {"a": 1}, 3)
+    flights = load_task_definition(write_json(folder, evaluation_criteria=None))
+    env, shown = opened(flights)
+    assert call(env, shown, "execute_sql", query="SELECT 1").success is None, "nothing says what is a success"
+
+
 def test_one_of_our_worlds_can_be_the_resource(folder: Path) -> None:
     config = {"size": 2, "seed": 3, "operations": 1, "tools": True}
     path = write_json(folder, resource_type="calculator", base_resource_config=config, evaluation_criteria={})
     definition = load_task_definition(path)
     assert [task.data["tools"] for task in definition.tasks] == [True, True]
+    assert [task.messages[0].content for task in definition.tasks] == ["Book a seat to SFO."] * 2
     _, shown = opened(definition)
     assert tool_names(shown.tools) == ("calculate", "answer")
 
@@ -279,7 +322,16 @@ def test_a_question_needs_no_resource(folder: Path) -> None:
             "must be a lambda",
         ),
         ({"tools_module_path": "schema.sql"}, "cannot be imported"),
-        ({"resource_type": None, "tools_module_path": "tools.py"}, "tools_module_path needs a resource_type"),
+        ({"resource_type": "add", "base_resource_config": {}}, "evaluation_criteria means nothing with resource_type"),
+        (
+            {"resource_type": "add", "evaluation_criteria": None, "dataset_path": "rows.jsonl"},
+            "dataset_path means nothing with resource_type 'add': leave it out",
+        ),
+        ({"resource_type": "PythonStateResource"}, "evaluation_criteria.final_state_query means nothing with"),
+        (
+            {"resource_type": None, "tools_module_path": "tools.py", "evaluation_criteria": None},
+            "tools_module_path needs a resource_type",
+        ),
     ],
 )
 def test_what_cannot_work_is_named_with_its_field(folder: Path, changes: dict[str, Any], told: str) -> None:
