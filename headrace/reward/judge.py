@@ -19,8 +19,9 @@ from headrace.types import Episode, Message, Reward, SampleRequest, SamplingPara
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]  # messages to the text of a reply
 
-_ONE = re.compile(r"SCORE:\s*(-?\d+(?:\.\d+)?)")
-_MANY = re.compile(r"SCORES:\s*(\[[^\]]*\])")
+_MARKS = r"[*_`]*:[*_`\s]*"  # models like to set words in bold, and write them as they please
+_ONE = re.compile(rf"\bSCORE{_MARKS}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_MANY = re.compile(rf"\bSCORES{_MARKS}(\[[^\]]*\])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ async def test_a_reply_without_a_score_is_asked_for_again() -> None:
     ("judge", "reply", "message"),
     [
         (ONE, "SCORE: high", "has no score"),
+        (ONE, "an UNDERSCORE: 3", "has no score"),
         (ONE, "SCORE: 11", "not all from 0 to 10"),
         (ONE, "SCORE: -1", "not all from 0 to 10"),
         (MANY, "SCORES: [1]", "gave 1 scores for 2 episodes"),
@@ -66,6 +67,15 @@ async def test_a_reply_without_a_score_is_asked_for_again() -> None:
 def test_scores_that_are_none(judge: Judge, reply: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         scores_in(reply, judge, 2 if judge.compare else 1)
+
+
+@pytest.mark.parametrize("reply", ["**SCORE:** 7", "**SCORE: 7**", "Score: 7/10", "`SCORE`: 7", "SCORE:\n7"])
+def test_a_score_may_be_written_as_models_write(reply: str) -> None:
+    assert scores_in(f"Mostly right.\n{reply}", ONE, 1) == [7.0]
+    assert scores_in(reply.replace("SCORE", "SCORES").replace("Score", "Scores").replace("7", "[7, 1]"), MANY, 2) == [
+        7,
+        1,
+    ]
 
 
 def test_the_last_score_counts() -> None:
