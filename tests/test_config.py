@@ -364,6 +364,17 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         ),
         (
             RL,
+            ["rl.loss=decoupled_ppo", "rl.async.weight_cap=2.0", "rl.correction.behaviour=full"],
+            "'rl.async.weight_cap' and [rl.correction] say the same thing twice: leave one of them out",
+        ),
+        (
+            RL,
+            ["rl.async.cap_action=clamp"],
+            "'rl.async.cap_action' bounds weights of stale tokens, which loss \"ppo\" does not have: write "
+            "'rl.loss = \"decoupled_ppo\"', or leave it out",
+        ),
+        (
+            RL,
             ["rl.async.behaviour_weight=one_step"],
             '\'rl.async.behaviour_weight\' is "one_step", but the ratio of loss "ppo" is to the sampler and would '
             "count a token's age twice: write 'rl.loss = \"decoupled_ppo\"', or leave it out",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from headrace.config.paths import split_sum
-from headrace.config.tree import Engine, Rl
+from headrace.config.tree import Async, Engine, Rl
 
 # losses whose ratio is to the sampler: they see a token's age themselves. A test compares them with those there are
 SAMPLER_RATIO = (
@@ -27,6 +27,7 @@ SAMPLER_RATIO = (
     "sapo",
     "reference_kl_weighted",
 )
+BOUNDS = ("weight_cap", "weight_floor", "cap_action")  # of [rl.async]; those of [rl.correction] have other names
 
 
 def batch_problems(rl: Rl) -> Iterator[str]:
@@ -70,14 +71,21 @@ def async_problems(rl: Rl, engine: Engine) -> Iterator[str]:
 def _weight_problems(rl: Rl) -> Iterator[str]:
     """A loss that takes the weights of stale tokens has no ratio to the sampler; what others do, their authors know."""
     behaviour, terms = rl.asynchronous.behaviour_weight, split_sum(rl.loss)
-    if behaviour is not None and rl.correction is not None:
-        yield "'rl.async.behaviour_weight' and [rl.correction] say the same thing twice: leave one of them out"
+    bounds = [key for key in BOUNDS if getattr(rl.asynchronous, key) != getattr(Async(), key)]
+    if rl.correction is not None:
+        for key in (["behaviour_weight"] if behaviour is not None else []) + bounds:
+            yield f"'rl.async.{key}' and [rl.correction] say the same thing twice: leave one of them out"
     if "decoupled_ppo" in terms or any(":" in term for term in terms):
         return
     if behaviour is not None:
         yield (
             f'\'rl.async.behaviour_weight\' is "{behaviour}", but the ratio of loss "{rl.loss}" is to the '
             "sampler and would count a token's age twice: write 'rl.loss = \"decoupled_ppo\"', or leave it out"
+        )
+    for key in bounds:
+        yield (
+            f"'rl.async.{key}' bounds weights of stale tokens, which loss \"{rl.loss}\" does not have: "
+            "write 'rl.loss = \"decoupled_ppo\"', or leave it out"
         )
     twice = [term for term in terms if term in SAMPLER_RATIO]
     if twice and rl.correction is not None and rl.correction.behaviour != "none":
