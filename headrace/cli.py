@@ -10,6 +10,8 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +23,13 @@ from headrace import __version__
 from headrace.errors import ConfigError, HeadraceError, Interrupted, boundary
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from headrace.config import Config, Rl
     from headrace.model.estimate import Shape
     from headrace.service.settings import ServeConfig
 
+SamplingCheck = tuple[bool, str, tuple[str, ...]]
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
 
 app = typer.Typer(
@@ -202,11 +207,23 @@ def doctor() -> None:
 
     Ends with a check that sampling on it does not depend on what else is in the batch.
     """
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        tell_machine(pool.submit(sampling_check))  # under way while packages are looked at
+
+
+def tell_machine(checking: "Future[SamplingCheck]") -> None:
+    """`checking` is asked for last: what it needs may be what is broken."""
     from headrace.model.estimate import place
+    from headrace.model.support import REFUSED, SUPPORTED
     from headrace.observe.environment import format_facts, machine_facts
     from headrace.observe.explain import chosen_text, support_table
+    from headrace.reward.sandboxed import sandbox_text
 
-    facts = machine_facts()
+    with waiting("looking at this machine") as tell:
+        facts = machine_facts(tell=lambda name: tell(f"importing {name}"))
     print(f"headrace      {__version__}\n{format_facts(facts)}\n")
     gpus = [gpu["name"] for gpu in facts["gpus"]]
     placement = place(device="auto", dtype="auto", gpus=gpus, mps=bool(facts["torch"].get("mps")))
@@ -214,19 +231,35 @@ def doctor() -> None:
     broken = [name for name in ("torch", "transformers") if not facts["packages"][name]["ok"]]
     if broken:
         raise HeadraceError(f"{' and '.join(broken)} cannot be imported, so nothing can run: run  pip install headrace")
-    from headrace.infer.cuda.weights import TYPES
-    from headrace.model.support import REFUSED, SUPPORTED
-
     print(f"model types\n{support_table(SUPPORTED, REFUSED)}\n")
-    print(f"decoded in CUDA graphs: {', '.join(TYPES)}; other types step by step\n")
-    from headrace.infer.selfcheck import check_bit_equality
-    from headrace.reward.sandboxed import sandbox_text
-
+    with waiting("sampling alone, in a crowd and preempted"), boundary(HeadraceError, "sampling cannot be checked"):
+        ok, detail, in_graphs = checking.result()
+    print(f"decoded in CUDA graphs: {', '.join(in_graphs)}; other types step by step\n")
     print(f"reward sandbox: {sandbox_text()}")
-    result = check_bit_equality()
-    print(f"reproducible sampling: {'yes' if result.ok else 'NO'}, {result.detail}")
-    if not result.ok:
+    print(f"reproducible sampling: {'yes' if ok else 'NO'}, {detail}")
+    if not ok:
         raise HeadraceError("sampled tokens depend on what else is in the batch on this machine; see the line above")
+
+
+def sampling_check() -> "SamplingCheck":
+    """Is sampling reproducible, in what respect, and which model types does CUDA decode in graphs; loads torch."""
+    from headrace.infer.cuda.weights import TYPES
+    from headrace.infer.selfcheck import check_bit_equality
+
+    result = check_bit_equality()
+    return result.ok, result.detail, TYPES
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """What is being waited for, on a terminal; the function that is given changes it."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as status:
+        yield status.update
 
 
 @app.command()

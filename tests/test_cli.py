@@ -1,19 +1,30 @@
 """The command line as a user meets it: exit codes, one sentence on standard error, a quick --help."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
 
-from headrace.cli import exit_code, load_checked, main, run_to_resume, shape_of_model
+from headrace.cli import (
+    SamplingCheck,
+    exit_code,
+    load_checked,
+    main,
+    run_to_resume,
+    shape_of_model,
+    tell_machine,
+    waiting,
+)
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
-from headrace.infer.selfcheck import CheckResult
 from headrace.model.tiny import make_tokenizer
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS
@@ -101,7 +112,7 @@ def test_debug_shows_the_traceback(file: Path, monkeypatch: pytest.MonkeyPatch) 
         (["eval", "tiny", "run.toml"], 2, "tiny is made anew for every run: give a checkpoint"),
         (["eval", ".", "run.toml"], 2, "there is nothing to evaluate on: add a table [eval.source]"),
         (["explain"], 2, "explain needs a TOML file"),
-        (["explain", "run.toml", "--set", "model.device=cuda"], 1, "model.device is 'cuda' but torch sees no CUDA"),
+        (["explain", "run.toml", "--set", "model.device=cuda"], 2, "model.device is 'cuda' but torch sees no CUDA"),
         (["report", "."], 1, "is not a run folder"),
     ],
 )
@@ -193,12 +204,60 @@ def test_doctor_looks_at_the_machine_and_checks_it(
     assert "reproducible sampling: yes, " in text
     assert code == 0
 
-    def changed() -> CheckResult:
-        return CheckResult(changed=2, detail="2 of 6 requests changed bits with the batch")
 
-    monkeypatch.setattr("headrace.infer.selfcheck.check_bit_equality", changed)
-    assert headrace(monkeypatch, "doctor") == 1
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
+    """What doctor finds, without importing anything."""
+    found: dict[str, dict[str, object]] = {name: {"ok": True, "version": "1"} for name in ("torch", "transformers")}
+    facts = {
+        "cpu": {"model": "Mill", "architecture": "x86_64", "cores": 2, "threads": 2, "usable_threads": 2},
+        "memory": {"total_bytes": 1, "available_bytes": 1},
+        "disk": {"free_bytes": 1},
+        "python": {"version": "3.11.2", "platform": "Linux", "executable": "python"},
+        "gpus": [],
+        "torch": {},
+        "packages": found,
+    }
+    monkeypatch.setattr("headrace.observe.environment.machine_facts", lambda tell: facts)
+    return found
+
+
+@pytest.mark.usefixtures("packages")
+def test_doctor_fails_where_sampling_is_not_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
+    checked: Future[SamplingCheck] = Future()
+    checked.set_result((False, "2 of 6 requests changed bits with the batch", ("llama",)))
+    with pytest.raises(HeadraceError, match="depend on what else is in the batch"):
+        tell_machine(checked)
     assert "reproducible sampling: NO, 2 of 6" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("packages")
+def test_doctor_says_what_it_found_before_a_check_that_died(capsys: pytest.CaptureFixture[str]) -> None:
+    checked: Future[SamplingCheck] = Future()
+    checked.set_exception(BrokenProcessPool("a child process terminated abruptly"))
+    with pytest.raises(HeadraceError, match="sampling cannot be checked: BrokenProcessPool"):
+        tell_machine(checked)
+    assert "cpu           Mill" in capsys.readouterr().out
+
+
+def test_doctor_does_not_wait_for_a_check_that_cannot_be_made(
+    packages: dict[str, dict[str, object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages["torch"] = {"ok": False, "reason": "not usable: OSError: no such library"}
+    with pytest.raises(HeadraceError, match="torch cannot be imported, so nothing can run"):
+        tell_machine(Future())  # never ends
+    assert "not usable: OSError: no such library" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_waited_for_is_said_on_a_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with waiting("looking at this machine") as tell:
+        tell("importing torch")
+    assert ("importing torch" in screen.getvalue()) == terminal
 
 
 def test_version_and_keys(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,17 @@ OPTIONAL: Mapping[str, str] = {
 
 
 def machine_facts(
-    packages: Sequence[str] = (*REQUIRED, *OPTIONAL), *, cwd: Path | None = None, timeout_s: float = 180.0
+    packages: Sequence[str] = (*REQUIRED, *OPTIONAL),
+    *,
+    cwd: Path | None = None,
+    timeout_s: float = 180.0,
+    tell: Callable[[str], None] = lambda name: None,
 ) -> Mapping[str, Any]:
-    """JSON-like facts: "cpu", "memory", "disk" (of `cwd`), "python", "packages", "torch" and "gpus"."""
-    found = import_packages(packages, timeout_s=timeout_s)
+    """JSON-like facts: "cpu", "memory", "disk" (of `cwd`), "python", "packages", "torch" and "gpus".
+
+    `tell` hears the name of each package when its import begins.
+    """
+    found = import_packages(packages, timeout_s=timeout_s, tell=tell)
     torch = found.get("torch", {}).get("facts", {})
     memory = psutil.virtual_memory()
     return {
@@ -61,33 +69,48 @@ def machine_facts(
     }
 
 
-def import_packages(names: Sequence[str], *, timeout_s: float) -> dict[str, dict[str, Any]]:
+def import_packages(
+    names: Sequence[str], *, timeout_s: float, tell: Callable[[str], None] = lambda name: None
+) -> dict[str, dict[str, Any]]:
     """For each name {"ok": True, "version", "facts"} or {"ok": False, "reason"}.
 
     All in one process, which is quick because they share imports; if one kills it, the rest go on in a new one.
     """
     found: dict[str, dict[str, Any]] = {}
     while left := [name for name in names if name not in found]:
-        records, ending = _run_probe(left, timeout_s)
-        for record in records:
-            if record["event"] == "end":
-                found[record["name"]] = {key: v for key, v in record.items() if key not in ("name", "event")}
+        ended, ending = _run_probe(left, timeout_s, tell)
+        for record in ended:
+            found[record["name"]] = {key: v for key, v in record.items() if key not in ("name", "event")}
         culprit = next((name for name in left if name not in found), None)
         if culprit is not None:
             found[culprit] = {"ok": False, "reason": f"importing it {ending}"}
     return found
 
 
-def _run_probe(names: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
+def _run_probe(names: Sequence[str], timeout_s: float, tell: Callable[[str], None]) -> tuple[list[dict[str, Any]], str]:
+    """What is known of the imports that ended, and how the process did."""
     command = [sys.executable, "-m", "headrace.observe.probe", *names]
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout_s, check=False
-        )
-        output, ending = done.stdout, f"ended Python with status {done.returncode}"
-    except subprocess.TimeoutExpired as exc:
-        output, ending = exc.stdout or b"", f"took more than {timeout_s:g} s"
-    return [json.loads(line) for line in output.splitlines()], ending
+    ended, given_up = [], threading.Event()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+
+        def give_up() -> None:
+            given_up.set()
+            process.kill()
+
+        timer = threading.Timer(timeout_s, give_up)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                record = json.loads(line)
+                if record["event"] == "begin":
+                    tell(record["name"])
+                else:
+                    ended.append(record)
+            status = process.wait()
+        finally:
+            timer.cancel()
+    return ended, f"took more than {timeout_s:g} s" if given_up.is_set() else f"ended Python with status {status}"
 
 
 def _cpu_model() -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
@@ -40,8 +41,14 @@ def _found(name: str) -> Any:
     return spec
 
 
+@cache
+def _distributions() -> Mapping[str, Sequence[str]]:
+    """Reads what every installed package says of itself, which takes a while."""
+    return packages_distributions()
+
+
 def _version(name: str, module: Any) -> str:
-    for distribution in packages_distributions().get(name, ()):
+    for distribution in _distributions().get(name, ()):
         try:
             return version(distribution)
         except PackageNotFoundError:

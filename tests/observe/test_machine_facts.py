@@ -23,9 +23,10 @@ def strange_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("strange_packages")
 def test_packages_are_imported_not_guessed() -> None:
-    found = import_packages(
-        ["good_one", "broken_one", "deadly_one", "needy_one", "not_installed_one", "json"], timeout_s=60
-    )
+    names = ["good_one", "broken_one", "deadly_one", "needy_one", "not_installed_one", "json"]
+    told: list[str] = []
+    found = import_packages(names, timeout_s=60, tell=told.append)
+    assert told == names
     assert found["good_one"] == {"ok": True, "version": "1.2", "facts": {}}
     assert found["broken_one"] == {"ok": False, "reason": "not usable: RuntimeError: wrong driver"}
     assert found["deadly_one"] == {"ok": False, "reason": "importing it ended Python with status 7"}
