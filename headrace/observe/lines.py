@@ -178,25 +178,37 @@ def iter_raw(path: Path) -> Iterator[tuple[bytes, EpisodeLine]]:
     A last line that something cut short is left out with a warning. Raises RunFolderError, which names file, line and
     key, on a line of another schema, one that lacks a key, or one that is no JSON.
     """
+    for raw, line in _tried(path):
+        if isinstance(line, RunFolderError):
+            raise line
+        yield raw, line
+
+
+def _tried(path: Path) -> Iterator[tuple[bytes, EpisodeLine | RunFolderError]]:
+    """Every line with what it says, or why it is refused."""
     with boundary(RunFolderError, f"cannot read {path}"), path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
                 continue
+            where = f"{path}, line {number}"
             try:
                 line = _PARSER.validate_json(raw)
+                _check(line, where)
             except ValidationError as exc:
                 if not raw.endswith(b"\n") and exc.errors()[0]["type"] == "json_invalid":
                     logger.warning("%s ends in the middle of line %d, which is left out", path, number)
                     return
-                raise _refused(exc, f"{path}, line {number}") from exc
-            _check(line, f"{path}, line {number}")
-            yield raw, line
+                yield raw, _refused(exc, where)
+            except RunFolderError as exc:
+                yield raw, exc
+            else:
+                yield raw, line
 
 
 def iter_lines(path: Path, *, tokens: bool = True) -> Iterator[EpisodeLine]:
     """Every episode of a file, failed ones too, one at a time; without `tokens`, as if it had been saved lean."""
     for _, line in iter_raw(path):
-        yield line if tokens else replace(line, steps=tuple(replace(step, tokens=None) for step in line.steps))
+        yield line if tokens else _lean(line)
 
 
 def parse_line(raw: str | bytes) -> EpisodeLine:
@@ -207,6 +219,21 @@ def parse_line(raw: str | bytes) -> EpisodeLine:
 def read_lines(path: Path) -> tuple[EpisodeLine, ...]:
     """The episodes that have a reward, without their token arrays, all at once."""
     return tuple(line for line in iter_lines(path, tokens=False) if line.failed is None)
+
+
+def readable_lines(path: Path) -> tuple[tuple[EpisodeLine, ...], tuple[str, ...]]:
+    """As `read_lines`, without the lines that are not episodes; and for each of those, why not."""
+    episodes, refused = list[EpisodeLine](), list[str]()
+    for _, line in _tried(path):
+        if isinstance(line, RunFolderError):
+            refused.append(str(line))
+        elif line.failed is None:
+            episodes.append(_lean(line))
+    return tuple(episodes), tuple(refused)
+
+
+def _lean(line: EpisodeLine) -> EpisodeLine:
+    return replace(line, steps=tuple(replace(step, tokens=None) for step in line.steps))
 
 
 def _check(line: EpisodeLine, where: str) -> None:

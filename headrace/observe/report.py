@@ -7,6 +7,7 @@ script run than the one named by its hash. Reads the run folder and nothing else
 import base64
 import hashlib
 import json
+import logging
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from headrace.observe.curves import TIMES, charts, other_charts, other_names, st
 from headrace.observe.episodes import Comparison, compare, sample_file
 from headrace.observe.files import write_whole
 from headrace.observe.flow import flow_charts, flow_names
-from headrace.observe.lines import read_lines
+from headrace.observe.lines import EpisodeLine, readable_lines
 from headrace.observe.progress import EVAL, duration
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import MetricRecord, read_metrics
+
+logger = logging.getLogger(__name__)
 
 STAGE_NAMES: Mapping[str, str] = {
     "sft": "supervised fine-tuning",
@@ -52,16 +55,18 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
     """Write `report.html` into a run folder and return its path.
 
     `summary` holds what the caller measured: "success_base", "success_sft", "success_rl" (shares, in place of the last
-    evaluations in the metrics), "seconds", and anything else under its own name. Raises RunFolderError.
+    evaluations in the metrics), "seconds", and anything else under its own name. Lines of rollout files that are not
+    episodes are left out, with a warning and a note on the page. Raises RunFolderError.
     """
     run = RunFolder(path=folder)
     records = read_metrics(run.metrics) if run.metrics.is_file() else ()
+    comparison, left_out = _comparison(run)
     page = render(
         name=_config(run).get("run", {}).get("name", folder.name),
         records=records,
-        comparison=_comparison(run),
+        comparison=comparison,
         config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
-        facts=_facts(run, records, summary or {}),
+        facts=[*_facts(run, records, summary or {}), *(("Left out", note) for note in left_out)],
         summary=summary or {},
     )
     write_whole(run.report, page)
@@ -179,18 +184,35 @@ def _config(run: RunFolder) -> dict[str, Any]:
 # --- episodes --------------------------------------------------------------------------------------------------------
 
 
-def _comparison(run: RunFolder) -> Comparison | None:
-    """Held-out episodes of the first and the last evaluation; without them, of the first and the last training step."""
+def _comparison(run: RunFolder) -> tuple[Comparison | None, list[str]]:
+    """Held-out episodes of the first and the last evaluation; without them, of the first and the last training step.
+
+    With what could not be read of their files.
+    """
     evaluated = sorted(run.rollouts.glob("eval_*.jsonl"), key=lambda path: _rank(path.stem.removeprefix("eval_")))
     trained = sorted(run.rollouts.glob("step_*.jsonl"))
-    if len(evaluated) >= 2:
-        before, after = evaluated[0], evaluated[-1]
-        return compare(_label(before), read_lines(before), _label(after), read_lines(after))
-    chosen = trained if len(trained) >= 2 else [*evaluated, *trained]
+    same_tasks = len(evaluated) >= 2
+    chosen = evaluated if same_tasks else trained if len(trained) >= 2 else [*evaluated, *trained]
     if not chosen:
-        return None
+        return None, []
     ends = [chosen[0], chosen[-1]] if len(chosen) > 1 else chosen
-    return Comparison(rows=tuple(sample_file(_label(path), read_lines(path)) for path in ends), tally=())
+    labels, (lines, left_out) = [_label(path) for path in ends], _read(ends)
+    if same_tasks:
+        return compare(labels[0], lines[0], labels[1], lines[1]), left_out
+    return Comparison(rows=tuple(map(sample_file, labels, lines)), tally=()), left_out
+
+
+def _read(paths: Sequence[Path]) -> tuple[list[tuple[EpisodeLine, ...]], list[str]]:
+    """The episodes of each file, and a note on each that has lines which are none."""
+    episodes, notes = [], []
+    for path in paths:
+        lines, refused = readable_lines(path)
+        episodes.append(lines)
+        if refused:
+            several = f"{len(refused)} lines" if len(refused) > 1 else "a line"
+            notes.append(f"{several} of {path.name}; {refused[0]}")
+            logger.warning("the report leaves out %s", notes[-1])
+    return episodes, notes
 
 
 def _label(path: Path) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import RunFolderError
 from headrace.observe.curves import charts, other_names
 from headrace.observe.episodes import compare, conversation, sample_file
 from headrace.observe.lines import EpisodeLine, read_lines
@@ -175,11 +174,33 @@ def test_training_episodes_are_shown_when_nothing_was_evaluated(synthetic_run: C
     assert "Training step 60</h3>" in text
 
 
-def test_a_broken_rollout_file_is_named(synthetic_run: Callable[..., Path]) -> None:
+def said(page: Path) -> list[str]:
+    return [words for words in Page(page.read_text()).words if words.strip()]
+
+
+@pytest.mark.parametrize("junk", ["{}", "no JSON", '{"schema_version":1}'])
+def test_a_line_that_is_no_episode_is_left_out_and_named(
+    synthetic_run: Callable[..., Path], junk: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = synthetic_run()
-    (folder / "rollouts" / "eval_rl.jsonl").write_text("{}\n")
-    with pytest.raises(RunFolderError, match=r"eval_rl\.jsonl, line 1"):
-        write_report(folder)
+    whole = said(write_report(folder))
+    path = folder / "rollouts" / "eval_rl.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(first + junk + "\n" + "".join(rest))
+    spoilt = said(write_report(folder))
+    (note,) = [words for words in spoilt if "eval_rl.jsonl" in words]
+    assert note.startswith("a line of eval_rl.jsonl; ")
+    assert "eval_rl.jsonl, line 2" in note
+    assert note in caplog.text
+    assert [words for words in spoilt if words not in ("Left out", note)] == whole
+
+
+def test_a_rollout_file_without_any_episode_is_no_reason_for_no_report(synthetic_run: Callable[..., Path]) -> None:
+    folder = synthetic_run()
+    (folder / "rollouts" / "eval_rl.jsonl").write_text("{}\n{}\n")
+    text = write_report(folder).read_text()
+    assert "2 lines of eval_rl.jsonl; " in text
+    assert "Held-out success" in text
 
 
 def test_long_texts_and_long_conversations_are_cut_and_say_so(synthetic_run: Callable[..., Path]) -> None:
