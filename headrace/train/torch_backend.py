@@ -435,13 +435,17 @@ class TorchBackend:
         elif not self._has_gradient:
             raise NoGradientError("optim_step needs a forward_backward before it: there is no gradient")
         self._has_gradient = False
-        norm = self._optimizer.norm()
-        skipped = not np.isfinite(norm) or (update.max_norm > 0 and norm > update.max_norm)
-        self._optimizer.remember(update, skipped=skipped)
-        if skipped:
+        try:
+            norm = self._optimizer.norm()
+            skipped = not np.isfinite(norm) or (update.max_norm > 0 and norm > update.max_norm)
+            self._optimizer.remember(update, skipped=skipped)
+            if skipped:
+                self._optimizer.discard()
+                return StepOut(grad_norm=norm, updated=False, num_updates=self._num_updates)
+            self._optimizer.update(update, norm=norm)
+        except BaseException:  # out of memory, say: the next update must not be made of this gradient too
             self._optimizer.discard()
-            return StepOut(grad_norm=norm, updated=False, num_updates=self._num_updates)
-        self._optimizer.update(update, norm=norm)
+            raise
         self._num_updates += 1
         return StepOut(grad_norm=norm, updated=True, num_updates=self._num_updates)
 

@@ -429,6 +429,25 @@ def test_a_skipped_gradient_leaves_every_byte_and_is_gone(factor: float, tmp_pat
         assert state_bytes(backend, tmp_path / "mine") == state_bytes(other, tmp_path / "theirs")
 
 
+@pytest.mark.parametrize("verb", ["norm", "update"])
+def test_a_gradient_whose_update_fails_is_gone(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **more: object) -> None:
+        raise MemoryError("no room")
+
+    with backend_of(language_model()) as backend, backend_of(language_model()) as other:
+        get(backend.forward_backward(DATA, CROSS_ENTROPY))
+        with monkeypatch.context() as patched:
+            patched.setattr(backend._optimizer, verb, fails)
+            with pytest.raises(BackendError, match="optim_step failed: MemoryError: no room"):
+                get(backend.optim_step(STEP))
+        with pytest.raises(NoGradientError):
+            get(backend.optim_step(STEP))
+        for one in (backend, other):
+            get(one.forward_backward(DATA, CROSS_ENTROPY))
+            assert get(one.optim_step(STEP)).num_updates == 1
+        assert state_bytes(backend, tmp_path / "mine") == state_bytes(other, tmp_path / "theirs")
+
+
 def test_half_precision_modules_train_with_float32_masters() -> None:
     def run(dtype: torch.dtype, rate: float) -> tuple[list[float], LanguageModel]:
         lm, losses = language_model(dtype), []
