@@ -9,6 +9,7 @@ where tools may be called, when it is known whether they are.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import secrets
@@ -175,34 +176,40 @@ def completion_routes(
     completions = Completions(service, renderer)
     who = Depends(worker)
 
-    async def counted(who: Tenant, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """An open answer is a poll to those who count them."""
-        try:
-            access.begin_poll(who)
-        except TooMany:
-            work.close()
-            raise
-        try:
+    async def counted(who: Tenant, size: int, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+        """An open answer is a poll to those who count them, and a request of `size` bytes that waits."""
+        with contextlib.ExitStack() as stack:
+            try:
+                access.begin_poll(who)
+                stack.callback(access.end_poll, who)
+                stack.enter_context(service.room(who, size))
+            except TooMany:
+                work.close()
+                raise
             return await work
-        finally:
-            access.end_poll(who)
 
     @routes.post("/chat/completions", openapi_extra=_described(ChatRequest))
     async def chat_completions(request: Request, who: Tenant = who) -> Response:
-        asked = parse_request(await request.body(), max_n=MAX_N, max_tops=MAX_TOPS)
+        body = await request.body()
+        asked = parse_request(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if asked.stream:
             stream = ChatStream(asked, renderer, **_named("chatcmpl"))
-            return await _streamed(lambda heard: counted(who, completions.chat(who, asked, heard)), stream)
-        answers = await while_connected(request, counted(who, completions.chat(who, asked)))
+            return await _streamed(
+                request, lambda heard: counted(who, len(body), completions.chat(who, asked, heard)), stream
+            )
+        answers = await while_connected(request, counted(who, len(body), completions.chat(who, asked)))
         return JSONResponse(completion_body(answers, asked, renderer, **_named("chatcmpl")))
 
     @routes.post("/completions", openapi_extra=_described(TextRequest))
     async def text_completions(request: Request, who: Tenant = who) -> Response:
-        asked = parse_text(await request.body(), max_n=MAX_N, max_tops=MAX_TOPS)
+        body = await request.body()
+        asked = parse_text(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if asked.stream:
             stream = TextStream(asked, renderer, **_named("cmpl"))
-            return await _streamed(lambda heard: counted(who, completions.text(who, asked, heard)), stream)
-        answers = await while_connected(request, counted(who, completions.text(who, asked)))
+            return await _streamed(
+                request, lambda heard: counted(who, len(body), completions.text(who, asked, heard)), stream
+            )
+        answers = await while_connected(request, counted(who, len(body), completions.text(who, asked)))
         return JSONResponse(text_body(answers, asked, renderer, **_named("cmpl")))
 
     @routes.get("/models")
@@ -260,28 +267,62 @@ def _named(kind: str) -> dict[str, Any]:
     return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
 
 
+class SoFar:
+    """How far each choice is: the last that was told of each, for a reader who takes it when he can."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, Completion] = {}
+        self._news = asyncio.Event()
+
+    def tell(self, index: int, completion: Completion) -> None:
+        self._told[index] = completion
+        self._news.set()
+
+    def wake(self) -> None:
+        self._news.set()
+
+    async def wait(self) -> None:
+        await self._news.wait()
+
+    def take(self) -> list[tuple[int, Completion]]:
+        told, self._told = self._told, {}
+        self._news.clear()
+        return list(told.items())
+
+
 async def _streamed(
-    work: Callable[[Heard], Coroutine[Any, Any, list[Any]]], stream: ChatStream | TextStream
+    request: Request, work: Callable[[Heard], Coroutine[Any, Any, list[Any]]], stream: ChatStream | TextStream
 ) -> Response:
-    """Events as the work goes on; what fails before the first of them is a refusal, and later the last event."""
-    told: asyncio.Queue[tuple[int, Completion] | None] = asyncio.Queue()
-    working = asyncio.ensure_future(work(lambda index, completion: told.put_nowait((index, completion))))
-    working.add_done_callback(lambda _: told.put_nowait(None))
-    try:
-        first = await told.get()
-    except asyncio.CancelledError:
+    """Events as the work goes on; what fails before the first of them is a refusal, and later the last event. Who hangs
+    up ends the work, whether anything was sent or not."""
+    so_far = SoFar()
+    working, leaving = asyncio.ensure_future(work(so_far.tell)), asyncio.ensure_future(_hung_up(request))
+    leaving.add_done_callback(lambda _: working.cancel())
+    working.add_done_callback(lambda _: so_far.wake())
+
+    def end() -> None:
         working.cancel()
+        leaving.cancel()
+
+    try:
+        await so_far.wait()
+        if working.cancelled():
+            raise Refused("the program hung up", status=499)
+        if working.done():
+            working.result()
+    except BaseException:
+        end()
         raise
-    if first is None:
-        working.result()
 
     async def events() -> AsyncIterator[str]:
         try:
-            piece = first
-            while piece is not None:
-                for event in stream.piece(*piece):
-                    yield event
-                piece = await told.get()
+            while not working.done():
+                for index, completion in so_far.take():
+                    for event in stream.piece(index, completion):
+                        yield event
+                await so_far.wait()
+            if working.cancelled():
+                return
             try:
                 answers = working.result()
             except HeadraceError as exc:
@@ -290,9 +331,14 @@ async def _streamed(
             for event in stream.end(answers):
                 yield event
         finally:
-            working.cancel()
+            end()
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _described(kind: type[ChatRequest] | type[TextRequest]) -> dict[str, Any]:

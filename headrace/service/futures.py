@@ -4,10 +4,11 @@ Lives on one event loop. A poll that waits is one future in a list, so thousands
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ class Board:
     def bytes_of(self, owner: str) -> int:
         """Of bodies that wait."""
         return self._bytes_by_owner[owner]
+
+    @contextlib.contextmanager
+    def held(self, owner: str, size: int) -> Iterator[None]:
+        """A request that no ticket is made for counts as one of its owner's, inside."""
+        self._open_by_owner[owner] += 1
+        self._bytes_by_owner[owner] += size
+        try:
+            yield
+        finally:
+            self._open_by_owner[owner] -= 1
+            self._bytes_by_owner[owner] -= size
 
     def get(self, id: str) -> Ticket | None:
         return self._open.get(id) or self._recent.get(id)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from headrace.infer.endpoint.live import Shown
 from headrace.infer.endpoint.record import cut_at_stops
 from headrace.render import Renderer
 from headrace.service.access import Quota
+from headrace.service.completions import SoFar
 from headrace.service.fake_host import FakeHost
 from headrace.types import Completion, Message, SampleRequest, Stop, float_array, int_array
 from service.sdk import ADAM, datum
@@ -360,10 +362,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(server: Served, path: str, b
     assert reply.json()["error"]["param"] == param
 
 
-def test_who_hangs_up_ends_the_sampling(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [{}, {"stream": True}, {"stream": True, "after": 8}])
+def test_who_hangs_up_ends_the_sampling(tmp_path: Path, asked: dict[str, Any]) -> None:
+    """Also before the first piece of a stream, which comes after four tokens, and between two of them."""
+    after, drawn = asked.pop("after", 0), [0]
     entered, ended = threading.Event(), threading.Event()
 
     async def tick() -> None:
+        drawn[0] += 1
+        if drawn[0] <= after:
+            return
         entered.set()
         try:
             await asyncio.Event().wait()
@@ -371,14 +379,69 @@ def test_who_hangs_up_ends_the_sampling(tmp_path: Path) -> None:
             ended.set()
 
     host = FakeHost(vocabulary=len(TOKENIZER), tick=tick)
+    body = {"model": BASE, "prompt": "a", "max_tokens": 60, **asked}
     with served(tmp_path, host=host, renderer=RENDERER) as running:
 
         async def leave() -> None:
             async with httpx.AsyncClient(base_url=running.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
-                call = asyncio.create_task(http.post("/v1/completions", json={"model": BASE, "prompt": "a"}))
-                assert await asyncio.to_thread(entered.wait, 20)
+                call = asyncio.create_task(http.post("/v1/completions", json=body))
+                assert await asyncio.to_thread(entered.wait, 60)
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
 
         asyncio.run(leave())
-        assert ended.wait(20)
+        assert ended.wait(60)
+
+
+@pytest.mark.parametrize("quota", [Quota(open_requests=1), Quota(open_bytes=1)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_waited_for_is_one_of_the_keys_requests(tmp_path: Path, quota: Quota, stream: bool) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    async def tick() -> None:
+        entered.set()
+        assert await asyncio.to_thread(go_on.wait, 60)
+
+    host = FakeHost(vocabulary=len(TOKENIZER), tick=tick)
+    body = {"model": BASE, "prompt": "a", "max_tokens": 6}
+    with served(tmp_path, host=host, renderer=RENDERER, quota=quota) as running, ThreadPoolExecutor(1) as pool:
+        http = running.http()
+        first = pool.submit(running.http().post, "/v1/completions", json={**body, "stream": stream})
+        try:
+            assert entered.wait(60)
+            second = http.post("/v1/completions", json=body)
+            assert second.status_code == 429
+            assert second.json()["error"]["code"] == "rate_limit_exceeded"
+            session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+            made = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+            assert http.post("/api/v1/create_model", json=made).status_code == 429
+            assert running.http(OTHER_KEY).post("/api/v1/create_session", json={}).status_code == 200
+        finally:
+            go_on.set()
+        assert first.result().status_code == 200
+        assert http.post("/v1/completions", json=body).status_code == 200
+
+
+async def test_a_reader_who_is_slow_finds_the_last_of_each_choice_and_no_more() -> None:
+    so_far = SoFar()
+    pieces = [
+        Completion(
+            tokens=int_array(range(size)),
+            sampler_logprobs=float_array([0.0] * size),
+            raw_logprobs=float_array([0.0] * size),
+            versions=int_array([0] * size),
+            stop=Stop.LENGTH,
+        )
+        for size in (4, 20, 36)
+    ]
+    for piece in pieces:
+        so_far.tell(1, piece)
+        so_far.tell(0, piece)
+    await so_far.wait()
+    assert dict(so_far.take()) == {0: pieces[2], 1: pieces[2]}
+    assert so_far.take() == []
+    waiting = asyncio.ensure_future(so_far.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    so_far.wake()
+    await waiting

@@ -413,6 +413,28 @@ CHAT = st.fixed_dictionaries(
 )
 
 
+EXTREMES: list[tuple[str, dict[str, Any], int]] = [
+    ("completions", {"prompt": "\ud800"}, 400),
+    ("completions", {"prompt": ["w1", "a\udfff"]}, 400),
+    ("completions", {"prompt": "w1", "stop": "\ud800"}, 400),
+    ("completions", {"prompt": "w1 w2", "temperature": 1e-300}, 400),
+    ("completions", {"prompt": "w1", "top_p": 1e-300, "max_tokens": 3}, 200),
+    ("completions", {"prompt": "w1", "seed": 10**40, "stream": True}, 200),
+    ("completions", {"prompt": "w1", "stop": ["w"], "n": 128, "max_tokens": 2}, 200),
+    ("completions", {"prompt": "w1 w2", "echo": True, "logprobs": 20, "max_tokens": 10**30}, 200),
+    ("completions", {"prompt": [1] * (CONTEXT + 1)}, 400),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, 400),
+    ("chat/completions", {"messages": [{"role": "user", "content": "w1"}], "temperature": 0, "max_tokens": 2}, 200),
+    ("chat/completions", {"messages": []}, 400),
+]
+
+
+@pytest.mark.parametrize(("path", "asked", "status"), EXTREMES)
+def test_the_ends_of_what_a_completion_may_ask(mine: Owned, path: str, asked: dict[str, Any], status: int) -> None:
+    reply = mine.http.post(f"/v1/{path}", content=json.dumps({"model": BASE, **asked}).encode())
+    assert reply.status_code == status, reply.text
+
+
 @settings(QUICK, max_examples=100)
 @given(data=st.data())
 def test_odd_completions_are_the_callers_mistake(mine: Owned, saved: str, data: st.DataObject) -> None:
