@@ -8,7 +8,7 @@ temperature, perplexity is at temperature 1. V vocabulary, n positions.
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,8 @@ from headrace.algo.statistics import k3
 from headrace.errors import CheckpointError, ModelError, RequestError, SamplerError
 from headrace.service.access import TooMany
 from headrace.service.evaluation_bodies import Compare, Comparison, Estimate, Evaluate, Evaluation, Ruled
-from headrace.service.host import ModelHost, RankingHost
+from headrace.service.futures import failed
+from headrace.service.host import Full, ModelHost, RankingHost
 from headrace.service.judging import Judge, Judged
 from headrace.service.open_samplers import OpenSamplers
 from headrace.service.records import SamplerRecord
@@ -66,7 +67,7 @@ class _Span:
 
 class Evaluator:
     """Lives on one event loop. `rewards`: functions by name, which the server's owner chose; `max_sequences`: sampled
-    and given ones of a request."""
+    and given ones of a request; `is_behind`: whether updates of a model are not in its saved state."""
 
     def __init__(
         self,
@@ -78,10 +79,12 @@ class Evaluator:
         context: int,
         vocabulary: int,
         max_sequences: int = 4096,
+        is_behind: Callable[[str], bool] = lambda model: False,
         rewards: Mapping[str, Judge] | None = None,
     ) -> None:
         self._host, self._registry, self._samplers, self._references = host, registry, samplers, references
         self._context, self._vocabulary, self._max_sequences = context, vocabulary, max_sequences
+        self._is_behind = is_behind
         self.rewards: Mapping[str, Judge] = rewards or {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: Counter[str] = Counter()
@@ -269,6 +272,11 @@ class Evaluator:
             model = self._registry.model(name, owner)
             if model.frozen:
                 raise RequestError(f"run '{name}' holds copied checkpoints only: give the path of one as policy")
+            if isinstance(model.spec, Full) and self._is_behind(name):
+                raise RequestError(
+                    f"the last updates of '{name}' are not saved yet, since all of its parameters are trained: "
+                    "evaluate a sampling session of it, or the path of saved weights"
+                )
             return state_of(model)
         return self._references.policy(name, owner)
 
@@ -296,10 +304,13 @@ class Evaluator:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """What the host or a reference model cannot sample or score is told to whoever asked for it."""
+    """What the host or a reference model cannot sample or score is told to whoever asked for it; what is our doing is
+    said to be."""
     try:
         yield
     except (SamplerError, ModelError) as exc:
+        if failed(exc).category == "server":
+            raise
         raise RequestError(str(exc)) from exc
 
 

@@ -2,7 +2,8 @@
 
 Sampling sessions over the same weights share one sampler of the host. Copies of full models are large, so `FULL_COPIES`
 of them are there at a time: one more takes the place of the oldest that its owner has, and the sessions over that one
-are gone for good. Only the training of a full model may take the place of somebody else's.
+are gone for good. Only the training of a full model may take the place of somebody else's. A copy for one request alone
+(an evaluation, a completion, a reference) takes no session's place, and is the first to go.
 """
 
 import asyncio
@@ -51,7 +52,8 @@ class OpenSamplers:
         retired: Sequence[SamplerRecord] = ()
         if name not in self._opened:
             try:
-                retired = self.make_way(sampler.owner, created=sampler.created) if full else ()
+                lasting = sampler.id in self._registry.samplers
+                retired = self.make_way(sampler.owner, created=sampler.created, lasting=lasting) if full else ()
             except Gone:
                 await self._write(self.retire([sampler], MADE_ROOM))
                 raise
@@ -76,10 +78,13 @@ class OpenSamplers:
         self._opened[sampler.id] = _Opened(ready, sampler.owner, sampler.created, sampler.full)
         self._make_room()
 
-    def make_way(self, owner: str, *, created: float = math.inf, training: bool = False) -> tuple[SamplerRecord, ...]:
+    def make_way(
+        self, owner: str, *, created: float = math.inf, training: bool = False, lasting: bool = True
+    ) -> tuple[SamplerRecord, ...]:
         """Close the copy that has to go when there is one more; the sessions over it are to be retired.
 
-        Raises Gone when the one more, `created` then, is the oldest itself.
+        `lasting`: the one more is a session's. Raises Gone when it, `created` then, is the oldest itself, and
+        RequestError when it may take nobody's place.
         """
         copies = {name: opened for name, opened in self._opened.items() if opened.full}
         if len(copies) < FULL_COPIES:
@@ -88,14 +93,25 @@ class OpenSamplers:
         candidates = own or (copies if training else {})
         if not candidates:
             raise RequestError(f"{FULL_COPIES} copies of full models are in use here: ask again later")
-        oldest = min(candidates, key=lambda name: candidates[name].created)
-        if candidates[oldest].created > created:
+        spare = {name: each for name, each in candidates.items() if not each.users and not self._sessions_over(name)}
+        if not spare and not lasting:
+            raise RequestError(
+                f"{FULL_COPIES} copies of a full model are kept, and sampling sessions have them: name one of those "
+                "sessions, or end one"
+            )
+        oldest = min(spare or candidates, key=lambda name: candidates[name].created)
+        if not spare and candidates[oldest].created > created:
             raise Gone(MADE_ROOM)
+        retired = self._sessions_over(oldest)
         self.close(oldest)
+        return retired
+
+    def _sessions_over(self, name: str) -> tuple[SamplerRecord, ...]:
+        """Sampling sessions that need this copy of a full model."""
         return tuple(
             sampler
             for sampler in self._registry.samplers.values()
-            if sampler.gone is None and sampler.full and self._is_over(sampler, oldest)
+            if sampler.gone is None and sampler.full and self._is_over(sampler, name)
         )
 
     def retire(self, samplers: Iterable[SamplerRecord], why: str) -> list[Statement]:

@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI, Header, Request
 from starlette.responses import Response
 
 from headrace import __version__
-from headrace.errors import HeadraceError, ModelError, RequestError, boundary
+from headrace.errors import ModelError, RequestError, boundary
 from headrace.service.access import Access, Tenant
 from headrace.service.app import BodyLimit, refusals
 from headrace.service.losses import to_training
@@ -59,11 +59,8 @@ def make_reference_app(models: Mapping[str, Score], access: Access, *, body_byte
 def _scored(score: Score, body: bytes) -> bytes:
     _, data = to_training(read_forward(parse_forward(body)))
     _check(data)
-    try:
-        with boundary(ModelError, "the reference model failed"):
-            found = score(data)
-    except HeadraceError as exc:
-        raise RequestError(str(exc)) from exc
+    with boundary(ModelError, "the reference model failed"):  # ours, unless it says that the request is wrong
+        found = score(data)
     return write_forward(ForwardOut(loss=0.0, logprobs=tuple(found), metrics={}), clock=0)
 
 

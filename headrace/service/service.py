@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.algo.random import derive_seed
-from headrace.errors import HeadraceError, RequestError, boundary
+from headrace.errors import HeadraceError, JournalError, RequestError, boundary
 from headrace.service import bodies
 from headrace.service.access import Tenant, TooMany
 from headrace.service.evaluation import Evaluator
@@ -21,6 +21,7 @@ from headrace.service.futures import Board, Outcome, Ticket, failed
 from headrace.service.host import AdapterSpec, Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_results
 from headrace.service.judging import Judge
+from headrace.service.leftovers import clear_leftovers
 from headrace.service.open_samplers import OpenSamplers
 from headrace.service.records import (
     Checkpoint,
@@ -135,6 +136,7 @@ class Service:
             context=card.context,
             vocabulary=card.vocabulary,
             max_sequences=limits.evaluation_sequences,
+            is_behind=self.trainer.is_behind,
             rewards=rewards,
         )
         self.sessions = Sessions(
@@ -153,6 +155,8 @@ class Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Take up what the journal has queued; at the end leave the rest to it."""
+        with boundary(JournalError, "what an earlier server left cannot be removed"):
+            await self._write(*await asyncio.to_thread(clear_leftovers, self._folder, self.registry))
         unfinished = await asyncio.wrap_future(self._journal.requests("state = 'queued'"))
         self.trainer.start(row for row in unfinished if row.kind != "sample" and row.target in self.registry.models)
         for row in unfinished:
@@ -504,6 +508,13 @@ class Service:
         names = (self.card.name, *self.card.aliases)
         if base_model not in names and base_model.split(":")[0] not in names:
             raise RequestError(f"base model '{base_model[:200]}' is not served here: use {' or '.join(names)}")
+
+    @contextlib.contextmanager
+    def room(self, who: Tenant, size: int) -> Iterator[None]:
+        """For a request of `size` bytes that is answered at once and not journalled. Raises TooMany."""
+        self._check_room(who)
+        with self.board.held(who.name, size):
+            yield
 
     def _check_room(self, who: Tenant) -> None:
         if self.board.open_of(who.name) >= who.quota.open_requests:

@@ -123,8 +123,8 @@ class Sessions:
             self._sampling.asked.pop(sampler.id, None)
             if sampler.folder is not None:
                 self._samplers.close(sampler.id)
+                await self._trainer.remove_folder(sampler.folder)  # first: what is forgotten nobody removes any more
                 await self._write(self._registry.forget(sampler))
-                await self._trainer.remove_folder(sampler.folder)
 
     async def _write(self, *statements: Statement) -> None:
         await asyncio.wrap_future(self._journal.write(statements))

@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from headrace.errors import BackendError, HeadraceError, RequestError, boundary
 from headrace.service.futures import Board, Done, Outcome, Ticket, done_json, failed
@@ -37,6 +37,8 @@ from headrace.service.work import Broken, Create, Forward, Load, Save, Snapshot,
 from headrace.types import Discard, StepOut
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -158,6 +160,11 @@ class Trainer:
 
     def is_resident(self, model: str) -> bool:
         return model in self._lines and self._lines[model].resident
+
+    def is_behind(self, model: str) -> bool:
+        """Whether the saved state may lack updates that were made."""
+        line = self._lines[model]
+        return bool(line.unsaved) or (not line.resident and bool(line.settled))
 
     @property
     def num_resident(self) -> int:
@@ -311,7 +318,7 @@ class Trainer:
                 stepped = self._host.optim_step(model.id, work.update)
                 saved = self._save_state(ticket) if self._is_due(model) else None
                 self._lines[model.id].unsaved.add(ticket.row.seq)
-                step = await asyncio.wrap_future(stepped)
+                step = await self._done(stepped, saved, also)
                 also.record = self._telemetry.step(
                     model.id,
                     model.owner,
@@ -331,7 +338,7 @@ class Trainer:
                 loaded = self._host.load(model.id, self._folder / source.folder, optimizer=work.optimizer)
                 saved = self._save_state(ticket)
                 self._lines[model.id].unsaved.add(ticket.row.seq)
-                await asyncio.wrap_future(loaded)
+                await self._done(loaded, saved, also)
                 self._telemetry.forget(model.id)
                 await self._when_saved(ticket, saved, also)
                 return done_json({"path": work.path, "type": "load_weights"})
@@ -348,7 +355,7 @@ class Trainer:
             steps.append(self._host.load(model.id, self._folder / source.folder, optimizer=work.optimizer))
             saved = self._save_state(ticket)
         for step in steps:
-            await asyncio.wrap_future(step)
+            await self._done(step, saved, also)
         if saved is None:
             self._saved(ticket, None, also)
         await self._when_saved(ticket, saved, also)
@@ -416,6 +423,16 @@ class Trainer:
     def _save_state(self, ticket: Ticket) -> "tuple[Path, Future[None]]":
         folder = Path("states") / folder_name(ticket.row.target) / f"{ticket.row.seq:012d}"
         return folder, self._host.save(ticket.row.target, self._folder / folder, optimizer=True)
+
+    async def _done(self, work: "Future[R]", saving: "tuple[Path, Future[None]] | None", also: Effects) -> R:
+        """What came of it. If it failed, nobody needs the state that was to be saved behind it."""
+        try:
+            return await asyncio.wrap_future(work)
+        except HeadraceError:
+            if saving is not None:
+                await asyncio.wait([asyncio.wrap_future(saving[1])])
+                also.stale.append(str(saving[0]))
+            raise
 
     def _is_due(self, model: Model) -> bool:
         """Whether the state is saved after this update; one of all parameters takes long, and can be made again."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.errors import ModelError
+from headrace.errors import ModelError, RequestError
 from headrace.model.load import LanguageModel
 from headrace.model.quantized import Bits, model_bytes
 from headrace.model.quantizers import Asked, quantize_by
@@ -71,8 +71,8 @@ class ReferenceModels:
         self.counts = Counts()
 
     def score(self, name: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """See `FrozenScorer.score`. Raises ModelError when the model cannot be loaded or has no room, or when data are
-        too long for it or hold tokens that it does not know."""
+        """See `FrozenScorer.score`. Raises ModelError when the model cannot be loaded or has no room, and RequestError
+        when data are too long for it or hold tokens that it does not know."""
         reference = self._get(name)
         _check(data, reference.scorer.lm)
         with reference.lock:
@@ -139,6 +139,6 @@ class ReferenceModels:
 def _check(data: Sequence[Datum], lm: LanguageModel) -> None:
     for index, datum in enumerate(data):
         if datum.num_tokens > lm.context:
-            raise ModelError(f"datum {index} has {datum.num_tokens} tokens; the model's context is {lm.context}")
+            raise RequestError(f"datum {index} has {datum.num_tokens} tokens; the model's context is {lm.context}")
         if max(int(datum.inputs.max(initial=0)), int(datum.targets.max(initial=0))) >= lm.vocabulary:
-            raise ModelError(f"datum {index} holds a token outside of the vocabulary of {lm.vocabulary}")
+            raise RequestError(f"datum {index} holds a token outside of the vocabulary of {lm.vocabulary}")

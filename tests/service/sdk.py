@@ -1,6 +1,8 @@
 """What tests say with the public SDK's types; importing this without the SDK skips the tests that do."""
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,14 @@ def table(server: Any, model: Any = None) -> Any:
 
 def loss_of(model: Any, data: Any = DATA) -> float:
     return float(model.forward(data, "cross_entropy").result().metrics["loss:sum"])
+
+
+def until(true: Callable[[], object]) -> None:
+    """Looks again and again; far longer than a busy machine needs."""
+    deadline = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Gate:

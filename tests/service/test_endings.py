@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 from headrace.service.fake_host import FakeHost
 from headrace.service.service import Limits
-from service.sdk import ADAM, DATA, loss_of, prompt, sampling, tinker
+from service.sdk import ADAM, DATA, loss_of, prompt, sampling, tinker, until
 from service.served import BASE, OTHER_KEY, Served, served
 
 
@@ -20,13 +18,6 @@ def trained(client: Any, rank: int = 4) -> Any:
     model.forward_backward(DATA, "cross_entropy").result()
     model.optim_step(ADAM).result()
     return model
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 40
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------

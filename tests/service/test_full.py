@@ -167,6 +167,46 @@ def test_only_training_takes_the_place_of_anothers_copy(server: Served) -> None:
     assert all(draw(sampler) for sampler in mine)
 
 
+def evaluated(server: Served, model: Any, **asked: Any) -> Any:
+    body = {"prompts": [{"tokens": [1, 2]}], "max_tokens": 4, **asked}
+    return server.http().post(f"/runs/{model._guaranteed_model_id()}/evaluate", json=body)
+
+
+def test_an_evaluation_is_of_what_was_trained_or_refused(server: Served) -> None:
+    """States of full models are saved now and then only."""
+    model = full_model(server)
+    assert evaluated(server, model).json()["metrics"]["kl"] == pytest.approx(0.0, abs=1e-9)  # it is the base still
+    step(model)
+    refused = evaluated(server, model)
+    assert (refused.status_code, "not saved yet" in refused.json()["detail"]) == (400, True)
+    (sampler,) = snapshots(model, 1)
+    assert evaluated(server, model, policy=sampler._sampling_session_id).json()["metrics"]["kl"] > 1e-3
+
+
+def test_an_evaluation_takes_no_sessions_place(tmp_path: Path) -> None:
+    with served(tmp_path, full=True, limits=Limits(poll_s=5.0, full_save_steps=1)) as running:
+        model = full_model(running)
+        first, second = snapshots(model, 2)
+        refused = evaluated(running, model)
+        assert (refused.status_code, "name one of those sessions" in refused.json()["detail"]) == (400, True)
+        assert evaluated(running, model, policy=second._sampling_session_id).status_code == 200
+        assert all(draw(sampler) for sampler in (first, second))
+
+
+def test_a_copy_for_one_request_is_the_first_to_go(tmp_path: Path) -> None:
+    with served(tmp_path, full=True, limits=Limits(poll_s=5.0, full_save_steps=1)) as running:
+        model = full_model(running)
+        step(model)
+        path = model.save_weights_for_sampler("named").result().path
+        (first,) = snapshots(model, 1)
+        session = first._sampling_session_id
+        assert evaluated(running, model, reference=path, policy=session).status_code == 200
+        assert evaluated(running, model).json()["metrics"]["kl"] > 1e-3  # in the place of the reference's copy
+        assert evaluated(running, model, policy=path).status_code == 200
+        (second,) = snapshots(model, 1)
+        assert all(draw(sampler) for sampler in (first, second))
+
+
 def test_a_request_that_runs_on_a_copy_that_goes_is_told(tmp_path: Path) -> None:
     entered, leave = threading.Event(), threading.Event()
 

@@ -20,7 +20,7 @@ from headrace.service.futures import Done, Failed
 from headrace.service.journal import Journal
 from headrace.service.registry import Unknown
 from headrace.service.service import Limits, ModelCard, Service
-from service.sdk import Gate
+from service.sdk import Gate, until
 from service.served import BASE, served
 
 ALICE = Tenant(name="alice", quota=Quota())
@@ -261,3 +261,34 @@ def test_a_checkpoint_can_be_loaded_by_the_request_behind_its_save(
         model = running.client().create_lora_training_client(base_model=BASE, rank=8)
         model.save_state("one")
         model.load_state(f"tinker://{model._guaranteed_model_id()}/weights/one").result(60)
+
+
+class Failing(FakeHost):
+    """Updates and loads fail; what was to be saved after them is saved."""
+
+    def optim_step(self, model: str, update: Any) -> Any:
+        return self._submit(f"optim_step {model}", self._fail)
+
+    def load(self, model: str, folder: Path, *, optimizer: bool) -> Any:
+        return self._submit(f"load {model}", self._fail)
+
+    def _fail(self) -> None:
+        raise BackendError("no room")
+
+
+@pytest.mark.parametrize("kind", ["optim_step", "load_weights"])
+async def test_a_state_behind_what_failed_is_not_kept(tmp_path: Path, kind: str) -> None:
+    host = Failing()
+    async with opened(tmp_path, host) as service:
+        model = await make_model(service, await new_session(service), 0)
+        saved = json.dumps({"model_id": model, "seq_id": 1, "path": "there"}).encode()
+        assert isinstance(await service.wait(await service.train(ALICE, "save_weights", model, 1, saved)), Done)
+        if kind == "optim_step":
+            ticket = await step(service, model, 2)
+        else:
+            raw = {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/there", "optimizer": True}
+            ticket = await service.train(ALICE, kind, model, 2, json.dumps(raw).encode())
+        assert isinstance(await service.wait(ticket), Failed)
+        assert sum(verb.startswith("save ") for verb in host.log) == 2
+        await asyncio.to_thread(until, lambda: not any((tmp_path / "states").glob("*/*")))
+    host.close()

@@ -1,5 +1,6 @@
 """Frozen models in another process: the same numbers over HTTP, for those who have a key."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,19 @@ import numpy as np
 import pytest
 
 from headrace.config.checks import _frozen_problems
-from headrace.errors import ConfigError, ModelError
+from headrace.errors import ConfigError, ModelError, RequestError
 from headrace.model.load import load_model
 from headrace.model.quantized import quantize_model
 from headrace.model.tiny import save_tiny
 from headrace.service import reference_client
 from headrace.service.access import Access, HashedKey, hash_key
+from headrace.service.client.codec import write_forward
 from headrace.service.reference_app import make_reference_app
 from headrace.service.reference_client import RemoteReference
 from headrace.service.server import serving
 from headrace.service.settings import load_serve_config
 from headrace.train.scorer import FrozenScorer
-from headrace.types import Datum, float_array, int_array
+from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
 from headrace.wiring import beside
 from headrace.wiring.references import open_reference_server, open_references
 
@@ -91,6 +93,28 @@ def test_what_cannot_be_scored_is_said(url: str) -> None:
     headers = {"X-API-Key": KEY}
     assert httpx.post(f"{url}/references/small/score", content=b"nonsense", headers=headers).status_code == 400
     assert httpx.post(f"{url}/references/small/score", content=b"x" * 20_001, headers=headers).status_code == 413
+
+
+async def test_a_failure_of_the_model_is_the_servers() -> None:
+    """And not the caller's, who would otherwise not ask again."""
+
+    def broken(asked: object) -> Any:
+        raise MemoryError("no room")
+
+    def missing(asked: object) -> Any:
+        raise ModelError("there is no folder /models/small")
+
+    def wrong(asked: object) -> Any:
+        raise RequestError("datum 0 is too long")
+
+    scorers = {"broken": broken, "missing": missing, "wrong": wrong}
+    transport = httpx.ASGITransport(make_reference_app(scorers, Access(())), raise_app_exceptions=False)
+    body = bytes(write_forward(data(), CROSS_ENTROPY, backward=False).SerializeToString())
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        asked = (http.post(f"/references/{name}/score", content=body) for name in scorers)
+        replies = dict(zip(scorers, await asyncio.gather(*asked), strict=True))
+    assert {name: reply.status_code for name, reply in replies.items()} == {"broken": 500, "missing": 500, "wrong": 400}
+    assert replies["broken"].json()["detail"] == "the reference model failed: MemoryError: no room"
 
 
 def test_a_server_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

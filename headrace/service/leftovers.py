@@ -1,0 +1,52 @@
+"""What a server that was killed left in its folder, and nothing needs: half-written folders, states that were replaced,
+snapshots of sessions that had ended.
+
+Only what the journal's own records say is removed, or names that only writing gives: a folder that some other journal
+knows of stays. Nobody else writes here meanwhile (`alone.py`).
+"""
+
+import shutil
+from pathlib import Path
+
+from headrace.service.journal import Statement
+from headrace.service.records import folder_name
+from headrace.service.registry import Registry
+
+STATES, SNAPSHOTS, CHECKPOINTS = "states", "snapshots", "checkpoints"
+HALF_WRITTEN = (".writing-*", ".copying-*")
+REPLACED = ".replaced-*"
+
+
+def clear_leftovers(folder: Path, registry: Registry) -> list[Statement]:
+    """Folders are gone when it returns; the statements make the journal forget what they were."""
+    for parent in (folder / CHECKPOINTS, folder / SNAPSHOTS, *_folders(folder / STATES)):
+        _clear_half_written(parent)
+    for model in registry.models.values():
+        for state in _folders(folder / STATES / folder_name(model.id)):
+            if model.folder is None or state != folder / model.folder:
+                shutil.rmtree(state, ignore_errors=True)
+    forgotten: list[Statement] = []
+    for sampler in [each for each in registry.samplers.values() if each.folder is not None]:
+        session = registry.sessions.get(sampler.session)
+        ended = session is not None and session.finished is not None
+        if ended or sampler.gone is not None:
+            shutil.rmtree(folder / str(sampler.folder), ignore_errors=True)
+        if ended:
+            forgotten.append(registry.forget(sampler))
+    return forgotten
+
+
+def _clear_half_written(parent: Path) -> None:
+    for pattern in HALF_WRITTEN:
+        for each in parent.glob(pattern):
+            shutil.rmtree(each, ignore_errors=True)
+    for aside in parent.glob(REPLACED):  # .replaced-NUMBER-NAME, which stepped aside for a new one
+        name = aside.with_name(aside.name.split("-", 2)[2])
+        if name.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.rename(name)
+
+
+def _folders(parent: Path) -> list[Path]:
+    return [each for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
