@@ -360,9 +360,10 @@ def _reward_problems(rl: Rl) -> Iterator[str]:
         if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
             yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
         if term.fn == "env" and not gives_rewards(rl):
+            own = "reasoning_gym" if rl.tasks.type == "reasoning_gym" else "exact_match"
             yield (
                 f'the reward "env" is what a world gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
-                f'add [[rl.rewards]] with fn = "exact_match" or "file.py:function"'
+                f'add [[rl.rewards]] with fn = "{own}" or "file.py:function"'
             )
 
 
@@ -394,6 +395,7 @@ _EXTRAS = {
     "dataset": ("datasets", "datasets"),
     "reasoning_gym": ("reasoning_gym", "envs"),
 }
+_GAMES = {"gymnasium": "envs", "textarena": "envs", "textworld": "envs", "verifiers": "verifiers", "openenv": "openenv"}
 
 
 def _source_problems(key: str, source: Source, base: Path, worlds: Collection[str]) -> Iterator[str]:
@@ -413,6 +415,9 @@ def _source_problems(key: str, source: Source, base: Path, worlds: Collection[st
     match source.type:
         case "world":
             yield from _name_problems(f"{key}.name", value, worlds)
+            if value in _GAMES and importlib.util.find_spec(value) is None:
+                extra = _GAMES[value]
+                yield f"'{key}' is the world \"{value}\", which needs a package: run  pip install 'headrace[{extra}]'"
         case "python":
             yield from _function_problems(f"{key}.path", value, base, ())
         case "jsonl" | "parquet" | "dataset" | "task":

@@ -3,12 +3,15 @@
 import importlib.util
 import random
 import re
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from headrace.cli import load_checked
 from headrace.errors import ConfigError, DataError
 from headrace.rollout.worlds import ADAPTERS, WORLDS, world_demonstrations, world_tasks
 from headrace.rollout.worlds.adapters.package import OwnLuck, require
@@ -51,6 +54,25 @@ def test_a_missing_package_of_environments_too(name: str, pip: str, monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
     with pytest.raises(ConfigError, match=rf"is not installed: run  pip install {pip}$"):
         world_tasks(name, 1, 0, {"env": "mine.py:make"})
+
+
+@pytest.mark.parametrize("name", sorted(set(ADAPTERS) - {"mcp"}))
+def test_a_run_that_names_one_that_is_missing_stops_before_it_begins(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra that it names has the package."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
+    (tmp_path / "run.toml").write_text(
+        f"[model.tiny]\ncontext = 2048\n[rl]\nsteps = 1\ntasks = {{ type = 'world', name = '{name}', size = 4 }}\n"
+    )
+    with pytest.raises(ConfigError, match="which needs a package") as caught:
+        load_checked(tmp_path / "run.toml", [f"run.folder='{tmp_path / 'runs'}'"], command="train")
+    [extra] = re.findall(rf"'rl.tasks' is the world \"{name}\".*pip install 'headrace\[(\w+)\]'$", str(caught.value))
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert any(needed.startswith(name) for needed in extras[extra])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_package_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
