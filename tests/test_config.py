@@ -267,6 +267,10 @@ def test_two_sizes_of_a_batch_are_one_error() -> None:
     assert next(async_problems(made, Config().engine)) == sentence, "also of a tree that was not loaded"
 
 
+def test_a_loss_without_behaviour_weights_may_say_so(tmp_path: Path) -> None:
+    run_check(RL, tmp_path, "rl.loss=ppo", "rl.async.behaviour_weight=none")
+
+
 def test_a_wrong_size_of_a_batch_is_blamed_on_the_name_it_was_given_by() -> None:
     sentence = "'rl.async.batch_groups' must be a whole number above 0, but it is 0"
     assert loading_error(RL, "rl.async.batch_groups=0") == f"--set rl.async.batch_groups=0: {sentence}"

@@ -193,7 +193,9 @@ def test_the_weights_of_stale_tokens_are_chosen_in_the_async_table(bench: Bench)
 
 
 def test_coupled_ppo_knows_no_behaviour_weights(bench: Bench) -> None:
-    values = bench.rl("rl.loss=ppo", "rl.async.max_staleness=2", "rl.steps=4")[-1].values
+    values = bench.rl("rl.loss=ppo", "rl.async.max_staleness=2", "rl.async.behaviour_weight=none", "rl.steps=4")[
+        -1
+    ].values
     assert not [name for name in values if name.startswith("correction/")]
     assert values["staleness/effective_share"] > 0.0
 

@@ -77,7 +77,7 @@ def _weight_problems(rl: Rl) -> Iterator[str]:
             yield f"'rl.async.{key}' and [rl.correction] say the same thing twice: leave one of them out"
     if "decoupled_ppo" in terms or any(":" in term for term in terms):
         return
-    if behaviour is not None:
+    if behaviour not in (None, "none"):  # none is what such a loss has
         yield (
             f'\'rl.async.behaviour_weight\' is "{behaviour}", but the ratio of loss "{rl.loss}" is to the '
             "sampler and would count a token's age twice: write 'rl.loss = \"decoupled_ppo\"', or leave it out"

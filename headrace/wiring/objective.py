@@ -76,7 +76,7 @@ def make_correction(c: Rl, loss: LossSpec) -> Correction | None:
         )
     weights = c.asynchronous
     if not takes_behaviour_weights(find_loss(loss.fn)):
-        if weights.behaviour_weight is not None:
+        if weights.behaviour_weight not in (None, "none"):
             raise ConfigError(
                 f"'rl.async.behaviour_weight' is \"{weights.behaviour_weight}\", but loss {loss.name!r} takes no "
                 "behaviour_weights_T: add that parameter, or leave 'rl.async.behaviour_weight' out"

@@ -151,8 +151,11 @@ async def test_state_is_cut_at_the_publish_although_sampling_has_gone_on() -> No
         later, at_barrier = executor.snapshot(), executor.state_dict()
         cut = len(at_barrier["journals"]["1"][0]["turns"][0]["completion"]["tokens"])
         assert 0 < cut < 8
-        await sampler.step(3)
-        assert later() == executor.state_dict() == at_barrier
+        assert "group 1 " in executor.pending()
+        await sampler.step(9)
+        assert "group 1 " not in executor.pending()  # it has ended since, and others have begun
+        assert later() == at_barrier
+        assert executor.state_dict() | {"window": at_barrier["window"]} == at_barrier  # figures are of now
         state = json.loads(json.dumps(at_barrier))
     sampler = HandSampler()
     executor = executor_of(sampler, max_staleness=2, tokens=lambda task: (8,))
