@@ -92,7 +92,10 @@ def _number(value: object, what: str) -> float:
     plain = _plain(value)
     if not isinstance(plain, numbers.Real):
         raise RewardError(f"{what} must be a number, not a {type(value).__name__}")
-    return float(plain)
+    try:
+        return float(plain)
+    except OverflowError:
+        return math.inf  # which is no reward
 
 
 def _plain(value: object) -> object:

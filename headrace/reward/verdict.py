@@ -16,6 +16,8 @@ from headrace.reward.terms import as_reward
 from headrace.types import Episode, Reward
 
 _KEYS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid"})
+_OUTPUT = frozenset({"step_index", "base_reward"})
+_TEXT = 2000  # characters of what is not ours in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ def reward_of(verdict: object, episode: Episode, alignment: Alignment) -> Reward
     """Raises RewardError when the function said that it could not tell, or said something that is no reward."""
     fields = _checked_fields(verdict)
     if "invalid" in fields and not (alignment.keep_invalid and "score" in fields):
-        raise RewardError(str(fields["invalid"])[:2000])
+        raise RewardError(str(fields["invalid"])[:_TEXT])
     score = _number(fields.get("score"), "the score")
     low, high = alignment.score_range or (-math.inf, math.inf)
     if not low <= score <= high:
@@ -49,10 +51,10 @@ def reward_of(verdict: object, episode: Episode, alignment: Alignment) -> Reward
         raise RewardError("the parts of a reward must be a mapping of names to numbers")
     success = fields.get("success")
     if success is not None and not isinstance(success, bool):
-        raise RewardError(f'"success" of a reward is {success!r}: it must be True, False or None')
+        raise RewardError(f'"success" of a reward is {repr(success)[:_TEXT]}: it must be True, False or None')
     reward = Reward(
         total=score,
-        parts={str(name): _number(value, f'"{name}"') for name, value in parts.items()},
+        parts={str(name): _number(value, f'"{str(name)[:_TEXT]}"') for name, value in parts.items()},
         steps=_steps(fields, score, episode, alignment),
         success=success,
     )
@@ -63,33 +65,46 @@ def _checked_fields(verdict: object) -> dict[str, Any]:
     if not isinstance(verdict, dict):
         raise RewardError(f"what came back is not a verdict but a {type(verdict).__name__}")
     if unknown := set(verdict) - _KEYS:
-        raise RewardError(f"what came back has fields that no verdict has: {', '.join(sorted(map(str, unknown)))}")
+        listed = ", ".join(sorted(map(str, unknown)))[:_TEXT]
+        raise RewardError(f"what came back has fields that no verdict has: {listed}")
     return verdict
 
 
 def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RewardError(f"{what} must be a number, not a {type(value).__name__}")
-    if not math.isfinite(value):
-        raise RewardError(f"{what} is {value}, which is not a finite number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf  # a whole number of JSON has any number of digits
+    if not math.isfinite(number):
+        raise RewardError(f"{what} is {number}, which is not a finite number")
+    return number
 
 
 def _steps(fields: Mapping[str, Any], score: float, episode: Episode, alignment: Alignment) -> tuple[float, ...] | None:
     if fields.get("steps") is not None:
-        return tuple(_number(step, "a step reward") for step in fields["steps"])
+        return tuple(_number(step, "a step reward") for step in _listed(fields["steps"], "the step rewards"))
     outputs = fields.get("step_outputs")
     if outputs is None:
         if not alignment.default_step_reward:
             return None  # the score counts on the last step
         outputs = []
     rewards = [alignment.default_step_reward] * len(episode.steps)
+    if not all(isinstance(output, dict) and output.keys() >= _OUTPUT for output in _listed(outputs, "step_outputs")):
+        raise RewardError("a step output must have a step_index and a base_reward")
     indices = [output["step_index"] for output in outputs]
     for step, output in zip(resolve(indices, episode, alignment.step_index), outputs, strict=True):
         rewards[step] = _number(output["base_reward"], "a step's base_reward")
     if rewards and (alignment.terminal_score == "add" or not outputs):
         rewards[-1] += score
     return tuple(rewards)
+
+
+def _listed(value: object, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise RewardError(f"{what} must be a list, not a {type(value).__name__}")
+    return value
 
 
 def resolve(indices: Sequence[object], episode: Episode, declared: str = "auto") -> list[int]:
@@ -108,11 +123,13 @@ def resolve(indices: Sequence[object], episode: Episode, declared: str = "auto")
         if isinstance(index, str):
             step = ids.get(index)
         elif isinstance(index, bool) or not isinstance(index, int):
-            raise RewardError(f"a step_index is {index!r}: it must be a whole number or a step's id")
+            raise RewardError(f"a step_index is {repr(index)[:_TEXT]}: it must be a whole number or a step's id")
         else:
             step = by_number.get(index) if index >= 0 else turns.get(index + 1 + max(turns, default=-1))
         if step is None:
-            raise RewardError(f"step_index {index!r} is not a step of this episode, which has {len(episode.steps)}")
+            raise RewardError(
+                f"step_index {repr(index)[:_TEXT]} is not a step of this episode, which has {len(episode.steps)}"
+            )
         if step in steps:
             raise RewardError(f"step_index {index!r} names a step that has an output already: give one for each step")
         steps.append(step)

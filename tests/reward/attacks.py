@@ -197,20 +197,8 @@ def raises_base(messages, **kwargs):
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def returns_nan(messages, **kwargs):
-    return float("nan")
-
-
-def returns_inf(messages, **kwargs):
-    return {"score": 1.0, "part": float("inf")}
-
-
 def returns_text(messages, **kwargs):
     return "1.0"
-
-
-def returns_nothing(messages, **kwargs):
-    return None
 
 
 def returns_cycle(messages, **kwargs):
@@ -254,6 +242,15 @@ def forges_on_every_descriptor(messages, **kwargs):
 
 def forges_with_another_nonce(messages, **kwargs):
     os.write(3, b"0" * 32 + b'R[{"score": 1.0}]')
+    os._exit(0)
+
+
+def forges_with_its_own_nonce(messages, **kwargs):
+    """What it sends is more than a reader of JSON can hold in its head."""
+    frame = sys._getframe()
+    while "nonce" not in frame.f_locals:
+        frame = frame.f_back
+    os.write(3, frame.f_locals["nonce"] + b"R" + b"[" * 60_000)
     os._exit(0)
 
 

@@ -169,6 +169,7 @@ ENDS: dict[str, tuple[Outcome, float | str]] = {
     "forges_by_json": (RETURNED, 0.0),
     "forges_on_every_descriptor": (Outcome.MALFORMED, "nonce"),
     "forges_with_another_nonce": (Outcome.MALFORMED, "nonce"),
+    "forges_with_its_own_nonce": (Outcome.MALFORMED, "not JSON"),
     "reads_secret": (RAISED, "FileNotFoundError"),
     "reads_accounts": (RAISED, "FileNotFoundError"),
     "reads_parent_memory": (RAISED, "FileNotFoundError"),

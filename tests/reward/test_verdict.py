@@ -1,10 +1,24 @@
 """Step outputs find their steps, or it is said why not; what untrusted code sends back is checked field by field."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis.strategies import booleans, composite, floats, integers, lists, sampled_from
+from hypothesis.strategies import (
+    booleans,
+    composite,
+    dictionaries,
+    fixed_dictionaries,
+    floats,
+    integers,
+    lists,
+    none,
+    recursive,
+    sampled_from,
+    text,
+)
 from reward_episodes import episode
 
 from headrace.algo.turns import step_positions
@@ -138,11 +152,43 @@ def test_without_step_outputs_the_score_is_all_there_is() -> None:
         ({"score": 1.0, "other": 1.0}, "fields that no verdict has: other"),
         ({"invalid": "the judge is out"}, "the judge is out"),
         (outputs((0, float("nan"))), "base_reward is nan"),
+        ({"score": 10**400}, "the score is inf"),
+        ({"score": 1.0, "steps": 2}, "the step rewards must be a list, not a int"),
+        ({"score": 1.0, "step_outputs": {"0": 1.0}}, "step_outputs must be a list, not a dict"),
+        ({"score": 1.0, "step_outputs": [1.0]}, "a step output must have a step_index and a base_reward"),
+        ({"score": 1.0, "step_outputs": [{"step_index": 0}]}, "a step output must have a step_index and a base_reward"),
+        (outputs(([0], 1.0)), r"a step_index is \[0\]"),
     ],
 )
 def test_what_is_not_a_verdict_is_refused(verdict: object, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         reward_of(verdict, TWO, Alignment())
+
+
+FIELDS = ("success", "parts", "steps", "step_outputs", "invalid")
+JSON = recursive(
+    none() | booleans() | integers() | floats() | text(max_size=3),
+    lambda inner: lists(inner, max_size=3) | dictionaries(text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(fixed_dictionaries({"score": integers() | floats()}, optional=dict.fromkeys(FIELDS, JSON)) | JSON)
+@settings(max_examples=200, deadline=None)
+def test_whatever_comes_back_is_a_reward_or_is_refused(verdict: object) -> None:
+    """It was written by code that nobody trusts: no other error may reach the run."""
+    try:
+        reward = reward_of(json.loads(json.dumps(verdict)), TWO, Alignment())
+    except RewardError:
+        return
+    assert all(map(math.isfinite, (reward.total, *reward.parts.values(), *(reward.steps or ()))))
+
+
+def test_a_refusal_is_no_longer_than_a_sentence_may_be() -> None:
+    for verdict in ({"score": 1.0, "x" * 9000: 1.0}, {"invalid": "x" * 9000}, outputs(("x" * 9000, 1.0))):
+        with pytest.raises(RewardError) as caught:
+            reward_of(verdict, TWO, Alignment())
+        assert 2000 <= len(str(caught.value)) < 2200
 
 
 def test_a_score_that_is_marked_as_not_valid_counts_only_if_asked_for() -> None:

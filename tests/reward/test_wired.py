@@ -4,6 +4,7 @@ import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from reward_episodes import episode
@@ -31,6 +32,9 @@ def steps(messages, **kwargs):
 def slow(messages, **kwargs):
     while True:
         pass
+
+def given(text, *, verdict):
+    return {"score": 1.0, "of it": float(text)} if verdict == "part" else float(text)
 """
 
 
@@ -85,6 +89,24 @@ async def test_the_table_says_what_step_indices_count(file: Path) -> None:
         result = await scored(config(replace(term, step_index=step_index)), "a", "b")
         assert isinstance(result, ScoredEpisode)
         assert result.reward.steps == steps
+
+
+@pytest.mark.parametrize("runner", ["process", "inprocess"])
+@pytest.mark.parametrize(
+    ("said", "verdict", "why"),
+    [
+        ("nan", "score", "the score is nan, which is not a finite number"),
+        ("-inf", "score", "the score is -inf, which is not a finite number"),
+        ("inf", "part", '"of it" is inf, which is not a finite number'),
+    ],
+)
+async def test_what_is_not_finite_is_no_reward(
+    file: Path, runner: Literal["process", "inprocess"], said: str, verdict: str, why: str
+) -> None:
+    term = RewardTerm(fn=f"{file}:given", kwargs={"verdict": verdict})
+    result = await scored(config(term, runner=RewardRunner(type=runner, workers=1)), said)
+    assert isinstance(result, FailedEpisode)
+    assert result.reason == f"reward given: {why}"
 
 
 async def test_the_limits_of_the_table_are_those_of_a_call(file: Path) -> None:

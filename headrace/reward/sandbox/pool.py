@@ -238,7 +238,7 @@ def _answer(reply: Mapping[str, Any], nonce: str) -> Answer:
     kind, body = payload[len(nonce) : len(nonce) + 1].encode(), payload[len(nonce) + 1 :]
     try:
         value = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # code that a function runs can find the nonce, and write what it likes
         return Answer(outcome=Outcome.MALFORMED, detail="what came back is not JSON", **shown)
     if kind == RETURNED:
         return Answer(outcome=Outcome.RETURNED, result=body, **shown)
