@@ -44,6 +44,7 @@ FLAGS: dict[str, object] = {
 }
 
 
+TRY_AGAIN = 408  # the SDK takes 200 as well, and warns of each
 OFTEN = frozenset(f"/api/v1/{name}" for name in ("retrieve_future", "forward_backward", "optim_step", "asample"))
 
 
@@ -254,7 +255,7 @@ def _told(service: Service, ticket: Ticket, asked: bodies.RetrieveFuture) -> Res
         case Failed(message=message, category=category):
             return JSONResponse({"error": message, "category": category})
         case None:
-            return JSONResponse(_try_again(service, ticket), status_code=408)
+            return JSONResponse(_try_again(service, ticket), status_code=TRY_AGAIN)
 
 
 def _try_again(service: Service, ticket: Ticket) -> dict[str, object]:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from headrace.errors import ConfigError, ModelError
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
+from headrace.model.quiet import no_progress_bars
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
 from headrace.service.access import Access
@@ -39,6 +40,7 @@ def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dic
     )
     named: dict[str, Score] = {name: partial(models.score, name) for name in here}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_progress_bars())
         for each in config.references:
             if each.url:
                 remote = RemoteReference(each.url, key=os.environ.get(each.key_env))

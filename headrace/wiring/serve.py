@@ -12,6 +12,7 @@ from headrace.errors import ConfigError, boundary
 from headrace.infer.engine import default_kv_tokens, min_kv_tokens
 from headrace.model.estimate import Shape, kv_bytes_per_token, num_parameters, shape_of
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
+from headrace.model.quiet import no_progress_bars
 from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
@@ -52,6 +53,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
     with contextlib.closing(journal), only_server(folder), contextlib.ExitStack() as stack:
+        stack.enter_context(no_progress_bars())
         keys, made = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)
         engine = config.engine

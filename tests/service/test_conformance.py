@@ -14,7 +14,7 @@ from headrace.service import app as app_module
 from headrace.service.fake_host import FakeHost
 from headrace.service.journal import forget_results
 from headrace.service.service import Limits
-from service.sdk import ADAM, DATA, Gate, datum, loss_of, prompt, table, tinker, types
+from service.sdk import ADAM, DATA, Gate, datum, loss_of, prompt, table, tinker, types, until
 from service.served import BASE, Served, served
 
 # --- start-up --------------------------------------------------------------------------------------------------------
@@ -327,6 +327,22 @@ def test_a_poll_of_running_work_says_try_again(gated: tuple[Served, Gate]) -> No
     assert reply.json() == {"type": "try_again", "request_id": id, "queue_state": "active"}
     gate.open()
     assert waiting.result().metrics["loss:sum"] > 0  # the SDK went on polling through 408s
+
+
+def test_the_same_words_with_status_200_are_understood(
+    gated: tuple[Served, Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another server may send them; ours says 408, of which the SDK does not warn."""
+    monkeypatch.setattr("headrace.service.app.TRY_AGAIN", 200)
+    running, gate = gated
+    model = running.client().create_lora_training_client(base_model=BASE, rank=4)
+    gate.close()
+    waiting = model.forward_backward(DATA, "cross_entropy")
+    http, body = running.http(), {"request_id": f"{model._guaranteed_model_id()}:1"}
+    until(lambda: http.post("/api/v1/retrieve_future", json=body).status_code == 200)
+    assert http.post("/api/v1/retrieve_future", json=body).json()["type"] == "try_again"
+    gate.open()
+    assert waiting.result().metrics["loss:sum"] > 0
 
 
 def test_a_request_whose_turn_cannot_come_says_what_it_waits_for(gated: tuple[Served, Gate]) -> None:
