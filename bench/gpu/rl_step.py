@@ -6,7 +6,8 @@
 
 A model of the shape of Qwen2.5-1.5B with random weights in bfloat16; 16 prompts x 16 samples, 128 + 512 tokens, GRPO's
 advantages, clipped surrogate averaged over tokens, AdamW. TRL has micro-batches of 32 sequences and `generate` with
-its dynamic cache, without activation recomputation. With `--tail` the mean length is about 128 of at most 512 tokens.
+its dynamic cache, without activation recomputation. With `--tail` the mean length is about 128 of at most 512 tokens,
+and the learning rate is next to nothing in both, so that it stays there.
 
 The loss is checked first: TRL's first batch, with its advantages, goes through our backend at the same weights, and
 loss and gradient norm have to agree. Then each side's steps are timed, the first of each not counted, and its peak
@@ -44,6 +45,7 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
 from headrace.model.cuda.layers import fuse_layers
 from headrace.model.load import LanguageModel, prepare
+from headrace.model.quiet import settled_objects
 from headrace.model.worker import Worker
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
@@ -72,6 +74,7 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, COMPLETION_TOKENS, TRL_MICRO_BATCH = 16, 16, 12
 MICRO_BATCH_TOKENS = 32 * (PROMPT_TOKENS + COMPLETION_TOKENS)
 TAIL_MEAN, EOS, COMMON = 128, 1, 0.5
 LEARNING_RATE = 1e-6
+TAIL_LEARNING_RATE = 1e-12  # a step of 1e-6 doubles the lengths; this leaves them geometric, and costs as much
 Times = tuple[float, float, int]  # seconds of generation, of the rest, sampled tokens
 
 
@@ -140,8 +143,9 @@ def make_model(bias: float | None) -> Qwen2ForCausalLM:
 class Ours:
     """The loop of `loops/rl.py`, one step at a time."""
 
-    def __init__(self, lm: LanguageModel) -> None:
+    def __init__(self, lm: LanguageModel, *, learning_rate: float) -> None:
         fuse_layers(lm.model)
+        self.learning_rate = learning_rate
         self.worker = Worker()
         self.backend = TorchBackend(lm, micro_batch_tokens=MICRO_BATCH_TOKENS, worker=self.worker)
         rows = PROMPTS * SAMPLES
@@ -171,7 +175,7 @@ class Ours:
         self.engine = self.make_engine()
         tasks = [Task(id=str(i), messages=(Message(role="user", content=text),)) for i, text in enumerate(prompts())]
         self.source = TaskSource(tasks, seed=0)
-        self.updater = Updater(backend=self.backend, adam=lambda _: Adam(learning_rate=LEARNING_RATE), max_skips=1)
+        self.updater = Updater(backend=self.backend, adam=lambda _: Adam(learning_rate=self.learning_rate), max_skips=1)
         self.runner = asyncio.Runner()
         self.runner.run(self._open())
 
@@ -280,7 +284,7 @@ def show(name: str, step: int, times: Times) -> None:
 
 
 def run_trl(
-    model: Qwen2ForCausalLM, steps: int, *, recompute: bool
+    model: Qwen2ForCausalLM, steps: int, *, recompute: bool, learning_rate: float
 ) -> tuple[Watch, list[dict[str, np.ndarray]], float]:
     """Times, and the first step's batch with its loss."""
     from datasets import Dataset
@@ -301,7 +305,7 @@ def run_trl(
             num_generations=SAMPLES,
             max_completion_length=COMPLETION_TOKENS,
             max_steps=steps,
-            learning_rate=LEARNING_RATE,
+            learning_rate=learning_rate,
             lr_scheduler_type="constant",
             beta=0.0,
             epsilon=0.2,
@@ -366,28 +370,32 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("headrace").setLevel(logging.ERROR)
     bias = tail_bias() if given.tail else None
+    rate = TAIL_LEARNING_RATE if given.tail else LEARNING_RATE
     figures: dict[str, float] = {}
     sides: list[tuple[str, list[Times]]] = []
     left_gb = 0.0
     if given.ours:
-        ours = Ours(prepare(make_model(bias), make_tokenizer(), source="bench"))
+        ours = Ours(prepare(make_model(bias), make_tokenizer(), source="bench"), learning_rate=rate)
     else:
-        watch, batch, trl_loss = run_trl(make_model(bias), given.trl_steps, recompute=given.trl_recompute)
+        watch, batch, trl_loss = run_trl(
+            make_model(bias), given.trl_steps, recompute=given.trl_recompute, learning_rate=rate
+        )
         sides.append(("trl", watch.times[1:]))
         figures["trl_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         gc.collect()
         torch.cuda.empty_cache()
         left_gb = torch.cuda.memory_allocated() / 1e9
-        ours = Ours(prepare(make_model(bias), make_tokenizer(), source="bench"))
+        ours = Ours(prepare(make_model(bias), make_tokenizer(), source="bench"), learning_rate=rate)
         check_loss(ours, batch, trl_loss, watch.norms[0])
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     ours.start()
     mine = []
-    for step in range(given.steps):
-        mine.append(ours.step())
-        show("ours", step + 1, mine[-1])
+    with settled_objects():  # as `headrace train` does
+        for step in range(given.steps):
+            mine.append(ours.step())
+            show("ours", step + 1, mine[-1])
     figures["ours_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 - left_gb
     ours.close()
     sides.append(("ours", mine[1:]))

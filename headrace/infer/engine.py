@@ -41,6 +41,7 @@ from headrace.infer.weights import copy_weights, read_folder
 from headrace.model import head
 from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
 from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
+from headrace.model.cuda.fine import cache_dtype
 from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.packed import forget, linear
@@ -641,7 +642,7 @@ class EmbeddedEngine:
             heads=config.num_key_value_heads,
             tokens=self._slots.tokens,
             width=width,
-            dtype=self.lm.dtype,
+            dtype=cache_dtype(self.lm.model, self.lm.dtype),
             device=self.lm.device,
         )
 

@@ -272,24 +272,32 @@ def _packed_varlen(
     """CUDA half precision: one varlen kernel for all segments."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if context.ends is None:
-        context = packed(context.lengths, query.device, context.parents)
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-    assert context.ends is not None
-    ends, key_ends, longest = context.ends, context.ends, max(context.lengths)
-    longest_keys = longest
-    if context.key_rows is not None:
-        assert context.key_ends is not None
-        k, v = _seen(k, v, context)
-        key_ends = context.key_ends
-        segments = range(len(context.lengths))
-        longest_keys = max(sum(context.lengths[s] for s in (*context.ancestors(own), own)) for own in segments)
+    k, v, (ends, key_ends, longest, longest_keys) = packed_keys(k, v, context)
     left = -1 if window is None else window - 1
     out = varlen_attn(
         q, k, v, ends, key_ends, longest, longest_keys, scale=scaling, window_size=(left, 0), **_gqa_flag()
     )
     assert isinstance(out, Tensor)
     return out[None]
+
+
+def packed_keys(
+    key_THD: Tensor, value_THD: Tensor, context: Packed
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, int, int]]:
+    """Keys and values as a varlen kernel reads them: of what each segment sees, end to end. With them the running sums
+    of the queries' and of the keys' lengths, and the longest of both."""
+    if context.ends is None:
+        context = packed(context.lengths, key_THD.device, context.parents)
+    assert context.ends is not None
+    longest = max(context.lengths)
+    if context.key_rows is None:
+        return key_THD, value_THD, (context.ends, context.ends, longest, longest)
+    assert context.key_ends is not None
+    key_THD, value_THD = _seen(key_THD, value_THD, context)
+    segments = range(len(context.lengths))
+    longest_keys = max(sum(context.lengths[s] for s in (*context.ancestors(own), own)) for own in segments)
+    return key_THD, value_THD, (context.ends, context.key_ends, longest, longest_keys)
 
 
 def _seen(key_THD: Tensor, value_THD: Tensor, context: Packed) -> tuple[Tensor, Tensor]:
@@ -314,9 +322,9 @@ def _cached(
     """
     keys, values = context.cache.keys[layer], context.cache.values[layer]
     written, heads, width = context.positions.shape[0], key.shape[1], key.shape[3]
-    keys[context.slots, :, context.positions] = key[0, :, :written].transpose(0, 1)
-    values[context.slots, :, context.positions] = value[0, :, :written].transpose(0, 1)
-    grouped = query[0].transpose(0, 1).reshape(query.shape[2], heads, -1, width)
+    keys[context.slots, :, context.positions] = key[0, :, :written].transpose(0, 1).to(keys.dtype)
+    values[context.slots, :, context.positions] = value[0, :, :written].transpose(0, 1).to(keys.dtype)
+    grouped = query[0].transpose(0, 1).to(keys.dtype).reshape(query.shape[2], heads, -1, width)
     groups = grouped.shape[2]
     if groups % 2 and not query.is_cuda:
         grouped = torch.cat([grouped, grouped[:, :, -1:]], dim=2)
@@ -346,7 +354,7 @@ def _cached(
     if start < query.shape[2]:
         outputs.append(torch.zeros_like(grouped[start:]))
     found = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return found[:, :, :groups].reshape(1, query.shape[2], -1, width)
+    return found[:, :, :groups].reshape(1, query.shape[2], -1, width).to(query.dtype)
 
 
 def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:

@@ -36,20 +36,27 @@ class LoraLinear(nn.Module):
         base.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
+        update, plain = self.update(x), self.base(x)
+        result: Tensor = plain if update is None else plain + update
+        return result
+
+    def update(self, x: Tensor) -> Tensor | None:
+        """What the adapters in use add to the frozen layer's result; None: no adapter is in use."""
         slot = ADAPTER.get()
         if slot is None:
-            plain: Tensor = self.base(x)
-            return plain
+            return None
         if isinstance(slot, int):
             low = (x @ self.down[slot].T) @ self.up[slot].T
         else:
             low = torch.einsum("btr,tor->bto", torch.einsum("bti,tri->btr", x, self.down[slot]), self.up[slot])
-        result: Tensor = self.base(x) + self.scale * low
-        return result
+        return self.scale * low
 
-    def merged_weight(self, slot: int = 0) -> Tensor:
-        """W + scale B A, differentiable in A and B."""
-        return self.base.weight + self.scale * (self.up[slot] @ self.down[slot])
+    def merged_weight(self, slot: int = 0, *, dtype: torch.dtype | None = None) -> Tensor:
+        """W + scale B A, differentiable in A and B; computed in `dtype`, or in that of the weight."""
+        weight, up, down = self.base.weight, self.up[slot], self.down[slot]
+        if dtype is not None:
+            weight, up, down = weight.to(dtype), up.to(dtype), down.to(dtype)
+        return weight + self.scale * (up @ down)
 
 
 def add_lora(

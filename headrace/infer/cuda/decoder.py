@@ -49,10 +49,11 @@ class GraphDecoder:
         shape, device = self._weights.shape, lm.device
         self.prompt_tokens = prompt_tokens
         self._max_rows = bucket_for(max_rows)
-        self._rows = Buffers.make(shape, self._max_rows, self._weights.embedding)
+        self._rows = Buffers.make(self._weights, self._max_rows)
         self._prompt: Buffers | None = None
         self._attention = DecodeAttention(self._weights, self._max_rows)
-        self._storage = torch.zeros((shape.layers, 2, kv_tokens * shape.H * shape.W), dtype=lm.dtype, device=device)
+        kv = (shape.layers, 2, kv_tokens * shape.H * shape.W)
+        self._storage = torch.zeros(kv, dtype=self._weights.dtype, device=device)
         self._slot_tokens = torch.zeros(1, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
         state = self._max_rows * (FIELDS + STOPS)
@@ -96,7 +97,7 @@ class GraphDecoder:
         assert self._cache is not None
         assert len(tokens) == sum(piece.length for piece in pieces) <= self.prompt_tokens
         if self._prompt is None:
-            self._prompt = Buffers.make(self._weights.shape, self.prompt_tokens, self._weights.embedding)
+            self._prompt = Buffers.make(self._weights, self.prompt_tokens)
         device = self._storage.device
         rows = self.prompt_tokens if self._deterministic else len(tokens)
         laid_out = np.zeros((3, rows), dtype=np.int64)
@@ -193,7 +194,7 @@ class GraphDecoder:
         attend = partial(self._attention, buffers=buffers, places=places, cache=self._cache)
         forward.hidden(self._weights, self._field(TOKEN), buffers, attend, only_cache=False)
         logits = self._logits[:bucket]
-        head.logits(buffers.normed, self._weights.head, out=logits)
+        head.logits(buffers.last, self._weights.head, out=logits)
         blocks = triton.cdiv(shape.V, BLOCK)
         partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
         draw.block_kernel[(bucket, blocks)](

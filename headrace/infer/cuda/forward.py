@@ -1,6 +1,6 @@
 """One pass of a dense decoder over rows of tokens, in Triton kernels and matrix products into buffers that stay.
 
-It is the modules' arithmetic with fewer launches: 8 a layer. Decode rows and prompt pieces
+It is the trainer's arithmetic (`model/cuda/layers.py`) with fewer launches: 8 a layer. Decode rows and prompt pieces
 differ in their attention only.
 
 Shape letters: T rows, D stream, Q and H heads of width W, V vocabulary.
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from headrace.infer.cuda import kernels
 from headrace.infer.cuda.layout import PROMPT_ROWS, splits_for
-from headrace.infer.cuda.weights import DenseWeights, Shape
+from headrace.infer.cuda.weights import DenseWeights
 from headrace.model.attention import KVCache
+from headrace.model.cuda.fine import add_product
 
 GATE_BLOCK = 1024
 DECODE_BLOCK = 64  # keys that a decode program reads at a time
@@ -24,25 +25,28 @@ DECODE_BLOCK = 64  # keys that a decode program reads at a time
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Intermediate results for T rows; the stream is float32."""
+    """Intermediate results for T rows in the type of the factors of products; but the stream is float32, and `last`,
+    what the head reads, has the type of its weights."""
 
     stream: Tensor
+    last: Tensor
     normed: Tensor
-    delta: Tensor
     qkv: Tensor
     mixed: Tensor
     both: Tensor
     inner: Tensor
 
     @staticmethod
-    def make(shape: Shape, rows: int, like: Tensor) -> "Buffers":
-        def empty(width: int, dtype: torch.dtype = like.dtype) -> Tensor:
-            return torch.zeros(rows, width, dtype=dtype, device=like.device)
+    def make(weights: DenseWeights, rows: int) -> "Buffers":
+        shape, head = weights.shape, weights.head
+
+        def empty(width: int, dtype: torch.dtype = weights.dtype) -> Tensor:
+            return torch.zeros(rows, width, dtype=dtype, device=head.device)
 
         return Buffers(
             stream=empty(shape.D, torch.float32),
+            last=empty(shape.D, head.dtype),
             normed=empty(shape.D),
-            delta=empty(shape.D),
             qkv=empty((shape.Q + 2 * shape.H) * shape.W),
             mixed=empty(shape.Q * shape.W),
             both=empty(2 * shape.inner),
@@ -65,11 +69,11 @@ class Places:
 def hidden(
     weights: DenseWeights, tokens_T: Tensor, buffers: Buffers, attend: Callable[[int], None], *, only_cache: bool
 ) -> None:
-    """Leaves the last hidden states in `buffers.normed`; with `only_cache`, stops when the last layer's keys are made.
+    """Leaves the last hidden states in `buffers.last`; with `only_cache`, stops when the last layer's keys are made.
 
     `attend(layer)` turns `buffers.qkv` into `buffers.mixed`.
     """
-    add_norm(weights, buffers, weights.layers[0].input_norm, embed=tokens_T)
+    norm(weights, buffers, buffers.normed, weights.layers[0].input_norm, embed=tokens_T)
     for index, layer in enumerate(weights.layers):
         if layer.qkv_bias is None:
             torch.mm(buffers.normed, layer.qkv.t(), out=buffers.qkv)
@@ -79,23 +83,25 @@ def hidden(
         last = index + 1 == len(weights.layers)
         if last and only_cache:
             return
-        torch.mm(buffers.mixed, layer.out.t(), out=buffers.delta)
-        add_norm(weights, buffers, layer.inner_norm)
+        add_product(buffers.stream, buffers.mixed, layer.out, out=buffers.stream)
+        norm(weights, buffers, buffers.normed, layer.inner_norm)
         torch.mm(buffers.normed, layer.gate_up.t(), out=buffers.both)
         gate(buffers)
-        torch.mm(buffers.inner, layer.down.t(), out=buffers.delta)
-        add_norm(weights, buffers, weights.norm if last else weights.layers[index + 1].input_norm)
+        add_product(buffers.stream, buffers.inner, layer.down, out=buffers.stream)
+        if last:
+            norm(weights, buffers, buffers.last, weights.norm)
+        else:
+            norm(weights, buffers, buffers.normed, weights.layers[index + 1].input_norm)
 
 
-def add_norm(weights: DenseWeights, buffers: Buffers, scale: Tensor, *, embed: Tensor | None = None) -> None:
-    """The stream takes the delta (or starts from the tokens' embeddings), and its norm is made."""
+def norm(weights: DenseWeights, buffers: Buffers, out: Tensor, scale: Tensor, *, embed: Tensor | None = None) -> None:
+    """The norm of the stream, which with `embed` starts from the tokens' embeddings."""
     rows, width = buffers.stream.shape
-    kernels.add_norm_kernel[(rows,)](
-        buffers.normed,
+    kernels.norm_kernel[(rows,)](
+        out,
         buffers.stream,
-        buffers.delta,
         weights.embedding,
-        buffers.delta if embed is None else embed,
+        buffers.stream if embed is None else embed,
         scale,
         weights.shape.epsilon,
         width,

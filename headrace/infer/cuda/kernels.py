@@ -1,8 +1,8 @@
 """The Triton kernels of the CUDA engine: norms, rotary positions, attention over KV slots, the gate.
 
-Each rounds where the trainer's kernels round (`model/cuda/layers.py`): once, at its end, and the residual stream not at
-all, so that what is sampled differs from what is trained by the order of sums only. Weights are read from where they
-are; nothing here allocates, so every launch can be captured in a graph.
+Each rounds where the trainer's kernels round (`model/cuda/layers.py`), to as many bits: once, at its end, and the
+residual stream not at all, so that what is sampled differs from what is trained by the order of sums only. Weights are
+read from where they are; nothing here allocates, so every launch can be captured in a graph.
 
 A slot's keys are [heads, positions, width] in one piece; how many positions a slot has is read from device memory, so
 a captured launch stays valid when the slots get longer.
@@ -17,10 +17,10 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_norm_kernel(  # type: ignore[no-untyped-def]
-    out, stream, delta, table, tokens, weight, epsilon, width, BLOCK: tl.constexpr, EMBED: tl.constexpr
+def norm_kernel(  # type: ignore[no-untyped-def]
+    out, stream, table, tokens, weight, epsilon, width, BLOCK: tl.constexpr, EMBED: tl.constexpr
 ):
-    """stream = table[token] (EMBED) or stream + delta, in float32; out = RMS norm of it times weight. Grid (rows,)."""
+    """out = RMS norm of the float32 stream times weight; with EMBED the stream is table[token] first. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -28,10 +28,9 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
     if EMBED:
         token = tl.load(tokens + row).to(tl.int64)
         hidden = tl.load(table + token * width + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(stream + row * width + column, hidden, mask=inside)
     else:
         hidden = tl.load(stream + row * width + column, mask=inside, other=0.0)
-        hidden += tl.load(delta + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(stream + row * width + column, hidden, mask=inside)
     scaled = hidden * (1.0 / tl.sqrt(tl.sum(hidden * hidden, 0) / width + epsilon))
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, (scaled * scale).to(dtype), mask=inside)
@@ -39,15 +38,17 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_kernel(out, both, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out = silu(gate) * up, where a row of `both` is gate then up."""
+    """out = silu(gate) * up, where a row of `both` is gate then up; in float16 it ends at the largest number."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     dtype = out.dtype.element_ty
     gate = tl.load(both + row * 2 * inner + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * inner + inner + column, mask=inside, other=0.0).to(tl.float32)
-    active = gate * tl.sigmoid(gate)
-    tl.store(out + row * inner + column, (active * up).to(dtype), mask=inside)
+    product = gate * tl.sigmoid(gate) * up
+    if dtype == tl.float16:
+        product = tl.minimum(tl.maximum(product, -65504.0), 65504.0)
+    tl.store(out + row * inner + column, product.to(dtype), mask=inside)
 
 
 @triton.jit

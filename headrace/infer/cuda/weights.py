@@ -1,8 +1,9 @@
 """What the CUDA engine reads of a model: its own parameters where they lie, and joined copies where that is faster.
 
 Queries, keys and values are one product, gate and up another, so their weights are copied next to each other; layers
-with an adapter are copied merged. `refresh` renews the copies after the model's parameters changed; the storage stays,
-so captured graphs do too.
+with an adapter are copied merged. A bfloat16 model's layers are copied in float16, because the trainer's products have
+factors of that many bits too (`model/cuda/fine.py`); head and embedding are read as they are. `refresh` renews the
+copies after the model's parameters changed; the storage stays, so captured graphs do too.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.model.cuda.fine import COARSE, FINE
 from headrace.model.load import LanguageModel
 from headrace.model.lora import LoraLinear
 
@@ -92,10 +94,11 @@ class DenseWeights:
         assert why_not(lm) in (None, "the model is not on CUDA")
         base = lm.model.base_model
         self.shape = shape_of(lm)
+        self.dtype = FINE if lm.dtype == COARSE else lm.dtype  # of the factors of products
         self._copies: list[tuple[Tensor, nn.Module, str]] = []
         self.embedding: Tensor = base.embed_tokens.weight.detach()
         self.norm: Tensor = base.norm.weight.detach()
-        self.head = self._joined([lm.model.lm_head])
+        self.head = self._joined([lm.model.lm_head], dtype=lm.dtype)
         self.layers = [self._layer(layer) for layer in base.layers]
         place = torch.arange(positions, device=lm.device)[None]
         cosines, sines = base.rotary_emb(self.embedding[:1], place)
@@ -126,14 +129,15 @@ class DenseWeights:
             down=self._joined([mlp.down_proj]),
         )
 
-    def _joined(self, modules: Sequence[Any], name: str = "weight") -> Tensor:
-        """One under the other; a single plain layer's own tensor."""
-        if len(modules) == 1 and not isinstance(modules[0], LoraLinear):
-            own: Tensor = getattr(modules[0], name).detach()
-            return own
+    def _joined(self, modules: Sequence[Any], name: str = "weight", *, dtype: torch.dtype | None = None) -> Tensor:
+        """One under the other; a single plain layer's own tensor if it has the type."""
+        dtype = dtype or self.dtype
         tensors = [getattr(_linear(module), name) for module in modules]
+        if len(modules) == 1 and not isinstance(modules[0], LoraLinear) and tensors[0].dtype == dtype:
+            own: Tensor = tensors[0].detach()
+            return own
         sizes = [tensor.shape[0] for tensor in tensors]
-        joined = torch.empty((sum(sizes), *tensors[0].shape[1:]), dtype=tensors[0].dtype, device=tensors[0].device)
+        joined = torch.empty((sum(sizes), *tensors[0].shape[1:]), dtype=dtype, device=tensors[0].device)
         for target, module in zip(torch.split(joined, sizes), modules, strict=True):
             self._copies.append((target, module, name))
         return joined
@@ -148,7 +152,7 @@ def _bias(module: nn.Module) -> Any:
 
 
 def _effective(module: nn.Module) -> Tensor:
-    if isinstance(module, LoraLinear):
-        return module.merged_weight()
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight
+    if not isinstance(module, LoraLinear):
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight
+    return module.merged_weight(dtype=torch.float32 if module.base.weight.dtype in HALF else None)

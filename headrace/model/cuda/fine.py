@@ -1,0 +1,201 @@
+"""Decoder layers of bfloat16 models whose matrix products have factors of 11 bits, as float16 has, and not of 8.
+
+Sampler and trainer compute the same sums in another order, and every bfloat16 number between two products turns the
+last bit of such a sum into a difference of one part in 256 for some of them; over 28 layers that made 0.015 in a
+log-prob. Here what goes into a product of the forward pass is float16: norms, queries, keys and values, what attention
+mixed, the gate's product. bfloat16 weights are float16 numbers as they are (but for those below 6e-8), and what may be
+large, the residual stream, is float32. The gate's product ends at 65,504.
+
+Gradients are bfloat16, which has the range for it. Autograd gives a tensor's gradient the tensor's own type, so between
+functions float16 numbers travel as bfloat16 tensors of the same bits (`dress`), and only functions of this package may
+read those. Where a product's backward pass will want its factor, a twin in true bfloat16 is written beside it and kept
+in its place.
+
+Shape letters: T tokens, D width (of a head where there are heads), H heads, N outputs of a product.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.model.attention import Packed, packed_keys
+from headrace.model.compiled import FUSED
+from headrace.model.lora import LoraLinear
+from headrace.model.packed import PackedLinear
+
+FINE, COARSE = torch.float16, torch.bfloat16
+Factor = tuple[Tensor, Tensor | None]  # dressed float16 numbers, and their twin if it was asked for
+
+
+def dress(numbers: Tensor) -> Tensor:
+    """float16 numbers as a bfloat16 tensor of the same bits."""
+    return numbers.view(COARSE)
+
+
+def bare(numbers: Tensor) -> Tensor:
+    """The float16 numbers of a dressed tensor."""
+    return numbers.view(FINE)
+
+
+def linears(layer: Any) -> tuple[nn.Module, ...]:
+    attention, mlp = layer.self_attn, layer.mlp
+    outer = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return (*outer, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+
+
+def fits(layer: Any) -> bool:
+    """Whether a layer of a kind that is known here can be computed this way: it is bfloat16, its products are plain."""
+    plain = (linear.base if isinstance(linear, LoraLinear) else linear for linear in linears(layer))
+    usual = all(type(linear) in (nn.Linear, PackedLinear) for linear in plain)
+    return usual and layer.input_layernorm.weight.dtype == COARSE
+
+
+def cache_dtype(model: Any, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values that a model's layers, in `dtype`, leave for later tokens."""
+    first = model.base_model.layers[0]
+    return FINE if dtype == COARSE and hasattr(first, FUSED) and fits(first) else dtype
+
+
+def wants_twins(layer: Any) -> bool:
+    """For gradients, and for adapters, whose small products are in bfloat16."""
+    return torch.is_grad_enabled() or any(isinstance(linear, LoraLinear) for linear in linears(layer))
+
+
+def products(x: Factor, modules: Sequence[Any]) -> tuple[Tensor, ...]:
+    """linear(x) of each, dressed."""
+    parts = [_parts(x, module) for module in modules]
+    flat = [part[kind] for kind in range(3) for part in parts]
+    results: tuple[Tensor, ...] = _Products.apply(*x, len(parts), *flat)  # type: ignore[no-untyped-call]
+    return results
+
+
+def product_onto(stream: Tensor, x: Factor, module: Any) -> Tensor:
+    """stream + linear(x), in float32."""
+    weight, bias, update = _parts(x, module)
+    for more in (bias, update):
+        stream = stream if more is None else stream + more
+    result: Tensor = _ProductOnto.apply(stream, *x, weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+def add_product(stream_TN: Tensor, factor_TD: Tensor, weight_ND: Tensor, out: Tensor | None = None) -> Tensor:
+    """stream + factor @ weight.T, added up in float32 by the product itself; `out` may be the stream."""
+    if factor_TD.is_cuda and factor_TD.dtype != stream_TN.dtype:
+        return torch.addmm(stream_TN, factor_TD, weight_ND.t(), out_dtype=stream_TN.dtype, out=out)
+    return torch.addmm(stream_TN, factor_TD.to(stream_TN.dtype), weight_ND.t().to(stream_TN.dtype), out=out)
+
+
+def attention_of(
+    query: Tensor, key: Tensor, value: Tensor, context: Packed, scale: float, window: int | None, *, twin: bool
+) -> Factor:
+    """Causal attention of packed tokens, [T, H, D] each, dressed."""
+    key, value, spans = packed_keys(key, value, context)
+    mixed, coarse = _Attention.apply(query, key, value, *spans, scale, window, twin)  # type: ignore[no-untyped-call]
+    return mixed, coarse
+
+
+def _parts(x: Factor, module: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Weight, bias, and what an adapter adds."""
+    if not isinstance(module, LoraLinear):
+        return module.weight, module.bias, None
+    assert x[1] is not None
+    return module.base.weight, module.base.bias, module.update(x[1])
+
+
+def total(grad: Tensor | None, grad_twin: Tensor | None) -> Tensor | None:
+    """The gradient of a factor that was read as it is and as its twin."""
+    if grad is None or grad_twin is None:
+        return grad_twin if grad is None else grad
+    return grad + grad_twin
+
+
+class _Products(torch.autograd.Function):
+    """(x, its twin, n, n weights, n biases, n updates) to n products."""
+
+    @staticmethod
+    def forward(ctx: Any, dressed: Tensor, twin: Tensor | None, count: int, *parts: Tensor | None) -> Any:
+        x_TD, shape = bare(dressed).flatten(0, -2), dressed.shape[:-1]
+        found = []
+        for weight, bias, update in zip(parts[:count], parts[count : 2 * count], parts[2 * count :], strict=True):
+            assert weight is not None
+            fine_DN = weight.to(FINE).t()
+            out = x_TD @ fine_DN if bias is None else torch.addmm(bias.to(FINE), x_TD, fine_DN)
+            out = out.view(*shape, -1)
+            found.append(dress(out if update is None else (out + update).to(FINE)))
+        ctx.save_for_backward(twin, *parts[:count])
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        twin, *weights = ctx.saved_tensors
+        count, needed = len(weights), ctx.needs_input_grad
+        flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]
+        grad_x: Tensor | None = None
+        for grad_TN, weight_ND in zip(flat, weights, strict=True):
+            if needed[0] and grad_TN is not None:
+                grad_x = grad_TN @ weight_ND if grad_x is None else grad_x.addmm_(grad_TN, weight_ND)
+        of_weights = [
+            _weight_gradient(grad_TN, twin) if needed[3 + i] and grad_TN is not None else None
+            for i, grad_TN in enumerate(flat)
+        ]
+        of_biases = [
+            grad_TN.sum(dim=0) if needed[3 + count + i] and grad_TN is not None else None
+            for i, grad_TN in enumerate(flat)
+        ]
+        grad_x = None if grad_x is None else grad_x.view(*twin.shape)
+        of_updates = [grad if needed[3 + 2 * count + i] else None for i, grad in enumerate(grads)]
+        return grad_x, None, None, *of_weights, *of_biases, *of_updates
+
+
+class _ProductOnto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, dressed: Tensor, twin: Tensor | None, weight_ND: Tensor) -> Tensor:
+        ctx.save_for_backward(twin, weight_ND)
+        x_TD = bare(dressed).flatten(0, -2)
+        return add_product(stream.flatten(0, -2), x_TD, weight_ND.to(FINE)).view(stream.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        twin, weight_ND = ctx.saved_tensors
+        grad_TN = grad.flatten(0, -2).to(COARSE)
+        grad_x = (grad_TN @ weight_ND).view(twin.shape) if ctx.needs_input_grad[1] else None
+        return grad, grad_x, None, _weight_gradient(grad_TN, twin) if ctx.needs_input_grad[3] else None
+
+
+def _weight_gradient(grad_TN: Tensor, twin: Tensor) -> Tensor:
+    return grad_TN.t() @ twin.flatten(0, -2)
+
+
+class _Attention(torch.autograd.Function):
+    """torch's own variable-length kernels; the backward one gets everything in bfloat16."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, longest: int,
+        longest_keys: int, scale: float, window: int | None, twin: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        q, k, v = (bare(states).contiguous() for states in (query, key, value))
+        how = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+        out, lse, *state = torch.ops.aten._flash_attention_forward(
+            q, k, v, ends, key_ends, longest, longest_keys, 0.0, window is None, False, **how
+        )
+        coarse = out.to(COARSE) if twin else None
+        ctx.save_for_backward(q, k, v, coarse, lse, state[0], state[1], ends, key_ends)
+        ctx.longest, ctx.how, ctx.causal = (longest, longest_keys), how, window is None
+        ctx.set_materialize_grads(False)
+        return dress(out), coarse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_twin: Tensor | None) -> Any:
+        q, k, v, out, lse, seed, unused, ends, key_ends = ctx.saved_tensors
+        wanted = total(grad, grad_twin)
+        assert wanted is not None, "an attention that nobody reads"
+        coarse = [states.to(COARSE) for states in (q, k, v)]
+        grads = torch.ops.aten._flash_attention_backward(
+            wanted.contiguous(), *coarse, out, lse, ends, key_ends, *ctx.longest, 0.0, ctx.causal, seed, unused,
+            **ctx.how,
+        )  # fmt: skip
+        return *grads, *([None] * 7)

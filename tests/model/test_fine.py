@@ -1,0 +1,132 @@
+"""Products of float16 factors with bfloat16 gradients, on a CPU: values, gradients, adapters, and what is kept."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from headrace.model.cuda.fine import COARSE, FINE, Factor, add_product, bare, dress, product_onto, products, total
+from headrace.model.lora import ADAPTER, LoraLinear
+
+ROUNDING, GRADIENT_ROUNDING = 2**-11, 2**-7  # of float16 once; of bfloat16 about twice
+
+
+def factor(x: Tensor) -> Factor:
+    """What a norm hands on: a leaf that takes the gradient, and its twin."""
+    return dress(x.to(FINE)).requires_grad_(), x.to(COARSE)
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return float((found.detach().float() - exact).norm() / exact.norm())
+
+
+def layers(count: int, *, bias: bool) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(48, 32).to(COARSE) if bias else nn.Linear(48, 32, bias=False).to(COARSE) for _ in range(count)]
+
+
+def float32(modules: list[Any]) -> list[Any]:
+    return [copy.deepcopy(module).float() for module in modules]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_have_the_layers_values_and_gradients(bias: bool) -> None:
+    modules, x = layers(3, bias=bias), torch.randn(1, 20, 48).to(FINE).float()
+    same, exact = factor(x), float32(modules)
+    pull = torch.randn(3, 1, 20, 32).to(COARSE).float()
+    outs = products(same, modules)
+    leaf = x.clone().requires_grad_()
+    expected = [module(leaf) for module in exact]
+    for out, wanted in zip(outs, expected, strict=True):
+        assert out.dtype == COARSE
+        assert relative(bare(out), wanted.detach()) < ROUNDING
+    torch.autograd.backward(outs, [part.to(COARSE) for part in pull])
+    torch.autograd.backward(expected, list(pull))
+    assert same[0].grad is not None
+    assert same[0].grad.dtype == COARSE
+    assert relative(same[0].grad, leaf.grad) < GRADIENT_ROUNDING
+    for module, other in zip(modules, exact, strict=True):
+        for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+            assert relative(mine.grad, theirs.grad) < GRADIENT_ROUNDING
+
+
+def test_a_product_is_added_to_the_stream_without_rounding_it() -> None:
+    [module], x, stream = layers(1, bias=False), torch.randn(1, 20, 48).to(FINE).float(), torch.randn(1, 20, 32) * 1e6
+    same = factor(x)
+    leaf = stream.clone().requires_grad_()
+    out = product_onto(leaf, same, module)
+    exact = stream.double() + (x.double() @ module.weight.double().T)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact, rtol=2**-22, atol=0.0)
+    out.backward(torch.ones_like(out))
+    assert leaf.grad is not None
+    assert bool((leaf.grad == 1).all())
+    assert relative(module.weight.grad, x[0].sum(0).expand(32, -1)) < GRADIENT_ROUNDING
+
+
+@pytest.mark.parametrize("slot", [0, 1, None])
+def test_adapters_add_what_they_add_to_a_plain_layer(slot: int | None) -> None:
+    torch.manual_seed(0)
+    [base] = layers(1, bias=True)
+    module = LoraLinear(base, rank=4, alpha=8.0, slots=2, seed=0)
+    module.up.data.normal_(std=0.5)
+    [exact] = float32([module])
+    x = torch.randn(1, 20, 48).to(COARSE).float()
+    same, leaf = factor(x), x.clone().requires_grad_()
+    coarse = same[1]
+    assert coarse is not None
+    coarse.requires_grad_()
+    token = ADAPTER.set(slot)
+    try:
+        [out], expected = products(same, [module]), exact(leaf)
+        onto = product_onto(torch.zeros(1, 20, 32), same, module)
+    finally:
+        ADAPTER.reset(token)
+    small = GRADIENT_ROUNDING if slot is not None else ROUNDING
+    assert relative(bare(out), expected.detach()) < small
+    assert relative(onto, expected.detach()) < small
+    pull = torch.randn(1, 20, 32).to(COARSE)
+    out.backward(pull)
+    expected.backward(pull.float())
+    assert module.base.weight.grad is None
+    through = total(same[0].grad, coarse.grad)
+    assert through is not None
+    assert relative(through, leaf.grad) < GRADIENT_ROUNDING
+    if slot is not None:
+        assert relative(module.up.grad[slot], exact.up.grad[slot]) < 2 * GRADIENT_ROUNDING
+        assert bool((module.up.grad[1 - slot] == 0).all())
+
+
+@given(st.lists(st.floats(-65504, 65504, width=16), min_size=1, max_size=20))
+def test_dressed_numbers_keep_their_bits(numbers: list[float]) -> None:
+    x = torch.tensor(numbers, dtype=FINE)
+    assert bare(dress(x)).view(torch.int16).tolist() == x.view(torch.int16).tolist()
+
+
+def test_every_usual_bfloat16_weight_is_a_float16_number() -> None:
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    weights = bits.view(COARSE)
+    usual = weights[(weights.abs() < 60000) & (weights.abs() >= 2**-14)]
+    assert len(usual) > 7000
+    assert bool((usual.to(FINE).float() == usual.float()).all())
+
+
+def test_the_stream_may_be_added_to_in_its_place() -> None:
+    stream, x, weight = torch.randn(5, 8), torch.randn(5, 6).to(FINE), torch.randn(8, 6).to(FINE)
+    expected = stream + x.float() @ weight.float().T
+    add_product(stream, x, weight, out=stream)
+    torch.testing.assert_close(stream, expected)
+
+
+def test_a_gradient_that_did_not_come_is_none() -> None:
+    one, other = torch.ones(2), torch.full((2,), 2.0)
+    assert total(None, None) is None
+    assert total(one, None) is one
+    assert total(None, other) is other
+    both = total(one, other)
+    assert both is not None
+    assert both.tolist() == [3.0, 3.0]
