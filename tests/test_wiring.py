@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from headrace import wiring
 from headrace.cli import load_checked
-from headrace.errors import ConfigError, HeadraceError, RolloutError, RunFolderError
+from headrace.errors import CheckpointError, ConfigError, HeadraceError, RolloutError, RunFolderError
 from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
@@ -461,6 +462,29 @@ def test_eval_of_a_checkpoint_gives_the_numbers_of_the_run(world: tuple[Bench, w
         during = {name: value for name, value in record.values.items() if name.startswith("eval/")}
         assert wiring.evaluate(config) == during
         assert {"eval/pass@1", "eval/pass@2"} <= during.keys()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_checkpoint_that_was_altered_is_neither_trained_nor_evaluated(
+    name: str, world: tuple[Bench, wiring.RunResult], tmp_path: Path
+) -> None:
+    bench, both = world
+    folder = tmp_path / "step_000003"
+    shutil.copytree(both.folder / "checkpoints" / "sft" / "step_000003", folder)
+    path, text = f"model.path={json.dumps(str(folder))}", without_sft(WORLD)
+    whole = wiring.evaluate(bench.config(path, text=text, command="eval"))
+    spoilt = bytearray((folder / name).read_bytes())
+    spoilt[-3] ^= 1 if name == "model.safetensors" else ord("\n") ^ ord(" ")  # another number, or the same JSON
+    (folder / name).write_bytes(spoilt)
+    refused = re.escape(f"checkpoint {folder} is altered: {name} does not match its SHA-256 in manifest.json; to use")
+    with pytest.raises(CheckpointError, match=refused):
+        wiring.evaluate(bench.config(path, text=text, command="eval"))
+    for more in ((), ("model.lora={rank=2}",)):
+        with pytest.raises(CheckpointError, match=refused):
+            bench.train(path, *more, text=text)
+    (folder / "manifest.json").unlink()  # a folder like any other now
+    again = wiring.evaluate(bench.config(path, text=text, command="eval"))
+    assert again == whole or name == "model.safetensors"
 
 
 def test_weights_published_every_second_step_mark_tokens_and_mismatch(world: tuple[Bench, wiring.RunResult]) -> None:

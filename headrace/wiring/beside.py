@@ -22,7 +22,7 @@ from headrace.train.scorer import FrozenScorer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Datum, FloatArray, LossSpec
 from headrace.wiring.desk import Desk
-from headrace.wiring.models import load_policy, load_scalar
+from headrace.wiring.models import load_policy, load_scalar, whole
 from headrace.wiring.objective import make_adam, make_correction
 from headrace.wiring.remote import AtService
 
@@ -64,7 +64,7 @@ def _own_trunk(c: Rl, own: CriticConfig, desk: Desk) -> TorchBackend:
     config, found = desk.here.config, desk.found
     begin = (desk.run.reward_model_path if own.path == REWARD_MODEL else own.path) or desk.run.model_path
     resumed = found is not None and config.model.lora is None
-    path = str(found.folder / "critic") if found is not None and resumed else begin
+    path = str(found.folder / "critic") if found is not None and resumed else whole(begin)
     backend = TorchBackend(
         load_scalar(config.model, path, seed=config.run.seed),
         micro_batch_tokens=c.micro_batch_tokens,
@@ -120,7 +120,9 @@ def _frozen(c: Rl, desk: Desk, path: str | None) -> FrozenScorer:
     model = desk.run.config.model
     if path is None and model.lora is not None:
         return FrozenScorer(desk.here.lm, micro_batch_tokens=c.micro_batch_tokens, base_only=True)
-    lm = load_policy(replace(model, lora=None, recompute=False), path or desk.run.after_sft(), seed=0)
+    lm = load_policy(
+        replace(model, lora=None, recompute=False), desk.run.after_sft() if path is None else whole(path), seed=0
+    )
     lm.model.requires_grad_(False)
     trained = desk.here.lm
     if lm.vocabulary != trained.vocabulary:

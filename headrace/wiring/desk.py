@@ -27,6 +27,7 @@ from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
 from headrace.types import Task, metric_values
 from headrace.wiring.here import Here
 from headrace.wiring.metrics import Outlets, told_by
+from headrace.wiring.models import whole
 from headrace.wiring.objective import make_adam
 from headrace.wiring.play import play_held_out
 from headrace.wiring.programs import Programs
@@ -54,9 +55,9 @@ class Run:
 
     def after_sft(self) -> str:
         """What the stages after [sft] start from, checked: a resume may come long after it was written."""
-        if self.config.sft is not None:
-            read_checkpoint(Path(self.model_path))
-        return self.model_path
+        if self.config.sft is None:
+            return whole(self.model_path)
+        return str(read_checkpoint(Path(self.model_path)).folder)
 
 
 class Desk:
@@ -117,10 +118,10 @@ class Desk:
     def _base(self) -> str:
         """The folder whose weights are loaded first. Only adapters need those that the stage started from."""
         if self.found is None:
-            return self.run.model_path
+            return whole(self.run.model_path)
         if self.run.config.model.lora is None:
             return str(self.found.folder)
-        return self.run.model_path if self.name == "sft" else self.run.after_sft()
+        return whole(self.run.model_path) if self.name == "sft" else self.run.after_sft()
 
     def keeper(
         self, parts: Callable[[], Mapping[str, Any]], beside: Mapping[str, TrainBackend] | None = None

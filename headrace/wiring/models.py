@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from headrace.config import Config, Model
-from headrace.errors import ConfigError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
 from headrace.infer.generate import GenerateSampler
@@ -30,6 +30,22 @@ from headrace.model.worker import Worker
 from headrace.observe.explain import plan
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS
+from headrace.train.checkpoint import MANIFEST, STATE, verify
+from headrace.train.torch_backend import OPTIMIZER_FILE
+
+
+def whole(path: str) -> str:
+    """The path of a model that is to be loaded; raises CheckpointError if it is a checkpoint and not as it was saved.
+
+    The optimiser's state is not read and may be large: of it only the size is compared.
+    """
+    folder = Path(path)
+    if all((folder / name).is_file() for name in (MANIFEST, STATE)):
+        try:
+            verify(folder, besides=(OPTIMIZER_FILE,))
+        except CheckpointError as exc:
+            raise CheckpointError(f"{exc}; to use the folder as it is, remove its {MANIFEST}") from exc
+    return path
 
 
 def load_policy(c: Model, path: str, *, seed: int) -> LanguageModel:

@@ -22,7 +22,7 @@ from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.demonstrations import Tools, noting, write_demonstrations
 from headrace.rollout.group import play_group_remotely
 from headrace.types import metric_values
-from headrace.wiring.models import load_policy, make_sampler
+from headrace.wiring.models import load_policy, make_sampler, whole
 from headrace.wiring.play import Play, ending, make_sampling, play_held_out
 from headrace.wiring.programs import Programs
 from headrace.wiring.remote import AtService, check_service, starting_state
@@ -88,7 +88,7 @@ async def _evaluation(
 
 @asynccontextmanager
 async def _here(config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]) -> AsyncIterator[Play]:
-    lm = load_policy(config.model, config.model.path, seed=config.run.seed)
+    lm = load_policy(config.model, whole(config.model.path), seed=config.run.seed)
     worker = Worker()
     sampler = make_sampler(config, lm, worker)
     try:

@@ -28,7 +28,7 @@ from headrace.reward.truncation import CutOff, Truncation
 from headrace.reward.verdict import Alignment
 from headrace.train.scorer import FrozenScorer
 from headrace.types import IntArray, SamplingParams
-from headrace.wiring.models import load_policy, load_scalar
+from headrace.wiring.models import load_policy, load_scalar, whole
 
 ENV = "env"  # what the world gives
 
@@ -149,7 +149,7 @@ def _judge_term(term: RewardTerm, model: Model) -> GroupTerm:
         if term.path is None:
             return judge_term(term_name(term), ask_endpoint(**rest), Judge(**judge), weight=term.weight)
         chosen, params = Judge(**judge), SamplingParams(**{"max_tokens": 512, "temperature": 0.3, **rest})
-    lm = load_policy(replace(model, lora=None, recompute=False), term.path, seed=0)
+    lm = load_policy(replace(model, lora=None, recompute=False), whole(term.path), seed=0)
     engine = EmbeddedEngine(lm, max_rows=chosen.at_once)
     ask = ask_sampler(engine, Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), params)
 
@@ -179,7 +179,7 @@ def _model_reward(path: str, model: Model, micro_batch_tokens: int) -> RewardFn:
     """A saved reward model as a reward function. One episode at a time, so a reward depends on nothing beside it."""
     if not is_scalar_folder(Path(path)):
         raise ModelError(f"{path} is not a reward model: give the folder of a sequence classifier with one label")
-    lm = load_scalar(replace(model, lora=None, recompute=False), path, seed=0)
+    lm = load_scalar(replace(model, lora=None, recompute=False), whole(path), seed=0)
     lm.model.requires_grad_(False)
     scorer = FrozenScorer(lm, micro_batch_tokens=micro_batch_tokens)
     alone = asyncio.Lock()
