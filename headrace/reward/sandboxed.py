@@ -49,7 +49,7 @@ def sandboxed_term(user: UserReward, settings: Settings, *, fork_groups: bool = 
         except RewardError as exc:
             return [exc] * len(episodes)
         _say_notices(user, about)
-        shape = Shape(about["shape"])
+        shape = shape_told(about)
         together = shape.takes_group or fork_groups
         groups = [episodes] if together else [[episode] for episode in episodes]
         alignment = _declared(user.alignment, about)
@@ -178,6 +178,17 @@ def _declared(alignment: Alignment, about: Mapping[str, Any]) -> Alignment:
     return replace(alignment, step_index=own)
 
 
+def shape_told(about: Mapping[str, Any]) -> Shape:
+    """How the function wants to be called, as the inside says; raises ConfigError where it says nothing of the kind."""
+    try:
+        return Shape(str(about.get("shape")))
+    except ValueError as exc:
+        raise ConfigError(
+            "what was imported does not say how it wants to be called: it tampers with its worker"
+        ) from exc
+
+
 def _say_notices(user: UserReward, about: Mapping[str, Any]) -> None:
-    for notice in about["notices"]:
+    notices = about.get("notices")
+    for notice in notices if isinstance(notices, list) else ():
         warn_once(f"reward {user.name}: {notice}")

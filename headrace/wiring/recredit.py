@@ -30,7 +30,7 @@ from headrace.reward import calling
 from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import Settings
-from headrace.reward.sandboxed import UserReward, check_importable
+from headrace.reward.sandboxed import UserReward, check_importable, shape_told
 from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH, GroupTerm, Term
 from headrace.types import CreditedEpisode, Episode, FailedEpisode, Group, ScoredEpisode, TokenValues, float_array
 from headrace.wiring.rewards import close_terms, make_terms, term_name
@@ -236,7 +236,7 @@ def _takes_tokens(term: RewardTerm, c: Recredit) -> bool:
         return calling.load(user.target).shape.takes_tokens
     with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
         about = aside.submit(check_importable, user, Settings()).result()
-    return calling.Shape(about["shape"]).takes_tokens
+    return shape_told(about).takes_tokens
 
 
 # --- credit ----------------------------------------------------------------------------------------------------------

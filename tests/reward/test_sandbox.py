@@ -151,6 +151,17 @@ async def test_attacks_without_namespaces(mode: Mode, name: str, tmp_path: Path)
     assert [process for process in seen if process.is_running()] == []
 
 
+# an import that answers for its worker
+FORGED = """
+import os, struct
+body = {!r}
+for descriptor in range(3, 64):
+    try:
+        os.write(descriptor, struct.pack("!I", len(body)) + body)
+    except OSError:
+        pass
+"""
+
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +175,12 @@ async def test_attacks_without_namespaces(mode: Mode, name: str, tmp_path: Path)
         ("def g(messages, **kwargs): return 1.0", "there is no function f"),
         ("kept = bytearray(1 << 30)", "MemoryError"),
         ("import os\nwhile True: os.write(1, b'x' * 4096)", "importing the code took longer than 1 s"),
+        (FORGED.format(b"[" * 60_000), "its worker sent an answer that is not JSON, or nested too deeply"),
+        (FORGED.format(b"no JSON"), "its worker sent an answer that is not JSON, or nested too deeply"),
+        (FORGED.format(b"[1]"), "its worker sent an answer that is not an object"),
+        (FORGED.format(b'{"about": 1}'), "its worker sent an answer that does not say what was imported"),
     ],
+    ids=range(11),
 )
 async def test_code_that_cannot_be_imported_is_not_run(mode: Mode, text: str, reason: str, tmp_path: Path) -> None:
     file = written(tmp_path, text)
@@ -172,6 +188,25 @@ async def test_code_that_cannot_be_imported_is_not_run(mode: Mode, text: str, re
     answer = await call(f"{file}:f", mode.settings(limits=Limits(memory_mb=256, import_s=1.0 if endless else 60.0)))
     assert answer.outcome == Outcome.NOT_RUN
     assert reason in answer.detail
+
+
+FORGING_WORKER = """
+import os, struct
+from headrace.reward.sandbox import frames
+sent = frames.send
+def send(descriptor, value):
+    body = b"[" * 60_000
+    os.write(descriptor, struct.pack("!I", len(body)) + body) if "payload" in value else sent(descriptor, value)
+frames.send = send
+def f(messages, **kwargs):
+    return 1.0
+"""
+
+
+async def test_a_worker_whose_code_speaks_for_it_is_not_believed(mode: Mode, tmp_path: Path) -> None:
+    answer = await call(f"{written(tmp_path, FORGING_WORKER)}:f", mode.settings(limits=LIMITS))
+    assert answer.outcome == Outcome.MALFORMED
+    assert answer.detail == "an answer that is not JSON, or nested too deeply"
 
 
 async def test_an_import_that_leaves_threads_runs_cold_with_a_notice(

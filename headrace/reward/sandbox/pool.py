@@ -43,6 +43,7 @@ from headrace.reward.sandbox.walls import environment, interpreter_paths, packag
 
 logger = logging.getLogger(__name__)
 
+_REASON_CHARS = 2000  # of what the inside says
 _GRACE_S = 2.0  # beyond the limit that the worker itself keeps
 _STOP_S = 10.0
 _STREAM_ROOM = 65_536  # of a frame, beside the result
@@ -94,6 +95,9 @@ class Worker:
         except TimeoutError:
             await worker.stop()
             raise RewardError(f"importing the code took longer than {settings.limits.import_s:g} s") from None
+        except ValueError as exc:
+            await worker.stop()
+            raise RewardError(f"the code cannot be imported: its worker sent {exc}") from exc
         except BaseException:
             await worker.stop()
             raise
@@ -118,7 +122,9 @@ class Worker:
         await self._send({"go": True})
         reply = await self._receive()
         if "failed" in reply:
-            raise RewardError(f"the code cannot be imported: {reply['failed']}")
+            raise RewardError(f"the code cannot be imported: {str(reply['failed'])[:_REASON_CHARS]}")
+        if not isinstance(reply.get("about"), dict):
+            raise ValueError("an answer that does not say what was imported")
         self.about = reply["about"]
 
     async def call(self, argument: Any) -> Answer:
@@ -197,9 +203,13 @@ class Worker:
             (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
             if size > 6 * self._settings.limits.result_bytes + _STREAM_ROOM:
                 raise ValueError("an answer that is longer than any answer can be")
-            value = json.loads(await reader.readexactly(size))
+            body = await reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as exc:
             raise RewardError("the worker ended without an answer") from exc
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError) as exc:
+            raise ValueError("an answer that is not JSON, or nested too deeply") from exc
         if not isinstance(value, dict):
             raise ValueError("an answer that is not an object")
         return value
@@ -243,7 +253,9 @@ def _answer(reply: Mapping[str, Any], nonce: str) -> Answer:
     if kind == RETURNED:
         return Answer(outcome=Outcome.RETURNED, result=body, **shown)
     if kind in (RAISED, OUT_OF_MEMORY):
-        return Answer(outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value), **shown)
+        return Answer(
+            outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value)[:_REASON_CHARS], **shown
+        )
     return Answer(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **shown)
 
 
