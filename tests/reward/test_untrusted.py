@@ -62,6 +62,9 @@ async def test_its_exit_status_and_traceback_are_its_own(where: str, tmp_path: P
     result = await ended(where, tmp_path, "1 / 0")
     assert (result.outcome, result.status) == (Outcome.RETURNED, 1)
     assert "ZeroDivisionError" in result.stderr
+    result = await ended(where, tmp_path, "print('\ud83d')", "\ud83d")
+    assert (result.outcome, result.status) == (Outcome.RETURNED, 1)
+    assert "SyntaxError" in result.stderr
 
 
 @pytest.mark.parametrize(

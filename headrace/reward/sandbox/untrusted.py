@@ -59,7 +59,7 @@ def run_untrusted(code: str, stdin: str = "", limits: Limits = SMALL) -> Ended:
     ours, theirs = socket.socketpair()
     began, begins = os.pipe()
     with ours, open(began, "rb") as began_file, tempfile.TemporaryFile() as given:
-        given.write(stdin.encode())
+        given.write(stdin.encode(errors="surrogatepass"))
         given.seek(0)
         with theirs:
             process = _spawn((theirs.fileno(), begins), given.fileno())
@@ -174,7 +174,7 @@ def main(control: int, begins: int) -> int:
 
 def _become(code: str, plan: Plan, walls: Walls, begins: int) -> int:
     """Never returns: an interpreter that knows nothing of this one takes its place."""
-    Path(_PROGRAM).write_text(code, encoding="utf-8")
+    Path(_PROGRAM).write_bytes(code.encode(errors="surrogatepass"))  # half a character is the program's own mistake
     call_walls(plan, walls.standing)
     os.environ.pop(AROUND, None)
     os.write(begins, b"b")
