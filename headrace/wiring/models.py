@@ -1,6 +1,7 @@
 """[model] and [engine] to loaded models and the sampler on them."""
 
 import copy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,11 +107,12 @@ def starting_model(config: Config, folder: RunFolder) -> str:
     """Where the first stage starts; "tiny" is written into the run folder first."""
     if config.model.path != "tiny":
         return config.model.path
-    target = folder.path / "start"
-    if not (target / "config.json").is_file():
+    target, writing = folder.path / "start", folder.path / ".writing-start"
+    if not target.is_dir():
         tiny = config.model.tiny
+        shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed here
         save_tiny(
-            target,
+            writing,
             words=_tiny_words(config),
             width=tiny.width,
             layers=tiny.layers,
@@ -119,6 +121,7 @@ def starting_model(config: Config, folder: RunFolder) -> str:
             context=tiny.context,
             seed=config.run.seed,
         )
+        writing.rename(target)
     return str(target)
 
 
