@@ -81,6 +81,8 @@ async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
     before: list[EpisodeLine] = []
     values: Values = {}
     for line in _lines(file, c.step):
+        if (line.training_step, line.id) in values:
+            raise ConfigError(f"{file} has the episode {line.id} twice: give the files of several runs one by one")
         before.append(_numbers(line))
         values[line.training_step, line.id] = _values(line, c.method)
     _check_whole(before, file, partial=c.partial)
