@@ -1,5 +1,6 @@
 """serve.toml: what is served, where, to whom, and within which limits. An unknown key is answered with the nearest."""
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -15,6 +16,13 @@ from headrace.errors import ConfigError
 from headrace.service.access import HashedKey
 from headrace.service.service import Limits
 
+COUNTS = (
+    "body_bytes", "running_sequences", "resident_models", "open_samplers", "snapshots_per_model", "full_save_steps",
+    "max_rank", "evaluation_sequences",
+)  # fmt: skip
+SECONDS = ("poll_s", "session_timeout_s", "keep_results_s", "tidy_s")
+SHORTEST_S, LONGEST_POLL_S = 0.01, 40.0
+MAX_PORT = 65535
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
@@ -125,7 +133,35 @@ def load_serve_config(text: str, *, file: str) -> ServeConfig:
         if len(key.sha256) != 64 or not set(key.sha256.lower()) <= set("0123456789abcdef"):
             raise ConfigError(f"{file}: 'keys.sha256' of '{key.owner}' is no SHA-256: make one with  headrace key")
     _check_named(config, file)
+    _check_numbers(config, file)
     return config
+
+
+def _check_numbers(config: ServeConfig, file: str) -> None:
+    """With others the server would begin, and hang or fail at the first request."""
+    serve, engine, limits = config.serve, config.engine, config.limits
+    at_least: dict[str, tuple[float, float]] = {
+        "serve.port": (serve.port, 0),
+        "model.seed": (config.model.seed, 0),
+        "engine.max_rows": (engine.max_rows, 1),
+        "engine.kv_tokens": (engine.kv_tokens, 0),
+        "engine.micro_batch_tokens": (engine.micro_batch_tokens, 1),
+        **{f"limits.{name}": (getattr(limits, name), 1) for name in COUNTS},
+        **{f"limits.{name}": (getattr(limits, name), SHORTEST_S) for name in SECONDS},
+        "limits.metadata_only_bytes": (limits.metadata_only_bytes, 0),
+    }
+    at_least |= {f"keys.quota.open_bytes of '{key.owner}'": (key.quota.open_bytes, 1) for key in config.keys}
+    for name, (value, least) in at_least.items():
+        if not least <= value < math.inf:
+            raise ConfigError(f"{file}: '{name}' is {value:g}: it must be {least:g} or more")
+    if serve.port > MAX_PORT:
+        raise ConfigError(f"{file}: 'serve.port' is {serve.port}: ports end at {MAX_PORT}")
+    if limits.poll_s > LONGEST_POLL_S:
+        raise ConfigError(
+            f"{file}: 'limits.poll_s' is {limits.poll_s:g}: {LONGEST_POLL_S:g} at most, since the SDK gives up at 45"
+        )
+    if not all((*config.model.aliases, *(key.owner for key in config.keys))):
+        raise ConfigError(f"{file}: a name in 'model.aliases' or a 'keys.owner' is empty: write one")
 
 
 def _check_named(config: ServeConfig, file: str) -> None:
