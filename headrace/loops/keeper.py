@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from headrace.errors import Interrupted
+from headrace.errors import HeadraceError, Interrupted
+from headrace.loops.evaluate import Evaluation
 from headrace.protocols import TrainBackend
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,17 @@ class Keeper:
             stopping.cancel()
             await asyncio.gather(working, stopping, return_exceptions=True)
         raise await self._saved_and_stopped()
+
+    async def scored(self, done: int, evaluation: Awaitable[Evaluation]) -> float:
+        """The score after `done` steps. If it cannot be had, they are saved without one before the error goes on: what
+        was trained must not be lost with it."""
+        try:
+            return (await evaluation).score
+        except HeadraceError:
+            self._done, self._state = done, self._snapshot()
+            await self._save(None)
+            logger.warning("the evaluation after step %d failed; the step is saved, without a score", done)
+            raise
 
     async def barrier(self, done: int, score: float | None = None) -> None:
         """`done` steps are finished, logged and published: checkpoint if it is time, end if a stop was asked for."""

@@ -64,6 +64,7 @@ async def train_reward_model(
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
     values: dict[str, float] = {}
     loss = LossSpec(fn="bradley_terry", params={"center_coef": c.center_coef})
+    unseen = pair_batch(held_out, renderer, max_tokens=c.max_tokens) if held_out else None
     for step in range(start, c.steps):
         laps = Laps()
         batch = pair_batch(next_batch(c.batch_size), renderer, max_tokens=c.max_tokens)
@@ -74,8 +75,7 @@ async def train_reward_model(
         rate = metrics["train/computed_tokens"].value() / max(train_s, 1e-9)
         values = metric_values(metrics)
         score = None
-        if held_out and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
-            unseen = pair_batch(held_out, renderer, max_tokens=c.max_tokens)
+        if unseen is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
             judged = await asyncio.wrap_future(backend.forward(unseen.data, loss))
             score = judged.metrics["loss/accuracy"].value()
             values |= {"eval/accuracy": score, "eval/loss": judged.loss}

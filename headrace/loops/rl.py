@@ -132,7 +132,7 @@ async def train_rl(
                 continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
             score = None
             if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
-                score = (await evaluate(step + 1)).score
+                score = await keeper.scored(step + 1, evaluate(step + 1))
             await keeper.barrier(step + 1, score)
     return values
 

@@ -48,6 +48,7 @@ async def train_sft(
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
     values: dict[str, float] = {}
+    unseen = render_batch(held_out, renderer, max_tokens=c.max_tokens).data if held_out else ()
     for step in range(start, c.steps):
         laps = Laps()
         batch = render_batch(next_batch(c.batch_size), renderer, max_tokens=c.max_tokens)
@@ -59,13 +60,13 @@ async def train_sft(
         values = metric_values(metrics)
         score = None
         if step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0):
-            if held_out:
-                values["eval/loss"] = await mean_loss(held_out, renderer, backend, max_tokens=c.max_tokens)
+            if unseen:  # the weights make it a mean
+                values["eval/loss"] = (await asyncio.wrap_future(backend.forward(unseen, CROSS_ENTROPY))).loss
                 score = -values["eval/loss"]
             laps.lap("eval")
         sink.log(step + 1, values | laps.values() | {"perf/trained_tokens_per_s": rate})
         if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
-            score = (await evaluate(step + 1)).score
+            score = await keeper.scored(step + 1, evaluate(step + 1))
         await keeper.barrier(step + 1, score)
     return values
 
@@ -94,11 +95,3 @@ def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, m
             "data/tokens_mean": Mean(sum(len(part.tokens) for part in useful), len(useful)),
         },
     )
-
-
-async def mean_loss(
-    conversations: Sequence[Conversation], renderer: Renderer, backend: TrainBackend, *, max_tokens: int
-) -> float:
-    """Cross-entropy per assistant's token."""
-    batch = render_batch(conversations, renderer, max_tokens=max_tokens)
-    return (await asyncio.wrap_future(backend.forward(batch.data, CROSS_ENTROPY))).loss

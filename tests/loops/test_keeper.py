@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_values import MemoryStore
+from loop_values import MemoryStore, group, scored
 
 from headrace.errors import Interrupted, RolloutError
+from headrace.loops.evaluate import Evaluation
 from headrace.loops.keeper import Keeper
+from headrace.loops.measure import eval_metrics
 from headrace.testing import FakeBackend
 
 
@@ -144,3 +146,22 @@ async def test_without_a_stop_the_result_or_the_error_passes_through(tmp_path: P
     with pytest.raises(RolloutError, match="no batch"):
         await bench.keeper.unless_stopped(failure())
     assert len(asyncio.all_tasks()) == 1, "nothing is left waiting for a stop"
+
+
+async def test_a_score_passes_through_and_an_evaluation_that_fails_saves_the_step_first(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, every=0)
+    groups = (group(0, scored(1.0, success=True), scored(0.0, success=False)),)
+
+    async def evaluation() -> Evaluation:
+        return Evaluation(groups=groups, metrics=eval_metrics(groups))
+
+    async def failing() -> Evaluation:
+        raise RolloutError("no reward")
+
+    bench.cursor = 20
+    assert await bench.keeper.scored(2, evaluation()) == 0.5
+    assert bench.store.saved == []
+    bench.cursor = 30
+    with pytest.raises(RolloutError, match="no reward"):
+        await bench.keeper.scored(3, failing())
+    assert bench.store.saved == [(3, {"cursor": 30}, None)]

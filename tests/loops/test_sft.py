@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from loop_values import MemoryStore, SkippingBackend, group, scored
 
-from headrace.errors import DataError, Interrupted, NonFiniteError
+from headrace.errors import DataError, Interrupted, NonFiniteError, RolloutError
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.keeper import Keeper
 from headrace.loops.measure import eval_metrics
-from headrace.loops.sft import Conversation, SftSettings, mean_loss, render_batch, train_sft
+from headrace.loops.sft import Conversation, SftSettings, render_batch, train_sft
 from headrace.loops.update import Updater
 from headrace.model.tiny import make_tokenizer
 from headrace.observe.sinks import UNREPRODUCIBLE
@@ -130,9 +130,28 @@ async def test_without_tasks_the_best_checkpoint_is_that_of_the_lowest_held_out_
     assert [(step, score) for step, _, score in rig.store.saved] == [(2, pytest.approx(-1.7))]
 
 
-async def test_the_held_out_loss_is_per_token_of_the_assistant() -> None:
-    backend = FakeBackend(logprob=-3.0)
-    assert await mean_loss([talk("a", "b c"), talk("c", "d")], RENDERER, backend, max_tokens=16) == pytest.approx(3.0)
+async def test_the_held_out_loss_is_per_token_of_the_assistant(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, backend=FakeBackend(logprob=-3.1), steps=1)
+    values = await rig.train(held_out=[talk("a", "b c"), talk("c", "d")])
+    assert values["eval/loss"] == pytest.approx(3.0)  # of five tokens; the step moved the log-prob by 0.1
+
+
+async def test_held_out_conversations_that_cannot_be_measured_are_found_before_the_first_step(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, backend=FakeBackend(), steps=2)
+    with pytest.raises(DataError, match="none of 1 conversations has an assistant's token within 16 tokens"):
+        await rig.train(held_out=[talk("a " * 20, "b")])
+    assert rig.sink.records == []
+
+
+async def test_what_was_trained_is_not_lost_with_an_evaluation_that_fails(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, backend=FakeBackend(), steps=5)
+
+    async def evaluate(step: int) -> Evaluation:
+        raise RolloutError("no task could be played")
+
+    with pytest.raises(RolloutError, match="no task could be played"):
+        await rig.train(eval_every=3, evaluate=evaluate)
+    assert rig.store.saved == [(2, {"drawn": 4}, None), (3, {"drawn": 6}, None)]
 
 
 async def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(tmp_path: Path) -> None:
