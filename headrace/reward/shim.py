@@ -21,6 +21,7 @@ from typing import Any, Union, get_args, get_origin
 
 PACKAGES = ("reward_kit", "reward_protocol", "eval_protocol")
 _MODULES = ("models", "typed_interface", "reward_function", "common_utils", "pytest", "types", "data_loader")
+_HIDING = {"": ("reward_function",), "pytest": ("evaluation_test",)}  # modules that have the name of a function
 _NOT_HERE = (
     "AgentRolloutProcessor",
     "BackoffConfig",
@@ -68,6 +69,9 @@ class _Finder:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        """A name that is a module too is the function, as in the packages: importing the module later would hide it."""
+        for name in _HIDING.get(module.__name__.partition(".")[2], ()):
+            importlib.import_module(f"{module.__name__}.{name}")
         vars(module).update(_names())
 
 

@@ -1,6 +1,8 @@
 """Files written for reward-kit, eval-protocol, TRL or verifiers run unmodified, in this process and in the sandbox."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -187,3 +189,20 @@ async def test_numbers_that_are_not_finite_are_no_rewards(make_term: MakeTerm, t
     results = await GroupRewardRunner([term]).score([episode("nan"), episode("2"), episode("-inf")])
     assert [isinstance(item, FailedEpisode) for item in results] == [True, False, True]
     await term.close()
+
+
+def test_a_function_stays_one_where_a_module_has_its_name() -> None:
+    """In a process of its own: here, other tests have imported the stand-ins already."""
+    code = """
+from headrace.reward import shim
+shim.install()
+import reward_kit.reward_function
+from reward_kit import reward_function as one
+from reward_protocol.reward_function import load_jsonl
+from reward_protocol import reward_function as another
+import eval_protocol.pytest.evaluation_test
+from eval_protocol.pytest import evaluation_test as third
+assert callable(one) and callable(another) and callable(third), (one, another, third)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
