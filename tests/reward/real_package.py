@@ -1,4 +1,4 @@
-"""Reward functions called in a process that has the real package they were written for, in a folder of its own."""
+"""Reward functions called in a process that has the real package they were written for, and through the stand-in."""
 
 import json
 import subprocess
@@ -10,10 +10,12 @@ from typing import Any
 from headrace.reward.sandbox.limits import Outcome
 from headrace.reward.sandbox.pool import Sandbox, Settings
 
-CODE = """
-import importlib.machinery, json, sys, types, warnings
-warnings.simplefilter("ignore")
-sys.path[:0] = [{root!r}, {folder!r}]
+Specs = Mapping[str, Mapping[str, Any]]
+Rows = Sequence[Mapping[str, Any]]
+
+PACKAGE = """
+import importlib.machinery
+sys.path.insert(0, {folder!r})
 
 class Sham:
     def find_spec(self, name, path=None, target=None):
@@ -30,6 +32,8 @@ import {package}
 assert {package}.__file__.startswith({folder!r})
 from importlib.metadata import version
 assert version({wheel!r}) == {version!r}, version({wheel!r})
+"""
+CALLS = """
 from headrace.reward.calling import load
 rows, found = json.loads({rows!r}), {{}}
 for name, spec in json.loads({specs!r}).items():
@@ -43,35 +47,23 @@ print("RESULT", json.dumps(found))
 
 
 def through_the_package(
-    package: str,
-    version: str,
-    folder: Path,
-    specs: Mapping[str, Mapping[str, Any]],
-    rows: Sequence[Mapping[str, Any]],
-    absent: Sequence[str] = (),
-    first: str = "",
+    package: str, version: str, folder: Path, specs: Specs, rows: Rows, absent: Sequence[str] = (), first: str = ""
 ) -> Mapping[str, Any]:
-    """What every function gives; the package is imported once, which takes seconds. Modules of `absent`
-    are shams, which have every name and do nothing; the line `first` is run before all else."""
-    code = CODE.format(
-        package=package,
-        wheel=package.replace("_", "-"),
-        version=version,
-        folder=str(folder),
-        root=str(Path(__file__).parents[2]),
-        absent=list(absent),
-        first=first,
-        specs=json.dumps(specs),
-        rows=json.dumps(rows),
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd="/")
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stderr]
-    found: Mapping[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return found
+    """What every function gives with the package in `folder`; it is imported once, which takes seconds. Modules of
+    `absent` are shams, which have every name and do nothing; the line `first` is run before all else."""
+    wheel = package.replace("_", "-")
+    there = {"folder": str(folder), "absent": list(absent), "first": first, "wheel": wheel, "version": version}
+    return _called(PACKAGE.format(package=package, **there), specs, rows)
 
 
-async def through_the_stand_in(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The same in the sandbox, where the package is not."""
+def through_the_stand_in(package: str, specs: Specs, rows: Rows) -> Mapping[str, Any]:
+    """The same without the package, in a process of its own."""
+    absent = f"import importlib.util\nassert importlib.util.find_spec({package!r}) is None\n"
+    return _called(absent, specs, rows)
+
+
+async def in_the_sandbox(spec: Mapping[str, Any], rows: Rows) -> list[Any]:
+    """What one function gives where users' functions run, through the stand-in."""
     sandbox = Sandbox(dict(spec), Settings(workers=1))
     about = await sandbox.describe()
     calls = [list(rows)] if about["shape"] in ("batch", "rows") else [[row] for row in rows]
@@ -79,3 +71,14 @@ async def through_the_stand_in(spec: Mapping[str, Any], rows: Sequence[Mapping[s
     await sandbox.close()
     assert {answer.outcome for answer in answers} == {Outcome.RETURNED}, answers
     return [json.loads(answer.result) for answer in answers]
+
+
+def _called(before: str, specs: Specs, rows: Rows) -> Mapping[str, Any]:
+    start = 'import json, sys, warnings\nwarnings.simplefilter("ignore")\n'
+    root = f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+    code = start + root + before + CALLS.format(specs=json.dumps(specs), rows=json.dumps(rows))
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd="/")
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stderr]
+    assert line.startswith("RESULT "), line
+    found: Mapping[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found

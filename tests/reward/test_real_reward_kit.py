@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_package import through_the_package, through_the_stand_in
+from real_package import in_the_sandbox, through_the_package
 from reward_episodes import episode
 from reward_kit_files import BATCH, POINTWISE, STEPS
 
@@ -88,7 +88,7 @@ def real(specs: Mapping[str, dict[str, Any]]) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_both_give_the_same(name: str, specs: Mapping[str, dict[str, Any]], real: Mapping[str, Any]) -> None:
-    assert await through_the_stand_in(specs[name], rows()) == real[name]
+    assert await in_the_sandbox(specs[name], rows()) == real[name]
 
 
 def test_the_answers_tell_the_functions_apart(real: Mapping[str, Any]) -> None:
