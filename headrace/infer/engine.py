@@ -117,7 +117,8 @@ class EmbeddedEngine:
         if decoder is not None:  # prompts in one piece, and slots as long as all rows can have
             self._piece_tokens = self._prefill_tokens = decoder.prompt_tokens
             tokens = max(tokens, min(self._longest_slot(), self._kv_tokens // self._max_rows // ROUND * ROUND))
-        self._slots = Slots(self._rows_for(tokens), tokens)
+        share_sampled = decoder is None or decoder.share_sampled
+        self._slots = Slots(self._rows_for(tokens), tokens, share_sampled=share_sampled)
         self._hidden = direct_forward(lm) or lm.hidden
         self._cache = self._make_cache()
         self._head: Tensor | None = None
@@ -593,7 +594,7 @@ class EmbeddedEngine:
                 sequence.tokens.append(token)
                 if stopped := self._stop_string_at_end(sequence):
                     break
-        self._slots.fill(row, fed + tokens[: count - 1])
+        self._slots.fill(row, fed + tokens[: count - 1], sampled=True)
         sequence.logprobs += logprobs[:count]
         sequence.raw_logprobs += raw_logprobs[:count]
         sequence.versions += [self._version_of(sequence.adapter)] * count

@@ -102,13 +102,18 @@ class Slots:
 
     `filled[row]` positions of a slot are in the cache. Its row of `_held` has the tokens of those and, behind them, of
     those that its sequence is still filling in, so one comparison finds what is there and what is coming.
+
+    `share_sampled` false: only positions that were read as part of a prompt are given to others, those of sampled
+    tokens never, because a decoder computes the two with other bits.
     """
 
-    def __init__(self, rows: int, tokens: int) -> None:
+    def __init__(self, rows: int, tokens: int, *, share_sampled: bool = True) -> None:
         self.tokens = tokens
+        self._share_sampled = share_sampled
         self.waiting: deque[Sequence] = deque()
         self.seated: list[Sequence | None] = [None] * rows
         self.filled = [0] * rows
+        self._read = [0] * rows  # of those, how many at the beginning were not sampled
         self._held = np.zeros((rows, tokens), dtype=np.int32)
         self._owners = np.full(rows, BASE)  # the adapters with which that was computed
         self._turn = 0  # of whom was seated last
@@ -192,7 +197,8 @@ class Slots:
         own = known & empty & (common >= filled) & (sequence.num_sampled > 0)  # it sat there before it was cut
         if sequence.unscored is not None:  # from there on it is computed, whoever has it
             common = np.minimum(common, sequence.unscored)
-        shares = np.where(old & ~own, 0, np.minimum(common, filled))
+        there = filled if self._share_sampled else np.minimum(filled, np.array(self._read))
+        shares = np.where(old & ~own, 0, np.minimum(common, there))
         donor = int(shares.argmax())
         shared = int(shares[donor])
         promised = np.where(coming > filled, np.minimum(common, coming), 0)
@@ -215,14 +221,17 @@ class Slots:
         stale = bool(self._owners[row] != sequence.adapter)
         self._owners[row] = sequence.adapter
         self.seated[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
+        self._read[row] = filled
         self._interrupted.pop(row, None)
         self._held[row, : len(sequence.tokens) - 1] = sequence.tokens[:-1]
         sequence.row = row
         return stale
 
-    def fill(self, row: int, tokens: list[int]) -> None:
-        """Record that `tokens` were written behind what the slot holds."""
+    def fill(self, row: int, tokens: list[int], *, sampled: bool = False) -> None:
+        """Record that `tokens` were written behind what the slot holds, by reading them or while sampling."""
         start = self.filled[row]
+        if not sampled and self._read[row] == start:
+            self._read[row] = start + len(tokens)
         self._held[row, start : start + len(tokens)] = tokens
         self.filled[row] = start + len(tokens)
 
@@ -253,11 +262,12 @@ class Slots:
 
     def move(self, source: int, target: int) -> Placed:
         """Seat the sequence of `source` in the free slot `target`."""
-        sequence, filled = self.seated[source], self.filled[source]
+        sequence, filled, read = self.seated[source], self.filled[source], self._read[source]
         assert sequence is not None
         assert self.seated[target] is None
         self.seated[source] = None
         stale = self._seat(sequence, target, filled)
+        self._read[target] = read
         self._old[target] = self._old[source]
         if self._old[source] is not None:
             self._old[source], self.filled[source] = None, 0
@@ -277,6 +287,7 @@ class Slots:
         self._held, self.tokens = held, tokens
         self.seated = self.seated[:rows] + [None] * new
         self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new
+        self._read = self._read[:rows] + [0] * new
         self._used_at = self._used_at[:rows] + [0] * new
         self._owners = np.concatenate([self._owners[:rows], np.full(new, BASE)])
         self._old = self._old[:rows] + [None] * new

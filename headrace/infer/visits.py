@@ -44,9 +44,11 @@ class Visit:
 
 
 class Decoder(Protocol):
-    """`prompt_tokens` of prompts are read in one call at most."""
+    """`prompt_tokens` of prompts are read in one call at most. `share_sampled`: keys and values of sampled tokens may
+    stand in for those that reading the same tokens would give, though their last bits differ."""
 
     prompt_tokens: int
+    share_sampled: bool
 
     def cache(self, rows: int, tokens: int) -> KVCache:
         """Lay the storage out anew; what was in it is the caller's to move."""

@@ -20,9 +20,12 @@ ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Atte
 
 
 def lean_layers(model: nn.Module) -> None:
-    """Give norms and attentions that are known here their own forward; all others stay as they are."""
+    """Give norms and attentions that are known here their own forward; all others stay as they are, and so do those
+    that have another one already, as the copy of a model on CUDA has."""
     for module in model.modules():
         name = type(module).__name__
+        if "forward" in vars(module):
+            continue
         if name in NORMS:
             module.forward = MethodType(_norm_forward, module)  # bound, so a deep copy of the model uses its own
         elif name in ATTENTIONS:

@@ -64,7 +64,13 @@ class LanguageModel:
         self, tokens_T: Tensor, positions_T: Tensor, attention: Context, *, embedded_TD: Tensor | None = None
     ) -> Tensor:
         """Last hidden states [T, D] of packed tokens; `embedded_TD`: their embeddings, if they are at hand."""
-        given = {"input_ids": tokens_T[None]} if embedded_TD is None else {"inputs_embeds": embedded_TD[None]}
+        given: dict[str, Any] = {"input_ids": tokens_T[None]}
+        if embedded_TD is not None:
+            given = {"inputs_embeds": embedded_TD[None]}
+        if (
+            tokens_T.is_cuda
+        ):  # nobody reads this mask; without one transformers looks at the positions, and waits for it
+            given["attention_mask"] = tokens_T.new_empty((1, 1, 1, 1), dtype=torch.bool)
         out = self.model.base_model(**given, position_ids=positions_T[None], attention=attention, use_cache=False)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 

@@ -110,13 +110,15 @@ def _beside(config: Config, parameters: int, dtype: str) -> int:
 
 
 def _joined_copies(config: Config, shape: Shape, placement: Placement) -> int:
-    """Bytes of the weights that decoding in graphs holds joined: queries, keys and values, and gate and up."""
+    """Bytes of the weights that decoding in graphs holds copies of: in bfloat16 all of the layers', which are float16
+    there, else queries, keys and values, and gate and up."""
     sampled = config.rl is not None or config.eval.source is not None
     in_graphs = config.engine.type == "embedded" and config.engine.graphs is not False
     if placement.device != "cuda" or not (sampled and in_graphs) or shape.model_type not in FUSED_TYPES:
         return 0
     joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    sizes = [inputs * outputs for name, (inputs, outputs) in shape.projections.items() if name in joined]
+    every = placement.dtype == "bfloat16"
+    sizes = [inputs * outputs for name, (inputs, outputs) in shape.projections.items() if every or name in joined]
     return shape.layers * sum(sizes) * DTYPE_BYTES[placement.dtype]
 
 

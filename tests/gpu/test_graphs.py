@@ -310,6 +310,35 @@ def test_a_deterministic_decoder_repeats_itself_in_any_crowd() -> None:
         assert one.sampler_logprobs.tobytes() == other.sampler_logprobs.tobytes()
 
 
+def test_a_deterministic_decoder_repeats_a_second_turn_whoever_has_the_slots() -> None:
+    lm, requests = model_of(dtype=torch.bfloat16), requests_of(20)
+
+    def second_turns(first: list[Completion]) -> list[SampleRequest]:
+        return [
+            SampleRequest(prompt=int_array([*r.prompt, *c.tokens, *r.prompt[:5]]), params=r.params)
+            for r, c in zip(requests, first, strict=True)
+        ]
+
+    with opened(lm, graphs=True, deterministic=True) as engine:
+        turns = second_turns(sample_all(engine, requests))
+        kept = sample_all(engine, turns)  # next to the slots of the first turns
+    with opened(lm, graphs=True, deterministic=True) as engine:
+        fresh = [sample_all(engine, [turn])[0] for turn in turns[:8]] + sample_all(engine, turns[8:])
+    for one, other in zip(kept, fresh, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.sampler_logprobs.tobytes() == other.sampler_logprobs.tobytes()
+
+
+def test_a_copy_of_a_fused_model_computes_as_the_model_does() -> None:
+    lm = model_of(dtype=torch.bfloat16)
+    other = prepare(copy.deepcopy(lm.model), None, source="test")
+    tokens = torch.arange(1, 40, device="cuda")
+    with torch.no_grad():
+        one, two = (m.hidden(tokens, torch.arange(39, device="cuda"), Packed((39,))) for m in (lm, other))
+    assert one.dtype == two.dtype == torch.bfloat16
+    assert torch.equal(one, two)
+
+
 def test_the_same_requests_have_the_same_tokens_again() -> None:
     lm, requests = model_of(dtype=torch.bfloat16), requests_of(32)
     runs = []

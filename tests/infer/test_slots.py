@@ -183,6 +183,28 @@ def test_who_waits_for_a_beginning_is_looked_at_again_only_when_it_is_there(monk
     assert first not in looked
 
 
+def test_sampled_positions_stay_with_who_sampled_them_if_asked_for() -> None:
+    for share_sampled, shared in ((True, 29), (False, 19)):
+        slots = Slots(4, 64, share_sampled=share_sampled)
+        first = sequence_of(list(range(20)))
+        slots.wait(first)
+        slots.place_waiting()
+        fill_all(slots)
+        first.tokens += range(20, 31)
+        slots.fill(0, list(range(19, 30)), sampled=True)
+        moved = slots.move(0, 2)
+        assert moved == Placed(2, 0, 30)
+        slots.leave(first)
+        slots.filled[0] = 0
+        slots.wait(sequence_of(list(range(30))))
+        [placed] = slots.place_waiting()
+        assert placed.shared == shared
+        slots.fill(placed.row, list(range(shared, 29)))
+        slots.wait(sequence_of(list(range(30))))
+        [again] = slots.place_waiting()
+        assert again.shared == 29  # it was read by now
+
+
 def test_who_waits_for_a_beginning_that_will_not_come_does_not_wait_for_it() -> None:
     common = list(range(40))
     slots = seated(2, 64, [*common, 1], [*common, 2])

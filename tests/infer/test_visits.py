@@ -30,6 +30,7 @@ class StepDecoder:
     """Decodes by the model's own modules, row by row as prompt pieces of one token; its head is a copy."""
 
     prompt_tokens = 48
+    share_sampled = True
 
     def __init__(self, lm: LanguageModel, *, kv_tokens: int) -> None:
         config = lm.model.config
@@ -99,6 +100,25 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
 
 def visiting(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_rows: int = ROWS) -> Any:
     return opened(lm, max_rows=max_rows, kv_tokens=kv_tokens, decoder=StepDecoder(lm, kv_tokens=kv_tokens))
+
+
+@pytest.mark.parametrize("share_sampled", [True, False])
+def test_a_second_turn_reads_anew_what_was_sampled_if_the_decoder_asks_for_it(share_sampled: bool) -> None:
+    class Strict(StepDecoder):
+        pass
+
+    Strict.share_sampled = share_sampled
+    prompt = prompt_of(20)
+    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Strict(LM, kv_tokens=8192)) as engine:
+        [first] = sample_all(engine, [request_of(prompt, max_tokens=12)])
+        assert engine.counters.prefilled == 19
+        longer = [*prompt, *first.tokens.tolist(), *prompt_of(5, 1)]
+        [second] = sample_all(engine, [request_of(longer, max_tokens=8)])
+        read_before = 31 if share_sampled else 19  # of the first turn all but its last token were in the slot
+        assert engine.counters.prefilled == 19 + len(longer) - 1 - read_before
+        [again] = sample_all(engine, [request_of(longer, max_tokens=8)])
+        assert engine.counters.prefilled == 19 + len(longer) - 1 - read_before  # what was read is shared
+    assert bits(second) == bits(again) == bits(alone(LM, request_of(longer, max_tokens=8)))
 
 
 def test_a_visit_is_short_when_someone_has_just_joined() -> None:

@@ -171,10 +171,10 @@ def test_what_is_recomputed_is_said_with_its_reason() -> None:
     assert "nothing is recomputed in the backward pass" in explained()
     assert "because model.recompute is true" in explained("model.recompute=true")
     # 388 x (2 + 4 + 4 + 8) bytes of state, 300 x 240 of activations, 300 x 10 x 4 of logits, 9,216 x 16 cached:
-    # 6,984 + 72,000 + 12,000 + 147,456 + 384 of joined weights = 238,824 bytes
+    # 6,984 + 72,000 + 12,000 + 147,456 + 576 of copied weights = 239,016 bytes
     assert "nothing is recomputed" in on_gpu(270_000)
     assert (
-        "every decoder layer is computed again in the backward pass, because without it 233.2 KiB would be needed"
+        "every decoder layer is computed again in the backward pass, because without it 233.4 KiB would be needed"
         in on_gpu(250_000, "engine.kv_tokens=9216")
     )
     assert "nothing is recomputed" in on_gpu(250_000, "engine.kv_tokens=9216", "model.recompute=false")
@@ -205,7 +205,7 @@ def test_other_models_are_counted() -> None:
     def beside(*overrides: str) -> int:
         return plan(load_config(TEXT, file="run.toml", overrides=overrides), SHAPE, GPU).memory.beside
 
-    joined = 2 * (4 * (4 + 2 + 2) + 2 * 4 * 8) * 2  # two layers: queries, keys, values; gate and up
+    joined = 2 * (4 * (4 + 2 + 2) + 4 * 4 + 3 * 4 * 8) * 2  # two layers: queries, keys, values; output; the MLP
     assert beside() == joined
     assert beside("engine.graphs=false") == 0
     assert beside("rl.sync_every=2") == joined + 388 * 2  # a copy that samples

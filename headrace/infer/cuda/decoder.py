@@ -32,7 +32,8 @@ TOKEN, POSITION, SLOT, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(8)
 class GraphDecoder:
     """Up to `max_rows` rows over `kv_tokens` cached positions; `prompt_tokens` of prompts are read at a time.
 
-    `deterministic`: every product has the same number of rows, so a row's bits do not depend on who else is there.
+    `deterministic`: every product has the same number of rows, so a row's bits do not depend on who else is there; and
+    what was sampled is read anew when it is part of a prompt, so they do not depend on whose slot was still there.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class GraphDecoder:
         deterministic: bool = False,
     ) -> None:
         self._deterministic = deterministic
+        self.share_sampled = not deterministic
         self._weights = DenseWeights(lm, positions=lm.context)
         shape, device = self._weights.shape, lm.device
         self.prompt_tokens = prompt_tokens
