@@ -49,6 +49,13 @@ def test_permutations_differ_by_seed_and_epoch_and_never_change() -> None:
     assert permutation(8, key=(0,), epoch=0).tolist() == [1, 4, 3, 0, 2, 6, 5, 7]
 
 
+def test_a_source_goes_through_the_permutation_of_each_epoch_in_turn() -> None:
+    source = TaskSource(make_tasks(20), 3)
+    orders = [[int(task.id) for task in source.get_prompts(20)] for _ in range(3)]
+    assert orders == [permutation(20, key=(3,), epoch=epoch).tolist() for epoch in range(3)]
+    assert orders[0] != orders[1]
+
+
 def test_every_place_is_equally_likely() -> None:
     # 4000 epochs of 5 tasks: each (task, place) is expected 800 times, standard deviation sqrt(4000*.2*.8) = 25.3
     counts = [[0] * 5 for _ in range(5)]
