@@ -113,7 +113,8 @@ class InvalidShare:
             [(reason, _)] = reasons.most_common(1)
             raise RolloutError(
                 f"{reasons.total()} of the last {count} episodes have no reward, which is more than "
-                f"{self._limit:.0%}; most often: {reason}. Correct the reward function, or raise max_invalid_share"
+                f"{self._limit:.0%}; most often: {reason}. Correct the reward function, or raise "
+                "rl.reward_runner.max_invalid_share"
             )
 
 
