@@ -150,7 +150,9 @@ async def time_limit(timeout_s: float, what: str) -> AsyncIterator[None]:
     except TimeoutError as exc:
         if not limit.expired():
             raise
-        raise EpisodeError(f"{what}: not finished within {timeout_s:g} s; raise task_timeout_s or shorten it") from exc
+        raise EpisodeError(
+            f"{what}: not finished within {timeout_s:g} s; raise rl.async.task_timeout_s or shorten it"
+        ) from exc
 
 
 async def _play(

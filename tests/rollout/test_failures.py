@@ -129,7 +129,7 @@ def test_an_episode_that_hangs_fails_and_the_others_of_its_group_are_trained() -
         async with real(HangsOnce(alive=3 * 10**6), env=partial(FakeEnv, limit=1), size=3) as executor:
             for group in await executor.take_batch():
                 assert [scored.episode.id for scored in group.episodes] == [f"{group.id}/0", f"{group.id}/2"]
-                assert "not finished within 100 s; raise task_timeout_s" in group.failed[0].reason
+                assert "not finished within 100 s; raise rl.async.task_timeout_s" in group.failed[0].reason
             counts = executor.metrics()
             assert counts["rollout/dropped_timeout"] == 0
             assert counts["rollout/failed_episodes"] >= 2
