@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,6 +45,8 @@ FLAGS: dict[str, object] = {
 }
 
 
+B = TypeVar("B", bound=bodies.Body)
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 TRY_AGAIN = 408  # the SDK takes 200 as well, and warns of each
 OFTEN = frozenset(f"/api/v1/{name}" for name in ("retrieve_future", "forward_backward", "optim_step", "asample"))
 
@@ -158,23 +161,29 @@ def _core(
         encoding = request.headers.get("content-encoding")
         return _promise(await service.forward_backward(who, await request.body(), encoding))
 
-    @api.post("/optim_step")
-    async def optim_step(request: Request, body: bodies.OptimStep, who: Tenant = busy) -> dict[str, object]:
-        return _promise(await service.train(who, "optim_step", body.model_id, body.seq_id, await request.body()))
+    def ordered(kind: str, body: type[bodies.Body]) -> None:
+        """One that takes its turn. Refused here, it would leave a hole that all later ones wait for."""
 
-    def saving(kind: str) -> None:
-        @api.post(f"/{kind}", name=kind)
-        async def save(request: Request, body: bodies.SaveWeights, who: Tenant = busy) -> dict[str, object]:
-            if service.stored_bytes(who.name) > who.quota.checkpoint_bytes:
+        @api.post(f"/{kind}", name=kind, openapi_extra=bodies.described(body))
+        async def run(request: Request, who: Tenant = busy) -> dict[str, object]:
+            raw = await request.body()
+            at = _parsed(bodies.Numbered, raw)
+            if kind in SAVES and service.stored_bytes(who.name) > who.quota.checkpoint_bytes:
                 raise TooMany("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
-            return _promise(await service.train(who, kind, body.model_id, body.seq_id, await request.body()))
+            return _promise(await service.train(who, kind, at.model_id, at.seq_id, raw))
 
-    for kind in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
-        saving(kind)
+    ordered("optim_step", bodies.OptimStep)
+    for kind in SAVES:
+        ordered(kind, bodies.SaveWeights)
 
-    @api.post("/load_weights")
-    async def load_weights(request: Request, body: bodies.LoadWeights, who: Tenant = busy) -> dict[str, object]:
-        return _promise(await service.load_weights(who, body, await request.body()))
+    @api.post("/load_weights", openapi_extra=bodies.described(bodies.LoadWeights))
+    async def load_weights(request: Request, who: Tenant = busy) -> dict[str, object]:
+        """Into a model, in its turn, or as a new model of a session."""
+        raw = await request.body()
+        with contextlib.suppress(RequestValidationError):
+            at = _parsed(bodies.Numbered, raw)
+            return _promise(await service.train(who, "load_weights", at.model_id, at.seq_id, raw))
+        return _promise(await service.load_weights(who, _parsed(bodies.LoadWeights, raw), raw))
 
     @api.post("/copy_weights")
     async def copy(
@@ -238,6 +247,15 @@ def _core(
 
     api.routes.sort(key=lambda route: getattr(route, "path", None) not in OFTEN)  # they are tried one after the other
     return api
+
+
+def _parsed(kind: type[B], raw: bytes) -> B:
+    """Raises RequestValidationError, as FastAPI does of bodies that it parses."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as exc:
+        wrong = [{**error, "loc": ("body", *error["loc"])} for error in exc.errors(include_url=False)]
+        raise RequestValidationError(wrong) from exc
 
 
 def _promise(ticket: Ticket) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """The JSON bodies of the wire, parsed once. Clients grow fields weekly, so unknown ones are ignored here."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
@@ -67,6 +67,13 @@ class AdamParams(Body):
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
     max_grad_norm: float = 0.0  # our own: above it the update is skipped
+
+
+class Numbered(Body):
+    """What a request must say to get its turn in a model's line; what else is wrong with it fails it then."""
+
+    model_id: Id
+    seq_id: Number
 
 
 class OptimStep(Body):
@@ -185,3 +192,20 @@ class CancelFuture(Body):
 
 class Ttl(Body):
     ttl_seconds: int | None = None
+
+
+def described(kind: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route that parses it itself, for OpenAPI, with nothing elsewhere to refer to."""
+    schema = kind.model_json_schema()
+    known = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, list):
+            return [inline(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return inline(known[value["$ref"].rsplit("/", 1)[1]])
+        return {key: inline(item) for key, item in value.items()}
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}

@@ -32,6 +32,7 @@ from headrace.infer.endpoint.text import TextAnswer, TextRequest, TextStream, pa
 from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
 from headrace.render import Renderer
 from headrace.service.access import Access, Denied, Tenant, TooMany
+from headrace.service.bodies import described
 from headrace.service.futures import failed
 from headrace.service.host import Full
 from headrace.service.records import SCHEME, Kind, SamplerRecord, split_path
@@ -188,7 +189,7 @@ def completion_routes(
                 raise
             return await work
 
-    @routes.post("/chat/completions", openapi_extra=_described(ChatRequest))
+    @routes.post("/chat/completions", openapi_extra=described(ChatRequest))
     async def chat_completions(request: Request, who: Tenant = who) -> Response:
         body = await request.body()
         asked = parse_request(body, max_n=MAX_N, max_tops=MAX_TOPS)
@@ -200,7 +201,7 @@ def completion_routes(
         answers = await while_connected(request, counted(who, len(body), completions.chat(who, asked)))
         return JSONResponse(completion_body(answers, asked, renderer, **_named("chatcmpl")))
 
-    @routes.post("/completions", openapi_extra=_described(TextRequest))
+    @routes.post("/completions", openapi_extra=described(TextRequest))
     async def text_completions(request: Request, who: Tenant = who) -> Response:
         body = await request.body()
         asked = parse_text(body, max_n=MAX_N, max_tops=MAX_TOPS)
@@ -339,20 +340,3 @@ async def _streamed(
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _described(kind: type[ChatRequest] | type[TextRequest]) -> dict[str, Any]:
-    """The body as OpenAPI describes it, with nothing elsewhere to refer to."""
-    schema = kind.model_json_schema()
-    known = schema.pop("$defs", {})
-
-    def inline(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inline(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return inline(known[value["$ref"].rsplit("/", 1)[1]])
-        return {key: inline(item) for key, item in value.items()}
-
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}

@@ -272,8 +272,7 @@ class Service:
         return await self._train(who, self.registry.model(model, who.name), seq, kind, raw, None)
 
     async def load_weights(self, who: Tenant, body: bodies.LoadWeights, raw: bytes) -> Ticket:
-        if body.model_id is not None and body.seq_id is not None:
-            return await self.train(who, "load_weights", body.model_id, body.seq_id, raw)
+        """A new model of a session, from a checkpoint."""
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         session = self.registry.session(body.session_id, who.name)

@@ -80,7 +80,9 @@ def read_work(kind: str, body: bytes) -> Work:
     except RequestError as exc:
         return Broken(message=str(exc))
     except ValidationError as exc:
-        return Broken(message=f"the body of {kind} is malformed: {exc.errors()[0]['msg']}")
+        first = exc.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the body"
+        return Broken(message=f"{kind}: {where}: {first['msg']}")
 
 
 def _create(body: bytes) -> Work:

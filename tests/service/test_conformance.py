@@ -254,6 +254,47 @@ def test_a_wrong_request_fails_in_its_turn_and_the_next_one_runs(
     assert training.optim_step(ADAM).result().metrics["unclipped_grad_l2:mean"] > 0.1
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0])
+def test_an_odd_number_fails_its_own_step_and_leaves_no_hole(training: Any, number: float) -> None:
+    """JSON has no such number, and the SDK has given the request its place already."""
+    training.forward_backward(DATA, "cross_entropy").result()
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"learning_rate(: Input should be a valid number| must be a number from 0 on)"
+    ) as failure:
+        training.optim_step(types.AdamParams(learning_rate=number)).result()
+    assert failure.value.category == types.RequestErrorCategory.User
+    assert training.optim_step(ADAM).result().metrics["updated:mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [
+        ("optim_step", {"adam_params": 3}),
+        ("optim_step", {"adam_params": {}, "discard": "perhaps"}),
+        ("save_weights", {"path": 7}),
+        ("save_weights", {"path": "a", "ttl_seconds": "soon"}),
+        ("save_weights_for_sampler", {"user_metadata": {"a": 1}, "path": "b"}),
+        ("save_weights_external", {"overwrite": []}),
+        ("load_weights", {}),
+        ("load_weights", {"path": "x" * 2000}),
+        ("load_weights", {"path": "a", "session_id": 1}),
+    ],
+)
+def test_a_body_that_cannot_be_read_takes_its_turn_all_the_same(
+    server: Served, training: Any, verb: str, body: dict[str, Any]
+) -> None:
+    http, id = server.http(), training._guaranteed_model_id()
+    promise = http.post(f"/api/v1/{verb}", json={"model_id": id, "seq_id": 1, **body})
+    assert promise.status_code == 200, promise.text
+    told = http.post("/api/v1/retrieve_future", json=promise.json()).json()
+    assert (told["category"], bool(told["error"])) == ("user", True)
+    step = {"model_id": id, "seq_id": 2, "adam_params": {}}
+    done = http.post("/api/v1/retrieve_future", json=http.post("/api/v1/optim_step", json=step).json()).json()
+    assert done["metrics"]["num_updates:max"] == 1
+    for nobodys in ({**step, "seq_id": "x"}, {"seq_id": 3}, {"model_id": id}, []):
+        assert http.post(f"/api/v1/{verb}", json=nobodys).status_code in (400, 422)
+
+
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
