@@ -153,6 +153,7 @@ def _made(make_env: Callable[[], Env], id: str, task: Task) -> Env | FailedEpiso
         with boundary(EpisodeError, f"task {task.id}: its environment cannot be made"):
             return make_env()
     except EpisodeError as exc:
+        logger.warning("episode %s failed: %s", id, exc)
         return FailedEpisode(id=id, task=task, reason=str(exc))
 
 
@@ -164,6 +165,9 @@ async def _scored(
     started_version: int,
 ) -> Group:
     played = same_start(ended)
+    for before, episode in zip(ended, played, strict=True):
+        if isinstance(episode, FailedEpisode) and episode is not before:
+            logger.warning("episode %s failed: %s", episode.id, episode.reason)
     episodes = [episode for episode in played if isinstance(episode, Episode)]
     for episode in episodes:
         tell_episode(episode)

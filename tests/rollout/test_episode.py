@@ -402,13 +402,15 @@ async def test_a_group_is_a_function_of_run_seed_and_id() -> None:
     assert actions(await group_of(group_id=6)) != actions(first)
 
 
-async def test_an_episode_that_starts_otherwise_is_failed_by_name() -> None:
+async def test_an_episode_that_starts_otherwise_is_failed_by_name(caplog: pytest.LogCaptureFixture) -> None:
     targets = iter([3, 3, 4, 3])
     group = await group_of(lambda: FakeEnv(target=next(targets)))
     assert [scored.episode.id for scored in group.episodes] == ["5/0", "5/1", "5/3"]
     [failed] = group.failed
     assert failed.id == "5/2"
     assert "must start alike" in failed.reason
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == f"episode 5/2 failed: {failed.reason}"
 
 
 async def test_an_episode_that_looks_alike_but_starts_in_another_state_is_failed() -> None:
@@ -424,7 +426,7 @@ async def test_an_episode_that_looks_alike_but_starts_in_another_state_is_failed
     assert "depend on the task and the seed alone" in group.failed[0].reason
 
 
-async def test_what_cannot_be_played_or_scored_is_failed_and_the_rest_stands() -> None:
+async def test_what_cannot_be_played_or_scored_is_failed_and_the_rest_stands(caplog: pytest.LogCaptureFixture) -> None:
     made = count()
 
     def make_env() -> Env:
@@ -443,6 +445,7 @@ async def test_what_cannot_be_played_or_scored_is_failed_and_the_rest_stands() -
         "5/1": "task t: its environment cannot be made: OSError: no room left",
         "5/3": "no verdict",
     }
+    assert "episode 5/1 failed: task t: its environment cannot be made: OSError: no room left" in caplog.text
 
 
 async def test_a_cancelled_group_closes_every_environment() -> None:
