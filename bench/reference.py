@@ -1,6 +1,6 @@
 """What few bits save of a reference model's memory, and what they cost in its log-probs.
 
-    python bench/reference.py [--model smollm2-135m] [--tokens 64] [--texts 8] [--device cpu]
+    python bench/reference.py [--model smollm2-135m] [--tokens 64] [--texts 8] [--device cpu] [--width 256]
 
 Each text is sampled from the model itself, from a prompt of its own, so its log-probs are those that training compares
 with. They are scored by the model in float32 (what is true), in bfloat16 (what a reference model has on a GPU), and
@@ -8,7 +8,7 @@ with int8 and int4 weights over bfloat16 and over float32, kept by plain torch a
 of use here (`headrace/model/quantizers.py`; a line says why another is not). `mean_error`, `max_error` and `k3` are
 against float32, `bf16_mean_error` is against bfloat16, and so is `saved`, the share of the memory that is saved.
 `ratio` is the memory of plain int8 over bfloat16, embedding and head included, over that of bfloat16; `auto` is what a
-server would choose. Without --model: a random Llama, 256 wide.
+server would choose. Without --model: a random Llama, so wide.
 """
 
 import argparse
@@ -52,10 +52,10 @@ def kinds(device: torch.device) -> list[Kind]:
     return found
 
 
-def make(path: str | None, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+def make(path: str | None, dtype: torch.dtype, device: torch.device, width: int) -> LanguageModel:
     if path:
         return load_model(path, dtype=dtype, device=device.type)
-    model = make_model(vocab_size=8192, width=256, layers=6, heads=4, kv_heads=2, context=512, seed=0)
+    model = make_model(vocab_size=8192, width=width, layers=6, heads=4, kv_heads=2, context=512, seed=0)
     return prepare(model.to(device, dtype), None, source="bench")
 
 
@@ -86,16 +86,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
     device = torch.device(options.device)
-    texts = own_texts(make(options.model, torch.float32, torch.device("cpu")), options.texts, options.tokens)
+    texts = own_texts(
+        make(options.model, torch.float32, torch.device("cpu"), options.width), options.texts, options.tokens
+    )
     scored = np.concatenate([datum.arrays["weights"] for datum in texts]) != 0
     sizes: dict[str, int] = {}
     logprobs: dict[str, FloatArray] = {}
     measured = kinds(device)
     for kind in measured:
         references = ReferenceModels(
-            lambda _, dtype=kind.dtype: make(options.model, dtype, device),  # type: ignore[misc]
+            lambda _, dtype=kind.dtype: make(options.model, dtype, device, options.width),  # type: ignore[misc]
             few_bits=lambda _, few=kind.few_bits: few,  # type: ignore[misc]
         )
         logprobs[kind.name] = np.concatenate(references.score("it", texts))[scored]

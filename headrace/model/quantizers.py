@@ -25,6 +25,7 @@ Asked = Literal["auto", "torchao", "bitsandbytes", "plain"]
 PREFERRED: tuple[Quantizer, ...] = ("torchao", "bitsandbytes")
 FOUR_BIT_GROUP = {"torchao": 32, "bitsandbytes": 64}  # inputs that share a scale; others do not fit
 CUDA_TILE = 1024  # inputs; torchao fills up to a multiple of it on a GPU, which takes what four bits save
+OUTPUT_TILE = 16  # of torchao's four-bit kernels
 # Of products of normal numbers. A group's largest of 32 to 1024 is 2 to 3.3 deviations, so rounding to half of 1/127 of
 # it is 0.5 to 0.8 %, to half of 1/7 of it 8 to 10 %; bfloat16 adds 0.3 %.
 LARGEST_ERROR = {8: 0.02, 4: 0.15}
@@ -35,11 +36,19 @@ Make = Callable[[nn.Linear, Bits], nn.Module]
 
 
 def quantize_by(model: nn.Module, bits: Bits, asked: Asked = "auto") -> Quantizer:
-    """Exchange every linear layer but the head, in place, and say by whom. Raises ModelError when the one that was
-    asked for is not installed, or is of no use here."""
+    """Exchange every linear layer but the head, in place, and say by whom: plain, if no layer fitted another.
+
+    Raises ModelError when the one that was asked for is not installed, or is of no use here.
+    """
     like = next(layer.weight for layer in model.modules() if isinstance(layer, nn.Linear))
     quantizer = choose(asked, bits, device=like.device, dtype=like.dtype)
     quantize_model(model, bits, maker(quantizer))
+    kinds = [type(layer) for layer in model.modules() if isinstance(layer, KINDS)]
+    plain = sum(kind is QuantizedLinear for kind in kinds)
+    if quantizer == "plain" or plain == len(kinds):
+        return "plain"
+    if plain:
+        logger.info("%d of %d layers have shapes that %s does not take: plain torch does", plain, len(kinds), quantizer)
     return quantizer
 
 
@@ -104,7 +113,8 @@ class TorchaoLinear(nn.Module):
         """`layer` itself is changed."""
         quantization = _package("torchao", "torchao.quantization")
         on_cpu = layer.weight.device.type == "cpu"
-        if bits == 4 and layer.in_features % (FOUR_BIT_GROUP["torchao"] if on_cpu else CUDA_TILE):
+        width = FOUR_BIT_GROUP["torchao"] if on_cpu else CUDA_TILE
+        if bits == 4 and (layer.in_features % width or layer.out_features % OUTPUT_TILE):
             return QuantizedLinear(layer, bits)
         if bits == 8:
             config = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
@@ -164,6 +174,9 @@ class NormalFloatLinear(nn.Module):
         packed: Any = self.packed
         product: Tensor = self._package.matmul_4bit(x, packed.t(), quant_state=self._state, bias=self.bias)
         return product
+
+
+KINDS = (QuantizedLinear, TorchaoLinear, BitsandbytesLinear8, NormalFloatLinear)
 
 
 def _package(name: str, module: str) -> ModuleType:

@@ -90,7 +90,7 @@ import numpy as np, torch
 from headrace.errors import ModelError
 from headrace.model.load import prepare
 from headrace.model.quantized import QuantizedLinear, model_bytes
-from headrace.model.quantizers import choose
+from headrace.model.quantizers import choose, quantize_by
 from headrace.model.tiny import make_model
 from headrace.train.references import FewBits, ReferenceModels
 from headrace.types import Datum, float_array, int_array
@@ -129,7 +129,9 @@ for dtype in (torch.float32, torch.bfloat16):
             })
 _, narrow = score(torch.bfloat16, FewBits(bits=4, quantizer=sys.argv[1]), width=48)
 left = sum(isinstance(each, QuantizedLinear) for each in narrow.modules())
-print(json.dumps({"found": found, "plain_when_narrow": left, "auto": choose(
+shapes = [(128, 32), (36, 32), (128, 8)]
+by = [quantize_by(torch.nn.ModuleList([torch.nn.Linear(*shape)]), 4, sys.argv[1]) for shape in shapes]
+print(json.dumps({"found": found, "plain_when_narrow": left, "by": by, "auto": choose(
     "auto", 8, device=torch.device("cpu"), dtype=torch.bfloat16)}))
 """
 
@@ -170,4 +172,5 @@ def test_a_package_scores_as_near_as_plain_torch_in_as_little(name: str) -> None
             assert here["same"]
         assert by[dtype, 4, name]["error"] > by[dtype, 8, name]["error"]
     assert told["plain_when_narrow"] > 0  # 48 inputs are no multiple of 32
+    assert told["by"] == [name, "plain", "plain" if name == "torchao" else name]
     assert told["auto"] == ("torchao" if there("torchao") else name)
