@@ -85,6 +85,8 @@ async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
             raise ConfigError(f"{file} has the episode {line.id} twice: give the files of several runs one by one")
         before.append(_numbers(line))
         values[line.training_step, line.id] = _values(line, c.method)
+    if all(line.failed is not None for line in before):
+        raise ConfigError(f"{file} has no episodes to compare")
     _check_whole(before, file, partial=c.partial)
     method = _method(c, before, file)
     known = _all_known(values, before, method, file) if method.method in GAE_METHODS else {}
@@ -138,7 +140,7 @@ async def _judged(
             judged.setdefault(key, []).extend(await judge.score(played))
     finally:
         await judge.close()
-    _check_some(judged, file)
+    _check_some(judged)
     return judged
 
 
@@ -366,11 +368,9 @@ def _sizes(results: Iterable[CreditedEpisode | FailedEpisode]) -> Counter[int]:
     return Counter(one.group_id for one in results if isinstance(one, CreditedEpisode))
 
 
-def _check_some(judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]], file: Path) -> None:
+def _check_some(judged: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]]) -> None:
     """A function that can tell of no episode at all is broken; a file of nothing but its failures helps nobody."""
     everyone = [one for found in judged.values() for one in found]
-    if not everyone:
-        raise ConfigError(f"{file} has no episodes to compare")
     reasons = Counter(one.reason for one in everyone if isinstance(one, FailedEpisode))
     if reasons.total() == len(everyone):
         [(reason, _)] = reasons.most_common(1)

@@ -209,6 +209,7 @@ def test_episodes_that_were_never_credited_can_be(file: Path) -> None:
         ({"params": {"gamma": 2.0}}, "from 0 to 1"),
         ({"path": Path("partial.jsonl")}, "has 2 of the 3 episodes"),
         ({"path": Path("twice.jsonl")}, "has the episode 7/0 twice"),
+        ({"path": Path("empty.jsonl")}, "empty.jsonl has no episodes to compare"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_scored(file: Path, asked: dict[str, object], why: str) -> None:
@@ -217,6 +218,7 @@ def test_what_is_wrong_is_said_before_anything_is_scored(file: Path, asked: dict
     (file.parent / "spy.py").write_text(f"def judge(text):\n    open({str(trace)!r}, 'w').close()\n    return 1.0\n")
     file.with_name("partial.jsonl").write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
     file.with_name("twice.jsonl").write_text(2 * file.read_text())
+    file.with_name("empty.jsonl").write_text("")
     spied = Recredit(path=file, rewards=("spy.py:judge",), trusted=True)
     with pytest.raises(ConfigError, match=why):
         recredit(replace(spied, **asked))  # type: ignore[arg-type]
