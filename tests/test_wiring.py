@@ -17,7 +17,7 @@ from headrace.errors import CheckpointError, ConfigError, HeadraceError, Rollout
 from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
-from headrace.rollout.conversations import prompt_of
+from headrace.rollout.conversations import Mixture, prompt_of
 from headrace.rollout.worlds import WORLDS, world_demonstrations
 from headrace.types import CreditedEpisode
 from headrace.wiring.sources import conversations_of, training_conversations
@@ -261,6 +261,15 @@ def failure(bench: Bench, *overrides: str) -> str:
         bench.train(*overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_sources_are_mixed_by_their_weights(bench: Bench) -> None:
+    text = '{"prompt": "1 + 1 =", "answer": "2"}\n'
+    (bench.folder / "talks.jsonl").write_text(text)
+    mixed = f'{{{KEY_DOOR}, size=4, weight=3.0}}, {{type="jsonl", path="talks.jsonl", weight=1.0}}'
+    config = bench.config(f"sft={{steps=1, batch_size=8, max_tokens=64, sources=[{mixed}]}}")
+    drawn = Mixture(training_conversations(config, config.sft), seed=0).next_batch(8)
+    assert sum(prompt_of(talk)[-1].content == "1 + 1 =" for talk in drawn) == 2  # one of four
 
 
 def test_a_reward_function_that_always_raises_is_named(bench: Bench) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import SamplerError
 from headrace.infer.engine import EmbeddedEngine
+from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.model.worker import Worker
@@ -270,6 +271,24 @@ def test_weights_come_from_a_folder_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 # --- where a sequence ends -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("temperature", "cut"), [(0.5, {}), (1.7, {}), (0.5, {"top_k": 3})])
+async def test_a_token_has_its_log_prob_as_sampled_and_as_the_model_gives_it(
+    engine: EmbeddedEngine, temperature: float, cut: dict[str, Any]
+) -> None:
+    prompt = [5, 9, 4, 17]
+    out = await engine.sample(request_of(prompt, 12, seed=3, temperature=temperature, **cut))
+    tokens_T = torch.tensor([*prompt, *out.tokens.tolist()])
+    with torch.no_grad():
+        hidden_TD = engine.lm.hidden(tokens_T, torch.arange(len(tokens_T)), Packed((len(tokens_T),)))
+        logits_TV = (hidden_TD @ engine.lm.head_weight().T)[len(prompt) - 1 : -1].double()
+    raw, tempered = (
+        torch.log_softmax(logits_TV / scale, dim=-1).numpy()[np.arange(12), out.tokens] for scale in (1.0, temperature)
+    )
+    assert np.abs(out.raw_logprobs - raw).max() < 1e-5
+    assert np.abs(out.sampler_logprobs - tempered).max() < 1e-5 / temperature  # before any cut
+    assert np.abs(raw - tempered).max() > 0.1
 
 
 def test_a_stop_token_ends_a_sequence_and_is_part_of_it(engine: EmbeddedEngine) -> None:
