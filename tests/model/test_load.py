@@ -68,7 +68,7 @@ def test_end_tokens_are_the_generation_configs_and_then_the_tokenizers() -> None
     assert prepare(model, make_tokenizer(()), source="tiny").eos_tokens == (7, 5, 2)
 
 
-@pytest.mark.parametrize("broken", ["no folder", "no weights", "not safetensors", "another type"])
+@pytest.mark.parametrize("broken", ["no folder", "no weights", "no tokenizer", "not safetensors", "another type"])
 def test_a_folder_that_cannot_be_loaded_is_named(folder: Path, broken: str) -> None:
     path = folder
     expected = str(folder)
@@ -77,6 +77,10 @@ def test_a_folder_that_cannot_be_loaded_is_named(folder: Path, broken: str) -> N
         expected = "nothing is not a Hugging Face model folder"
     elif broken == "no weights":
         (folder / "model.safetensors").unlink()
+    elif broken == "no tokenizer":
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        expected = "has no tokenizer: put there what"
     elif broken == "not safetensors":
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
