@@ -69,6 +69,14 @@ def figure(value: float | None, *, sign: bool = False) -> str:
     return f"+{text}" if sign and value > 0 else text
 
 
+def times(count: int, what: str) -> str:
+    """
+    >>> times(1, "visit"), times(3, "visit")
+    ('1 visit', '3 visits')
+    """
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def span(low: float, high: float, *, sign: bool = False) -> str:
     """ "-1.2 … +0.8", or one number where both are the same."""
     if low == high or (math.isnan(low) and math.isnan(high)):

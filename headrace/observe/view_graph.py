@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.observe.lines import EpisodeLine
-from headrace.observe.plain import figure, is_dust, last_line, one_line, short_key
+from headrace.observe.plain import figure, is_dust, last_line, one_line, short_key, times
 from headrace.observe.view_anchors import Visit, visit
 from headrace.observe.view_catalog import finite_mean
 
@@ -180,7 +180,7 @@ def _node(
     if key in (SOLVED, ENDED):
         kind, title = ("solved", "solved") if key == SOLVED else ("ended", "not solved")
         count = sum(len(move.visits) for move in moves if move.target == key)
-        return Node(key=key, kind=kind, title=title, note=_times(count, "episode"), visits=count, tone=-1, x=x, y=y)
+        return Node(key=key, kind=kind, title=title, note=times(count, "episode"), visits=count, tone=-1, x=x, y=y)
     mean = finite_mean(list(returns.get(key, ())))
     means = [each for values in returns.values() if (each := finite_mean(list(values))) is not None]
     low, high = min(means, default=0.0), max(means, default=0.0)
@@ -188,16 +188,12 @@ def _node(
         key=key,
         kind="start" if key in starts else "state",
         title=short_key(key, 17),
-        note=_times(visited[key], "visit") + ("" if mean is None else f" · G {figure(mean)}"),
+        note=times(visited[key], "visit") + ("" if mean is None else f" · G {figure(mean)}"),
         visits=visited[key],
         tone=-1 if mean is None else 0 if high == low else round(4 * (mean - low) / (high - low)),
         x=x,
         y=y,
     )
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 # --- edges -----------------------------------------------------------------------------------------------------------
@@ -273,7 +269,7 @@ def _edge_title(move: Transition) -> str:
     lines = []
     for action, visits in sorted(by_action.items(), key=lambda item: (-len(item[1]), item[0]))[:12]:
         mean = finite_mean([one.returns for one in visits if one.returns is not None])
-        lines.append(f"{one_line(action, 60)}: {_times(len(visits), 'time')}, mean return {figure(mean)}")
+        lines.append(f"{one_line(action, 60)}: {times(len(visits), 'time')}, mean return {figure(mean)}")
     return "\n".join(lines)
 
 

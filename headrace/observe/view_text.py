@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.lines import EpisodeLine, StepLine
-from headrace.observe.plain import figure, last_line, one_line, short_key, span, visible
+from headrace.observe.plain import figure, last_line, one_line, short_key, span, times, visible
 from headrace.observe.view_anchors import Anchor
 from headrace.observe.view_catalog import Brief, Catalog, method_text
 from headrace.observe.view_tokens import LEGEND, By, Token, tone
@@ -37,7 +37,8 @@ STYLES = {name: f"#ffffff on {colour}" for name, colour in _BACKGROUNDS.items()}
 
 def heading(catalog: Catalog) -> Text:
     """One line about the file."""
-    parts = [f"{len(catalog.briefs)} episodes in {len(catalog.groups)} groups", f"credit {method_text(catalog.method)}"]
+    held = f"{times(len(catalog.briefs), 'episode')} in {times(len(catalog.groups), 'group')}"
+    parts = [held, f"credit {method_text(catalog.method)}"]
     if catalog.training_step is not None:
         parts.insert(0, f"training step {catalog.training_step}")
     if any(brief.lean for brief in catalog.briefs):
@@ -133,10 +134,9 @@ def side_by_side(lines: Sequence[EpisodeLine], *, width: int) -> list[Table]:
 def anchor_table(anchor: Anchor, group: str) -> Group:
     """Every action taken in a state, best mean return first."""
     table = _table("action", "times", "mean G", "mean A_S", "mean A", "returns: G by episode/step", right=(1, 2, 3, 4))
-    visits, mean = len(anchor.visits), figure(anchor.mean_return)
     title = (
-        f"state {one_line(anchor.key, 60)} of group {visible(group)}: {visits} visits "
-        f"by {anchor.num_episodes} episodes, mean return {mean}"
+        f"state {one_line(anchor.key, 60)} of group {visible(group)}: {times(len(anchor.visits), 'visit')} "
+        f"by {times(anchor.num_episodes, 'episode')}, mean return {figure(anchor.mean_return)}"
     )
     for choice in anchor.choices:
         returns = "  ".join(f"{figure(one.returns)} {visible(one.episode)}:{one.index}" for one in choice.visits[:12])
