@@ -3,8 +3,9 @@
 A random-weight Llama (256 wide, 6 layers, 4 heads, 2 KV heads, 49,152 vocabulary, tied), 4 prompts x 8 completions,
 32 prompt + 64 completion tokens, clipped surrogate averaged over tokens, AdamW. Both sides start from equal weights,
 each in a process of its own (so that neither's threads slow the other's), and take turns step by step. Ours starts as
-`headrace train` does, with large pages (`headrace/start.py`); --trl-large-pages gives TRL the same. Prints seconds,
-split into generation and the rest; the last line is JSON, `ratio` = TRL's seconds per real token over ours (medians).
+`headrace train` does, with large pages (`headrace/start.py`; --trl-large-pages gives TRL the same) and with a garbage
+collector that leaves the model alone. Prints seconds, split into generation and the rest; the last line is JSON,
+`ratio` = TRL's seconds per real token over ours (medians).
 
     python bench/cpu_rl_step.py [--steps 5] [--trl-recompute] [--trl-large-pages]
 """
@@ -38,6 +39,7 @@ from headrace.algo.weights import reweight
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
 from headrace.model.load import prepare
+from headrace.model.quiet import settled_objects
 from headrace.model.worker import Worker, leave_arithmetic_to_workers
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
@@ -192,9 +194,10 @@ def run_ours(pipe: Connection, steps: int) -> None:
     logging.getLogger("headrace").setLevel(logging.ERROR)
     threads = leave_arithmetic_to_workers()
     ours = Ours(make_model(), make_tokenizer(), threads)
-    for _ in range(steps):
-        pipe.recv()
-        pipe.send(ours.step())
+    with settled_objects():
+        for _ in range(steps):
+            pipe.recv()
+            pipe.send(ours.step())
     ours.close()
 
 

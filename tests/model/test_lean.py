@@ -80,3 +80,12 @@ def test_what_is_not_float32_goes_transformers_way() -> None:
     lean_layers(model)
     plain = small("llama").double()
     torch.testing.assert_close(run(model)["out"], run(plain)["out"], rtol=0, atol=0)
+
+
+def test_a_module_that_has_another_forward_keeps_it() -> None:
+    model = small("llama")
+    norm = model.model.norm
+    norm.forward = lambda hidden: hidden * 0 + 7.0
+    lean_layers(model)
+    assert norm(torch.ones(1, 32)).tolist() == [[7.0] * 32]
+    assert "forward" in vars(model.model.layers[0].input_layernorm)

@@ -1,0 +1,44 @@
+"""What a run keeps quiet: the garbage collector over what is there when it begins."""
+
+import gc
+import weakref
+
+import pytest
+
+from headrace.model.quiet import settled_objects
+
+
+class Ring:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_is_there_is_left_alone_and_what_comes_is_not() -> None:
+    assert gc.get_freeze_count() == 0
+    before = Ring()
+    seen = weakref.ref(before)
+    with settled_objects():
+        assert gc.get_freeze_count() > 1000
+        del before
+        gc.collect()
+        assert seen() is not None
+        later = weakref.ref(Ring())
+        gc.collect()
+        assert later() is None
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert seen() is None
+
+
+def test_garbage_of_before_is_not_kept() -> None:
+    ring = weakref.ref(Ring())
+    with settled_objects():
+        assert ring() is None
+
+
+def test_a_failure_ends_it_too() -> None:
+    with pytest.raises(ValueError, match="over"), settled_objects():
+        raise ValueError("over")
+    assert gc.get_freeze_count() == 0
