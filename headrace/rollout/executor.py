@@ -458,25 +458,27 @@ class RolloutExecutor:
     def _cancel_late(self) -> None:
         """Running groups that have a token which is too old can only be dropped: that need not wait for their end."""
         if self._journals is not None and self._settings.stale_action is StaleAction.DROP:
-            late = [ticket for ticket in self._ledger.tickets(State.RUNNING) if self._head(ticket) < self.oldest]
+            late = [ticket for ticket in self._ledger.tickets(State.RUNNING) if self._edge(ticket) < self.oldest]
             self._cancel(late, Drop.STALE)
 
-    def _head(self, ticket: Ticket) -> int:
-        """Version of the oldest token of a running group; without journals, of its start."""
+    def _edge(self, ticket: Ticket) -> int:
+        """Version of the token by whose age a running group is dropped: its oldest, or with masks its newest so far;
+        without journals, of its start."""
         if self._journals is None:
             return ticket.started_version
-        head = self._journals.head_version(ticket.id)
-        return self.version if head is None else head
+        masks = self._settings.stale_action is StaleAction.MASK
+        edge = self._journals.tail_version(ticket.id) if masks else self._journals.head_version(ticket.id)
+        return self.version if edge is None else edge
 
     async def _wait_for_slow(self) -> None:
         """Groups of slow tasks that this publish brings to the bound are waited for: it is their last chance."""
-        if self._settings.stale_action is not StaleAction.DROP or not self._settings.max_staleness:
+        if not self._settings.max_staleness:
             return
         last = self.version + 1 - self._settings.max_staleness
         slow = [
             ticket.id
             for ticket in self._ledger.tickets(State.RUNNING)
-            if ticket.task_id in self._books.slow and self._head(ticket) == last
+            if ticket.task_id in self._books.slow and self._edge(ticket) == last
         ]
         self._books.window.slow_waits += len(slow)
         try:

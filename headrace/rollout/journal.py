@@ -261,6 +261,13 @@ class Journals:
         completions = [turn.completion for journal in self._groups.get(group_id, ()) for turn in journal.turns]
         return min((int(one.versions[0]) for one in completions if one is not None and len(one.versions)), default=None)
 
+    def tail_version(self, group_id: int) -> int | None:
+        """Version of the newest token sampled so far; None: there is none."""
+        completions = [turn.completion for journal in self._groups.get(group_id, ()) for turn in journal.turns]
+        return max(
+            (int(one.versions[-1]) for one in completions if one is not None and len(one.versions)), default=None
+        )
+
     def num_sampled(self, group_id: int) -> int:
         completions = [turn.completion for journal in self._groups.get(group_id, ()) for turn in journal.turns]
         return sum(len(one.tokens) for one in completions if one is not None)

@@ -76,8 +76,10 @@ def playing(
     *,
     tokens: Callable[[Task], Sequence[int]] = lambda task: (4,),
     size: int = 2,
+    after_s: Callable[[Task], float] = lambda task: 0.0,
 ) -> Callable[[Task, int], Awaitable[Group]]:
-    """Groups of `size` episodes with turns of so many tokens; each prompt goes on from all before it."""
+    """Groups of `size` episodes with turns of so many tokens; each prompt goes on from all before it. What comes after
+    the last token, as a slow world or score, takes `after_s`."""
 
     async def episode(task: Task, id: str, number: int, journal: EpisodeJournal) -> ScoredEpisode:
         steps: list[Step] = []
@@ -88,6 +90,7 @@ def playing(
             completion = await journal.sample(sampler, SampleRequest(prompt=prompt, params=params))
             steps.append(Step(prompt=prompt, completion=completion, action=""))
             prompt = int_array([*prompt, *completion.tokens, 9])
+        await asyncio.sleep(after_s(task))
         played = Episode(
             id=id,
             task=task,
@@ -118,6 +121,7 @@ def executor_of(
     source: Callable[[], Task] | None = None,
     cursor: Callable[[], dict[str, int]] | None = None,
     size: int = 2,
+    after_s: Callable[[Task], float] = lambda task: 0.0,
     reads: bool = True,
     keep: Keep | None = None,
     **settings: object,
@@ -127,7 +131,7 @@ def executor_of(
     drawn = tasks(names)
     given: dict[str, object] = {"task_timeout_s": 600.0, "grace_s": 60.0, "lockstep_tokens": lockstep, **settings}
     return RolloutExecutor(
-        play=playing(sampler, journals, tokens=tokens, size=size),
+        play=playing(sampler, journals, tokens=tokens, size=size, after_s=after_s),
         next_task=source or (lambda: next(drawn)),
         batch_groups=batch,
         settings=AsyncSettings(**given),  # type: ignore[arg-type]

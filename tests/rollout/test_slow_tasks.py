@@ -10,7 +10,7 @@ from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.keep import KeepBest
 from headrace.rollout.settings import StaleAction
 from headrace.rollout.slow import SlowTasks
-from headrace.testing import FakeSampler
+from headrace.testing import FakeSampler, run_virtual
 from headrace.types import Task
 
 
@@ -100,6 +100,40 @@ async def test_with_masks_its_fresh_tail_is_trained_without_waiting() -> None:
     assert counts["rollout/slow_waits"] == 0
     assert counts["rollout/masked_tokens"] > 0
     assert counts["rollout/lag_max"] <= 1
+
+
+@pytest.mark.parametrize("wait_s", [600.0, 1e-6], ids=["waited for", "not waited for"])
+@pytest.mark.parametrize("action", list(StaleAction))
+def test_a_task_whose_world_is_slow_after_its_last_token_is_trained_on(action: StaleAction, wait_s: float) -> None:
+    """Two tokens in the first seconds, then 40 s of a score, at 5 s a training step and eta = 1: nothing of it is young
+    when it ends, so masks alone would drop it for ever."""
+
+    async def main() -> tuple[list[str], dict[str, float]]:
+        sampler = FakeSampler(tick=lambda: asyncio.ensure_future(asyncio.sleep(1.0)))
+        executor = executor_of(
+            sampler,
+            max_staleness=1,
+            names=NAMES,
+            tokens=lambda task: (2,),
+            after_s=lambda task: 40.0 if task.id == "slow" else 0.0,
+            stale_action=action,
+            slow_wait_s=wait_s,
+        )
+        trained: list[str] = []
+        async with executor:
+            for _ in range(30):
+                groups = await executor.take_batch()
+                trained += [group.task.id for group in groups]
+                await asyncio.sleep(5.0)
+                executor.done(groups)
+                await executor.publish(HANDLE)
+            return trained, executor.metrics()
+
+    trained, counts = run_virtual(main())
+    assert ("slow" in trained) == (wait_s > 1.0), "what trains it is the wait"
+    assert counts["rollout/slow_waits"] >= 1
+    assert counts["rollout/lag_max"] <= 1
+    assert counts["rollout/masked_tokens"] == 0
 
 
 async def test_a_running_group_that_is_too_old_is_cancelled_and_its_task_comes_again() -> None:
