@@ -114,7 +114,7 @@ def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
         ),
     )
     if c.type == "inprocess":
-        return trusted_term(user)
+        return trusted_term(user, timeout_s=c.wall_s)
     settings = Settings(
         limits=Limits(
             wall_s=c.wall_s, cpu_s=c.cpu_s, memory_mb=c.memory_mb, processes=c.processes, import_s=c.import_s

@@ -19,6 +19,7 @@ from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms,
 
 MINE = """
 import os
+import time
 
 def pid(messages, ground_truth, **kwargs):
     return float(os.getpid())
@@ -32,6 +33,11 @@ def steps(messages, **kwargs):
 def slow(messages, **kwargs):
     while True:
         pass
+
+def waits(text, *, flag):
+    while not os.path.exists(flag):
+        time.sleep(0.005)
+    return 1.0
 
 def given(text, *, verdict):
     return {"score": 1.0, "of it": float(text)} if verdict == "part" else float(text)
@@ -113,6 +119,15 @@ async def test_the_limits_of_the_table_are_those_of_a_call(file: Path) -> None:
     result = await scored(config(RewardTerm(fn=f"{file}:slow"), runner=RewardRunner(workers=1, wall_s=0.5)), "4")
     assert isinstance(result, FailedEpisode)
     assert result.reason == "reward slow: it took longer than 0.5 s"
+
+
+async def test_its_time_limit_is_also_that_of_a_function_that_is_trusted(file: Path, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    term = RewardTerm(fn=f"{file}:waits", kwargs={"flag": str(flag)})
+    result = await scored(config(term, runner=RewardRunner(type="inprocess", wall_s=0.05)), "4")
+    flag.touch()  # or its thread would wait for ever
+    assert isinstance(result, FailedEpisode)
+    assert result.reason == "reward waits: it took longer than 0.05 s"
 
 
 def test_a_file_that_cannot_be_imported_ends_the_run_before_it_begins(tmp_path: Path) -> None:
