@@ -166,12 +166,24 @@ def _message(said: Mapping[str, Any]) -> Message:
     calls = tuple(
         ToolCall(
             name=str(call["function"]["name"]),
-            arguments=str(call["function"].get("arguments") or "{}"),
+            arguments=_arguments(call["function"].get("arguments")),
             id=str(call.get("id") or ""),
         )
         for call in said.get("tool_calls") or ()
     )
-    return Message(role="assistant", content=str(said.get("content") or ""), tool_calls=calls)
+    return Message(role="assistant", content=_text(said.get("content")), tool_calls=calls)
+
+
+def _text(content: Any) -> str:
+    """Some servers answer in parts, as messages may be sent; of other parts than texts (thoughts) nothing is said."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part.get("type") == "text")
+    return str(content or "")
+
+
+def _arguments(given: Any) -> str:
+    """JSON in a text, as the API has it; some servers send the object itself."""
+    return json.dumps(given) if isinstance(given, Mapping) else str(given or "{}")
 
 
 async def _read(response: httpx.Response) -> bytes:

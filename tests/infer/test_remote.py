@@ -159,6 +159,22 @@ async def test_a_conversation_with_calls_goes_over_the_wire_and_a_message_comes_
     assert "tools" not in server.asked[1]
 
 
+async def test_parts_and_arguments_that_are_objects_are_read_as_well() -> None:
+    body: dict[str, Any] = completion(None, ("add", "{}"))
+    message = body["choices"][0]["message"]
+    message["content"] = [
+        {"type": "thinking", "thinking": []},
+        {"type": "text", "text": "so "},
+        {"type": "text", "text": "3"},
+    ]
+    message["tool_calls"][0]["function"]["arguments"] = {"a": 1, "b": [2]}
+    with Server([(200, {}, body)]) as server:
+        async with model_at(server.url) as model:
+            said, _ = await model.reply(HELLO, (ADD,))
+    assert said.content == "so 3"
+    assert said.tool_calls[0].arguments == '{"a": 1, "b": [2]}'
+
+
 async def test_what_the_api_does_by_itself_is_not_asked_for() -> None:
     with Server([ok("hi")]) as server:
         async with model_at(server.url) as model:
