@@ -226,13 +226,17 @@ def _written(arguments: dict[str, Any], written: str) -> Iterator[str]:
 
 
 def _decode(text: str, start: int) -> tuple[Any, int] | None:
-    """The JSON object or list that starts there, and where it ends."""
+    """The JSON object or list that starts there, and where it ends. Half a character, which JSON can write and no text
+    can hold, makes it malformed: a tool or a template would fail on it."""
     if text[start : start + 1] not in ("{", "["):
         return None
     try:
-        return _DECODER.raw_decode(text, start)
+        value, end = _DECODER.raw_decode(text, start)
+        if "\\u" in text[start:end]:
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
+    return value, end
 
 
 def _after_space(text: str, start: int) -> int:

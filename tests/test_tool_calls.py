@@ -116,6 +116,16 @@ def test_anything_else_is_text_as_it_is(text: str) -> None:
     assert parse_reply(text, HERMES, {"add"}) == Parsed(content=text)
 
 
+def test_half_a_character_in_a_call_makes_it_malformed() -> None:
+    """JSON can write it, and then a tool that repeats it, or the template, fails on it: the policy's own mistake."""
+    half = ADD.replace("1", '"\\ud83d"')
+    whole = ADD.replace("1", '"\\ud83d\\ude00 \\u00e9"')
+    for text, form in ((half, None), (f"<tool_call>{half}</tool_call>", HERMES)):
+        assert parse_reply(text, form, {"add"}) == Parsed(content=text)
+    [call] = parse_reply(whole, None, {"add"}).calls
+    assert json.loads(call.arguments) == {"a": "\U0001f600 é"}
+
+
 @given(st.text(), st.dictionaries(st.text(), st.integers() | st.text() | st.none()))
 def test_what_a_template_writes_is_read_back(said: str, arguments: dict[str, object]) -> None:
     said = said.replace("<tool_call>", "")
