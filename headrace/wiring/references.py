@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from fastapi import FastAPI
 
 from headrace.errors import ConfigError, ModelError
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
+from headrace.model.quantizers import choose
 from headrace.model.quiet import no_progress_bars
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
@@ -29,8 +31,9 @@ from headrace.wiring.models import fuse
 @contextlib.contextmanager
 def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dict[str, Score]]:
     """Who scores under which name. Models load when they are first asked for; one that knows fewer tokens than
-    `vocabulary` is refused then."""
+    `vocabulary` is refused then. Raises ConfigError."""
     here = {each.name: each for each in config.references if each.path}
+    _check_quantizers(config, here)
     models = ReferenceModels(
         partial(_load, config, here, vocabulary),
         limit=config.engine.reference_models,
@@ -47,6 +50,19 @@ def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dic
                 stack.callback(remote.close)
                 named[each.name] = remote.score
         yield named
+
+
+def _check_quantizers(config: ServeConfig, known: Mapping[str, ReferenceModel]) -> None:
+    """One that was named and is of no use here is said before the server begins. Raises ConfigError."""
+    device = choose_device(config.model.device)
+    for name, asked in known.items():
+        if asked.bits is None:
+            continue
+        dtype = choose_dtype(config.model.dtype, device)
+        try:
+            choose(asked.quantizer, asked.bits, device=torch.device(device), dtype=dtype)
+        except ModelError as exc:
+            raise ConfigError(f"reference '{name}': {exc}") from exc
 
 
 def _load(config: ServeConfig, known: Mapping[str, ReferenceModel], vocabulary: int, name: str) -> LanguageModel:
