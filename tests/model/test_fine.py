@@ -1,6 +1,7 @@
 """Products of float16 factors with bfloat16 gradients, on a CPU: values, gradients, adapters, and what is kept."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headrace.model.cuda.fine import COARSE, FINE, Factor, add_product, bare, dress, product_onto, products, total
+from headrace.model.compiled import FUSED
+from headrace.model.cuda.fine import (
+    COARSE,
+    FINE,
+    Factor,
+    add_product,
+    bare,
+    cache_dtype,
+    dress,
+    fits,
+    product_onto,
+    products,
+    total,
+)
 from headrace.model.lora import ADAPTER, LoraLinear
+from headrace.model.quantized import QuantizedLinear
 
 ROUNDING, GRADIENT_ROUNDING = 2**-11, 2**-7  # of float16 once; of bfloat16 about twice
 
@@ -99,6 +114,49 @@ def test_adapters_add_what_they_add_to_a_plain_layer(slot: int | None) -> None:
     if slot is not None:
         assert relative(module.up.grad[slot], exact.up.grad[slot]) < 2 * GRADIENT_ROUNDING
         assert bool((module.up.grad[1 - slot] == 0).all())
+
+
+def layer(**changes: Any) -> Any:
+    """The parts of a decoder layer that are looked at."""
+    outer = {f"{name}_proj": nn.Linear(8, 8).to(COARSE) for name in "qkvo"}
+    inner = {f"{name}_proj": nn.Linear(8, 8).to(COARSE) for name in ("gate", "up", "down")}
+    norm = SimpleNamespace(weight=torch.ones(8, dtype=COARSE))
+    inner |= changes
+    return SimpleNamespace(self_attn=SimpleNamespace(**outer), mlp=SimpleNamespace(**inner), input_layernorm=norm)
+
+
+def test_only_layers_whose_products_are_their_weights_fit() -> None:
+    assert fits(layer())
+    assert fits(layer(up_proj=LoraLinear(nn.Linear(8, 8).to(COARSE), rank=2, alpha=2.0, slots=1, seed=0)))
+    assert not fits(layer(up_proj=nn.Linear(8, 8)))
+    assert not fits(layer(up_proj=QuantizedLinear(nn.Linear(8, 8), 8)))
+    hooked, hooked_base, replaced = (nn.Linear(8, 8).to(COARSE) for _ in range(3))
+    hooked.register_forward_hook(lambda *_: None)  # as adapters over a shared base are
+    assert not fits(layer(up_proj=hooked))
+    adapted = LoraLinear(hooked_base, rank=2, alpha=2.0, slots=1, seed=0)
+    hooked_base.register_forward_pre_hook(lambda *_: None)
+    assert not fits(layer(up_proj=adapted))
+    replaced.forward = lambda x: x
+    assert not fits(layer(up_proj=replaced))
+
+    class Packed(Tensor):
+        pass
+
+    packed = nn.Linear(8, 8).to(COARSE)
+    packed.weight = nn.Parameter(packed.weight.detach().as_subclass(Packed))
+    assert not fits(layer(up_proj=packed))
+
+
+def test_keys_and_values_are_fine_where_the_layers_are() -> None:
+    fused, other = layer(), layer()
+    setattr(fused, FUSED, True)
+    for first, dtype, expected in (
+        (fused, COARSE, FINE),
+        (other, COARSE, COARSE),
+        (fused, torch.float32, torch.float32),
+    ):
+        model = SimpleNamespace(base_model=SimpleNamespace(layers=[first]))
+        assert cache_dtype(model, dtype) == expected
 
 
 @given(st.lists(st.floats(-65504, 65504, width=16), min_size=1, max_size=20))

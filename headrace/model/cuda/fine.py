@@ -47,9 +47,18 @@ def linears(layer: Any) -> tuple[nn.Module, ...]:
 
 def fits(layer: Any) -> bool:
     """Whether a layer of a kind that is known here can be computed this way: it is bfloat16, its products are plain."""
-    plain = (linear.base if isinstance(linear, LoraLinear) else linear for linear in linears(layer))
-    usual = all(type(linear) in (nn.Linear, PackedLinear) for linear in plain)
-    return usual and layer.input_layernorm.weight.dtype == COARSE
+    return layer.input_layernorm.weight.dtype == COARSE and all(_plain(linear) for linear in linears(layer))
+
+
+def _plain(linear: nn.Module) -> bool:
+    """Whether this module's own weights are all that its result depends on: nobody has hooked into it or packed them
+    otherwise."""
+    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+        return False
+    if isinstance(linear, LoraLinear):
+        return _plain(linear.base)
+    usual = type(linear) in (nn.Linear, PackedLinear)
+    return usual and type(linear.weight) is nn.Parameter and linear.weight.dtype == COARSE
 
 
 def cache_dtype(model: Any, dtype: torch.dtype) -> torch.dtype:
