@@ -60,12 +60,13 @@ class Books:
         self.ledger.take(group.id for group in groups)
         return groups
 
-    def drop_stale(self, task: Task, id: int, num_tokens: float) -> None:
-        """A group with episodes of `num_tokens` tokens on average is too old; its task may be tried again."""
+    def drop_stale(self, task: Task, id: int, num_tokens: float, *, slow: bool = True) -> None:
+        """A group with episodes of `num_tokens` tokens on average is too old, and its task may be tried again.
+        Not `slow`: it was there in time and others were better."""
         self.ledger.drop(id, Drop.STALE)
         self.urgent.discard(id)
         self.window.end(num_tokens, stale=True)
-        if self.slow.dropped(task.id):
+        if slow and self.slow.dropped(task.id):
             self.again.append(task)
 
     def give_up(self, id: int, reason: str, text: str) -> RolloutError | None:

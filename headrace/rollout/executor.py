@@ -26,7 +26,7 @@ from headrace.rollout.books import Books
 from headrace.rollout.failures import too_few, why_failed
 from headrace.rollout.filters import Filter, first_rejection
 from headrace.rollout.journal import Journals
-from headrace.rollout.keep import Keep, KeepFirst
+from headrace.rollout.keep import Keep, KeepBest, KeepFirst
 from headrace.rollout.ledger import Drop, State, Ticket
 from headrace.rollout.next_version import NextVersionScorer, fill_all
 from headrace.rollout.publish import Publisher
@@ -93,6 +93,7 @@ class RolloutExecutor:
         self._ledger, self._ready, self._replay = self._books.ledger, self._books.ready, self._books.replay
         self._scorer = NextVersionScorer(publisher.samplers) if settings.next_logprobs else None
         self._doomed: dict[int, Drop] = {}  # running groups that were cancelled, and why
+        self._worse: frozenset[int] = frozenset()  # ready groups that scored lower than those of the last batch
         self._ended: list[Outcome] = []  # not settled yet
         self._settler: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
@@ -100,8 +101,7 @@ class RolloutExecutor:
         self._publishing = False
         self._failure: HeadraceError | None = None  # ends the run at the next take_batch
         self._source_failure: HeadraceError | None = None  # ends it once what has been started is used up
-        # the state at the last publish, before anything went on
-        self._barrier: Callable[[], dict[str, Any]] | None = None
+        self._barrier: Callable[[], dict[str, Any]] | None = None  # state at the last publish, before anything went on
 
     @property
     def version(self) -> int:
@@ -378,6 +378,7 @@ class RolloutExecutor:
     def _take(self) -> tuple[Group, ...]:
         chosen = self._keep.choose(tuple(self._ready), self._batch_groups, before=self._books.urgent)
         groups = self._books.take(group.id for group in chosen)
+        self._worse = frozenset(group.id for group in self._ready if isinstance(self._keep, KeepBest))
         assert len(groups) == self._batch_groups
         for group in groups:
             assert self._decide(group) is not Verdict.DROP, "a stale group was taken"
@@ -451,7 +452,7 @@ class RolloutExecutor:
         self._replay.sweep(self._decide)
         stale = self._ready.sweep(self._decide)
         for group in stale:
-            self._books.drop_stale(group.task, group.id, mean_length(group))
+            self._books.drop_stale(group.task, group.id, mean_length(group), slow=group.id not in self._worse)
         if stale:
             self._admit()
 

@@ -1,6 +1,7 @@
 """More groups are started than are trained: which are kept, and what becomes of the others."""
 
 import asyncio
+import itertools
 import math
 
 import pytest
@@ -18,7 +19,7 @@ from headrace.rollout.keep import SCORES, KeepBest, KeepFirst, mean_reward
 from headrace.rollout.keep import reward_spread as spread
 from headrace.rollout.publish import Publisher
 from headrace.rollout.settings import AsyncSettings
-from headrace.types import Group
+from headrace.types import Group, Task
 
 
 def test_the_scores_that_a_file_may_name_are_those_there_are() -> None:
@@ -196,3 +197,27 @@ async def test_what_is_left_over_goes_into_the_next_batch_with_its_versions() ->
         versions = third[0].episodes[0].episode.steps[0].completion.versions.tolist()
         assert (ids(third), set(versions)) == ([2], {0, 1})
         assert executor.metrics()["rollout/dropped_surplus"] == 0
+
+
+async def test_a_group_that_others_were_better_than_is_not_tried_again_for_its_age() -> None:
+    """It ended in time and was compared: its task is not slow, and goes before no new one."""
+    sampler, drawn = HandSampler(), itertools.count()
+    executor = executor_of(
+        sampler,
+        max_staleness=1,
+        oversampling=2.0,
+        keep=KeepBest(lambda group: group.id % 2),
+        source=lambda: Task(id=f"t{next(drawn)}"),
+        tokens=lambda task: (1,),
+    )
+    async with executor:
+        for _ in range(8):
+            taking = asyncio.create_task(executor.take_batch())
+            while not taking.done():
+                await sampler.step()
+            executor.done(taking.result())
+            await executor.publish(HANDLE)
+        counts = executor.metrics()
+        assert counts["rollout/dropped_stale"] >= 4
+        assert counts["rollout/started"] == next(drawn), "every group is of a task of its own"
+        assert executor.state_dict()["slow"] == {}
