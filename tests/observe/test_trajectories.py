@@ -243,6 +243,7 @@ def edited(path: Path, **edit: object) -> Path:
     ("edit", "why"),
     [
         ({"schema_version": 1}, "line 2 has schema 1 and this headrace reads schema 2"),
+        ({"schema_version": 3}, "line 2 has schema 3 and this headrace reads schema 2"),
         ({"schema_version": "x" * 500}, "line 2 has schema 'x{39} and this headrace reads schema 2"),
         ({"schema_version": None}, "line 2 has no schema version and this headrace reads schema 2"),
         ({"seed": "x"}, "line 2 .*seed"),

@@ -184,6 +184,20 @@ async def test_max_turns_truncates() -> None:
     assert (len(episode.steps), episode.truncated, episode.success) == (2, True, False)
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "success"),
+    [((None, True, None), True), ((True, False, None), False), ((False, None, True), True), ((None,) * 3, None)],
+)
+async def test_the_last_verdict_that_was_given_counts(verdicts: tuple[bool | None, ...], success: bool | None) -> None:
+    given = iter(verdicts)
+
+    class Judging(FakeEnv):
+        def step(self, action: str) -> StepResult:
+            return replace(super().step(action), success=next(given))
+
+    assert (await played(Judging(target=3), ScriptedSampler(in_turn("up")))).success is success
+
+
 async def test_the_token_limit_truncates_and_is_never_exceeded() -> None:
     # a prompt of 8 tokens, an answer of 2, then 7 more per turn: prompts of 8, 17, 26 tokens
     sampler = ScriptedSampler(in_turn("up"))
