@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -82,6 +83,14 @@ async def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_record() -> No
     assert reply.choices[0].message.content == "one"
     assert sampler.heard[0].params.stop_strings == (".", "!")
     assert record.steps[0].completion.tokens.tolist() == sampler.heard[0].sampled
+
+
+async def test_the_stop_strings_of_the_episode_hold_beside_those_of_a_call() -> None:
+    sampler, renderer = scripted("one; two", "one! two")
+    async with opened(sampler, renderer, sampling=replace(SAMPLING, stop_strings=(";",))) as (client, _):
+        replies = [await ask(client), await ask(client, stop="!")]
+    assert [reply.choices[0].message.content for reply in replies] == ["one", "one"]
+    assert [request.params.stop_strings for request in sampler.heard] == [(";",), (";", "!")]
 
 
 async def test_a_tool_call_of_the_templates_own_form() -> None:
