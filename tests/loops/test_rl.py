@@ -31,7 +31,7 @@ from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group import play_group
 from headrace.rollout.meter import Meter
 from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.settings import AsyncSettings, StaleAction
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
@@ -236,6 +236,24 @@ async def test_groups_of_mixed_versions_end_a_run_that_does_not_expect_them(tmp_
     with pytest.raises(RolloutError, match=r"2 of 2 groups have tokens of several policy versions \(group 0: -1, 0\)"):
         await Walking(tmp_path, "a", "b", lags=(0, 1)).train(steps=1, rollouts=late)
     await Walking(tmp_path, "a", "b", lags=(0, 1)).train(steps=1, rollouts=late, mixed_versions=True)
+
+
+async def test_tokens_past_the_bound_have_no_part_in_training(tmp_path: Path) -> None:
+    """One of two episodes is two versions older than its sampler, at eta = 1 with masks: what the trainer counts as
+    trained is never older than the bound, although such groups are in the batches."""
+
+    class Late(Walking):
+        async def play(self, task: Task, id: int) -> Group:
+            self.lags = (0, min(2, self.sampler.version))
+            return await super().play(task, id)
+
+    rig = Late(tmp_path, "a")
+    rollouts = AsyncSettings(max_staleness=1, stale_action=StaleAction.MASK)
+    await rig.train(steps=6, rollouts=rollouts, mixed_versions=True)
+    masked = [value or 0.0 for value in rig.series("rollout/masked_tokens")]
+    assert sum(masked) >= 4
+    lags = {name for _, values in rig.sink.records for name in values if name.startswith("histogram/lag_")}
+    assert lags == {"histogram/lag_0", "histogram/lag_1"}
 
 
 async def test_states_that_nobody_meets_again_are_warned_of_once(

@@ -8,6 +8,7 @@ from rollout_groups import group
 
 from headrace.errors import CheckpointError
 from headrace.rollout.books import Books
+from headrace.rollout.journal import Journals
 from headrace.rollout.ledger import Drop
 from headrace.types import Task
 
@@ -83,6 +84,14 @@ def test_what_trained_and_what_cannot_be_taken_up_is_dropped() -> None:
     counts = restored.ledger.counts
     assert (counts.running, counts.ready, counts.training) == (0, 1, 0)
     assert restored.metrics(version=1)["rollout/dropped_resume"] == 2.0
+
+
+def test_what_trained_is_dropped_although_what_ran_goes_on() -> None:
+    restored = books_of()
+    restored.load_state_dict(kept(busy()))
+    restored.forget_unresumable(Journals())  # of the group that ran nothing was sampled
+    counts = restored.ledger.counts
+    assert (counts.running, counts.ready, counts.training) == (1, 1, 0)
 
 
 def test_a_state_whose_parts_disagree_is_refused() -> None:
