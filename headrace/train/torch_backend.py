@@ -8,6 +8,7 @@ Shape letters: T packed tokens, R tokens that have a weight (rows of the head), 
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -451,6 +452,7 @@ class TorchBackend:
 
     def _save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_saved(folder)
         lm = self.lm
         adapters = dict(lora_layers(lm.model))
         if adapters:
@@ -591,6 +593,15 @@ def _no_room(what: str, micro_batch_tokens: int, device: torch.device) -> str:
         f"{what} does not fit into the device's memory{size}: lower 'micro_batch_tokens', which is "
         f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_rows'"
     )
+
+
+def _remove_saved(folder: Path) -> None:
+    """What an earlier save has left: its shards, adapter or value head would be read with the new weights. The state
+    goes first, so that a save that was cut is no state at all."""
+    names = (STATE_FILE, "model*.safetensors", "model.safetensors.index.json", ADAPTER_FILE, VALUE_HEAD_FILE)
+    for file in (found for name in names for found in folder.glob(name)):
+        file.unlink()
+    shutil.rmtree(folder / "adapter", ignore_errors=True)
 
 
 def _save_merged(lm: LanguageModel, folder: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -722,3 +723,35 @@ def test_a_shared_beginning_is_computed_once_and_changes_no_gradient() -> None:
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shards_first", [True, False])
+def test_saving_over_an_older_save_leaves_nothing_of_it(
+    shards_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LlamaForCausalLM.save_pretrained
+
+    def save(lora: bool, *, sharded: bool, fill: float) -> None:
+        lm = language_model()
+        with torch.no_grad():
+            lm.model.base_model.embed_tokens.weight.fill_(fill)
+        if lora:
+            add_lora(lm.model, rank=2, alpha=2.0, targets=("q_proj",), seed=0)
+        size = "2KB" if sharded else "50GB"
+        monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", partialmethod(real, max_shard_size=size))
+        with backend_of(lm) as backend:
+            get(backend.save_state(tmp_path))
+
+    save(True, sharded=shards_first, fill=1.0)
+    assert (tmp_path / "model.safetensors.index.json").is_file() == shards_first
+    assert (tmp_path / "adapter").is_dir()
+    save(False, sharded=not shards_first, fill=2.0)
+    assert (tmp_path / "model.safetensors.index.json").is_file() != shards_first
+    assert (tmp_path / "model.safetensors").is_file() == shards_first
+    assert not (tmp_path / "adapter").exists()
+    assert not (tmp_path / "lora.safetensors").exists()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert bool((read.get_input_embeddings().weight == 2.0).all())
+    with backend_of(language_model()) as backend:
+        get(backend.load_state(tmp_path))
+        assert bool((backend.lm.model.base_model.embed_tokens.weight == 2.0).all())
