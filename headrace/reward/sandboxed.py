@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from headrace.reward.verdict import Alignment, reward_of
 from headrace.types import Episode, Reward
 
 logger = logging.getLogger(__name__)
+
+TRUSTED_CALLS = 16  # of one function at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +63,14 @@ def sandboxed_term(user: UserReward, settings: Settings, *, fork_groups: bool = 
 
 
 def trusted_term(user: UserReward, *, timeout_s: float = 60.0) -> GroupTerm:
-    """The same function called in this process, on a thread: no walls, no limits but time. Raises ConfigError."""
+    """The same function called in this process, on a thread: no walls, no limits but time. Raises ConfigError.
+
+    `timeout_s` is the time of a call, without what it waits for its turn; a call that never ends keeps its thread.
+    """
     with boundary(ConfigError, f"{user.spec} cannot be imported"):
         function = calling.load(user.target)
     alignment = _declared(user.alignment, function.about)
+    threads, turns = ThreadPoolExecutor(TRUSTED_CALLS, "headrace-reward"), asyncio.Semaphore(TRUSTED_CALLS)
 
     async def judge(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         together = function.shape.takes_group
@@ -73,14 +80,16 @@ def trusted_term(user: UserReward, *, timeout_s: float = 60.0) -> GroupTerm:
 
     async def one(group: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         rows = [row_of(episode, with_tokens=function.shape.takes_tokens) for episode in group]
-        limit = asyncio.timeout(timeout_s)
-        try:
-            with boundary(RewardError, user.name):
-                async with limit:
-                    verdicts = await asyncio.to_thread(function.call, {"rows": rows})
-        except RewardError as exc:
-            text = f"it took longer than {timeout_s:g} s" if limit.expired() else str(exc)
-            return [RewardError(text.removeprefix(f"{user.name}: "))] * len(group)
+        async with turns:
+            limit = asyncio.timeout(timeout_s)
+            try:
+                with boundary(RewardError, user.name):
+                    async with limit:
+                        loop = asyncio.get_running_loop()
+                        verdicts = await loop.run_in_executor(threads, function.call, {"rows": rows})
+            except RewardError as exc:
+                text = f"it took longer than {timeout_s:g} s" if limit.expired() else str(exc)
+                return [RewardError(text.removeprefix(f"{user.name}: "))] * len(group)
         return _rewards(verdicts, group, alignment)
 
     return GroupTerm(name=user.name, judge=judge, weight=user.weight)

@@ -1,10 +1,12 @@
 """Files written for reward-kit, eval-protocol, TRL or verifiers run unmodified, in this process and in the sandbox."""
 
+import asyncio
 import logging
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reward_episodes import episode
@@ -15,7 +17,7 @@ from headrace.reward.answers import plain_verdict
 from headrace.reward.calling import Shape, find, shape_of
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import Settings, warn_once
-from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
+from headrace.reward.sandboxed import TRUSTED_CALLS, UserReward, check_importable, sandboxed_term, trusted_term
 from headrace.reward.terms import GroupTerm
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
@@ -206,3 +208,29 @@ assert callable(one) and callable(another) and callable(third), (one, another, t
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+async def test_the_clock_of_a_trusted_call_does_not_run_while_it_waits_for_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = most = 0
+
+    class Clock(asyncio.Timeout):
+        async def __aenter__(self) -> "Clock":
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await super().__aenter__()
+            return self
+
+        async def __aexit__(self, *raised: Any) -> bool | None:
+            nonlocal running
+            running -= 1
+            return await super().__aexit__(*raised)
+
+    monkeypatch.setattr(asyncio, "timeout", lambda seconds: Clock(asyncio.get_running_loop().time() + seconds))
+    (tmp_path / "mine.py").write_text("def score(text):\n    return 1.0\n")
+    term = trusted_term(UserReward(name="mine", spec=f"{tmp_path / 'mine.py'}:score"), timeout_s=60.0)
+    rewards = await term.judge([RIGHT] * (3 * TRUSTED_CALLS))
+    assert [reward.total for reward in rewards if isinstance(reward, Reward)] == [1.0] * (3 * TRUSTED_CALLS)
+    assert (running, most) == (0, TRUSTED_CALLS)
