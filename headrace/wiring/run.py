@@ -15,7 +15,7 @@ from headrace.config import Config, to_mapping
 from headrace.errors import CheckpointError, ConfigError, Interrupted, RunFolderError, boundary
 from headrace.model.deterministic import make_deterministic
 from headrace.model.load import choose_device
-from headrace.model.quiet import no_progress_bars, settled_objects
+from headrace.model.quiet import no_progress_bars
 from headrace.model.worker import leave_arithmetic_to_workers
 from headrace.observe.report import write_report
 from headrace.observe.run_folder import RunFolder
@@ -95,8 +95,7 @@ async def _train(config: Config, folder: RunFolder) -> RunResult:
                 run.figures["accuracy_reward_model"] = left.score
         if config.rl is not None:
             assert rl_found is not None
-            with settled_objects():
-                await _stage(run, rl_found, config.rl.steps, run_rl)
+            await _stage(run, rl_found, config.rl.steps, run_rl)
     summary = {key: value for key, value in run.figures.items() if isinstance(value, int | float)}
     report = write_report(folder.path, summary)
     lines = [f"{name} = {value:.4g}" for name, value in summary.items()]

@@ -116,13 +116,17 @@ def test_adapters_add_what_they_add_to_a_plain_layer(slot: int | None) -> None:
         assert bool((module.up.grad[1 - slot] == 0).all())
 
 
-def layer(**changes: Any) -> Any:
-    """The parts of a decoder layer that are looked at."""
-    outer = {f"{name}_proj": nn.Linear(8, 8).to(COARSE) for name in "qkvo"}
-    inner = {f"{name}_proj": nn.Linear(8, 8).to(COARSE) for name in ("gate", "up", "down")}
-    norm = SimpleNamespace(weight=torch.ones(8, dtype=COARSE))
-    inner |= changes
-    return SimpleNamespace(self_attn=SimpleNamespace(**outer), mlp=SimpleNamespace(**inner), input_layernorm=norm)
+def layer(**changes: nn.Module) -> Any:
+    """A decoder layer as far as it is looked at."""
+    found, attention, mlp = nn.Module(), nn.Module(), nn.Module()
+    for name in "qkvo":
+        attention.add_module(f"{name}_proj", nn.Linear(8, 8).to(COARSE))
+    for name in ("gate", "up", "down"):
+        mlp.add_module(f"{name}_proj", changes.get(f"{name}_proj", nn.Linear(8, 8).to(COARSE)))
+    found.add_module("self_attn", attention)
+    found.add_module("mlp", mlp)
+    found.add_module("input_layernorm", nn.RMSNorm(8).to(COARSE))
+    return found
 
 
 def test_only_layers_whose_products_are_their_weights_fit() -> None:
@@ -130,12 +134,7 @@ def test_only_layers_whose_products_are_their_weights_fit() -> None:
     assert fits(layer(up_proj=LoraLinear(nn.Linear(8, 8).to(COARSE), rank=2, alpha=2.0, slots=1, seed=0)))
     assert not fits(layer(up_proj=nn.Linear(8, 8)))
     assert not fits(layer(up_proj=QuantizedLinear(nn.Linear(8, 8), 8)))
-    hooked, hooked_base, replaced = (nn.Linear(8, 8).to(COARSE) for _ in range(3))
-    hooked.register_forward_hook(lambda *_: None)  # as adapters over a shared base are
-    assert not fits(layer(up_proj=hooked))
-    adapted = LoraLinear(hooked_base, rank=2, alpha=2.0, slots=1, seed=0)
-    hooked_base.register_forward_pre_hook(lambda *_: None)
-    assert not fits(layer(up_proj=adapted))
+    replaced = nn.Linear(8, 8).to(COARSE)
     replaced.forward = lambda x: x
     assert not fits(layer(up_proj=replaced))
 
@@ -145,6 +144,21 @@ def test_only_layers_whose_products_are_their_weights_fit() -> None:
     packed = nn.Linear(8, 8).to(COARSE)
     packed.weight = nn.Parameter(packed.weight.detach().as_subclass(Packed))
     assert not fits(layer(up_proj=packed))
+
+
+@pytest.mark.parametrize("part", ["mlp.up_proj", "mlp", "self_attn", "input_layernorm", "mlp.down_proj.base"])
+@pytest.mark.parametrize("hook", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_layers_that_somebody_listens_to_do_not_fit(part: str, hook: str) -> None:
+    whole = layer(down_proj=LoraLinear(nn.Linear(8, 8).to(COARSE), rank=2, alpha=2.0, slots=1, seed=0))
+    assert fits(whole)
+    getattr(whole.get_submodule(part), f"register_{hook}")(lambda *_: None)  # as adapters over a shared base do
+    assert not fits(whole)
+
+
+def test_a_hook_of_the_whole_layer_is_called_anyway() -> None:
+    whole = layer()
+    whole.register_forward_hook(lambda *_: None)
+    assert fits(whole)
 
 
 def test_keys_and_values_are_fine_where_the_layers_are() -> None:

@@ -46,18 +46,23 @@ def linears(layer: Any) -> tuple[nn.Module, ...]:
 
 
 def fits(layer: Any) -> bool:
-    """Whether a layer of a kind that is known here can be computed this way: it is bfloat16, its products are plain."""
+    """Whether a layer of a kind that is known here can be computed this way: it is bfloat16, its products are plain,
+    and nobody has hooked into a part of it, because none of them is called."""
+    if any(_hooked(module) for module in layer.modules() if module is not layer):
+        return False
     return layer.input_layernorm.weight.dtype == COARSE and all(_plain(linear) for linear in linears(layer))
 
 
+def _hooked(module: nn.Module) -> bool:
+    forward = bool(module._forward_hooks or module._forward_pre_hooks)
+    return forward or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def _plain(linear: nn.Module) -> bool:
-    """Whether this module's own weights are all that its result depends on: nobody has hooked into it or packed them
-    otherwise."""
-    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
-        return False
+    """Whether this module's own weights are all that its result depends on, and lie there as they are."""
     if isinstance(linear, LoraLinear):
         return _plain(linear.base)
-    usual = type(linear) in (nn.Linear, PackedLinear)
+    usual = type(linear) in (nn.Linear, PackedLinear) and "forward" not in vars(linear)
     return usual and type(linear.weight) is nn.Parameter and linear.weight.dtype == COARSE
 
 
@@ -179,7 +184,9 @@ def _weight_gradient(grad_TN: Tensor, twin: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """torch's own variable-length kernels; the backward one gets everything in bfloat16."""
+    """torch's own variable-length kernels, in float16 on the way forward and in bfloat16 on the way back. The softmax
+    is computed once more there, of the rounded queries and keys: with sums of the others, large scores would have
+    shares that do not add up to one, and their gradients errors that do not cancel."""
 
     @staticmethod
     def forward(
@@ -187,24 +194,30 @@ class _Attention(torch.autograd.Function):
         longest_keys: int, scale: float, window: int | None, twin: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         q, k, v = (bare(states).contiguous() for states in (query, key, value))
-        how = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
-        out, lse, *state = torch.ops.aten._flash_attention_forward(
-            q, k, v, ends, key_ends, longest, longest_keys, 0.0, window is None, False, **how
-        )
-        coarse = out.to(COARSE) if twin else None
-        ctx.save_for_backward(q, k, v, coarse, lse, state[0], state[1], ends, key_ends)
-        ctx.longest, ctx.how, ctx.causal = (longest, longest_keys), how, window is None
+        ctx.save_for_backward(q, k, v, ends, key_ends)
+        ctx.longest, ctx.causal = (longest, longest_keys), window is None
+        ctx.how = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
         ctx.set_materialize_grads(False)
-        return dress(out), coarse
+        out, *_ = _flash(q, k, v, (ends, key_ends, *ctx.longest), causal=ctx.causal, how=ctx.how)
+        return dress(out), out.to(COARSE) if twin else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_twin: Tensor | None) -> Any:
-        q, k, v, out, lse, seed, unused, ends, key_ends = ctx.saved_tensors
+        *fine, ends, key_ends = ctx.saved_tensors
         wanted = total(grad, grad_twin)
         assert wanted is not None, "an attention that nobody reads"
-        coarse = [states.to(COARSE) for states in (q, k, v)]
+        q, k, v = (states.to(COARSE) for states in fine)
+        spans = (ends, key_ends, *ctx.longest)
+        out, lse, seed, unused, _ = _flash(q, k, v, spans, causal=ctx.causal, how=ctx.how)
         grads = torch.ops.aten._flash_attention_backward(
-            wanted.contiguous(), *coarse, out, lse, ends, key_ends, *ctx.longest, 0.0, ctx.causal, seed, unused,
-            **ctx.how,
-        )  # fmt: skip
+            wanted.contiguous(), q, k, v, out, lse, *spans, 0.0, ctx.causal, seed, unused, **ctx.how
+        )
         return *grads, *([None] * 7)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, spans: tuple[Tensor, Tensor, int, int], *, causal: bool, how: dict[str, Any]
+) -> tuple[Tensor, ...]:
+    """The output, the logs of its softmax sums, and what the backward kernel wants to see again."""
+    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(q, k, v, *spans, 0.0, causal, False, **how)
+    return found
