@@ -399,7 +399,12 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SLOW = ("lora", "a last step between two publications", "asynchronous, with masks")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in VARIANTS]
+)
 def test_variants_of_a_run_resume_to_the_same_bytes(
     variant: str, headrace: Headrace, whole: Path, tmp_path: Path
 ) -> None:

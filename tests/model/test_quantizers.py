@@ -149,6 +149,7 @@ def there(name: str) -> bool:
     return importlib.util.find_spec(name) is not None or (BESIDE / name).is_dir()
 
 
+@pytest.mark.slow  # a process of its own, which imports torch once more
 @pytest.mark.parametrize("name", ["torchao", "bitsandbytes"])
 def test_a_package_scores_as_near_as_plain_torch_in_as_little(name: str) -> None:
     if not there(name):
