@@ -511,6 +511,7 @@ learning_rate = 3e-3
 """
 
 
+@pytest.mark.slow
 def test_three_stages_with_a_reference_model_resume_to_the_same_bytes(headrace: Headrace, tmp_path: Path) -> None:
     rewards = 'rl.rewards=[{fn="reward_model"}, {fn="reward.py:score"}]'
     values = ("rl.loss=ppo + reference_kl_k3", rewards, "model.tiny.context=512")
