@@ -410,6 +410,16 @@ def state_bytes(backend: TorchBackend, folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+def goes_on_alike(backend: TorchBackend, other: TorchBackend, folder: Path, *, num_updates: int) -> None:
+    """Nothing is left of the gradient that was given up: the next update is that of a backend that never saw it."""
+    with pytest.raises(NoGradientError):
+        get(backend.optim_step(STEP))
+    for one in (backend, other):
+        get(one.forward_backward(DATA, CROSS_ENTROPY))
+        assert get(one.optim_step(STEP)).num_updates == num_updates
+    assert state_bytes(backend, folder / "mine") == state_bytes(other, folder / "theirs")
+
+
 @pytest.mark.parametrize("factor", [float("inf"), float("nan"), 1e6], ids=["inf", "nan", "above max_norm"])
 def test_a_skipped_gradient_leaves_every_byte_and_is_gone(factor: float, tmp_path: Path) -> None:
     with backend_of(language_model()) as backend, backend_of(language_model()) as other:
@@ -422,12 +432,7 @@ def test_a_skipped_gradient_leaves_every_byte_and_is_gone(factor: float, tmp_pat
         assert (skipped.updated, skipped.num_updates) == (False, 1)
         assert not skipped.grad_norm <= 1e4
         assert state_bytes(backend, tmp_path / "after") == before
-        with pytest.raises(NoGradientError):
-            get(backend.optim_step(STEP))
-        for one in (backend, other):
-            get(one.forward_backward(DATA, CROSS_ENTROPY))
-            assert get(one.optim_step(STEP)).num_updates == 2
-        assert state_bytes(backend, tmp_path / "mine") == state_bytes(other, tmp_path / "theirs")
+        goes_on_alike(backend, other, tmp_path, num_updates=2)
 
 
 @pytest.mark.parametrize("verb", ["norm", "update"])
@@ -441,12 +446,7 @@ def test_a_gradient_whose_update_fails_is_gone(verb: str, tmp_path: Path, monkey
             patched.setattr(backend._optimizer, verb, fails)
             with pytest.raises(BackendError, match="optim_step failed: MemoryError: no room"):
                 get(backend.optim_step(STEP))
-        with pytest.raises(NoGradientError):
-            get(backend.optim_step(STEP))
-        for one in (backend, other):
-            get(one.forward_backward(DATA, CROSS_ENTROPY))
-            assert get(one.optim_step(STEP)).num_updates == 1
-        assert state_bytes(backend, tmp_path / "mine") == state_bytes(other, tmp_path / "theirs")
+        goes_on_alike(backend, other, tmp_path, num_updates=1)
 
 
 def test_half_precision_modules_train_with_float32_masters() -> None:
