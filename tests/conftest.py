@@ -1,6 +1,16 @@
 """Settings of all tests."""
 
+import gc
+
 from hypothesis import settings
 
 settings.register_profile("headrace", deadline=None)  # a busy machine is no failure; pytest limits every test's time
 settings.load_profile("headrace")
+
+
+def pytest_collection_finish() -> None:
+    """What all tests share, modules and the tests themselves, is left alone by the garbage collector from here on:
+    to look at it takes half a second, and every run of a test would do that once or more."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # so that the next whole collection is due by what comes, not by what was

@@ -23,7 +23,13 @@ def no_progress_bars() -> Iterator[None]:
 @contextmanager
 def settled_objects() -> Iterator[None]:
     """Python's garbage collector leaves alone, inside, what is there now: models, tokenizers, libraries. Looking at all
-    of it takes a fifth of a second, every few batches, in which no rollout goes on."""
+    of it takes a fifth of a second, every few batches, in which no rollout goes on.
+
+    Where the program around us has frozen objects itself, that stays as it is: to unfreeze would unfreeze its own.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

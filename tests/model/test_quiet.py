@@ -2,10 +2,20 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from headrace.model.quiet import settled_objects
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a program of its own; what the tests share is frozen (conftest.py)."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 class Ring:
@@ -42,3 +52,15 @@ def test_a_failure_ends_it_too() -> None:
     with pytest.raises(ValueError, match="over"), settled_objects():
         raise ValueError("over")
     assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_itself_has_frozen_stays_frozen() -> None:
+    before = weakref.ref(Ring())
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with settled_objects():
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == frozen
+    gc.unfreeze()
+    gc.collect()
+    assert before() is None
