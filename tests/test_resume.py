@@ -62,6 +62,7 @@ max_prompt_tokens = 64
 max_episode_tokens = 200
 tasks = { type = "world", name = "key_door", size = 5, seed = 2 }
 rewards = [{ fn = "reward.py:score" }, { fn = "env" }]
+reward_runner = { type = "inprocess" }
 [rl.sampling]
 max_tokens = 4
 [rl.optimizer]
@@ -81,6 +82,7 @@ def score(episode):
     return sum(int(token) for step in episode.steps for token in step.completion.tokens) % 7 / 7
 """
 
+SANDBOXED = ("--set", "rl.reward_runner.type=process")
 SAID = re.compile(r"(sft|rl) [1-4]/4  |\d\d:\d\d:\d\d INFO headrace\.wiring\.run: run\.toml: run folder runs/t_")
 
 Points = Sequence[tuple[str, int]]
@@ -206,12 +208,14 @@ def test_a_killed_run_resumes_to_the_same_bytes(where: str, headrace: Headrace, 
 def test_a_run_killed_again_and_again_resumes_to_the_same_bytes(
     headrace: Headrace, whole: Path, tmp_path: Path
 ) -> None:
+    """Its rewards are judged in sandboxed processes, those of the run it is compared with in the run itself."""
     prepare(tmp_path)
     points: list[Points] = [[(UPDATE, 3)], [(TAKE, 1), (UPDATE, 1)], [(TAKE, 3), (SAVE_FILE, 1)], [(TAKE, 2)]]
     for number, where in enumerate(points):
         again = () if number == 0 else ("--resume",)
-        assert headrace(tmp_path, "train", "run.toml", *again, points=where).code == -signal.SIGKILL
-    resumed = headrace(tmp_path, "train", "run.toml", "--resume")
+        killed = headrace(tmp_path, "train", "run.toml", *again, *SANDBOXED, points=where)
+        assert killed.code == -signal.SIGKILL, killed.said
+    resumed = headrace(tmp_path, "train", "run.toml", "--resume", *SANDBOXED)
     assert resumed.code == 0, resumed.said
     assert_equal(resumed.run, whole)
 
@@ -557,7 +561,7 @@ def test_a_run_that_does_not_end_within_its_deadline_ends_without_a_checkpoint(
 ) -> None:
     (tmp_path / "slow.py").write_text("import time\ndef score(episode):\n    time.sleep(60)\n    return 0.0\n")
     prepare(tmp_path)
-    sets = ("--set", "checkpoint.deadline_s=0.2", "--set", 'rl.rewards=[{fn="slow.py:score"}]')
+    sets = ("--set", "checkpoint.deadline_s=0.2", "--set", 'rl.rewards=[{fn="slow.py:score"}]', *SANDBOXED)
     stopped = headrace(tmp_path, "train", "run.toml", *sets, points=[(EVALUATE, 1)], number=signal.SIGTERM)
     assert stopped.code == 75, stopped.said
     assert "no checkpoint within 0.2 s (checkpoint.deadline_s)" in stopped.said

@@ -57,6 +57,7 @@ max_episode_tokens = 200
 micro_batch_tokens = 500
 tasks = { type = "world", name = "key_door", size = 20, seed = 2 }
 rewards = [{ fn = "env" }, { fn = "valid.py:valid_turns", weight = 0.1 }]
+reward_runner = { type = "inprocess" }
 [rl.sampling]
 max_tokens = 4
 [rl.optimizer]
