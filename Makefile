@@ -49,9 +49,10 @@ install: $(DEV)
 demo: $(CORE)
 	$(BIN)/headrace demo
 
-# Two processes of one arithmetic thread each: two threads in each of them would wait for one another.
+# Two processes of one arithmetic thread each: two threads in each of them would wait for one another. worksteal: tests
+# of one file stay in one process, for the most part, and what they share is made once.
 test: $(DEV) $(CHROMIUM)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)

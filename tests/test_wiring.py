@@ -41,6 +41,7 @@ max_prompt_tokens = 24
 max_episode_tokens = 32
 tasks = { type = "jsonl", path = "tasks.jsonl", columns = { prompt = "question" } }
 rewards = [{ fn = "mine.py:score" }]
+reward_runner = { type = "inprocess" }
 [rl.sampling]
 max_tokens = 4
 [rl.optimizer]
@@ -131,6 +132,12 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> wiring.RunResult:
+    """The run of the file as it stands, for tests that make the same run in another way."""
+    return Bench(tmp_path_factory.mktemp("plain")).train()
+
+
 def rl_records(result: wiring.RunResult, name: str = "reward/mean") -> list[MetricRecord]:
     return [record for record in read_metrics(result.folder / "metrics.jsonl") if name in record.values]
 
@@ -140,6 +147,11 @@ def weights(result: wiring.RunResult, checkpoint: str = "rl/step_000002") -> byt
 
 
 # --- sources and functions of the user's own --------------------------------------------------------------------------
+
+
+def assert_same_run(one: wiring.RunResult, other: wiring.RunResult) -> None:
+    assert reproducible_bytes(one.folder / "metrics.jsonl") == reproducible_bytes(other.folder / "metrics.jsonl")
+    assert weights(one) == weights(other)
 
 
 def test_a_jsonl_file_and_a_reward_function_by_path_train_a_model_folder(bench: Bench) -> None:
@@ -164,24 +176,26 @@ def test_a_jsonl_file_and_a_reward_function_by_path_train_a_model_folder(bench: 
         assert "reward/score/found" in record.values
 
 
-def test_an_async_reward_gives_the_same_run(bench: Bench) -> None:
-    first, second = bench.train(), bench.train('rl.rewards=[{fn="mine.py:score_async", name="score"}]')
-    assert reproducible_bytes(first.folder / "metrics.jsonl") == reproducible_bytes(second.folder / "metrics.jsonl")
-    assert weights(first) == weights(second)
+@pytest.mark.parametrize("runner", ["process", "inprocess"])
+def test_an_async_reward_gives_the_same_run(runner: str, bench: Bench, plain: wiring.RunResult) -> None:
+    asynchronous = 'rl.rewards=[{fn="mine.py:score_async", name="score"}]'
+    assert_same_run(bench.train(asynchronous, f"rl.reward_runner.type={runner}"), plain)
+
+
+def test_a_sandboxed_reward_gives_the_same_run(bench: Bench, plain: wiring.RunResult) -> None:
+    assert_same_run(bench.train("rl.reward_runner.type=process"), plain)
 
 
 @pytest.mark.parametrize("function", ["generate", "generate_async"])
-def test_a_users_own_rollout_that_does_what_ours_does_gives_the_same_run(function: str, bench: Bench) -> None:
-    ours, theirs = bench.train(), bench.train(f"rl.generate_fn=mine.py:{function}")
-    assert reproducible_bytes(ours.folder / "metrics.jsonl") == reproducible_bytes(theirs.folder / "metrics.jsonl")
-    assert weights(ours) == weights(theirs)
+def test_a_users_own_rollout_that_does_what_ours_does_gives_the_same_run(
+    function: str, bench: Bench, plain: wiring.RunResult
+) -> None:
+    assert_same_run(bench.train(f"rl.generate_fn=mine.py:{function}"), plain)
 
 
 def test_an_agent_program_that_does_what_the_worker_does_gives_the_same_run(bench: Bench) -> None:
     held_out = 'eval.source={type="jsonl", path="tasks.jsonl", columns={prompt="question"}}'
-    ours, theirs = bench.train(held_out), bench.train(held_out, "rl.program=mine.py:program")
-    assert reproducible_bytes(ours.folder / "metrics.jsonl") == reproducible_bytes(theirs.folder / "metrics.jsonl")
-    assert weights(ours) == weights(theirs)
+    assert_same_run(bench.train(held_out, "rl.program=mine.py:program"), bench.train(held_out))
     config = bench.config(held_out, "rl.program=mine.py:program", command="eval")
     assert wiring.evaluate(config) == wiring.evaluate(replace(config, rl=replace(config.rl, program=None)))
 
@@ -220,12 +234,9 @@ def several_files(folder: Path) -> str:
 
 @pytest.mark.parametrize("source", [parquet, dataset, python, several_files])
 def test_the_same_rows_from_another_kind_of_source_give_the_same_run(
-    source: Callable[[Path], str], bench: Bench
+    source: Callable[[Path], str], bench: Bench, plain: wiring.RunResult
 ) -> None:
-    theirs = bench.train(f'rl.tasks={{{source(bench.folder)}, columns={{prompt="question"}}}}')
-    ours = bench.train()
-    assert reproducible_bytes(ours.folder / "metrics.jsonl") == reproducible_bytes(theirs.folder / "metrics.jsonl")
-    assert weights(ours) == weights(theirs)
+    assert_same_run(bench.train(f'rl.tasks={{{source(bench.folder)}, columns={{prompt="question"}}}}'), plain)
 
 
 def test_a_reasoning_gym_dataset_is_a_source_with_its_own_reward(bench: Bench) -> None:
@@ -273,7 +284,8 @@ def test_sources_are_mixed_by_their_weights(bench: Bench) -> None:
 
 
 def test_a_reward_function_that_always_raises_is_named(bench: Bench) -> None:
-    said = failure(bench, 'rl.rewards=[{fn="mine.py:broken"}]', "rl.async.max_consecutive_drops=4")
+    broken = ('rl.rewards=[{fn="mine.py:broken"}]', "rl.reward_runner.type=process")
+    said = failure(bench, *broken, "rl.async.max_consecutive_drops=4")
     assert said.startswith("4 groups in a row were of no use (failed 4 times); the last error was: reward broken: ")
     assert "ValueError: no answer key for" in said
 
@@ -445,6 +457,7 @@ max_prompt_tokens = 64
 max_episode_tokens = 200
 tasks = {{ {KEY_DOOR}, size = 12, seed = 2 }}
 rewards = [{{ fn = "env" }}, {{ fn = "more.py:tokens" }}]
+reward_runner = {{ type = "inprocess" }}
 [rl.sampling]
 max_tokens = 4
 [rl.optimizer]
