@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from headrace.cli import (
 )
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
 from headrace.model.tiny import make_tokenizer
+from headrace.observe.environment import OPTIONAL, REQUIRED, machine_facts
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS
 
@@ -191,12 +193,18 @@ def test_explain_prints_the_plan(
     assert "cpu in float32" in text
 
 
+@pytest.mark.parametrize(
+    "packages", [REQUIRED, pytest.param((*REQUIRED, *OPTIONAL), marks=pytest.mark.slow)], ids=["required", "all"]
+)
 def test_doctor_looks_at_the_machine_and_checks_it(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    packages: tuple[str, ...], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    if packages == REQUIRED:
+        monkeypatch.setattr("headrace.observe.environment.machine_facts", partial(machine_facts, REQUIRED))
     code = headrace(monkeypatch, "doctor")
     text = capsys.readouterr().out
+    assert [name for name in packages if not re.search(rf"^ *{name} ", text, flags=re.MULTILINE)] == []
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", text, flags=re.MULTILINE)
     assert "cpu in float32, because torch sees no GPU" in text
     assert "\n  llama  " in text
