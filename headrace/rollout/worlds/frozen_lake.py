@@ -31,6 +31,7 @@ from headrace.rollout.worlds.grid import (
     offset,
     offsets,
     read_map,
+    scattered,
     the_one,
 )
 from headrace.rollout.worlds.making import draw_tasks, turn_result, words_of
@@ -211,17 +212,11 @@ def generate_tasks(
         size,
         seed,
         split=split,
-        draw=partial(_random_map, side=side, holes=holes),
+        draw=partial(scattered, signs="AG" + "O" * holes, height=side, width=side),
         data_of=partial(_data_of, slip=slip, max_turns=max_turns, min_optimal=min_optimal),
         what="maps",
         remedy="ask for fewer, a longer side, fewer holes, or more turns",
     )
-
-
-def _random_map(rng: random.Random, *, side: int, holes: int) -> str:
-    places = rng.sample([(r, c) for r in range(side) for c in range(side)], holes + 2)
-    signs = dict(zip(places, "AG" + "O" * holes, strict=True))
-    return "\n".join("".join(signs.get((r, c), ".") for c in range(side)) for r in range(side))
 
 
 def _data_of(text: str, *, slip: float, max_turns: int, min_optimal: int) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Cells and directions of the grid worlds, the words they are told in, and shortest ways through any state graph."""
 
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -50,6 +51,13 @@ def read_map(rows: Sequence[str], signs: str) -> dict[Cell, str]:
     if len(rows) > MAX_SIDE or len(rows[0]) > MAX_SIDE:
         raise DataError(f"the map is larger than {MAX_SIDE} x {MAX_SIDE}: make it smaller")
     return cells
+
+
+def scattered(rng: random.Random, *, signs: str, height: int, width: int) -> str:
+    """A map with each of `signs` in a cell of its own, drawn at random, and "." in all others."""
+    places = rng.sample([(r, c) for r in range(height) for c in range(width)], len(signs))
+    placed = dict(zip(places, signs, strict=True))
+    return "\n".join("".join(placed.get((r, c), ".") for c in range(width)) for r in range(height))
 
 
 def the_one(cells: dict[Cell, str], sign: str) -> Cell:

@@ -10,7 +10,6 @@ The agent is told where boxes, targets, walls and edges are, seen from where it 
 is on a target and 0 otherwise. Everything follows from the map: the seed of `reset` plays no part.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from headrace.rollout.worlds.grid import (
     neighbour,
     offsets,
     read_map,
+    scattered,
     shortest_way,
     the_one,
 )
@@ -202,18 +202,11 @@ def generate_tasks(
         size,
         seed,
         split=split,
-        draw=partial(_random_map, height=height, width=width, boxes=boxes, walls=walls),
+        draw=partial(scattered, signs="A" + "B" * boxes + "T" * boxes + "#" * walls, height=height, width=width),
         data_of=partial(_data_of, max_turns=max_turns, min_optimal=min_optimal, max_optimal=max_optimal),
         what="maps",
         remedy="ask for fewer, a larger room, fewer walls, or more turns",
     )
-
-
-def _random_map(rng: random.Random, *, height: int, width: int, boxes: int, walls: int) -> str:
-    signs = "A" + "B" * boxes + "T" * boxes + "#" * walls
-    places = rng.sample([(r, c) for r in range(height) for c in range(width)], len(signs))
-    placed = dict(zip(places, signs, strict=True))
-    return "\n".join("".join(placed.get((r, c), ".") for c in range(width)) for r in range(height))
 
 
 def _data_of(text: str, *, max_turns: int, min_optimal: int, max_optimal: int) -> dict[str, Any] | None:
