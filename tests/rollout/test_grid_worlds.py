@@ -10,7 +10,7 @@ from hypothesis.strategies import floats, integers
 from headrace.errors import ConfigError, DataError
 from headrace.rollout.worlds import WORLDS, frozen_lake, sokoban, world_demonstrations, world_tasks
 from headrace.rollout.worlds.frozen_lake import FrozenLakeEnv
-from headrace.rollout.worlds.grid import MOVES, Cell
+from headrace.rollout.worlds.grid import MOVES, Cell, scattered
 from headrace.rollout.worlds.sokoban import SokobanEnv, State
 from headrace.types import Task
 
@@ -109,7 +109,7 @@ def value_of_plan(lake: frozen_lake.Lake, cell: Cell, turns: int, slip: float, m
 @settings(max_examples=15, deadline=None)
 @given(integers(0, 10_000), integers(0, 3), floats(0.0, 0.9))
 def test_no_way_over_the_ice_is_surer_than_the_solvers(seed: int, holes: int, slip: float) -> None:
-    rows = frozen_lake._random_map(random.Random(seed), side=3, holes=holes).split("\n")
+    rows = scattered(random.Random(seed), signs="AG" + "O" * holes, height=3, width=3).split("\n")
     lake, turns = frozen_lake.parse_map(rows), 4
     moves = frozen_lake.plan(lake, turns, slip)
     best = brute_force_lake(lake, lake.start, turns, slip)
@@ -135,7 +135,7 @@ def fewest_by_words(rows: list[str], limit: int) -> int | None:
 @settings(max_examples=8, deadline=None)
 @given(integers(0, 10_000), integers(0, 4))
 def test_on_dry_ice_the_solver_takes_the_fewest_moves(seed: int, holes: int) -> None:
-    rows = frozen_lake._random_map(random.Random(seed), side=3, holes=holes).split("\n")
+    rows = scattered(random.Random(seed), signs="AG" + "O" * holes, height=3, width=3).split("\n")
     fewest = fewest_by_words(rows, limit=5)
     known = frozen_lake.fewest_moves(frozen_lake.parse_map(rows))
     assert known == fewest or (fewest is None and (known is None or known > 5))
