@@ -31,12 +31,22 @@ from torch import Tensor
 
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
+from headrace.infer.mailbox import Mailbox
 from headrace.infer.prefix import record, wanted_rows
 from headrace.infer.sampling import check_request, sample_rows
 from headrace.infer.scoring import Scorer
 from headrace.infer.slots import Placed, Slots
 from headrace.infer.slots import Sequence as Sampling
-from headrace.infer.visits import STEPS, STEPS_ALONE, STEPS_JOINED, Decoder, decodable, drawn_rows, row_of
+from headrace.infer.visits import (
+    STEPS,
+    STEPS_AHEAD,
+    STEPS_ALONE,
+    STEPS_JOINED,
+    Decoder,
+    decodable,
+    drawn_rows,
+    row_of,
+)
 from headrace.infer.weights import copy_weights, read_folder
 from headrace.model import head
 from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
@@ -134,6 +144,7 @@ class EmbeddedEngine:
         self._stream = self._make_stream()
         self._lock = threading.RLock()  # whoever schedules a turn may learn that there will be none
         self._scheduled = False  # a turn is waiting for the worker or running on it
+        self._mailbox = Mailbox()
         self._worker = worker or Worker()
         self._owns_worker = worker is None
 
@@ -147,7 +158,7 @@ class EmbeddedEngine:
         sequence = self._admit(request, adapter)
         self._post(Message(lambda: self._enqueue(sequence), sequence.future))
         try:
-            return await asyncio.wrap_future(sequence.future)
+            return await self._mailbox.answer(sequence.future)
         except asyncio.CancelledError:
             if not sequence.future.done():
                 self._post(Message(lambda: self._abandon(sequence), None))
@@ -201,7 +212,7 @@ class EmbeddedEngine:
         """On the worker itself, when others have had it: take steps for so long, one at least, while there is work."""
         end = clock() + seconds
         while clock() <= end and not (self._closed or self._failure) and (self._inbox or self._busy()):
-            self._advance()
+            self._advance(ahead=False)
 
     def release(self, adapter: int, error: SamplerError) -> None:
         """On the worker itself: forget an adapter; open calls that use it fail like this."""
@@ -304,22 +315,22 @@ class EmbeddedEngine:
 
     def _turn(self) -> None:
         """Handle messages and take one step; then whoever else waits for the worker comes first."""
-        if not self._advance():
+        if not self._advance(ahead=True):
             return
         with self._lock:
             self._scheduled = False
             if not self._closed and (self._inbox or self._busy()):
                 self._schedule()
 
-    def _advance(self) -> bool:
-        """Whether it can go on after messages and a step."""
+    def _advance(self, *, ahead: bool) -> bool:
+        """Whether it can go on after messages and a step, or with `ahead` steps until someone wants something."""
         try:
             with boundary(SamplerError, "the engine stopped"), torch.inference_mode(), self._on_stream():
                 while self._inbox and not self._closed:
                     self._inbox[0].run()  # it stays in the inbox until it is done, so that a failure reaches its future
                     self._inbox.popleft()
                 if self._busy() and not self._closed:
-                    self._step()
+                    self._step(ahead=ahead)
         except HeadraceError as exc:
             self._end(str(exc))
             return False
@@ -419,11 +430,11 @@ class EmbeddedEngine:
 
     # --- one step ---
 
-    def _step(self) -> None:
+    def _step(self, *, ahead: bool) -> None:
         self._grow_if_needed()
         joined = self._seat_waiting()
         if self._decoder is not None and not any(sequence.adapter for _, sequence in self._slots.active()):
-            self._visit(self._decoder, joined)
+            self._visit(self._decoder, joined=joined, ahead=ahead)
             return
         self._compact()
         pieces, decoding = self._plan()
@@ -437,7 +448,7 @@ class EmbeddedEngine:
         if decoding:
             self._sample(hidden_TD, decoding)
 
-    def _visit(self, decoder: Decoder, joined: bool) -> None:
+    def _visit(self, decoder: Decoder, *, joined: bool, ahead: bool) -> None:
         """Prompts, until three in four rows have theirs; then some tokens of each of those rows: few, if someone has
         just joined, because others may be about to."""
         pieces, decoding = self._plan()
@@ -451,14 +462,30 @@ class EmbeddedEngine:
             self._record(pieces)
             decoding = self._plan()[1]
         if decoding and all(decodable(sequence) for _, sequence in decoding):
-            rows = [row_of(row, each, slot_tokens=self._slots.tokens) for row, each in decoding]
-            visit = decoder.run(rows, STEPS if self._slots.waiting else STEPS_JOINED if joined else STEPS_ALONE)
-            self.counters.steps += visit.tokens.shape[1]
-            for (row, sequence), drawn in zip(decoding, drawn_rows(visit), strict=True):
-                self._append(row, sequence, *drawn)
+            if self._slots.waiting or joined:
+                self._decode(decoder, decoding, STEPS if self._slots.waiting else STEPS_JOINED, ahead=False)
+            else:
+                self._decode(decoder, decoding, STEPS_AHEAD if ahead else STEPS_ALONE, ahead=ahead)
         elif decoding:
             self.counters.steps += 1
             self._sample(self._forward([], decoding), decoding)
+
+    def _decode(self, decoder: Decoder, decoding: list[tuple[int, Sampling]], steps: int, *, ahead: bool) -> None:
+        """A visit; with `ahead`, one after the other for as long as nobody else wants anything and most rows go on."""
+        decoder.start([row_of(row, each, slots=self._slots) for row, each in decoding], steps)
+        follows = True
+        while follows:
+            follows = ahead and self._undisturbed(decoding) and decoder.follow(STEPS_AHEAD)
+            visit = decoder.finish()
+            self.counters.steps += visit.tokens.shape[1]
+            for (row, sequence), drawn in zip(decoding, drawn_rows(visit), strict=True):
+                if drawn[0] and sequence.row is not None:  # a stop string ends what the decoder goes on with
+                    self._append(row, sequence, *drawn)
+
+    def _undisturbed(self, decoding: list[tuple[int, Sampling]]) -> bool:
+        left = sum(sequence.row is not None for _, sequence in decoding)
+        wanted = self._inbox or self._slots.waiting or self._closed or self._worker.is_wanted
+        return not wanted and 4 * left > 3 * len(decoding)
 
     def _tokens_of(self, piece: Piece) -> list[int]:
         sequence = self._slots.seated[piece.row]
@@ -595,9 +622,9 @@ class EmbeddedEngine:
                 if stopped := self._stop_string_at_end(sequence):
                     break
         self._slots.fill(row, fed + tokens[: count - 1], sampled=True)
-        sequence.logprobs += logprobs[:count]
-        sequence.raw_logprobs += raw_logprobs[:count]
-        sequence.versions += [self._version_of(sequence.adapter)] * count
+        sequence.logprobs.extend(logprobs[:count])
+        sequence.raw_logprobs.extend(raw_logprobs[:count])
+        sequence.versions.extend([self._version_of(sequence.adapter)] * count)
         self.counters.decoded += count
         if stopped or tokens[count - 1] in sequence.stop_tokens:
             self._finish(sequence, Stop.STOP)

@@ -8,10 +8,14 @@ Sequences share a beginning only where they use the same adapter, because keys a
 turns in the queue, so that a crowd of one does not hold up the others. A slot that passes to another adapter is wiped
 first: numbers that are not finite, left in it by a damaged adapter, would be seen behind any mask.
 
+What a sequence has from another slot is copied into its own. As long as the other slot keeps it too, a decoder may read
+it there, where the whole group reads it (`source`).
+
 With sequences held in flight, a slot whose sequence was interrupted keeps its keys and values over a change of weights.
 It is *old* then: what continues that very sequence goes on in it, and nobody else shares it, then or later.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -38,9 +42,9 @@ class Sequence:
     adapter: int = BASE  # the key of the one it uses
     turn: int = 0  # orders those who wait
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    raw_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
     prefix_logprobs: list[float] = field(default_factory=list)  # those that `score_from` asks for, as far as known
     row: int | None = None
     behind: "tuple[Sequence, int] | None" = None  # who fills in so many tokens that this one will begin with
@@ -49,9 +53,9 @@ class Sequence:
         self.tokens = self.request.prompt.tolist()
         if (done := self.request.continue_from) is not None:
             self.tokens += done.tokens.tolist()
-            self.logprobs = done.sampler_logprobs.tolist()
-            self.raw_logprobs = done.raw_logprobs.tolist()
-            self.versions = done.versions.tolist()
+            self.logprobs.extend(done.sampler_logprobs.tolist())
+            self.raw_logprobs.extend(done.raw_logprobs.tolist())
+            self.versions.extend(done.versions.tolist())
 
     @property
     def num_sampled(self) -> int:
@@ -77,9 +81,9 @@ class Sequence:
         asked = self.request.score_from
         return Completion(
             tokens=int_array(self.tokens[len(self.request.prompt) :]),
-            sampler_logprobs=float_array(self.logprobs),
-            raw_logprobs=float_array(self.raw_logprobs),
-            versions=int_array(self.versions),
+            sampler_logprobs=float_array(np.array(self.logprobs)),
+            raw_logprobs=float_array(np.array(self.raw_logprobs)),
+            versions=int_array(np.array(self.versions)),
             stop=stop,
             next_logprobs=known_next_logprobs(self.request.continue_from, self.num_sampled),
             prefix_logprobs=None if asked is None or self.unscored is not None else float_array(self.prefix_logprobs),
@@ -122,6 +126,8 @@ class Slots:
         self._old: list[Name | None] = [None] * rows  # of whom keys and values of earlier weights are there
         self._interrupted: dict[int, Name] = {}  # slots whose sequence was cut and may come back
         self._clock = 0
+        self._seatings = [0] * rows  # how often each slot was given away
+        self._sources = [(0, 0, 0)] * rows  # donor, positions shared with it, and its seatings at the time
 
     @property
     def rows(self) -> int:
@@ -135,6 +141,11 @@ class Slots:
     def holds(self, row: int) -> IntArray:
         """The tokens whose keys and values are in the cache."""
         return self._held[row, : self.filled[row]]
+
+    def source(self, row: int) -> tuple[int, int]:
+        """Another slot whose first so many positions are those of this one; 0 if there is none."""
+        donor, shared, seatings = self._sources[row]
+        return (donor, shared) if self._seatings[donor] == seatings else (row, 0)
 
     def wait(self, sequence: Sequence) -> None:
         """Behind those who wait, but each adapter's next before another's next but one."""
@@ -157,7 +168,13 @@ class Slots:
         placed: list[Placed] = []
         delayed: list[Sequence] = []
         alike: dict[tuple[int, bytes], tuple[Sequence, int]] = {}
-        while self.waiting and None in self.seated and len(self.waiting[0].tokens) < self.tokens:
+        whole: dict[tuple[int, bytes], int] = {}  # a slot that has all that such a sequence begins with
+        free = sorted(
+            (row for row, other in enumerate(self.seated) if other is None),
+            key=lambda row: (self.filled[row] > 0, self._used_at[row], row),
+            reverse=True,
+        )
+        while self.waiting and free and len(self.waiting[0].tokens) < self.tokens:
             sequence = self.waiting.popleft()
             if self._still_behind(sequence):
                 delayed.append(sequence)
@@ -165,13 +182,15 @@ class Slots:
             wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
             key = (sequence.adapter, wanted.tobytes())
             sequence.behind = alike.get(key)
-            seat = self._place(sequence, wanted) if sequence.behind is None else None
+            seat = self._place(sequence, wanted, free, whole.get(key)) if sequence.behind is None else None
             if seat is None:
                 assert sequence.behind is not None
                 alike[key] = sequence.behind
                 delayed.append(sequence)
             else:
                 placed.append(seat)
+                if seat.shared == len(wanted) and self._old[seat.row] is None:
+                    whole[key] = seat.row
                 self._turn = max(self._turn, sequence.turn)
         self.waiting.extendleft(reversed(delayed))
         return placed
@@ -184,8 +203,27 @@ class Slots:
         other, needed = sequence.behind
         return other.row is not None and self.filled[other.row] < needed
 
-    def _place(self, sequence: Sequence, wanted: IntArray) -> Placed | None:
-        """None: it is behind another now."""
+    def _place(self, sequence: Sequence, wanted: IntArray, free: list[int], whole: int | None) -> Placed | None:
+        """In one of the `free` slots, the last of them unless it can take over another. `whole`: a slot that has all it
+        begins with. None: it is behind another now."""
+        if whole is not None and sequence.num_sampled == 0 and sequence.unscored is None:
+            donor, shared, own = whole, len(wanted), False
+        else:
+            found = self._donor(sequence, wanted)
+            if found is None:
+                return None
+            donor, shared, own = found
+        if shared and (own or (self.seated[donor] is None and 2 * shared >= self.filled[donor])):
+            row = donor  # take it over as it is; a slot that holds much more is kept for whom it belongs to
+            free.remove(row)
+        else:
+            row = free.pop()
+        self._old[row] = sequence.name if own else None
+        return Placed(row, donor, shared, self._seat(sequence, row, shared, donor=donor))
+
+    def _donor(self, sequence: Sequence, wanted: IntArray) -> tuple[int, int, bool] | None:
+        """The slot that has most of it, how much, and whether it is its own from before it was cut. None: more is on
+        its way in another slot, and it is behind that now."""
         differs = self._held[:, : len(wanted)] != wanted
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
         common = np.where(self._owners == sequence.adapter, common, 0)
@@ -207,17 +245,15 @@ class Slots:
             assert filling is not None
             sequence.behind = filling, int(promised.max())
             return None
-        if shared and (own[donor] or (self.seated[donor] is None and 2 * shared >= self.filled[donor])):
-            row = donor  # take it over as it is; a slot that holds much more is kept for whom it belongs to
-        else:
-            free = [row for row, other in enumerate(self.seated) if other is None]
-            row = min(free, key=lambda row: (self.filled[row] > 0, self._used_at[row], row))
-        self._old[row] = sequence.name if own[donor] else None
-        return Placed(row, donor, shared, self._seat(sequence, row, shared))
+        return donor, shared, bool(own[donor])
 
-    def _seat(self, sequence: Sequence, row: int, filled: int) -> bool:
+    def _seat(self, sequence: Sequence, row: int, filled: int, *, donor: int) -> bool:
         """Whether another adapter had the slot before."""
         self._clock += 1
+        first, shared = self.source(donor)
+        source, common = (first, filled) if shared >= filled else (donor, filled)  # where the whole group reads it
+        self._seatings[row] += 1
+        self._sources[row] = (source, common if source != row else 0, self._seatings[source])
         stale = bool(self._owners[row] != sequence.adapter)
         self._owners[row] = sequence.adapter
         self.seated[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
@@ -266,7 +302,9 @@ class Slots:
         assert sequence is not None
         assert self.seated[target] is None
         self.seated[source] = None
-        stale = self._seat(sequence, target, filled)
+        donor, shared = self.source(source)
+        stale = self._seat(sequence, target, filled, donor=source)
+        self._sources[target] = (donor, shared if donor != target else 0, self._seatings[donor])
         self._read[target] = read
         self._old[target] = self._old[source]
         if self._old[source] is not None:
@@ -289,6 +327,8 @@ class Slots:
         self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new
         self._read = self._read[:rows] + [0] * new
         self._used_at = self._used_at[:rows] + [0] * new
+        self._seatings = [count + 1 for count in self._seatings[:rows]] + [0] * new  # every source ends here
         self._owners = np.concatenate([self._owners[:rows], np.full(new, BASE)])
         self._old = self._old[:rows] + [None] * new
+        self._sources = [(row, 0, 0) for row in range(rows)]
         self._interrupted = {row: name for row, name in self._interrupted.items() if row < rows}

@@ -1,7 +1,9 @@
 """Several decode steps per call: what the engine hands to a decoder that runs them on a device, and what it takes back.
 
 A decoder owns the cache's storage, reads prompts into it, and decodes rows until they stop, reach their limit or the
-steps of the call are used up. Sequences join and leave between calls. Nothing here touches a device.
+steps of a visit are used up. Sequences join and leave between visits; while none is about to, the next visit of the
+same rows begins before the results of the last are looked at, so that the device does not wait. Nothing here touches
+a device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,16 +14,19 @@ import numpy as np
 
 from headrace.errors import SamplerError
 from headrace.infer.slots import Sequence as Sampling
+from headrace.infer.slots import Slots
 from headrace.model.attention import KVCache, Piece
 from headrace.types import FloatArray, IntArray
 
 STOPS = 8  # stop tokens that a decoder looks for in a row
 STEPS, STEPS_JOINED, STEPS_ALONE = 16, 8, 32  # of a visit while others wait for rows, when some just got theirs, else
+STEPS_AHEAD = 16  # of a visit that another one follows or that follows another
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sequence to decode: `token` at `position` is fed next; `count` were sampled; `limit` is its longest length."""
+    """A sequence to decode: `token` at `position` is fed next; `count` were sampled; `limit` is its longest length. The
+    first `shared` positions of its slot are also in the slot `donor`, where others read them too."""
 
     slot: int
     token: int
@@ -31,6 +36,8 @@ class Row:
     seed: int
     temperature: float
     stops: tuple[int, ...]
+    donor: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,17 @@ class Decoder(Protocol):
 
     def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None: ...
 
-    def run(self, rows: Sequence[Row], steps: int) -> Visit:
-        """At most `steps` tokens of every row, fewer when the decoder has fewer at a time."""
+    def start(self, rows: Sequence[Row], steps: int) -> None:
+        """A visit: at most `steps` tokens of every row, fewer when the decoder has fewer at a time."""
+        ...
+
+    def follow(self, steps: int) -> bool:
+        """Another visit of the same rows behind the one that has begun; those that have ended draw nothing. False, and
+        nothing begins, where no row can have more tokens. There are two unfinished visits at most."""
+        ...
+
+    def finish(self) -> Visit:
+        """What came of the first unfinished visit."""
         ...
 
     def refresh(self) -> None:
@@ -70,18 +86,21 @@ def decodable(sequence: Sampling) -> bool:
     return not sequence.request.params.truncated and len(sequence.stop_tokens) <= STOPS
 
 
-def row_of(slot: int, sequence: Sampling, *, slot_tokens: int) -> Row:
+def row_of(slot: int, sequence: Sampling, *, slots: Slots) -> Row:
     """A sequence that outgrows its slot stops there and goes on when the slot has grown."""
     params = sequence.request.params
+    donor, shared = slots.source(slot)
     return Row(
         slot=slot,
         token=sequence.tokens[-1],
         position=len(sequence.tokens) - 1,
         count=sequence.num_sampled,
-        limit=min(sequence.limit, slot_tokens),
+        limit=min(sequence.limit, slots.tokens),
         seed=params.seed,
         temperature=params.temperature,
         stops=tuple(sequence.stop_tokens),
+        donor=donor,
+        shared=shared,
     )
 
 

@@ -8,6 +8,7 @@ On CUDA every worker has a stream of its own, so that an engine with its own wor
 What whoever submits a request has queued on the device is done before the request begins.
 """
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -29,20 +30,36 @@ class Worker:
             max_workers=1, thread_name_prefix="headrace-compute", initializer=_begin, initargs=(count,)
         )
         self._closed = False
+        self._queued = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a request waits behind the one that runs."""
+        return self._queued > 0
 
     def submit(self, run: Callable[[], R]) -> "Future[R]":
         """Raises BackendError after `close`."""
         ordered = _after_what_is_queued(run)
 
         def unless_closed() -> R:
+            self._count(-1)
             if self._closed:
                 raise BackendError(CLOSED)
             return ordered()
 
+        self._count(1)
         try:
-            return self._pool.submit(unless_closed)
+            future = self._pool.submit(unless_closed)
         except RuntimeError as exc:
+            self._count(-1)
             raise BackendError(CLOSED) from exc
+        future.add_done_callback(lambda ended: self._count(-1) if ended.cancelled() else None)  # it never ran
+        return future
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._queued += change
 
     def close(self) -> None:
         """Wait for the request that runs; those behind it fail with BackendError."""

@@ -134,14 +134,14 @@ def test_large_scores_have_gradients_as_good_as_transformers_own() -> None:
         lm = model_on(device, dtype, fused=fused)
         with torch.no_grad():
             for layer in lm.model.base_model.layers:
-                layer.self_attn.k_proj.bias.fill_(30.0)
-                layer.self_attn.q_proj.weight.mul_(8.0)
+                layer.self_attn.k_proj.bias.fill_(10.0)  # with 30 transformers' own gradients are off by a half
         return lm
 
     exact = gradients(with_biases("cpu", torch.float32))
     plain = distance(gradients(with_biases("cuda", torch.bfloat16, fused=False)), exact)
     fused = distance(gradients(with_biases("cuda", torch.bfloat16)), exact)
-    assert fused < 1.5 * plain
+    assert plain > 2 * BF16  # the scores do matter
+    assert fused < plain
 
 
 def test_an_adapters_gradient_is_the_float32_one_within_rounding() -> None:

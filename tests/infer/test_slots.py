@@ -133,6 +133,13 @@ class Bookkeeping(RuleBasedStateMachine):
             assert found <= {sequence.adapter}, "nothing of another adapter is left, not even behind what is held"
 
     @invariant()
+    def what_another_slot_is_said_to_have_is_there(self) -> None:
+        for row, _ in self.slots.active():
+            donor, shared = self.slots.source(row)
+            assert self.cache[donor][:shared] == self.cache[row][:shared]
+            assert JUNK not in self.cache[row][:shared]
+
+    @invariant()
     def nobody_is_lost_or_there_twice(self) -> None:
         found = [*self.sequences(), *self.slots.waiting]
         assert sorted(map(id, found)) == sorted(map(id, self.open))
@@ -171,7 +178,7 @@ def test_who_waits_for_a_beginning_is_looked_at_again_only_when_it_is_there(monk
     slots = seated(32, 64, *([*common, 100 + index] for index in range(31)))
     looked: list[Sequence] = []
     real = Slots._place
-    monkeypatch.setattr(Slots, "_place", lambda self, one, wanted: looked.append(one) or real(self, one, wanted))
+    monkeypatch.setattr(Slots, "_place", lambda self, one, *how: looked.append(one) or real(self, one, *how))
     assert len(slots.place_waiting()) == 1
     first = looked[0]
     looked.clear()
@@ -350,3 +357,22 @@ def test_a_partial_goes_on_behind_what_it_has() -> None:
     assert (back.tokens.tolist(), back.versions.tolist(), back.stop) == ([4, 5], [2, 3], Stop.LENGTH)
     assert (back.sampler_logprobs.tolist(), back.raw_logprobs.tolist()) == ([-1.0, -2.0], [-3.0, -4.0])
     np.testing.assert_array_equal(back.next_logprobs, np.float32([-5.0, np.nan]))
+
+
+def test_a_group_reads_its_prompt_in_one_slot_until_that_is_given_away() -> None:
+    slots = Slots(4, 40)
+    group = [sequence_of([7] * 20, arrival=arrival) for arrival in range(3)]
+    for member in group:
+        slots.wait(member)
+    [first] = slots.place_waiting()
+    slots.fill(first.row, [7] * 19)
+    others = slots.place_waiting()
+    assert [(placed.donor, placed.shared) for placed in others] == [(0, 19), (1, 19)]
+    assert [slots.source(placed.row) for placed in others] == [(0, 19), (0, 19)]  # one slot, whoever it was copied from
+    assert slots.source(first.row) == (0, 0)
+    slots.leave(group[0])
+    assert slots.source(1) == (0, 19)  # what the slot holds stays
+    slots.wait(sequence_of([5] * 30))
+    slots.wait(sequence_of([6] * 30))
+    slots.place_waiting()
+    assert [slots.source(row) for row in (1, 2)] == [(1, 0), (2, 0)]

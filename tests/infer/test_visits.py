@@ -5,6 +5,7 @@ The decoder here is the plain path in disguise (`StepDecoder`), so on CPU all bi
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from headrace.infer.visits import STOPS, Row, Visit, drawn_rows
 from headrace.model.attention import Cached, KVCache, Piece
 from headrace.model.load import LanguageModel
 from headrace.model.packed import linear
+from headrace.model.worker import Worker
 from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
 from infer.engines import VOCABULARY, alone, bits, opened, request_of, sample_all, small_model
 
@@ -44,6 +46,7 @@ class StepDecoder:
         }
         self._storage = torch.zeros(config.num_hidden_layers, 2, kv_tokens * config.num_key_value_heads * width)
         self._lm = lm
+        self.shared = 0  # most positions that a row could read elsewhere
         self.refresh()
 
     def refresh(self) -> None:
@@ -56,27 +59,54 @@ class StepDecoder:
     def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
         self._forward(pieces, tokens)
 
-    def run(self, rows: Sequence[Row], steps: int) -> Visit:
+    def start(self, rows: Sequence[Row], steps: int) -> None:
+        for row in rows:  # what a device reads in another slot is what the row has in its own
+            for layer in (*self._cache.keys, *self._cache.values):
+                assert torch.equal(layer[row.donor][:, : row.shared], layer[row.slot][:, : row.shared])
+        self.shared = max([self.shared, *(row.shared for row in rows)])
+        self._rows, self._drawn_before = list(rows), [0] * len(rows)
+        self._fed = [row.token for row in rows]
+        self._live = list(range(len(rows)))
+        self._unfinished = [self.visit(steps)]
+
+    def follow(self, steps: int) -> bool:
+        """At once, before anyone has looked at the visit before, as a device does it."""
+        assert len(self._unfinished) == 1
+        most = max(row.limit - row.position - 1 for row in self._rows)
+        if most <= max(self._drawn_before):
+            return False
+        self._unfinished.append(self.visit(steps))
+        return True
+
+    def finish(self) -> Visit:
+        return self._unfinished.pop(0)
+
+    def visit(self, steps: int) -> Visit:
+        rows, before = self._rows, list(self._drawn_before)
         drawn = np.zeros(len(rows), dtype=np.int32)
         tokens = np.zeros((len(rows), STEPS), dtype=np.int32)
         logprobs = np.full((2, len(rows), STEPS), np.nan, dtype=np.float32)
-        fed = [row.token for row in rows]
-        live = list(range(len(rows)))
-        while live and drawn.max() < min(steps, STEPS):
-            pieces = [Piece(rows[index].slot, rows[index].position + int(drawn[index]), 1) for index in live]
-            hidden = self._forward(pieces, [fed[index] for index in live])
+        while self._live and drawn.max() < min(steps, STEPS):
+            live = list(self._live)
+            counts = [before[index] + int(drawn[index]) for index in live]
+            pieces = [
+                Piece(rows[index].slot, rows[index].position + count, 1)
+                for index, count in zip(live, counts, strict=True)
+            ]
+            hidden = self._forward(pieces, [self._fed[index] for index in live])
             params = [SamplingParams(max_tokens=1, temperature=rows[index].temperature) for index in live]
-            counts = [rows[index].count + int(drawn[index]) for index in live]
-            numbers = torch.from_numpy(uniforms([rows[index].seed for index in live], counts))
+            sampled = [rows[index].count + count for index, count in zip(live, counts, strict=True)]
+            numbers = torch.from_numpy(uniforms([rows[index].seed for index in live], sampled))
             out = sample_rows(linear(hidden, self._head)[: len(live)], params, numbers)
-            for place, index in enumerate(list(live)):
-                token = fed[index] = int(out.tokens_B[place])
+            for place, index in enumerate(live):
+                token = self._fed[index] = int(out.tokens_B[place])
                 tokens[index, drawn[index]] = token
                 logprobs[:, index, drawn[index]] = float(out.logprobs_B[place]), float(out.raw_logprobs_B[place])
                 drawn[index] += 1
-                length = rows[index].position + 1 + int(drawn[index])
+                length = rows[index].position + 1 + before[index] + int(drawn[index])
                 if token in rows[index].stops or length >= rows[index].limit:
-                    live.remove(index)
+                    self._live.remove(index)
+        self._drawn_before = [count + int(more) for count, more in zip(before, drawn, strict=True)]
         return Visit(drawn=drawn, tokens=tokens, logprobs=logprobs[0], raw_logprobs=logprobs[1])
 
     def _forward(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> torch.Tensor:
@@ -92,6 +122,15 @@ class StepDecoder:
         )
         fed = torch.tensor([*map(int, tokens), *[0] * padding])
         return self._lm.hidden(fed, torch.tensor(positions + [0] * padding), context)
+
+
+class Spelling:
+    """A word for every token."""
+
+    eos_token_id = None
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return "".join(f"<{int(token)}>" for token in tokens)
 
 
 def prompt_of(size: int, seed: int = 0) -> list[int]:
@@ -122,17 +161,52 @@ def test_a_second_turn_reads_anew_what_was_sampled_if_the_decoder_asks_for_it(sh
 
 
 def test_a_visit_is_short_when_someone_has_just_joined() -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[str, int]] = []
 
     class Watched(StepDecoder):
-        def run(self, rows: Sequence[Row], steps: int) -> Visit:
-            asked.append((len(rows), steps))
-            return super().run(rows, steps)
+        def start(self, rows: Sequence[Row], steps: int) -> None:
+            asked.append(("start", steps))
+            super().start(rows, steps)
+
+        def follow(self, steps: int) -> bool:
+            asked.append(("follow", steps))
+            return super().follow(steps)
 
     with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
         sample_all(engine, [request_of(prompt_of(5, 1), 4 * STEPS)])
-    # one request: seated, so a short visit, then long ones; the decoder here has 5 tokens at a time at most
-    assert asked == [(1, 8), (1, 32), (1, 32), (1, 32)]
+    # one request: seated, so a short visit, then one behind the other; the decoder here has 5 tokens at a time at most
+    assert asked == [("start", 8), ("start", 16), ("follow", 16), ("follow", 16), ("follow", 16)]
+
+
+def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> None:
+    worker, seen = Worker(), list[int]()
+
+    class Asking(StepDecoder):
+        def follow(self, steps: int) -> bool:
+            if not seen:
+                seen.append(-1)
+                worker.submit(lambda: seen.append(engine.counters.decoded))
+            return super().follow(steps)
+
+    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Asking(LM, kv_tokens=8192), worker=worker) as engine:
+        [whole] = sample_all(engine, [request_of(prompt_of(5, 1), 12 * STEPS)])
+        assert len(whole.tokens) == engine.counters.decoded == 12 * STEPS
+    worker.close()
+    assert seen == [-1, 3 * STEPS]  # a short visit, the one that was running, and the one that had begun behind it
+
+
+def test_a_stop_string_ends_a_sequence_that_the_decoder_goes_on_with() -> None:
+    lm = replace(LM, tokenizer=Spelling())
+    [plain] = [alone(lm, request_of(prompt_of(9), 40, seed=3))]
+    stop = Spelling().decode(plain.tokens[STEPS + 6 : STEPS + 8].tolist())
+    params = SamplingParams(max_tokens=40, seed=3, stop_strings=(stop,))
+    request = SampleRequest(prompt=int_array(prompt_of(9)), params=params)
+    with visiting(lm) as engine:
+        [cut] = sample_all(engine, [request])
+        assert engine.counters.decoded == len(cut.tokens) <= STEPS + 8
+        assert cut.stop is Stop.STOP
+        [again] = sample_all(engine, [request])  # the slot holds what was sampled, and nothing behind it
+    assert bits(cut) == bits(alone(lm, request)) == bits(again)
 
 
 def test_a_crowd_has_the_bits_of_each_alone() -> None:
@@ -238,8 +312,8 @@ def test_new_weights_reach_the_decoder_s_copies() -> None:
 
 async def test_log_probs_that_are_not_finite_are_an_error() -> None:
     class Broken(StepDecoder):
-        def run(self, rows: Sequence[Row], steps: int) -> Visit:
-            visit = super().run(rows, steps)
+        def visit(self, steps: int) -> Visit:
+            visit = super().visit(steps)
             visit.logprobs[0, 0] = np.nan
             return visit
 

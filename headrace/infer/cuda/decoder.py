@@ -5,7 +5,9 @@ weights. A graph is one decode step for up to so many rows (`layout.BUCKETS`); i
 replayed from then on. Rows that stop go quiet on the device. It must not know requests, queues or versions.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +28,7 @@ from headrace.model.load import LanguageModel
 PROMPT_TOKENS = 4096
 VISIT_STEPS = 32  # most steps of one call
 BLOCK = 4096  # of the vocabulary
-TOKEN, POSITION, SLOT, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(8)
+TOKEN, POSITION, SLOT, DONOR, SHARED, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(10)
 
 
 class GraphDecoder:
@@ -66,7 +68,9 @@ class GraphDecoder:
         self._temperatures = torch.ones(self._max_rows, dtype=torch.float32, device=device)
         self._host_temperatures = torch.ones(self._max_rows, dtype=torch.float32, pin_memory=pinned)
         self._out = torch.zeros((3, self._max_rows, VISIT_STEPS), dtype=torch.int32, device=device)
-        self._host_out = torch.zeros(self._out.shape, dtype=torch.int32, pin_memory=pinned)
+        self._returns = [_Return.make(self._max_rows, pinned=pinned) for _ in range(2)]
+        self._unfinished: deque[_Return] = deque()
+        self._count = self._bucket = self._most = 0  # rows that are decoded, of the graph, tokens they can still have
         self._logits = torch.zeros((self._max_rows, shape.V), dtype=torch.float32, device=device)
         self._blocks = torch.zeros((4, self._max_rows * triton.cdiv(shape.V, BLOCK)), device=device)
         self._graphs: dict[int, Any] = {}
@@ -123,21 +127,43 @@ class GraphDecoder:
 
     # --- decoding ---
 
-    def run(self, rows: Sequence[Row], steps: int) -> Visit:
-        """Decode up to `steps` tokens of every row, fewer when all have ended."""
+    def start(self, rows: Sequence[Row], steps: int) -> None:
+        """Begin to decode up to `steps` tokens of every row."""
         assert 0 < len(rows) <= self._max_rows
-        steps = min(steps, VISIT_STEPS, max(row.limit - row.position - 1 for row in rows))
-        assert steps > 0
-        bucket = self._max_rows if self._deterministic else bucket_for(len(rows))
+        self._unfinished.clear()
+        self._count = len(rows)
+        self._bucket = self._max_rows if self._deterministic else bucket_for(len(rows))
+        self._most = max(row.limit - row.position - 1 for row in rows)
         self._upload(rows)
-        if self._storage.is_cuda and bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(bucket)
+        begun = self._begin(steps)
+        assert begun, "a row that has all its tokens"
+
+    def follow(self, steps: int) -> bool:
+        """As many more of the same rows, behind those."""
+        self._field(COUNT).add_(self._field(DRAWN))
+        self._field(DRAWN).zero_()
+        return self._begin(steps)
+
+    def finish(self) -> Visit:
+        """What the first unfinished visit drew."""
+        return self._unfinished.popleft().visit(self._count)
+
+    def _begin(self, steps: int) -> bool:
+        steps = min(steps, VISIT_STEPS, self._most)
+        if steps <= 0:
+            return False
+        self._most -= steps
+        if self._storage.is_cuda and self._bucket not in self._graphs:
+            self._graphs[self._bucket] = self._capture(self._bucket)
         for _ in range(steps):
             if self._storage.is_cuda:
-                self._graphs[bucket].replay()
+                self._graphs[self._bucket].replay()
             else:
-                self._step(bucket)
-        return self._download(len(rows), steps)
+                self._step(self._bucket)
+        result = next(each for each in self._returns if each not in self._unfinished)
+        result.ask(self._field(DRAWN), self._out, steps)
+        self._unfinished.append(result)
+        return True
 
     def _upload(self, rows: Sequence[Row]) -> None:
         fields = self._host_state.numpy()[: FIELDS * self._max_rows].reshape(FIELDS, -1)
@@ -147,6 +173,8 @@ class GraphDecoder:
         fields[POSITION, :count] = [row.position for row in rows]
         fields[POSITION, count:] = -1
         fields[SLOT, :count] = [row.slot for row in rows]
+        fields[DONOR, :count] = [row.donor for row in rows]
+        fields[SHARED, :count] = [row.shared for row in rows]
         fields.view(np.uint64)[SEED, :count] = [row.seed for row in rows]
         fields[COUNT, :count] = [row.count for row in rows]
         fields[LIMIT, :count] = [row.limit for row in rows]
@@ -158,19 +186,6 @@ class GraphDecoder:
         self._host_temperatures.numpy()[:count] = [row.temperature for row in rows]
         self._state.copy_(self._host_state, non_blocking=True)
         self._temperatures.copy_(self._host_temperatures, non_blocking=True)
-
-    def _download(self, rows: int, steps: int) -> Visit:
-        drawn = self._field(DRAWN)[:rows].to("cpu", non_blocking=True)
-        self._host_out.copy_(self._out, non_blocking=True)
-        if self._out.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        tokens, logprobs, raw = (part[:rows, :steps].copy() for part in self._host_out.numpy())
-        return Visit(
-            drawn=drawn.numpy().astype(np.int32),
-            tokens=tokens,
-            logprobs=logprobs.view(np.float32),
-            raw_logprobs=raw.view(np.float32),
-        )
 
     def _field(self, name: int) -> Tensor:
         return self._state[name * self._max_rows : (name + 1) * self._max_rows]
@@ -192,7 +207,9 @@ class GraphDecoder:
     def _step(self, bucket: int) -> None:
         assert self._cache is not None
         shape, buffers = self._weights.shape, self._rows.first(bucket)
-        places = Places(self._field(POSITION), self._field(SLOT), self._slot_tokens)
+        places = Places(
+            self._field(POSITION), self._field(SLOT), self._slot_tokens, self._field(DONOR), self._field(SHARED)
+        )
         attend = partial(self._attention, buffers=buffers, places=places, cache=self._cache)
         forward.hidden(self._weights, self._field(TOKEN), buffers, attend, only_cache=False)
         logits = self._logits[:bucket]
@@ -230,4 +247,38 @@ class GraphDecoder:
             BLOCKS=triton.next_power_of_2(blocks),
             STOPS=STOPS,
             num_warps=8,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Return:
+    """Where the results of a visit go on the host; `ready` when they are there."""
+
+    drawn: Tensor
+    out: Tensor
+    ready: torch.cuda.Event | None
+    steps: int = 0
+
+    @staticmethod
+    def make(rows: int, *, pinned: bool) -> "_Return":
+        drawn = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+        out = torch.zeros((3, rows, VISIT_STEPS), dtype=torch.int32, pin_memory=pinned)
+        return _Return(drawn, out, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
+
+    def ask(self, drawn: Tensor, out: Tensor, steps: int) -> None:
+        self.steps = steps
+        self.drawn.copy_(drawn, non_blocking=True)
+        self.out.copy_(out, non_blocking=True)
+        if self.ready is not None:
+            self.ready.record()
+
+    def visit(self, rows: int) -> Visit:
+        if self.ready is not None:
+            self.ready.synchronize()
+        tokens, logprobs, raw = (part[:rows, : self.steps].copy() for part in self.out.numpy())
+        return Visit(
+            drawn=self.drawn.numpy()[:rows].astype(np.int32),
+            tokens=tokens,
+            logprobs=logprobs.view(np.float32),
+            raw_logprobs=raw.view(np.float32),
         )

@@ -59,11 +59,14 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where rows stand: `positions` and `slots` [T] int64, and the positions a slot has, on the device."""
+    """Where rows stand: `positions` and `slots` [T] int64, and the positions a slot has, on the device. Of rows that
+    decode also in which slots their first `shared` positions are read, where they have them too."""
 
     positions: Tensor
     slots: Tensor
     slot_tokens: Tensor
+    donors: Tensor | None = None
+    shared: Tensor | None = None
 
 
 def hidden(
@@ -148,6 +151,8 @@ class DecodeAttention:
             places.positions,
             places.slots,
             places.slot_tokens,
+            places.donors,
+            places.shared,
             of.query_norm if norm else unused,
             of.key_norm if norm else unused,
             kernels.LOG2_E * shape.W**-0.5,

@@ -78,6 +78,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     positions,
     slots,
     slot_tokens,
+    donors,
+    shared,
     query_norm,
     key_norm,
     scale,
@@ -97,6 +99,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     The filled part of a slot is cut into at most SPLITS chunks, each a program; the new token's own key is part of the
     first chunk and never read back. The last program of a row to arrive joins the chunks, in their order, so the sum
     does not depend on who was last; `arrivals` are zero before and after. A row at position -1 is skipped.
+
+    Blocks within the first `shared` positions are read from the donor's slot, which has the same numbers: where a whole
+    group reads them there, they come through memory once.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -112,6 +117,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(positions + row).to(tl.int32)  # what does not depend on it is on its way before it is looked at
     slot = tl.load(slots + row).to(tl.int64)
     length = tl.load(slot_tokens).to(tl.int64)
+    donor = tl.load(donors + row).to(tl.int64)
+    common = tl.load(shared + row).to(tl.int32)
     q1 = tl.load(spot, mask=real, other=0.0)
     q2 = tl.load(spot + HALF, mask=real, other=0.0)
     k1 = tl.load(base + (Q + head) * W + half)
@@ -150,13 +157,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     highest = tl.where(first, own_score * scale, float("-inf"))
     total = tl.where(first, tl.full((GP,), 1.0, tl.float32), 0.0)
     mixed = tl.zeros((GP, W), tl.float32) + tl.where(first, value.to(tl.float32), 0.0)[None, :]
+    elsewhere = (donor * H + head) * length * W
     for at in range(start, end, BLOCK):
         j = at + tl.arange(0, BLOCK)
         filled = j < end
-        where = keys + origin + j[:, None] * W + half[None, :]
+        begin = tl.where(at + BLOCK <= common, elsewhere, origin)
+        where = keys + begin + j[:, None] * W + half[None, :]
         c1 = tl.load(where, mask=filled[:, None], other=0.0)
         c2 = tl.load(where + HALF, mask=filled[:, None], other=0.0)
-        held = tl.load(values + origin + j[:, None] * W + column[None, :], mask=filled[:, None], other=0.0)
+        held = tl.load(values + begin + j[:, None] * W + column[None, :], mask=filled[:, None], other=0.0)
         score = tl.dot(q1, tl.trans(c1), input_precision=PRECISION)
         score = tl.dot(q2, tl.trans(c2), score, input_precision=PRECISION)
         score = tl.where(filled[None, :], score * scale, float("-inf"))

@@ -9,7 +9,7 @@ large, the residual stream, is float32. The gate's product ends at 65,504.
 Gradients are bfloat16, which has the range for it. Autograd gives a tensor's gradient the tensor's own type, so between
 functions float16 numbers travel as bfloat16 tensors of the same bits (`dress`), and only functions of this package may
 read those. Where a product's backward pass will want its factor, a twin in true bfloat16 is written beside it and kept
-in its place.
+in its place; attention's output is kept as it is, because the backward pass of attention wants it, and cast there.
 
 Shape letters: T tokens, D width (of a head where there are heads), H heads, N outputs of a product.
 """
@@ -167,13 +167,15 @@ class _Products(torch.autograd.Function):
 class _ProductOnto(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: Tensor, dressed: Tensor, twin: Tensor | None, weight_ND: Tensor) -> Tensor:
-        ctx.save_for_backward(twin, weight_ND)
+        ctx.dressed = twin is None
+        ctx.save_for_backward(dressed if twin is None else twin, weight_ND)
         x_TD = bare(dressed).flatten(0, -2)
         return add_product(stream.flatten(0, -2), x_TD, weight_ND.to(FINE)).view(stream.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        twin, weight_ND = ctx.saved_tensors
+        kept, weight_ND = ctx.saved_tensors
+        twin = bare(kept).to(COARSE) if ctx.dressed else kept
         grad_TN = grad.flatten(0, -2).to(COARSE)
         grad_x = (grad_TN @ weight_ND).view(twin.shape) if ctx.needs_input_grad[1] else None
         return grad, grad_x, None, _weight_gradient(grad_TN, twin) if ctx.needs_input_grad[3] else None
@@ -184,9 +186,9 @@ def _weight_gradient(grad_TN: Tensor, twin: Tensor) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """torch's own variable-length kernels, in float16 on the way forward and in bfloat16 on the way back. The softmax
-    is computed once more there, of the rounded queries and keys: with sums of the others, large scores would have
-    shares that do not add up to one, and their gradients errors that do not cancel."""
+    """torch's own variable-length kernels, in float16 both ways: with softmax sums of other scores than its own, as of
+    queries and keys rounded to bfloat16, a backward pass has errors that do not cancel where scores are large. Only
+    gradients have the range of bfloat16 outside (`scaled.py`)."""
 
     @staticmethod
     def forward(
@@ -194,30 +196,25 @@ class _Attention(torch.autograd.Function):
         longest_keys: int, scale: float, window: int | None, twin: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         q, k, v = (bare(states).contiguous() for states in (query, key, value))
-        ctx.save_for_backward(q, k, v, ends, key_ends)
         ctx.longest, ctx.causal = (longest, longest_keys), window is None
         ctx.how = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
         ctx.set_materialize_grads(False)
-        out, *_ = _flash(q, k, v, (ends, key_ends, *ctx.longest), causal=ctx.causal, how=ctx.how)
+        spans = (ends, key_ends, *ctx.longest)
+        out, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *spans, 0.0, ctx.causal, False, **ctx.how
+        )
+        ctx.save_for_backward(q, k, v, out, lse, seed, unused, ends, key_ends)
         return dress(out), out.to(COARSE) if twin else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_twin: Tensor | None) -> Any:
-        *fine, ends, key_ends = ctx.saved_tensors
+        from headrace.model.cuda import scaled
+
+        q, k, v, out, lse, seed, unused, ends, key_ends = ctx.saved_tensors
         wanted = total(grad, grad_twin)
         assert wanted is not None, "an attention that nobody reads"
-        q, k, v = (states.to(COARSE) for states in fine)
-        spans = (ends, key_ends, *ctx.longest)
-        out, lse, seed, unused, _ = _flash(q, k, v, spans, causal=ctx.causal, how=ctx.how)
+        wanted, peak = scaled.to_float16(wanted)
         grads = torch.ops.aten._flash_attention_backward(
-            wanted.contiguous(), q, k, v, out, lse, *spans, 0.0, ctx.causal, seed, unused, **ctx.how
+            wanted, q, k, v, out, lse, ends, key_ends, *ctx.longest, 0.0, ctx.causal, seed, unused, **ctx.how
         )
-        return *grads, *([None] * 7)
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, spans: tuple[Tensor, Tensor, int, int], *, causal: bool, how: dict[str, Any]
-) -> tuple[Tensor, ...]:
-    """The output, the logs of its softmax sums, and what the backward kernel wants to see again."""
-    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(q, k, v, *spans, 0.0, causal, False, **how)
-    return found
+        return *(scaled.from_float16(each, peak, COARSE) for each in grads), *([None] * 7)

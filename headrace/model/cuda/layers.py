@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from headrace.model.attention import Cached, Context, Packed, attend
 from headrace.model.compiled import FUSED
 from headrace.model.cuda import fine
+from headrace.model.lora import LoraLinear
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm")
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
@@ -87,7 +88,8 @@ def _fine_forward(module: Any, stream: Tensor, context: Context, cos: Tensor, si
         query, key = (fine_norm(x, norm, twin=False)[1][0] for x, norm in ((query, of.q_norm), (key, of.k_norm)))
     query, key = (rotate(states, cos[0], sin[0], dressed=True) for states in (query, key))
     if isinstance(context, Packed):
-        mixed = fine.attention_of(query, key, value, context, of.scaling, _window(of), twin=twin)
+        adapted = isinstance(of.o_proj, LoraLinear)
+        mixed = fine.attention_of(query, key, value, context, of.scaling, _window(of), twin=adapted)
     else:
         mixed = _from_cache(of, query, key, value, context)
     flat = (mixed[0].flatten(-2)[None], None if mixed[1] is None else mixed[1].flatten(-2)[None])

@@ -1,0 +1,50 @@
+"""Answers of a worker thread to calls that wait in event loops. All that come while a loop is busy reach it at once:
+waking it for each of a few hundred sequences that end in one step, and handing the interpreter back and forth between
+the two threads every time, takes longer than what either has to do."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+Letter = tuple["asyncio.Future[Any]", "Future[Any]"]
+
+
+class Mailbox:
+    """For futures that only the worker ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._letters: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
+
+    async def answer(self, source: "Future[R]") -> R:
+        """What the future ends with; it does not notice when nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[R] = loop.create_future()
+        source.add_done_callback(partial(self._post, loop, waiting))
+        return await waiting
+
+    def _post(self, loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[R]", source: "Future[R]") -> None:
+        with self._lock:
+            letters = self._letters.setdefault(loop, [])
+            letters.append((waiting, source))
+            if len(letters) > 1:  # the loop has been told
+                return
+        try:
+            loop.call_soon_threadsafe(self._fetch, loop)
+        except RuntimeError:  # the loop is closed, and nobody waits
+            with self._lock:
+                self._letters.pop(loop, None)
+
+    def _fetch(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            letters = self._letters.pop(loop, [])
+        for waiting, source in letters:
+            if waiting.done():
+                continue
+            if (exc := source.exception()) is not None:
+                waiting.set_exception(exc)
+            else:
+                waiting.set_result(source.result())

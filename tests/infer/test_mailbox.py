@@ -1,0 +1,71 @@
+"""Answers from a thread reach the loop that waits, many at once, and none is lost or told twice."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from headrace.infer.mailbox import Mailbox
+
+
+async def test_all_answers_that_came_while_the_loop_was_busy_wake_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox, loop, wakes = Mailbox(), asyncio.get_running_loop(), list[object]()
+    futures = [Future[int]() for _ in range(50)]
+    waiting = [asyncio.ensure_future(mailbox.answer(future)) for future in futures]
+    await asyncio.sleep(0)
+    real = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: wakes.append(call) or real(*call))
+
+    def end_them() -> None:
+        for number, future in enumerate(futures):
+            future.set_result(number)
+
+    thread = threading.Thread(target=end_them)
+    thread.start()
+    thread.join()  # this loop does nothing else meanwhile
+    assert await asyncio.gather(*waiting) == list(range(50))
+    assert len(wakes) == 1
+
+
+async def test_every_answer_arrives_whatever_the_two_threads_do() -> None:
+    mailbox = Mailbox()
+    futures = [Future[int]() for _ in range(2000)]
+    waiting = [asyncio.ensure_future(mailbox.answer(future)) for future in futures]
+    await asyncio.sleep(0)
+    thread = threading.Thread(target=lambda: [future.set_result(n) for n, future in enumerate(futures)])
+    thread.start()
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 60) == list(range(2000))
+    thread.join()
+
+
+async def test_failures_arrive_too_and_whoever_left_is_left_alone() -> None:
+    mailbox = Mailbox()
+    left, failing, already = Future[int](), Future[int](), Future[int]()
+    already.set_result(3)
+    tasks = [asyncio.ensure_future(mailbox.answer(future)) for future in (left, failing)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    left.set_result(1)
+    failing.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        await tasks[1]
+    assert await mailbox.answer(already) == 3
+    assert tasks[0].cancelled()
+
+
+def test_a_loop_that_is_closed_hears_nothing_and_stops_nobody() -> None:
+    mailbox, future = Mailbox(), Future[int]()
+
+    async def leave() -> None:
+        asking = asyncio.ensure_future(mailbox.answer(future))
+        await asyncio.sleep(0)
+        asking.cancel()
+
+    asyncio.run(leave())
+    future.set_result(1)
+
+    async def ask() -> int:
+        return await mailbox.answer(future)
+
+    assert asyncio.run(ask()) == 1
