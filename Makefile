@@ -59,7 +59,7 @@ test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
 	$(BIN)/pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
-	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/service/test_recipes.py $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/service/test_recipes.py tests/service/test_recipes_killed.py $(PYTEST_ARGS)
 
 check: check-static test
 

@@ -58,10 +58,22 @@ class Parent:
 
 
 class Servers:
-    """One server after another on the same port and folder, each until it kills itself; the last at `last`. `more`:
-    what serve.toml says beside."""
+    """One server after another on the same port and folder, each until it kills itself; the last at `last`.
 
-    def __init__(self, parent: Parent, folder: Path, points: Sequence[Point], *, last: Point, more: str = "") -> None:
+    The first begins to count when it has come past the points `begun`, one after another. `more`: what serve.toml says
+    beside.
+    """
+
+    def __init__(
+        self,
+        parent: Parent,
+        folder: Path,
+        points: Sequence[Point],
+        *,
+        last: Point,
+        begun: Sequence[Point] = (),
+        more: str = "",
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -70,15 +82,17 @@ class Servers:
             f'[serve]\nport = {self.port}\nfolder = "data"\n[engine]\nmax_rows = 8\n'
             f'[[keys]]\nowner = "a"\nsha256 = "{hash_key(KEY)}"\n{more}'
         )
-        self._parent, self._points = parent, [*points, last]
+        self._parent = parent
+        self._lives: list[list[Point]] = [[point] for point in (*points, last)]
+        self._lives[0][:0] = begun
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        for point in self._points:
+        for points in self._lives:
             request = {
                 "argv": ["serve", "serve.toml"], "folder": str(self.folder), "output": str(self.folder / "output"),
-                "points": [point], "signal": SIGKILL,
+                "points": points, "signal": SIGKILL,
             }  # fmt: skip
             self.exits.append(self._parent.fork(request))
             assert self.exits[-1] == -SIGKILL, (self.folder / "output").read_text()

@@ -1,6 +1,6 @@
 """A real server, killed again and again during supervised and reinforcement learning at once: clients notice nothing.
 
-The same with unmodified recipes of the cookbook is in test_recipes.py.
+The same with unmodified recipes of the cookbook is in test_recipes_killed.py.
 """
 
 import contextlib
