@@ -31,9 +31,9 @@ import os
 import statistics
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib import resources
 from itertools import count, islice
@@ -61,7 +61,7 @@ from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.train.schedule import make_schedule
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, LossSpec, SamplingParams
+from headrace.types import CROSS_ENTROPY, Adam, Group, LossSpec, SamplingParams
 
 T = TypeVar("T")
 Weights = dict[str, np.ndarray]
@@ -145,6 +145,34 @@ def demo_adam(c: Mapping[str, Any], steps: int, *, peak: float) -> Callable[[int
     return lambda step: Adam(learning_rate=schedule(step))
 
 
+def demo_play(lm: LanguageModel, engine: EmbeddedEngine) -> Callable[..., Awaitable[Group]]:
+    """Plays a group of the demo's world; the caller adds the task, `group_id`, `group_size` and `run_seed`."""
+    c = DEMO["rl"]
+    return partial(
+        play_group,
+        make_env=WORLDS[WORLD].make_env,
+        sampler=engine,
+        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
+        reward_runner=InProcessRewardRunner([Term(name="env", fn=BUILTIN["env"])]),
+        sampling=SamplingParams(max_tokens=c["sampling"]["max_tokens"]),
+        max_turns=c["max_turns"],
+        max_episode_tokens=c["max_episode_tokens"],
+        timeout_s=3600.0,
+    )
+
+
+def demo_tasks(seed: int) -> TaskSource:
+    c = DEMO["rl"]["tasks"]
+    return TaskSource(world_tasks(WORLD, c["size"], c["seed"], {}), seed)
+
+
+async def held_out_success(play: Callable[..., Awaitable[Group]], budget: Budget) -> float:
+    """In rooms that are never trained on, with seeds that are the same for every run."""
+    c = DEMO["eval"]["source"]
+    rooms = world_tasks(WORLD, budget.eval_tasks, c["seed"], c["options"])
+    return (await evaluate(rooms, partial(play, group_size=1, run_seed=EVAL_SEED))).score
+
+
 def shuffled(items: Sequence[T], seed: int) -> Iterator[T]:
     """Without end, every epoch in an order of its own."""
     return (items[index] for epoch in count() for index in permutation(len(items), key=(seed, 0), epoch=epoch))
@@ -177,22 +205,9 @@ async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> T
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
     engine = EmbeddedEngine(lm, max_rows=DEMO["engine"]["max_rows"])
     publisher = Publisher([engine])
-    play = partial(
-        play_group,
-        make_env=WORLDS[WORLD].make_env,
-        sampler=engine,
-        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
-        reward_runner=InProcessRewardRunner([Term(name="env", fn=BUILTIN["env"])]),
-        sampling=SamplingParams(max_tokens=c["sampling"]["max_tokens"]),
-        max_turns=c["max_turns"],
-        max_episode_tokens=c["max_episode_tokens"],
-        timeout_s=3600.0,
-    )
-    held_out = DEMO["eval"]["source"]
-    rooms = world_tasks(WORLD, budget.eval_tasks, held_out["seed"], held_out["options"])
-    evaluation = partial(evaluate, rooms, partial(play, group_size=1, run_seed=EVAL_SEED))
-    before = (await evaluation()).score
-    tasks = TaskSource(world_tasks(WORLD, c["tasks"]["size"], c["tasks"]["seed"], {}), seed)
+    play = demo_play(lm, engine)
+    before = await held_out_success(play, budget)
+    tasks = demo_tasks(seed)
     adam = demo_adam(c["optimizer"], budget.steps, peak=budget.learning_rate)
     curve = []
     for step in range(budget.steps):
@@ -206,7 +221,7 @@ async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> T
         async with publisher.publish(backend.export_weights().result()):
             pass
         curve.append(statistics.fmean(bool(scored.success) for group in groups for scored in group.episodes))
-    after = (await evaluation()).score
+    after = await held_out_success(play, budget)
     engine.close()
     backend.close()
     return Trained(
@@ -219,36 +234,46 @@ async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> T
     )
 
 
-def train_all(
-    budget: Budget, *, seeds: int, methods: Sequence[str], jobs: int, done: Sequence[Trained], out: Path | None
-) -> list[Trained]:
-    """Every seed's SFT first; its methods are queued as soon as it is there. What is `done` is not done again."""
+def runs_from_sft(
+    cases: Sequence[tuple[Any, ...]], train: Callable[..., T], budget: Budget, *, jobs: int
+) -> Iterator[T]:
+    """The runs `train(*case, weights, budget)` as they end. A case begins with its seed; every seed's SFT comes first,
+    and its runs are queued as soon as it is there."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that are started below
     spawn = multiprocessing.get_context("spawn")
-    trained = list(done)
-    have = {(one.seed, one.method) for one in done}
-    left = {seed: [method for method in methods if (seed, method) not in have] for seed in range(seeds)}
     with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, initializer=start_process) as pool:
-        starts = {pool.submit(train_sft, seed, budget): seed for seed, wanted in left.items() if wanted}
+        starts = {pool.submit(train_sft, seed, budget): seed for seed in sorted({case[0] for case in cases})}
         pending: set[Future[Any]] = set(starts)
         while pending:
             ended, pending = wait(pending, return_when=FIRST_COMPLETED)
             for future in ended:
-                if (seed := starts.get(future)) is not None:
-                    pending |= {pool.submit(train_rl, seed, m, future.result(), budget) for m in left[seed]}
+                if (seed := starts.get(future)) is None:
+                    yield future.result()
                     continue
-                trained.append(future.result())
-                print(line(trained[-1]), flush=True)
-                save(out, budget, trained)
+                for case in [case for case in cases if case[0] == seed]:
+                    pending.add(pool.submit(train, *case, future.result(), budget))
+
+
+def replace_file(path: Path, kept: Mapping[str, Any]) -> None:
+    """As a whole, so a run that is stopped here loses nothing."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(kept) + "\n")
+    beside.replace(path)
+
+
+def train_all(
+    budget: Budget, *, seeds: int, methods: Sequence[str], jobs: int, done: Sequence[Trained], out: Path | None
+) -> list[Trained]:
+    """What is `done` is not done again."""
+    trained = list(done)
+    have = {(one.seed, one.method) for one in done}
+    cases = [(seed, method) for seed in range(seeds) for method in methods if (seed, method) not in have]
+    for one in runs_from_sft(cases, train_rl, budget, jobs=jobs):
+        print(line(one), flush=True)
+        trained.append(one)
+        if out is not None:
+            replace_file(out, {"budget": asdict(budget), "trained": [asdict(one) for one in trained]})
     return sorted(trained, key=lambda one: (one.seed, METHODS.index(one.method)))
-
-
-def save(out: Path | None, budget: Budget, trained: Sequence[Trained]) -> None:
-    """Replaced as a whole, so a run that is stopped here loses nothing."""
-    if out is not None:
-        beside = out.with_name(out.name + ".new")
-        beside.write_text(json.dumps({"budget": asdict(budget), "trained": [asdict(one) for one in trained]}) + "\n")
-        beside.replace(out)
 
 
 def read(path: Path) -> tuple[Budget, list[Trained]]:
@@ -351,25 +376,34 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]], *, markdown: bool)
     return "\n".join("".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=8)
+def options(description: str, *, seeds: int, steps: int, learning_rate: float) -> argparse.ArgumentParser:
+    """With those that every bench of runs from one SFT has; `budget_of` reads them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, one thread each")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=8e-4)
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
     parser.add_argument("--sft-steps", type=int, default=70)
     parser.add_argument("--eval-tasks", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="keep every curve in this JSON file")
+    parser.add_argument("--out", type=Path, help="keep every run in this JSON file, and train none that is there")
     parser.add_argument("--read", type=Path, help="train nothing; show what --out has kept")
     parser.add_argument("--markdown", action="store_true", help="print tables for a document")
+    return parser
+
+
+def budget_of(given: argparse.Namespace) -> Budget:
+    return Budget(**{field.name: getattr(given, field.name) for field in fields(Budget)})
+
+
+def main() -> None:
+    parser = options(__doc__, seeds=8, steps=25, learning_rate=8e-4)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     given = parser.parse_args()
     if given.seeds < 2:
         parser.error("an interval needs two seeds or more")
-    names = ("steps", "groups", "group_size", "learning_rate", "sft_steps", "eval_tasks")
-    budget, trained = Budget(**{name: getattr(given, name) for name in names}), []
+    budget, trained = budget_of(given), []
     if given.read is not None:
         budget, trained = read(given.read)
     elif given.out is not None and given.out.exists():

@@ -19,16 +19,12 @@ eta by the paired 95 % t-interval of the difference over the seeds. The last lin
 decoupled PPO with full weights over that of coupled PPO at the largest eta.
 """
 
-import argparse
 import asyncio
 import copy
 import json
-import multiprocessing
-import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -37,18 +33,21 @@ from typing import Any
 
 from credit import (
     DEMO,
-    EVAL_SEED,
-    WORLD,
     Budget,
     Interval,
     Weights,
+    budget_of,
     demo_adam,
     demo_model,
+    demo_play,
+    demo_tasks,
+    held_out_success,
+    options,
     paired_interval,
+    replace_file,
+    runs_from_sft,
     shown,
-    start_process,
     table,
-    train_sft,
 )
 
 from headrace.algo.advantages.credit import credit
@@ -57,19 +56,12 @@ from headrace.algo.lags import staleness_metrics
 from headrace.algo.losses import find_loss
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.arrays import Correction, Score, minibatches, provide, scored_by_backend, step_batch
-from headrace.loops.evaluate import evaluate
 from headrace.model.load import prepare
-from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
-from headrace.reward.terms import BUILTIN, Term
 from headrace.rollout.build import build_executor
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.group import play_group
 from headrace.rollout.settings import AsyncSettings
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import LossSpec, Metric, SamplingParams, merge_metrics, metric_values
+from headrace.types import LossSpec, Metric, merge_metrics, metric_values
 
 ETAS = (0, 2, 8)
 VARIANTS: Mapping[str, Behaviour | None] = {
@@ -116,24 +108,14 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
     sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source)  # keeps its version until a publish
     engine = EmbeddedEngine(sampled, source=lm, max_rows=DEMO["engine"]["max_rows"])
-    play = partial(
-        play_group,
-        make_env=WORLDS[WORLD].make_env,
-        sampler=engine,
-        renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
-        reward_runner=InProcessRewardRunner([Term(name="env", fn=BUILTIN["env"])]),
-        sampling=SamplingParams(max_tokens=c["sampling"]["max_tokens"]),
-        max_turns=c["max_turns"],
-        max_episode_tokens=c["max_episode_tokens"],
-        timeout_s=3600.0,
-    )
+    play = demo_play(lm, engine)
     behaviour = VARIANTS[variant]
     executor = build_executor(
         AsyncSettings(max_staleness=eta, task_timeout_s=3600.0, next_logprobs=behaviour is Behaviour.ONE_STEP),
         batch_groups=budget.groups,
         samplers=[engine],
         play=partial(play, group_size=budget.group_size, run_seed=seed),
-        source=TaskSource(world_tasks(WORLD, c["tasks"]["size"], c["tasks"]["seed"], {}), seed),
+        source=demo_tasks(seed),
     )
     adam = demo_adam(c["optimizer"], budget.steps, peak=budget.learning_rate)
     loss = LossSpec(fn="ppo" if behaviour is None else "decoupled_ppo")
@@ -160,9 +142,7 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
             executor.done(groups)
             await executor.publish(backend.export_weights().result())
             curve.append(statistics.fmean(bool(scored.success) for group in groups for scored in group.episodes))
-    held_out = DEMO["eval"]["source"]
-    rooms = world_tasks(WORLD, budget.eval_tasks, held_out["seed"], held_out["options"])
-    after = (await evaluate(rooms, partial(play, group_size=1, run_seed=EVAL_SEED))).score
+    after = await held_out_success(play, budget)
     engine.close()
     backend.close()
     return Trained(
@@ -194,23 +174,6 @@ def keep_weights(kept: dict[str, list[float]], values: Mapping[str, float], *, a
 Case = tuple[int, int, str]  # seed, eta, variant
 
 
-def train_all(cases: Sequence[Case], budget: Budget, *, parts: int, jobs: int) -> Iterator[Trained]:
-    """The runs as they end. Every seed's SFT comes first; its runs are queued as soon as it is there."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that are started below
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=jobs, mp_context=spawn, initializer=start_process) as pool:
-        starts = {pool.submit(train_sft, seed, budget): seed for seed in sorted({seed for seed, _, _ in cases})}
-        pending: set[Future[Any]] = set(starts)
-        while pending:
-            ended, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in ended:
-                if (seed := starts.get(future)) is None:
-                    yield future.result()
-                    continue
-                for case in [case for case in cases if case[0] == seed]:
-                    pending.add(pool.submit(train_rl, *case, future.result(), budget, parts))
-
-
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
@@ -225,12 +188,6 @@ class Kept:
     def left(self, cases: Sequence[Case]) -> list[Case]:
         have = {(one.seed, one.eta, one.variant) for one in self.trained}
         return [case for case in cases if case not in have]
-
-    def save(self, path: Path) -> None:
-        """Replaced as a whole, so a run that is stopped here loses nothing."""
-        beside = path.with_name(path.name + ".new")
-        beside.write_text(json.dumps(asdict(self)) + "\n")
-        beside.replace(path)
 
 
 def read_kept(path: Path) -> Kept:
@@ -338,24 +295,12 @@ def tables(trained: Sequence[Trained], *, markdown: bool) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, one thread each")
+    parser = options(__doc__, seeds=5, steps=40, learning_rate=3e-4)
     parser.add_argument("--etas", type=int, nargs="+", default=ETAS)
     parser.add_argument("--variants", nargs="+", default=tuple(VARIANTS), choices=tuple(VARIANTS))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--minibatches", type=int, default=2, help="updates of one training step")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--sft-steps", type=int, default=70)
-    parser.add_argument("--eval-tasks", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="keep every run in this JSON file, and train none that is there")
-    parser.add_argument("--read", type=Path, help="train nothing; show what --out has kept")
-    parser.add_argument("--markdown", action="store_true", help="print tables for a document")
     given = parser.parse_args()
-    names = ("steps", "groups", "group_size", "learning_rate", "sft_steps", "eval_tasks")
-    kept = Kept(budget=Budget(**{name: getattr(given, name) for name in names}), minibatches=given.minibatches)
+    kept = Kept(budget=budget_of(given), minibatches=given.minibatches)
     if given.read is not None:
         kept = read_kept(given.read)
     elif given.out is not None and given.out.exists():
@@ -365,11 +310,12 @@ def main() -> None:
     if given.read is None:
         # the longest runs first, so that no process is left with one at the end
         cases = list(product(range(given.seeds), sorted(given.etas, reverse=True), reversed(given.variants)))
-        for one in train_all(kept.left(cases), kept.budget, parts=kept.minibatches, jobs=given.jobs):
+        train = partial(train_rl, parts=kept.minibatches)
+        for one in runs_from_sft(kept.left(cases), train, kept.budget, jobs=given.jobs):
             print(line(one), flush=True)
             kept = replace(kept, trained=(*kept.trained, one))
             if given.out is not None:
-                kept.save(given.out)
+                replace_file(given.out, asdict(kept))
     order = tuple(VARIANTS).index
     trained = sorted(kept.trained, key=lambda one: (one.eta, order(one.variant), one.seed))
     print(f"\n{tables(trained, markdown=given.markdown)}\n")
