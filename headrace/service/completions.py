@@ -84,11 +84,19 @@ class Completions:
         if model in (card.name, *card.aliases):
             return _passing(who, base_model=model)
         if not model.startswith(SCHEME):
-            return self._service.sampler(who, model)
+            return self._session(who, model)
         if split_path(model)[1] is not Kind.SAMPLER:
             raise Refused(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
         found = self._service.registry.checkpoint(model, who.name)
         return _passing(who, base_model=found.base_model, model_path=model, full=isinstance(found.spec, Full))
+
+    def _session(self, who: Tenant, model: str) -> SamplerRecord:
+        try:
+            return self._service.sampler(who, model)
+        except Unknown as exc:
+            names = " or ".join((self._service.card.name, *self._service.card.aliases))
+            others = "a sampling session or the sampler_weights path of a checkpoint (GET /v1/models lists them)"
+            raise Unknown(f"there is no model '{model[:200]}': use {names}, {others}") from exc
 
     def models(self, who: Tenant) -> list[dict[str, object]]:
         card, registry = self._service.card, self._service.registry

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.errors import HeadraceError, JournalError, RequestError, SamplerGoneError
 from headrace.service.journal import Journal, Row, Statement, accept, finish
-from headrace.service.registry import Gone
+from headrace.service.registry import Gone, OwnFault
 from headrace.service.wire import PROTOBUF
 
 JSON = "application/json"
@@ -216,7 +216,8 @@ def outcome_of(row: Row) -> Outcome | None:
 
 def failed(exc: HeadraceError, hide: Path | None = None) -> Failed:
     """A refusal is the caller's doing, what came out of foreign code is ours; the folder to `hide` is not named."""
-    ours = exc.__cause__ is not None and not isinstance(exc.__cause__, HeadraceError)
+    foreign = exc.__cause__ is not None and not isinstance(exc.__cause__, HeadraceError)
+    ours = isinstance(exc, OwnFault) or foreign
     message = str(exc) if hide is None else str(exc).replace(str(hide), "the server's folder")
     if isinstance(exc, SamplerGoneError | Gone):
         return Failed(message=message, category="gone")

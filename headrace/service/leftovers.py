@@ -1,23 +1,34 @@
-"""What a server that was killed left in its folder, and nothing needs: half-written folders, states that were replaced,
-snapshots of sessions that had ended.
+"""What a server that was killed left in its folder, and nothing needs: half-written folders, states and checkpoints
+that were replaced or deleted, snapshots of sessions that had ended.
 
 Only what the journal's own records say is removed, or names that only writing gives: a folder that some other journal
 knows of stays. Nobody else writes here meanwhile (`alone.py`).
 """
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from headrace.service.journal import Statement
+from headrace.service.journal import Statement, put, remove
 from headrace.service.records import folder_name
 from headrace.service.registry import Registry
 
 STATES, SNAPSHOTS, CHECKPOINTS = "states", "snapshots", "checkpoints"
 HALF_WRITTEN = (".writing-*", ".copying-*")
 REPLACED = ".replaced-*"
+GOING = "going"  # the kind of the journal's records of folders that are removed when those are written
 
 
-def clear_leftovers(folder: Path, registry: Registry) -> list[Statement]:
+def will_go(folder: str) -> Statement:
+    """A folder that nothing needs from now on; if this server does not come to it, the next one removes it."""
+    return put(GOING, folder, None)
+
+
+def has_gone(folder: str) -> Statement:
+    return remove(GOING, folder)
+
+
+def clear_leftovers(folder: Path, registry: Registry, going: Iterable[str] = ()) -> list[Statement]:
     """Folders are gone when it returns; the statements make the journal forget what they were."""
     for parent in (folder / CHECKPOINTS, folder / SNAPSHOTS, *_folders(folder / STATES)):
         _clear_half_written(parent)
@@ -25,7 +36,12 @@ def clear_leftovers(folder: Path, registry: Registry) -> list[Statement]:
         for state in _folders(folder / STATES / folder_name(model.id)):
             if model.folder is None or state != folder / model.folder:
                 shutil.rmtree(state, ignore_errors=True)
+    needed = {checkpoint.folder for checkpoint in registry.checkpoints.values()}
     forgotten: list[Statement] = []
+    for each in going:
+        if each not in needed:
+            shutil.rmtree(folder / each, ignore_errors=True)
+        forgotten.append(has_gone(each))
     for sampler in [each for each in registry.samplers.values() if each.folder is not None]:
         session = registry.sessions.get(sampler.session)
         ended = session is not None and session.finished is not None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from headrace.errors import ModelError
+from headrace.errors import ModelError, RequestError
 from headrace.service.client.codec import read_forward, write_forward
 from headrace.service.wire import PROTOBUF
 from headrace.types import CROSS_ENTROPY, Datum, FloatArray
@@ -35,7 +35,8 @@ class RemoteReference:
         )
 
     def score(self, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """Log-probs of the targets where weights are not 0. Raises ModelError."""
+        """Log-probs of the targets where weights are not 0. Raises ModelError, and RequestError for data that the
+        server's model cannot read."""
         found: list[FloatArray] = []
         for batch in _batches(data, self._batch_tokens):
             body = bytes(write_forward(batch, CROSS_ENTROPY, backward=False).SerializeToString())
@@ -59,7 +60,8 @@ class RemoteReference:
                     return reply.content
                 why = _sentence(reply)
                 if reply.status_code != 429 and reply.status_code < 500:
-                    raise ModelError(f"the reference server at {self._url} refused: {why}")
+                    wrong = RequestError if reply.status_code == 400 else ModelError
+                    raise wrong(f"the reference server at {self._url} refused: {why}")
             if time.monotonic() + wait_s - began > self._retry_s:
                 raise ModelError(f"the reference server at {self._url} did not answer for {self._retry_s:g} s: {why}")
             time.sleep(wait_s)

@@ -18,7 +18,7 @@ from headrace.service.host import Full, ModelHost
 from headrace.service.open_samplers import BASE, OpenSamplers
 from headrace.service.preparation import REFERENCE_LOGPROBS
 from headrace.service.records import SCHEME, Model, SamplerRecord
-from headrace.service.registry import Registry, Unknown
+from headrace.service.registry import OwnFault, Registry, Unknown
 from headrace.service.work import Forward
 from headrace.types import Datum, FloatArray, float_array
 
@@ -40,7 +40,7 @@ class References:
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
     async def filled(self, work: Forward, owner: str) -> Forward:
-        """The request with the log-probs that it lacks. Raises RequestError, ModelError, SamplerError."""
+        """The request with the log-probs that it lacks. Raises RequestError, OwnFault, SamplerError."""
         assert work.reference is not None
         found = await self.score(work.reference, owner, work.data)
         data = tuple(
@@ -53,11 +53,17 @@ class References:
         """Log-probs of the targets, which are the next tokens."""
         async with self._limits[owner]:
             if name in self.named:
-                with boundary(ModelError, f"the reference model '{name}' failed"):
-                    score, loop = self.named[name], asyncio.get_running_loop()
-                    return tuple(await loop.run_in_executor(self._threads, score, data))
+                return await self._score_named(name, data)
             async with self._samplers.using(self.policy(name, owner)) as sampler:
                 return await self.score_under(sampler, data)
+
+    async def _score_named(self, name: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
+        try:
+            with boundary(OwnFault, f"the reference model '{name}' failed"):
+                score, loop = self.named[name], asyncio.get_running_loop()
+                return tuple(await loop.run_in_executor(self._threads, score, data))
+        except ModelError as exc:  # it cannot be loaded, or its server does not answer
+            raise OwnFault(f"the reference model '{name}' failed: {exc}") from exc
 
     def policy(self, name: str, owner: str) -> SamplerRecord:
         """Weights of this server that do not change: the base, a checkpoint, a sampling session. Raises Unknown."""

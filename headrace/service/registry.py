@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from headrace.errors import RequestError
+from headrace.errors import HeadraceError, RequestError
 from headrace.service.journal import Journal, Statement, put, remove
 from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, Session, split_path
 
@@ -26,6 +26,10 @@ class Unknown(RequestError):
 
 class Gone(RequestError):
     """It was here, and is not any more."""
+
+
+class OwnFault(HeadraceError):
+    """What failed is this server's, or one that it asks; the request was right."""
 
 
 class Registry:

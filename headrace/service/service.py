@@ -21,7 +21,7 @@ from headrace.service.futures import Board, Outcome, Ticket, failed
 from headrace.service.host import AdapterSpec, Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_results
 from headrace.service.judging import Judge
-from headrace.service.leftovers import clear_leftovers
+from headrace.service.leftovers import GOING, clear_leftovers, will_go
 from headrace.service.open_samplers import OpenSamplers
 from headrace.service.records import (
     Checkpoint,
@@ -156,7 +156,8 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Take up what the journal has queued; at the end leave the rest to it."""
         with boundary(JournalError, "what an earlier server left cannot be removed"):
-            await self._write(*await asyncio.to_thread(clear_leftovers, self._folder, self.registry))
+            going = await asyncio.to_thread(self._journal.records, GOING)
+            await self._write(*await asyncio.to_thread(clear_leftovers, self._folder, self.registry, going))
         unfinished = await asyncio.wrap_future(self._journal.requests("state = 'queued'"))
         self.trainer.start(row for row in unfinished if row.kind != "sample" and row.target in self.registry.models)
         for row in unfinished:
@@ -453,8 +454,8 @@ class Service:
     # --- checkpoints ---
 
     async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
-        await self._write(self.registry.forget(checkpoint))
-        await self.trainer.remove_folder(checkpoint.folder)
+        await self._write(self.registry.forget(checkpoint), will_go(checkpoint.folder))
+        await self.trainer.remove_checkpoint(checkpoint.folder)
 
     async def keep(self, *records: Record) -> None:
         """True from now on, and in the journal."""

@@ -27,10 +27,11 @@ from headrace.service.futures import Board, Done, Outcome, Ticket, done_json, fa
 from headrace.service.gae import run_forward
 from headrace.service.host import Full, ModelHost
 from headrace.service.journal import Journal, Row, Statement, forget_bodies
+from headrace.service.leftovers import has_gone, will_go
 from headrace.service.open_samplers import MADE_ROOM, OpenSamplers
 from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, checkpoint_path, folder_name, sampler_id
 from headrace.service.references import References
-from headrace.service.registry import Registry
+from headrace.service.registry import OwnFault, Registry
 from headrace.service.telemetry import Record, Telemetry
 from headrace.service.wire import PROTOBUF, metric_names, write_forward
 from headrace.service.work import Broken, Create, Forward, Load, Save, Snapshot, Step, Work, read_work
@@ -47,6 +48,7 @@ class Effects:
 
     statements: list[Statement] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    replaced: str | None = None  # the folder of a checkpoint, which the statements say will go
     record: Record | None = None  # of metrics
 
 
@@ -246,7 +248,7 @@ class Trainer:
             with boundary(BackendError, f"the reference model '{work.reference}' failed"):
                 ready = await self._references.filled(work, ticket.row.owner)
         except HeadraceError as exc:
-            ready = Broken(message=str(exc))
+            ready = Broken(message=str(exc), ours=failed(exc).category == "server")
         if ticket.work is work:  # it was not cancelled meanwhile
             ticket.work = ready
         self._pump()
@@ -299,6 +301,8 @@ class Trainer:
             self._telemetry.log(also.record)
         for folder in also.stale:
             await self.remove_folder(folder)
+        if also.replaced is not None:
+            await self.remove_checkpoint(also.replaced)
 
     # --- what each request is ---
 
@@ -343,7 +347,7 @@ class Trainer:
                 await self._when_saved(ticket, saved, also)
                 return done_json({"path": work.path, "type": "load_weights"})
             case Broken():
-                raise RequestError(work.message)
+                raise OwnFault(work.message) if work.ours else RequestError(work.message)
             case _:
                 assert_never(work)
 
@@ -388,7 +392,8 @@ class Trainer:
         )
         also.statements.append(self._registry.keep(checkpoint))
         if replaced is not None and replaced.folder != checkpoint.folder:
-            also.stale.append(replaced.folder)
+            also.statements.append(will_go(replaced.folder))
+            also.replaced = replaced.folder
         told = {"path": path, "type": ticket.row.kind}
         return done_json(told | ({"size_bytes": size} if work.kind is Kind.EXTERNAL else {}))
 
@@ -467,6 +472,11 @@ class Trainer:
 
     async def remove_folder(self, folder: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._folder / folder, ignore_errors=True)
+
+    async def remove_checkpoint(self, folder: str) -> None:
+        """Of which the journal says that it will go; that it has gone need not be waited for."""
+        await self.remove_folder(folder)
+        self._journal.write([has_gone(folder)])
 
     async def _restore(self, line: Line) -> None:
         model = self._registry.models[line.model]

@@ -67,7 +67,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
+    """`ours`: not by what was asked for."""
+
     message: str
+    ours: bool = False
 
 
 Work = Create | Forward | Step | Save | Snapshot | Load | Broken

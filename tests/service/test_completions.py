@@ -304,6 +304,8 @@ def test_what_is_anothers_is_not_a_model(server: Served, trained: tuple[str, str
         with pytest.raises(openai.NotFoundError) as failure:
             bob.chat.completions.create(model=model, messages=HELLO)
         assert failure.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match=f"no model 'nobody': use fake/bigram or {BASE}, a sampling session"):
+        bob.chat.completions.create(model="nobody", messages=HELLO)
     assert {model.id for model in bob.models.list()} == {BASE, "fake/bigram"}
     state = trained[0].replace("sampler_weights", "weights")
     with pytest.raises(openai.BadRequestError, match="sampler_weights"):

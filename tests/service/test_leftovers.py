@@ -1,13 +1,17 @@
 """A server that was killed leaves nothing behind for good, and the next one removes nothing that is somebody's."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.service.journal import Journal
-from headrace.service.leftovers import clear_leftovers
+from headrace.service.leftovers import GOING, clear_leftovers
 from headrace.service.records import folder_name
 from headrace.service.registry import Registry
+from headrace.service.training import Trainer
 from service.sdk import ADAM, DATA, prompt, sampling
 from service.served import BASE, served
 
@@ -57,6 +61,54 @@ def test_what_is_half_written_or_replaced_goes_and_the_rest_stays(tmp_path: Path
         asked = {"sampling_session_id": sampler, "seq_id": 7, "prompt": {"chunks": [{"tokens": [1]}]}}
         assert again.http().post("/api/v1/asample", json=asked).status_code == 200
         client.create_sampling_client(base_model=BASE).sample(prompt(1), 1, sampling()).result()
+
+
+def test_checkpoints_that_were_replaced_or_deleted_as_the_server_was_killed_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def killed(trainer: Trainer, folder: str) -> None:
+        """Before it came to removing the folder."""
+
+    with served(tmp_path) as running:
+        model = running.client().create_lora_training_client(base_model=BASE, rank=4)
+        for name in ("kept", "gone"):
+            model.save_state(name).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "remove_checkpoint", killed)
+            path = model.save_state("kept", overwrite=True).result().path
+            run, kind, name = path.replace("kept", "gone").removeprefix("tinker://").split("/")
+            deleted = running.http().delete(f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}")
+            assert deleted.status_code < 300
+        kept = tmp_path / running.service.registry.checkpoints[path].folder
+        running.closers.clear()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+    with served(tmp_path) as again:
+        assert again.http().get("/api/v1/healthz").status_code == 200
+        assert list((tmp_path / "checkpoints").iterdir()) == [kept]
+        assert again.client().create_training_client_from_state(path) is not None
+        again.closers.clear()
+    assert going(tmp_path) == {}
+    journal = Journal(str(tmp_path / "journal.sqlite"))
+    clear_leftovers(tmp_path, Registry(journal), [str(kept.relative_to(tmp_path))])
+    journal.close()
+    assert kept.exists()  # whatever is said of it, a checkpoint needs it
+
+
+def test_a_replaced_checkpoint_that_is_gone_is_not_remembered(tmp_path: Path) -> None:
+    with served(tmp_path) as running:
+        model = running.client().create_lora_training_client(base_model=BASE, rank=4)
+        for _ in range(3):
+            model.save_state("kept", overwrite=True).result()
+        while going(tmp_path):  # it is told before the old folder goes
+            time.sleep(0.01)
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def going(folder: Path) -> dict[str, Any]:
+    journal = Journal(str(folder / "journal.sqlite"))
+    found = journal.records(GOING)
+    journal.close()
+    return found
 
 
 def test_snapshots_of_a_session_that_ended_as_the_server_was_killed_go(tmp_path: Path) -> None:

@@ -178,6 +178,17 @@ def test_a_reference_that_is_not_there_leaves_the_gradient(
     assert model.optim_step(UPDATE).result(LIMIT_S).updated
 
 
+def test_a_reference_that_fails_is_the_servers_doing(server: Served, model: TrainingClient, frozen: Frozen) -> None:
+    frozen.broken = True
+    for asked in (FROZEN, Preparation(reference="nobody")):
+        with pytest.raises(BackendError):
+            model.forward_backward(DATA, KL, asked).result(LIMIT_S)
+    ids = [f"{model.model_id}:{number}" for number in (1, 2)]
+    told = [server.http().post("/api/v1/retrieve_future", json={"request_id": id}).json() for id in ids]
+    assert [each["category"] for each in told] == ["server", "user"]
+    assert told[0]["error"] == "the reference model 'frozen' failed: its folder is gone"
+
+
 def test_a_restart_scores_again_what_was_accumulated(tmp_path: Path) -> None:
     def weights(disturbed: bool) -> Any:
         folder, frozen = tmp_path / str(disturbed), Frozen()

@@ -86,10 +86,10 @@ def test_what_cannot_be_scored_is_said(url: str) -> None:
     long = int_array([1] * 80)
     weights = {"weights": float_array(np.ones(79))}
     too_long = Datum(inputs=long[:-1], targets=long[1:], arrays=weights)
-    with pytest.raises(ModelError, match=r"refused: datum 0 has 79 tokens.*64"):
+    with pytest.raises(RequestError, match=r"refused: datum 0 has 79 tokens.*64"):
         RemoteReference(f"{url}/small", key=KEY).score([too_long])
     strange = Datum(inputs=int_array([1, 99]), targets=int_array([99, 1]), arrays={"weights": float_array([1, 1])})
-    with pytest.raises(ModelError, match=r"refused: datum 0 .*vocabulary"):
+    with pytest.raises(RequestError, match=r"refused: datum 0 .*vocabulary"):
         RemoteReference(f"{url}/small", key=KEY).score([strange])
     headers = {"X-API-Key": KEY}
     assert httpx.post(f"{url}/references/small/score", content=b"nonsense", headers=headers).status_code == 400
@@ -123,7 +123,7 @@ def test_a_server_that_does_not_answer_is_asked_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(reference_client.time, "sleep", waited.append)
     replies = [httpx.Response(503, json={"detail": "soon"}), httpx.Response(400, json={"detail": "never"})]
     remote = RemoteReference("http://there/small", transport=httpx.MockTransport(lambda request: replies.pop(0)))
-    with pytest.raises(ModelError, match="refused: never"):
+    with pytest.raises(RequestError, match="refused: never"):
         remote.score(data())
     assert waited == [0.1]
     dead = RemoteReference(
