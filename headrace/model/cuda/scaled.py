@@ -39,8 +39,7 @@ def _scale_kernel(numbers, peak, out, size, DIRECTION: tl.constexpr, BLOCK: tl.c
     """Times 2^(3 - e), or its inverse, with 2^e the power of two in the peak."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    exponent = ((tl.load(peak).to(tl.int32, bitcast=True) >> 23) & 255) - 127
-    power = tl.minimum(tl.maximum(DIRECTION * (3 - exponent), -126), 127)
-    factor = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(((tl.load(peak).to(tl.int32, bitcast=True) >> 23) & 255) - 127, -123)
+    factor = ((DIRECTION * (3 - exponent) + 127) << 23).to(tl.float32, bitcast=True)
     found = tl.load(numbers + place, mask=inside, other=0.0).to(tl.float32) * factor
     tl.store(out + place, found.to(out.dtype.element_ty), mask=inside)
