@@ -483,9 +483,11 @@ class EmbeddedEngine:
                     self._append(row, sequence, *drawn)
 
     def _undisturbed(self, decoding: list[tuple[int, Sampling]]) -> bool:
-        left = sum(sequence.row is not None for _, sequence in decoding)
+        """Nobody waits, most rows go on, and none needs a longer slot."""
+        left = [sequence for _, sequence in decoding if sequence.row is not None]
         wanted = self._inbox or self._slots.waiting or self._closed or self._worker.is_wanted
-        return not wanted and 4 * left > 3 * len(decoding)
+        full = any(len(sequence.tokens) >= self._slots.tokens for sequence in left)
+        return not wanted and not full and 4 * len(left) > 3 * len(decoding)
 
     def _tokens_of(self, piece: Piece) -> list[int]:
         sequence = self._slots.seated[piece.row]

@@ -195,6 +195,24 @@ def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> 
     assert seen == [-1, 3 * STEPS]  # a short visit, the one that was running, and the one that had begun behind it
 
 
+def test_a_sequence_whose_slot_is_full_does_not_wait_for_the_others_to_end() -> None:
+    long, longer = request_of(prompt_of(100), 60, seed=1), request_of(prompt_of(5, 1), 110, seed=2)
+    ended: list[int] = []
+
+    async def sample(engine: EmbeddedEngine, request: SampleRequest) -> Completion:
+        completion = await engine.sample(request)
+        ended.append(len(completion.tokens))
+        return completion
+
+    async def both(engine: EmbeddedEngine) -> list[Completion]:
+        return await asyncio.gather(*(sample(engine, request) for request in (long, longer)))
+
+    with visiting(kv_tokens=128 * ROWS) as engine:  # slots of 128 tokens; with longer ones there are fewer
+        found = asyncio.run(both(engine))
+    assert ended == [60, 110]
+    assert [bits(each) for each in found] == [bits(alone(LM, request)) for request in (long, longer)]
+
+
 def test_a_stop_string_ends_a_sequence_that_the_decoder_goes_on_with() -> None:
     lm = replace(LM, tokenizer=Spelling())
     [plain] = [alone(lm, request_of(prompt_of(9), 40, seed=3))]
