@@ -460,7 +460,8 @@ class EmbeddedEngine:
         if pieces:
             decoder.prefill(pieces, [token for piece in pieces for token in self._tokens_of(piece)])
             self._record(pieces)
-            decoding = self._plan()[1]
+            pieces, decoding = self._plan()
+        ahead = ahead and not pieces  # whoever still reads a prompt reads on after every visit
         if decoding and all(decodable(sequence) for _, sequence in decoding):
             if self._slots.waiting or joined:
                 self._decode(decoder, decoding, STEPS if self._slots.waiting else STEPS_JOINED, ahead=False)

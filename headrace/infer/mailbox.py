@@ -28,6 +28,8 @@ class Mailbox:
 
     def _post(self, loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[R]", source: "Future[R]") -> None:
         with self._lock:
+            for ended in [other for other in self._letters if other.is_closed()]:
+                del self._letters[ended]
             letters = self._letters.setdefault(loop, [])
             letters.append((waiting, source))
             if len(letters) > 1:  # the loop has been told

@@ -35,8 +35,8 @@ class Worker:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits behind the one that runs."""
-        return self._queued > 0
+        """Whether a request waits behind the one that runs, or someone for the end of it."""
+        return self._queued > 0 or self._closed
 
     def submit(self, run: Callable[[], R]) -> "Future[R]":
         """Raises BackendError after `close`."""

@@ -64,8 +64,19 @@ def test_a_loop_that_is_closed_hears_nothing_and_stops_nobody() -> None:
 
     asyncio.run(leave())
     future.set_result(1)
+    assert not mailbox._letters
 
     async def ask() -> int:
         return await mailbox.answer(future)
 
     assert asyncio.run(ask()) == 1
+
+
+def test_letters_that_a_loop_did_not_live_to_fetch_are_thrown_away() -> None:
+    mailbox, future, loop = Mailbox(), Future[int](), asyncio.new_event_loop()
+    future.set_result(1)
+    mailbox._post(loop, loop.create_future(), future)
+    loop.close()
+    assert len(mailbox._letters) == 1  # it was told, and did not come
+    assert asyncio.run(mailbox.answer(future)) == 1
+    assert not mailbox._letters

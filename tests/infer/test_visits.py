@@ -4,6 +4,7 @@ The decoder here is the plain path in disguise (`StepDecoder`), so on CPU all bi
 """
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -195,6 +196,44 @@ def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> 
     assert seen == [-1, 3 * STEPS]  # a short visit, the one that was running, and the one that had begun behind it
 
 
+def test_whoever_still_reads_a_prompt_does_not_wait_for_the_others_to_end() -> None:
+    crowd = [request_of(prompt_of(5, seed), 110, seed=seed) for seed in range(8)]
+    late = request_of(prompt_of(5 * StepDecoder.prompt_tokens, 9), 5, seed=9)  # read in five goes
+
+    async def sample(engine: EmbeddedEngine) -> tuple[int, list[Completion]]:
+        calls = [asyncio.ensure_future(engine.sample(request)) for request in crowd]
+        while engine.counters.decoded < 100:  # noqa: ASYNC110 the engine is a thread that tells nobody about a token
+            await asyncio.sleep(0)
+        last = await engine.sample(late)
+        running = sum(not call.done() for call in calls)
+        return running, [*await asyncio.gather(*calls), last]
+
+    with visiting() as engine:
+        running, found = asyncio.run(sample(engine))
+    assert running == len(crowd)
+    assert [bits(each) for each in found] == [bits(alone(LM, request)) for request in [*crowd, late]]
+
+
+def test_a_worker_that_is_closed_is_not_kept_until_the_sequences_end() -> None:
+    worker, closing = Worker(), list[threading.Thread]()
+
+    class Closing(StepDecoder):
+        def follow(self, steps: int) -> bool:
+            if not closing:
+                closing.append(threading.Thread(target=worker.close))
+                closing[0].start()
+                while not worker._closed:
+                    pass
+            return super().follow(steps)
+
+    engine = EmbeddedEngine(LM, max_rows=ROWS, kv_tokens=8192, decoder=Closing(LM, kv_tokens=8192), worker=worker)
+    with pytest.raises(SamplerError, match="closed"):
+        sample_all(engine, [request_of(prompt_of(5, 1), 40 * STEPS)])
+    closing[0].join()
+    assert engine.counters.decoded == 3 * STEPS
+    engine.close()
+
+
 def test_a_sequence_whose_slot_is_full_does_not_wait_for_the_others_to_end() -> None:
     long, longer = request_of(prompt_of(100), 60, seed=1), request_of(prompt_of(5, 1), 110, seed=2)
     ended: list[int] = []
@@ -235,9 +274,11 @@ def test_a_crowd_has_the_bits_of_each_alone() -> None:
             [(5, 7), (5, 10), (5, 1), (120, 33), (120, 40), (1, 12), (48, 5), (49, 20)] * 3
         )
     ]
-    with visiting() as engine:
+    decoder = StepDecoder(LM, kv_tokens=8192)
+    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=decoder) as engine:
         together = sample_all(engine, requests)
         assert engine.counters.shared > 0
+        assert decoder.shared > 100  # a device can read the prompt of a group in one slot
         assert engine.counters.decoded == sum(request.params.max_tokens for request in requests)
     for request, completion in zip(requests, together, strict=True):
         assert completion.stop is Stop.LENGTH

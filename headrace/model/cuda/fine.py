@@ -175,10 +175,11 @@ class _ProductOnto(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         kept, weight_ND = ctx.saved_tensors
-        twin = bare(kept).to(COARSE) if ctx.dressed else kept
         grad_TN = grad.flatten(0, -2).to(COARSE)
-        grad_x = (grad_TN @ weight_ND).view(twin.shape) if ctx.needs_input_grad[1] else None
-        return grad, grad_x, None, _weight_gradient(grad_TN, twin) if ctx.needs_input_grad[3] else None
+        grad_x = (grad_TN @ weight_ND).view(kept.shape) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[3]:
+            return grad, grad_x, None, None
+        return grad, grad_x, None, _weight_gradient(grad_TN, bare(kept).to(COARSE) if ctx.dressed else kept)
 
 
 def _weight_gradient(grad_TN: Tensor, twin: Tensor) -> Tensor:
@@ -208,13 +209,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_twin: Tensor | None) -> Any:
-        from headrace.model.cuda import scaled
+        from headrace.model.cuda.scaled import Scale  # needs Triton
 
         q, k, v, out, lse, seed, unused, ends, key_ends = ctx.saved_tensors
         wanted = total(grad, grad_twin)
         assert wanted is not None, "an attention that nobody reads"
-        wanted, peak = scaled.to_float16(wanted)
+        scale = Scale.of(wanted, terms=ctx.longest[0] * (q.shape[1] // k.shape[1]))  # of a value's gradient
+        spans = (ends, key_ends, *ctx.longest)
         grads = torch.ops.aten._flash_attention_backward(
-            wanted, q, k, v, out, lse, ends, key_ends, *ctx.longest, 0.0, ctx.causal, seed, unused, **ctx.how
+            scale.to_float16(wanted), q, k, v, out, lse, *spans, 0.0, ctx.causal, seed, unused, **ctx.how
         )
-        return *(scaled.from_float16(each, peak, COARSE) for each in grads), *([None] * 7)
+        return *(scale.from_float16(each, COARSE) for each in grads), *([None] * 7)

@@ -1,11 +1,12 @@
 """Gradients as float16 numbers and back: times a power of two, which a kernel reads off their largest number.
 
-float16 has the bits for a gradient but not the range. With the largest number between 8 and 16, attention's backward
-pass has 12 powers of two of room for what it adds up, and 18 below for what it multiplies with small shares: with a
-largest number of 2^-6, shares of a thousand keys and gradients of a tenth of it, products lost half of their bits.
+float16 has the bits for a gradient but not the range. What attention's backward pass adds up has to stay below 65,504,
+and what it multiplies with the shares of thousands of keys should not fall below 6e-5, where bits are lost: so the
+largest number is as large as the number of terms in a sum allows, and at most 16.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,31 +16,41 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def to_float16(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The scaled gradient, and the peak that its scale comes from."""
-    peak = torch.linalg.vector_norm(gradient, math.inf, dtype=torch.float32)
-    return _scaled(gradient, peak, torch.float16, 1), peak
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Of a gradient: its largest number goes below 2^(top + 1)."""
 
+    peak: Tensor
+    top: int
 
-def from_float16(gradient: Tensor, peak: Tensor, dtype: torch.dtype) -> Tensor:
-    """What was computed from the scaled gradient, without the scale."""
-    return _scaled(gradient, peak, dtype, -1)
+    @staticmethod
+    def of(gradient: Tensor, terms: int) -> "Scale":
+        """For sums of so many of its numbers, each times 1 at most."""
+        peak = torch.linalg.vector_norm(gradient, math.inf, dtype=torch.float32)
+        return Scale(peak, min(3, 14 - math.ceil(math.log2(max(terms, 1)))))
 
+    def to_float16(self, gradient: Tensor) -> Tensor:
+        return self._times(gradient, torch.float16, 1)
 
-def _scaled(numbers: Tensor, peak: Tensor, dtype: torch.dtype, direction: int) -> Tensor:
-    numbers = numbers.contiguous()
-    out = torch.empty_like(numbers, dtype=dtype)
-    if size := numbers.numel():
-        _scale_kernel[(triton.cdiv(size, BLOCK),)](numbers, peak, out, size, DIRECTION=direction, BLOCK=BLOCK)
-    return out
+    def from_float16(self, result: Tensor, dtype: torch.dtype) -> Tensor:
+        """What was computed from the scaled gradient, without the scale."""
+        return self._times(result, dtype, -1)
+
+    def _times(self, numbers: Tensor, dtype: torch.dtype, direction: int) -> Tensor:
+        numbers = numbers.contiguous()
+        out = torch.empty_like(numbers, dtype=dtype)
+        if size := numbers.numel():
+            grid = (triton.cdiv(size, BLOCK),)
+            _scale_kernel[grid](numbers, self.peak, out, size, self.top, DIRECTION=direction, BLOCK=BLOCK)
+        return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scale_kernel(numbers, peak, out, size, DIRECTION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Times 2^(3 - e), or its inverse, with 2^e the power of two in the peak."""
+def _scale_kernel(numbers, peak, out, size, top, DIRECTION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Times 2^(top - e), or its inverse, with 2^e the power of two in the peak."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    exponent = tl.maximum(((tl.load(peak).to(tl.int32, bitcast=True) >> 23) & 255) - 127, -123)
-    factor = ((DIRECTION * (3 - exponent) + 127) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(((tl.load(peak).to(tl.int32, bitcast=True) >> 23) & 255) - 127, -100)
+    factor = ((DIRECTION * (top - exponent) + 127) << 23).to(tl.float32, bitcast=True)
     found = tl.load(numbers + place, mask=inside, other=0.0).to(tl.float32) * factor
     tl.store(out + place, found.to(out.dtype.element_ty), mask=inside)
