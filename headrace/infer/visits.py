@@ -1,9 +1,9 @@
 """Several decode steps per call: what the engine hands to a decoder that runs them on a device, and what it takes back.
 
 A decoder owns the cache's storage, reads prompts into it, and decodes rows until they stop, reach their limit or the
-steps of a visit are used up. Sequences join and leave between visits; while none is about to, the next visit of the
-same rows begins before the results of the last are looked at, so that the device does not wait. Nothing here touches
-a device.
+steps of a visit are used up. Sequences join and leave between visits; while nobody waits or reads a prompt, the next
+visit of the same rows begins before the results of the last are looked at, so that the device does not wait. Nothing
+here touches a device.
 """
 
 from collections.abc import Iterator, Sequence

@@ -15,7 +15,8 @@ from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
-from headrace.model.attention import Packed
+from headrace.infer.visits import Row
+from headrace.model.attention import Packed, Piece
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora, lora_layers
@@ -146,6 +147,33 @@ def unexplained(
         if distance > allowed:
             found.append((index, place, distance))
     return found
+
+
+def test_a_visit_behind_a_visit_goes_on_and_what_is_shared_is_read_in_the_donors_slot() -> None:
+    lm = model_of(dtype=torch.bfloat16)
+    decoder = graph_decoder(lm, max_rows=8, kv_tokens=8 * 256, graphs=True)
+    assert decoder is not None
+    cache = decoder.cache(8, 256)
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, 151).tolist()
+
+    def drawn(steps: Sequence[int], *, donor: int, shared: int) -> list[int]:
+        token, position = prompt[150], 150
+        row = Row(slot=1, token=token, position=position, count=0, limit=200, seed=7, temperature=1.0, stops=(),
+                  donor=donor, shared=shared)  # fmt: skip
+        decoder.start([row], steps[0])
+        for more in steps[1:]:
+            assert decoder.follow(more)
+        return [int(one) for _ in steps for one in decoder.finish().tokens[0]]
+
+    with torch.inference_mode():
+        decoder.prefill([Piece(0, 0, 150)], prompt[:150])
+        cache.copy_prefix(0, 1, 150)
+        own = drawn([12], donor=1, shared=0)
+        assert drawn([7, 5], donor=0, shared=150) == own
+        for layer in (*cache.keys, *cache.values):
+            layer[1][:, :128] = 0.0  # two whole blocks, which are not read here
+        assert drawn([7, 5], donor=0, shared=150) == own
+        assert drawn([12], donor=0, shared=127) != own  # of the second block one position is not shared
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
