@@ -314,7 +314,7 @@ class EmbeddedEngine:
         return await asyncio.wrap_future(future)
 
     def _turn(self) -> None:
-        """Handle messages and take one step; then whoever else waits for the worker comes first."""
+        """Handle messages and take a step, or several while nobody else wants the worker, who would come first."""
         if not self._advance(ahead=True):
             return
         with self._lock:

@@ -1,6 +1,7 @@
 """What recipes of the public tinker cookbook need to run offline: a tiny model, its tokenizer and small data sets in
 the folder that they start in."""
 
+import importlib.util
 import json
 import os
 import random
@@ -11,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+needs_cookbook = pytest.mark.skipif(
+    importlib.util.find_spec("tinker_cookbook") is None,
+    reason="make test-cookbook installs the cookbook and runs them",
+)
 NAMES = ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 THINGS = ("water", "the wheel", "a channel", "the mill", "a gate")

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from headrace.errors import BackendError
+from headrace.errors import BackendError, ModelError
 from headrace.service import evaluation
 from headrace.service.access import Quota
 from headrace.service.client import Compare, Evaluate, Prompt, ServiceClient
@@ -46,9 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def run(server: Served) -> str:
-    """A model of Alice's that has learned to say 7 after 2."""
+def make_model(server: Served) -> str:
     http = server.http()
     session = http.post("/api/v1/create_session", json={}).json()["session_id"]
     made = http.post(
@@ -57,6 +55,12 @@ def run(server: Served) -> str:
     ).json()
     done(http, made["request_id"])
     return str(made["model_id"])
+
+
+@pytest.fixture(scope="module")
+def run(server: Served) -> str:
+    """A model of Alice's."""
+    return make_model(server)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +163,19 @@ def test_a_frozen_model_is_a_reference(server: Served, trained: str) -> None:
     apart = [table[2, group[0][0]] - math.log(0.5) for group in found["completions"]]
     assert found["methods"]["kl"] == "k3"
     assert found["metrics"]["kl"] == pytest.approx(np.mean([math.exp(-d) - 1 + d for d in apart]), rel=1e-4)
+
+
+def test_a_frozen_model_that_fails_is_the_servers_fault(tmp_path: Path) -> None:
+    def gone(data: Sequence[Datum]) -> list[FloatArray]:
+        raise ModelError("its folder is gone")
+
+    with served(tmp_path, references={"gone": gone}) as server:
+        run = make_model(server)
+        body = {"prompts": [{"tokens": [2]}], "max_tokens": 1}
+        told = server.http().post(f"/runs/{run}/evaluate", json={**body, "reference": "gone"})
+        assert told.status_code == 500
+        assert "the reference model 'gone' failed: its folder is gone" in told.text
+        assert server.http().post(f"/runs/{run}/evaluate", json=body).status_code == 200
 
 
 def test_two_policies_on_one_set(server: Served, trained: str) -> None:

@@ -4,7 +4,6 @@ The cookbook pins an older transformers than headrace needs, so `make test-cookb
 Their server is killed in test_recipes_killed.py.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +14,10 @@ from headrace.service.access import HashedKey, hash_key
 from headrace.service.server import serving
 from headrace.service.settings import Listen, ServeConfig, ServedModel
 from headrace.wiring.serve import open_service
-from service.kitchen import NAMES, cook, environment_of, write_data, write_model
+from service.kitchen import NAMES, cook, environment_of, needs_cookbook, write_data, write_model
 from service.served import KEY
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("tinker_cookbook") is None,
-        reason="make test-cookbook installs the cookbook and runs them",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_cookbook]
 
 
 @pytest.fixture(scope="module")

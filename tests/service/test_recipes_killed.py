@@ -8,7 +8,6 @@ apart.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -30,17 +29,19 @@ from headrace.service.settings import Listen, ServeConfig, ServedModel
 from headrace.types import Adam, Discard, StepOut
 from headrace.wiring.serve import open_service
 from service.killing import KEY, SIGKILL, Parent, Point, Servers, audit
-from service.kitchen import NAMES, asked_by_math_rl, cook, environment_of, teach, write_data, write_model
+from service.kitchen import (
+    NAMES,
+    asked_by_math_rl,
+    cook,
+    environment_of,
+    needs_cookbook,
+    teach,
+    write_data,
+    write_model,
+)
 from service.sdk import tinker
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        importlib.util.find_spec("tinker_cookbook") is None,
-        reason="make test-cookbook installs the cookbook and runs them",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_cookbook]
 SL_STEPS, RL_STEPS, GROUPS, GROUP_SIZE, LAST_STEPS, KILLS = 60, 12, 4, 8, 4, 20
 SEEDS = (1, 2, 3)
 SL = (f"model_name={NAMES[1]}", "batch_size=16", f"max_steps={SL_STEPS}", "save_every=12", "learning_rate=0.003")
@@ -62,6 +63,7 @@ def wait_for_others():
         if len(list(here.iterdir())) >= int(os.environ["RECIPES_AT_ONCE"]):
             return
         time.sleep(0.01)
+    raise RuntimeError("the other recipes do not begin")
 
 def create(*more, **named):
     wait_for_others()

@@ -1,4 +1,4 @@
-"""Decoding in CUDA graphs: some steps per call, drawing included, over slots that rows join and leave between calls.
+"""Decoding in CUDA graphs: some steps per visit, drawing included, over slots that rows join and leave between visits.
 
 The decoder owns everything a graph points to: the rows' state, intermediate buffers, keys and values, and copies of
 weights. A graph is one decode step for up to so many rows (`layout.BUCKETS`); it is captured when first needed and
@@ -26,7 +26,7 @@ from headrace.model.attention import KVCache, Piece
 from headrace.model.load import LanguageModel
 
 PROMPT_TOKENS = 4096
-VISIT_STEPS = 32  # most steps of one call
+VISIT_STEPS = 32  # most steps of one visit
 BLOCK = 4096  # of the vocabulary
 TOKEN, POSITION, SLOT, DONOR, SHARED, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(10)
 
