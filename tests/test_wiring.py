@@ -1,5 +1,6 @@
 """Runs from configuration to report, in process, with a model small enough to train in a second."""
 
+import gc
 import json
 import re
 import shutil
@@ -61,6 +62,10 @@ def score(episode):
 async def score_async(episode):
     await asyncio.sleep(0)
     return score(episode)
+
+def settled(episode):
+    import gc
+    return float(gc.get_freeze_count() > 0)
 
 def broken(episode):
     raise ValueError("no answer key for " + episode.task.id)
@@ -184,6 +189,16 @@ def test_an_async_reward_gives_the_same_run(runner: str, bench: Bench, plain: wi
 
 def test_a_sandboxed_reward_gives_the_same_run(bench: Bench, plain: wiring.RunResult) -> None:
     assert_same_run(bench.train("rl.reward_runner.type=process"), plain)
+
+
+def test_the_garbage_collector_leaves_alone_what_was_there_before_rollouts_and_nothing_afterwards(bench: Bench) -> None:
+    gc.unfreeze()  # the tests' own, where a run would leave things as they are
+    try:
+        result = bench.train('rl.rewards=[{fn="mine.py:settled"}]')
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    assert [record.values["reward/mean"] for record in rl_records(result)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("function", ["generate", "generate_async"])
