@@ -292,7 +292,10 @@ async def test_a_worker_that_was_killed_is_replaced(mode: Mode) -> None:
     await sandbox.describe()
     [pid] = sandbox.pids
     [scratch] = glob.glob(f"{scratch_root()}/headrace-{os.getpid()}-{pid}-*")
+    inside = psutil.Process(pid).children(recursive=True)
     psutil.Process(pid).kill()
+    _, living = psutil.wait_procs(inside, timeout=30)  # they end with it, and could still answer until then
+    assert living == []
     answer = await sandbox.call({"rows": [a_row()]})
     assert json.loads(answer.result) == [{"score": 1.0}]
     assert glob.glob(scratch) == []  # a supervisor that is killed cannot clear its folder away
