@@ -64,6 +64,7 @@ NO_ADAPTER = "the adapter to sample with is not loaded here, or no longer"
 ALIGN = 8  # rows of a matrix product, see the module docstring
 FIRST_SLOT_TOKENS = 128
 READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
+QUIET_S, MOST_QUIET_S = 0.004, 0.1  # without another request after the first ones, and until then at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,15 +327,31 @@ class EmbeddedEngine:
         """Whether it can go on after messages and a step, or with `ahead` steps until someone wants something."""
         try:
             with boundary(SamplerError, "the engine stopped"), torch.inference_mode(), self._on_stream():
-                while self._inbox and not self._closed:
-                    self._inbox[0].run()  # it stays in the inbox until it is done, so that a failure reaches its future
-                    self._inbox.popleft()
+                self._read_inbox()
+                if ahead and self._decoder is not None and self._slots.waiting and not any(self._slots.active()):
+                    self._let_others_come()
                 if self._busy() and not self._closed:
                     self._step(ahead=ahead)
         except HeadraceError as exc:
             self._end(str(exc))
             return False
         return True
+
+    def _read_inbox(self) -> None:
+        while self._inbox and not self._closed:
+            self._inbox[0].run()  # it stays in the inbox until it is done, so that a failure reaches its future
+            self._inbox.popleft()
+
+    def _let_others_come(self) -> None:
+        """Before the first of many requests is computed on a device: preparing the others and launching its kernels in
+        turns takes longer than one after the other, and it would be steps ahead of them to the end."""
+        end, arrived = time.perf_counter() + MOST_QUIET_S, 0
+        while arrived < len(self._slots.waiting) < self._slots.rows and time.perf_counter() < end:
+            if self._closed or self._worker.is_wanted:
+                return
+            arrived = len(self._slots.waiting)
+            time.sleep(QUIET_S)
+            self._read_inbox()
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -479,9 +496,10 @@ class EmbeddedEngine:
             follows = ahead and self._undisturbed(decoding) and decoder.follow(STEPS_AHEAD)
             visit = decoder.finish()
             self.counters.steps += visit.tokens.shape[1]
-            for (row, sequence), drawn in zip(decoding, drawn_rows(visit), strict=True):
-                if drawn[0] and sequence.row is not None:  # a stop string ends what the decoder goes on with
-                    self._append(row, sequence, *drawn)
+            with self._mailbox.collected():
+                for (row, sequence), drawn in zip(decoding, drawn_rows(visit), strict=True):
+                    if drawn[0] and sequence.row is not None:  # a stop string ends what the decoder goes on with
+                        self._append(row, sequence, *drawn)
 
     def _undisturbed(self, decoding: list[tuple[int, Sampling]]) -> bool:
         """Nobody waits, most rows go on, and none needs a longer slot."""
@@ -592,11 +610,12 @@ class EmbeddedEngine:
         chosen = zip(
             decoding, drawn.tokens_B.tolist(), drawn.logprobs_B.tolist(), drawn.raw_logprobs_B.tolist(), strict=True
         )
-        for (row, sequence), token, logprob, raw in chosen:
-            if not math.isfinite(logprob):
-                self._fail_damaged(sequence)
-                continue
-            self._append(row, sequence, [token], [logprob], [raw])
+        with self._mailbox.collected():
+            for (row, sequence), token, logprob, raw in chosen:
+                if not math.isfinite(logprob):
+                    self._fail_damaged(sequence)
+                    continue
+                self._append(row, sequence, [token], [logprob], [raw])
 
     def _logits(self, hidden_TD: Tensor, rows: list[int]) -> Tensor:
         padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))

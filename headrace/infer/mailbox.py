@@ -1,10 +1,12 @@
-"""Answers of a worker thread to calls that wait in event loops. All that come while a loop is busy reach it at once:
-waking it for each of a few hundred sequences that end in one step, and handing the interpreter back and forth between
-the two threads every time, takes longer than what either has to do."""
+"""Answers of a worker thread to calls that wait in event loops. All that come while a loop is busy, or while the worker
+collects them, reach it at once: waking it for each of a few hundred sequences that end in one step, and handing the
+interpreter back and forth between the two threads every time, takes longer than what either has to do."""
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +20,20 @@ class Mailbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._letters: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
+        self._collecting = False
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """What is answered inside reaches the event loops at the end; for the worker."""
+        self._collecting = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._collecting = False
+                loops = list(self._letters)
+            for loop in loops:
+                self._tell(loop)
 
     async def answer(self, source: "Future[R]") -> R:
         """What the future ends with; it does not notice when nobody waits for it any more."""
@@ -32,8 +48,11 @@ class Mailbox:
                 del self._letters[ended]
             letters = self._letters.setdefault(loop, [])
             letters.append((waiting, source))
-            if len(letters) > 1:  # the loop has been told
+            if self._collecting or len(letters) > 1:  # the loop will be told, or has been
                 return
+        self._tell(loop)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             loop.call_soon_threadsafe(self._fetch, loop)
         except RuntimeError:  # the loop is closed, and nobody waits

@@ -170,8 +170,9 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     """A short hash of the bits of all tensors: equal weights give equal fingerprints.
 
-    Each tensor enters by name, type, shape and the 64-bit sums over the bits of each row and each column, so that no
-    changed bit and no exchange of two places goes unseen; that is as fast as reading it twice.
+    Each tensor enters by name, type, shape and a number made of the 64-bit sums over the bits of each row and each
+    column, so that no changed bit goes unseen, and an exchange of two places once in 2^64; that is as fast as reading
+    it twice.
     """
     digest = hashlib.blake2b(digest_size=16)
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -181,15 +182,15 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
         whole_words = table.shape[1] * table.element_size() % 8 == 0
         tables.append(table.view(torch.int64 if whole_words else integer[table.element_size()]))
         titles.append(f"{name} {tensor.dtype} {tuple(tensor.shape)};")
-    for title, sums in zip(titles, _sums(tables), strict=True):
+    for title, number in zip(titles, _numbers(tables), strict=True):
         digest.update(title.encode())
-        digest.update(sums.numpy().tobytes())
+        digest.update(number.to_bytes(8, "little", signed=True))
     return digest.hexdigest()
 
 
-def _sums(tables: list[Tensor]) -> list[Tensor]:
-    """Of each table its columns' sums, then its rows', on the CPU. A device is asked once, and adds up tables of one
-    shape together, in copies of at most STACKED_BYTES: launching a thousand small sums takes longer than the sums."""
+def _numbers(tables: list[Tensor]) -> list[int]:
+    """One of each table. A device is asked once, and adds up tables of one shape together, in copies of at most
+    STACKED_BYTES: launching a thousand small sums takes longer than the sums."""
     alike: dict[object, list[int]] = {}
     for index, table in enumerate(tables):
         alike.setdefault((table.shape, table.dtype) if table.is_cuda else index, []).append(index)
@@ -200,11 +201,21 @@ def _sums(tables: list[Tensor]) -> list[Tensor]:
     together = []
     for members in batches:
         stacked = torch.stack([tables[index] for index in members]) if len(members) > 1 else tables[members[0]][None]
-        together.append(torch.cat([stacked.sum(dim=dim, dtype=torch.int64) for dim in (1, 2)], dim=1))
-    found = torch.cat([sums.flatten() for sums in together]).cpu() if together else torch.zeros(0, dtype=torch.int64)
-    parts = torch.split(found, [sums.shape[1] for sums in together for _ in range(len(sums))])
+        sums = torch.cat([stacked.sum(dim=dim, dtype=torch.int64) for dim in (1, 2)], dim=1)
+        together.append(_mixed(sums).sum(dim=1))
+    found = torch.cat(together).tolist() if together else []
     order = [index for members in batches for index in members]
-    return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
+    return [number for _, number in sorted(zip(order, found, strict=True))]
+
+
+def _mixed(sums: Tensor) -> Tensor:
+    """Each number scrambled by where it stands, one to one, so that what two of them add up to says nothing of either
+    (the finalizer of splitmix64; int64 wraps around as uint64 does)."""
+    places = torch.arange(sums.shape[1], device=sums.device)
+    mixed = places.mul_(-0x61C8864680B583EB).add(sums)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)).mul_(factor)
+    return mixed ^ (mixed >> 31 & 2**33 - 1)
 
 
 def smollm2_package() -> Path | None:

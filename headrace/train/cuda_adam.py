@@ -1,4 +1,5 @@
-"""AdamW on CUDA: one kernel over all parameters, which reads and writes everything once; and the norm of the gradient.
+"""AdamW on CUDA: one kernel over all parameters, which reads and writes everything once; the norm of the gradient; and
+the sum of the gradients of two micro-batches.
 
 The same formula and the same state as torch's AdamW (`train/optimizer.py`, which chooses). Clipping and the copy of a
 float32 master into the half-precision weight happen on the way. Gradients may be float32 or the half precision that a
@@ -80,6 +81,22 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(totals).sum()
 
 
+def add_up(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Of each pair the sum in float32: in the place of the first where that is float32."""
+    alike: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index, (known, gradient) in enumerate(zip(sums, gradients, strict=True)):
+        alike.setdefault((known.dtype, gradient.dtype), []).append(index)
+    found = [known if known.dtype == torch.float32 else torch.empty_like(known, dtype=torch.float32) for known in sums]
+    for (known_type, dtype), group in alike.items():
+        work = _work(tuple(sums[index].numel() for index in group), sums[0].device)
+        table = [[_address_of(one[index]) for one in (sums, gradients, found)] for index in group]
+        _add_kernel[(len(work.owner_P),)](
+            _send(table, sums[0].device), work.sizes_N, work.owner_P, work.part_P,
+            KNOWN=TYPES[known_type], GRADIENT=TYPES[dtype], EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
     """Program p works on part `part_P[p]` of parameter `owner_P[p]`."""
@@ -138,6 +155,28 @@ def _square_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(values + place, mask=place < size, other=0.0).to(tl.float32)
         total += value * value
     tl.store(sums + program, tl.sum(total, axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_kernel(  # type: ignore[no-untyped-def]
+    table, sizes, owner, part,
+    KNOWN: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    index = tl.load(owner + program)
+    size = tl.load(sizes + index)
+    if EVEN:
+        size = tl.multiple_of(size, 16)
+    known = _address(table, index * 3, KNOWN)
+    gradient = _address(table, index * 3 + 1, GRADIENT)
+    found = _address(table, index * 3 + 2, tl.float32)
+    first = tl.load(part + program).to(tl.int64) * CHUNK
+    for start in tl.static_range(0, CHUNK, BLOCK):
+        place = first + start + tl.arange(0, BLOCK)
+        inside = place < size
+        total = tl.load(known + place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(found + place, total, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -44,14 +44,22 @@ class MasterAdamW:
 
     def collect(self) -> None:
         """Move what a backward pass left in `.grad` into the buffers."""
+        more: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 continue
-            if name in self.gradients:
-                self.buffer(name).add_(gradient)
-            else:  # the first one is kept as it is where the update can read it so
+            if name not in self.gradients:  # the first one is kept as it is where the update can read it so
                 self.gradients[name] = gradient if self._on_cuda else gradient.to(self.masters[name].dtype)
+            elif self._on_cuda:
+                more[name] = gradient.contiguous()
+            else:
+                self.buffer(name).add_(gradient)
+        if more:
+            from headrace.train.cuda_adam import add_up  # needs Triton
+
+            sums = add_up([self.gradients[name].contiguous() for name in more], list(more.values()))
+            self.gradients.update(zip(more, sums, strict=True))
 
     def fill(self) -> None:
         """Where no backward pass left anything (no token had a weight), the gradient is zero."""

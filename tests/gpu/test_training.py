@@ -240,6 +240,38 @@ def test_a_deterministic_run_repeats_bit_by_bit() -> None:
     assert prints[0] == prints[1]
 
 
+@pytest.mark.parametrize(("source", "target"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
+def test_every_number_is_cast_as_torch_casts_it(source: torch.dtype, target: torch.dtype) -> None:
+    from headrace.model.cuda.cast import cast
+
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(source).cuda()
+    ours, theirs = cast(every[1:].view(-1, 5).t(), target), every[1:].view(-1, 5).t().to(target)  # 65535 = 13107 x 5
+    assert ours.shape == theirs.shape
+    same = (ours.view(torch.int16) == theirs.contiguous().view(torch.int16)) | (ours.isnan() & theirs.isnan())
+    assert bool(same.all())
+
+
+def test_gradients_add_up_to_the_bit() -> None:
+    from headrace.train.cuda_adam import add_up
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = [(5000,), (3, 16384), (48,), (1,)]
+    sums, more = (
+        [
+            torch.randn(size, generator=generator, device="cuda").to(dtype)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        ]
+        for dtypes in (
+            (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16),
+        )
+    )
+    expected = [a.float() + b.float() for a, b in zip(sums, more, strict=True)]
+    found = add_up(sums, more)
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 4
+    assert found[0] is sums[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_update_is_the_one_of_the_cpu(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -250,11 +282,11 @@ def test_the_update_is_the_one_of_the_cpu(dtype: torch.dtype) -> None:
         optimizer = MasterAdamW(named)
         steps = torch.Generator().manual_seed(1)
         for number in range(4):
-            for passes in range(1 + number % 2):  # once a half-precision gradient, once a sum of two
+            for passes in range(1 + number % 3):  # a half-precision gradient, a sum of two, one more added to it
                 for name, parameter in named.items():
                     parameter.grad = torch.randn(start[name].shape, generator=steps).to(device, dtype)
                 optimizer.collect()
-                assert passes < 2
+                assert passes < 3
             norm = optimizer.norm()
             optimizer.update(Adam(learning_rate=1e-2, weight_decay=0.1, clip_norm=1.0), norm=norm)
         ours[device] = ({name: value.cpu() for name, value in optimizer.masters.items()}, norm)

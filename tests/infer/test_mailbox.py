@@ -1,6 +1,7 @@
 """Answers from a thread reach the loop that waits, many at once, and none is lost or told twice."""
 
 import asyncio
+import contextlib
 import threading
 from concurrent.futures import Future
 
@@ -26,6 +27,37 @@ async def test_all_answers_that_came_while_the_loop_was_busy_wake_it_once(monkey
     thread.join()  # this loop does nothing else meanwhile
     assert await asyncio.gather(*waiting) == list(range(50))
     assert len(wakes) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_answers_that_are_collected_arrive_together_at_the_end_even_of_a_failure(fails: bool) -> None:
+    mailbox, futures = Mailbox(), [Future[int]() for _ in range(3)]
+    waiting = [asyncio.ensure_future(mailbox.answer(future)) for future in futures]
+    await asyncio.sleep(0)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def end_them() -> None:
+        with contextlib.suppress(ValueError), mailbox.collected():
+            for number, future in enumerate(futures):
+                future.set_result(number)
+            inside.set()
+            go_on.wait(60)
+            if fails:
+                raise ValueError
+
+    thread = threading.Thread(target=end_them)
+    thread.start()
+    await asyncio.to_thread(inside.wait, 60)
+    await asyncio.sleep(0.01)
+    assert not any(each.done() for each in waiting)  # the worker has not finished with them
+    go_on.set()
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 60) == [0, 1, 2]
+    thread.join()
+    later = Future[int]()
+    asking = asyncio.ensure_future(mailbox.answer(later))
+    await asyncio.sleep(0)
+    later.set_result(7)
+    assert await asyncio.wait_for(asking, 60) == 7  # and from then on at once
 
 
 async def test_every_answer_arrives_whatever_the_two_threads_do() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
+from headrace.infer import engine as engine_module
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.sampling import sample_rows
 from headrace.infer.visits import STOPS, Row, Visit, drawn_rows
@@ -23,7 +25,7 @@ from headrace.model.load import LanguageModel
 from headrace.model.packed import linear
 from headrace.model.worker import Worker
 from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
-from infer.engines import VOCABULARY, alone, bits, opened, request_of, sample_all, small_model
+from infer.engines import LIMIT_S, VOCABULARY, alone, bits, opened, request_of, sample_all, small_model
 
 LM = small_model()
 ROWS, STEPS = 16, 5
@@ -177,6 +179,50 @@ def test_a_visit_is_short_when_someone_has_just_joined() -> None:
         sample_all(engine, [request_of(prompt_of(5, 1), 4 * STEPS)])
     # one request: seated, so a short visit, then one behind the other; the decoder here has 5 tokens at a time at most
     assert asked == [("start", 8), ("start", 16), ("follow", 16), ("follow", 16), ("follow", 16)]
+
+
+def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    class Watched(StepDecoder):
+        def start(self, rows: Sequence[Row], steps: int) -> None:
+            started.append(len(rows))
+            super().start(rows, steps)
+
+    requests = [request_of(prompt_of(5, seed), 12, seed=seed) for seed in range(4)]
+    late, pauses, found = iter(requests[1:]), list[float](), list[Any]()
+
+    def another_comes(seconds: float) -> None:
+        pauses.append(seconds)
+        if (request := next(late, None)) is not None:
+            found.append(asyncio.run_coroutine_threadsafe(engine.sample(request), loop))
+            while len(engine._inbox) == 0:
+                pass
+
+    def run() -> list[Completion]:
+        first = asyncio.run_coroutine_threadsafe(engine.sample(requests[0]), loop).result(LIMIT_S)
+        return [first, *(call.result(LIMIT_S) for call in found)]
+
+    clock = SimpleNamespace(sleep=another_comes, perf_counter=lambda: 0.0)
+    monkeypatch.setattr(engine_module, "time", clock)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
+            completions = run()
+            assert started[0] == len(requests)
+            assert pauses == [engine_module.QUIET_S] * 4  # the last of them in vain
+            late = iter(requests)
+            clock.perf_counter = iter([0.0, 0.0, 1.0]).__next__  # others come all the time: not for ever
+            started.clear()
+            found.clear()
+            run()
+            assert started[0] == 2
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+    assert [bits(each) for each in completions] == [bits(alone(LM, request)) for request in requests]
 
 
 def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> None:

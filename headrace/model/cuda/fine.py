@@ -134,7 +134,7 @@ class _Products(torch.autograd.Function):
         found = []
         for weight, bias, update in zip(parts[:count], parts[count : 2 * count], parts[2 * count :], strict=True):
             assert weight is not None
-            fine_DN = weight.to(FINE).t()
+            fine_DN = _cast(weight, FINE).t()
             out = x_TD @ fine_DN if bias is None else torch.addmm(bias.to(FINE), x_TD, fine_DN)
             out = out.view(*shape, -1)
             found.append(dress(out if update is None else (out + update).to(FINE)))
@@ -170,7 +170,7 @@ class _ProductOnto(torch.autograd.Function):
         ctx.dressed = twin is None
         ctx.save_for_backward(dressed if twin is None else twin, weight_ND)
         x_TD = bare(dressed).flatten(0, -2)
-        return add_product(stream.flatten(0, -2), x_TD, weight_ND.to(FINE)).view(stream.shape)
+        return add_product(stream.flatten(0, -2), x_TD, _cast(weight_ND, FINE)).view(stream.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -179,7 +179,15 @@ class _ProductOnto(torch.autograd.Function):
         grad_x = (grad_TN @ weight_ND).view(kept.shape) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[3]:
             return grad, grad_x, None, None
-        return grad, grad_x, None, _weight_gradient(grad_TN, bare(kept).to(COARSE) if ctx.dressed else kept)
+        return grad, grad_x, None, _weight_gradient(grad_TN, _cast(bare(kept), COARSE) if ctx.dressed else kept)
+
+
+def _cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    if not numbers.is_cuda:
+        return numbers.to(dtype)
+    from headrace.model.cuda.cast import cast  # needs Triton
+
+    return cast(numbers, dtype)
 
 
 def _weight_gradient(grad_TN: Tensor, twin: Tensor) -> Tensor:
@@ -205,7 +213,7 @@ class _Attention(torch.autograd.Function):
             q, k, v, *spans, 0.0, ctx.causal, False, **ctx.how
         )
         ctx.save_for_backward(q, k, v, out, lse, seed, unused, ends, key_ends)
-        return dress(out), out.to(COARSE) if twin else None
+        return dress(out), _cast(out, COARSE) if twin else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_twin: Tensor | None) -> Any:
