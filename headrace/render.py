@@ -5,14 +5,16 @@ beyond the prompt before it. Where a template rewrites history (strips thinking,
 a new sample starts; nothing is patched. Knows nothing of datasets, environments or engines.
 """
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headrace.errors import DataError, ModelError, boundary
 from headrace.types import IntArray, Message, int_array
@@ -50,6 +52,9 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_tokens: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._last: tuple[tuple[Message, ...], IntArray] | None = None  # what was rendered last, without tools
+        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, list[tuple[IntArray, asyncio.Future[str]]]]
+        self._asked = WeakKeyDictionary()
+        self._decodes_plainly = _decodes_plainly(tokenizer)
         self._template: str | None = None
         if tokenizer.chat_template is None:
             self._template = _plain_template(tokenizer)
@@ -128,6 +133,36 @@ class Renderer:
         return str(
             self._tokenizer.decode(self._within(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+    def decode_all(self, sequences: Sequence[IntArray]) -> list[str]:
+        """As `decode` of each; by all cores where the tokenizer is a library that can."""
+        if not self._decodes_plainly:
+            return [self.decode(tokens) for tokens in sequences]
+        within = [self._within(tokens).tolist() for tokens in sequences]
+        texts: list[str] = self._tokenizer.backend_tokenizer.decode_batch(within, skip_special_tokens=True)
+        return texts
+
+    async def decode_soon(self, tokens: IntArray) -> str:
+        """As `decode`, together with all others that are asked for before the event loop comes to it: hundreds of
+        sequences may end in one step of a sampler, and every one of their episodes waits for all."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._asked:
+            self._asked[loop] = []
+            loop.call_soon(self._decode_asked, loop)
+        text: asyncio.Future[str] = loop.create_future()
+        self._asked[loop].append((tokens, text))
+        return await text
+
+    def _decode_asked(self, loop: asyncio.AbstractEventLoop) -> None:
+        asked = [(tokens, text) for tokens, text in self._asked.pop(loop) if not text.done()]
+        try:
+            found = self.decode_all([tokens for tokens, _ in asked])
+        except Exception as exc:  # whoever waits is told, one as the other
+            for _, text in asked:
+                text.set_exception(exc)
+            return
+        for (_, text), decoded in zip(asked, found, strict=True):
+            text.set_result(decoded)
 
     def spoken(self, tokens: IntArray | Sequence[int]) -> str:
         """As `decode`, with the special tokens in it that do not end a turn: the marks of a tool call, for example."""
@@ -221,6 +256,16 @@ def _rendered(tokens: list[int], trained: list[bool], max_tokens: int | None) ->
     mask.setflags(write=False)
     truncated = max_tokens is not None and len(tokens) > max_tokens
     return Rendered(tokens=int_array(tokens[:max_tokens]), trained=mask, truncated=truncated)
+
+
+def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `decode` is what the tokenizers library says, and nothing else."""
+    kind = type(tokenizer)
+    own = (getattr(kind, name, None) for name in ("decode", "_decode"))
+    return isinstance(tokenizer, PreTrainedTokenizerFast) and tuple(own) == (
+        PreTrainedTokenizerFast.decode,
+        PreTrainedTokenizerFast._decode,
+    )
 
 
 def _plain_template(tokenizer: PreTrainedTokenizerBase) -> str:

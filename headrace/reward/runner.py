@@ -132,7 +132,7 @@ async def call_term(term: Term, episode: Episode, *, timeout_s: float) -> Reward
     try:
         with boundary(RewardError, f"reward {term.name}"):
             async with limit:
-                verdict = await asyncio.to_thread(term.fn, episode) if _is_plain(term) else term.fn(episode)
+                verdict = await asyncio.to_thread(term.fn, episode) if term.is_plain else term.fn(episode)
                 if inspect.isawaitable(verdict):
                     verdict = await verdict
         return as_reward(verdict, num_steps=len(episode.steps))
@@ -169,10 +169,6 @@ def summed(
     except RewardError as exc:
         return failed(episode, exc)
     return ScoredEpisode(episode=episode, reward=total)
-
-
-def _is_plain(term: Term) -> bool:
-    return not inspect.iscoroutinefunction(term.fn) and not inspect.iscoroutinefunction(type(term.fn).__call__)
 
 
 def combine(terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], *, num_steps: int) -> Reward:

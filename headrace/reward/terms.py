@@ -5,10 +5,11 @@ out. Zero means bad, never unknown.
 """
 
 import importlib
+import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -32,6 +33,11 @@ class Term:
     name: str
     fn: RewardFn
     weight: float = 1.0
+    is_plain: bool = field(init=False, repr=False, compare=False)  # not a coroutine's, so a thread is to call it
+
+    def __post_init__(self) -> None:
+        of = (self.fn, type(self.fn).__call__)
+        object.__setattr__(self, "is_plain", not any(inspect.iscoroutinefunction(each) for each in of))
 
 
 async def _nothing() -> None:

@@ -132,7 +132,7 @@ class EpisodeJournal:
             wanted = self._next_logprobs and request.params.temperature > 0  # a greedy choice has no distribution
             start = first_lacking(self._seen(asked), version=version) if wanted else None
             try:
-                after = await sampler.sample(replace(asked, score_from=start))
+                after = await sampler.sample(asked if asked.score_from == start else replace(asked, score_from=start))
             finally:
                 self._gate.leave()
             if start is not None:
@@ -163,6 +163,8 @@ class EpisodeJournal:
     def _limited(self, request: SampleRequest, done: Completion | None) -> SampleRequest:
         tokens, most = 0 if done is None else len(done.tokens), request.params.max_tokens
         limit = min(most, tokens + self._gate.lockstep_tokens) if self._gate.lockstep_tokens else most
+        if limit == most and done is request.continue_from:
+            return request
         return replace(request, params=replace(request.params, max_tokens=limit), continue_from=done)
 
     def _unlimited(self, request: SampleRequest, before: Completion | None, after: Completion) -> Completion:

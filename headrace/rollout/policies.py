@@ -99,7 +99,7 @@ class SampledPolicy:
         room = min(self._sampling.max_tokens, self._max_tokens - len(self._prompt))
         params = replace(self._sampling, max_tokens=room, seed=derive_seed(self._seed, self._moves))
         completion = await self._journal.sample(self._sampler, SampleRequest(prompt=self._prompt, params=params))
-        action = self._read(completion.tokens)
+        action = await self._read(completion.tokens)
         reply = Message(role="assistant", content=action.content, tool_calls=action.calls)
         self._moves += 1
         self._last = Move(prompt=self._prompt, completion=completion, action=action, reply=reply)
@@ -133,10 +133,10 @@ class SampledPolicy:
         self._tools = tools
         self._prompt, self._told = prompt, tuple(self._messages)
 
-    def _read(self, tokens: IntArray) -> Action:
+    async def _read(self, tokens: IntArray) -> Action:
         """The turn as text, and the calls in it where tools were offered."""
         if not self._tools:
-            text = self._renderer.decode(tokens)
+            text = await self._renderer.decode_soon(tokens)
             return Action(text=text, content=text)
         text = self._renderer.spoken(tokens)
         names = tool_names(self._tools)

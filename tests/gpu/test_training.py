@@ -251,6 +251,17 @@ def test_every_number_is_cast_as_torch_casts_it(source: torch.dtype, target: tor
     assert bool(same.all())
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(0, 40), (1, 7), (33, 256), (5000, 200), (16640, 1536)])
+def test_sums_over_tokens(tokens: int, width: int) -> None:
+    from headrace.model.cuda.sums import column_sums
+
+    numbers = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).add(0.1).bfloat16().cuda()
+    found = column_sums(numbers)
+    exact = numbers.double().sum(dim=0)
+    assert torch.equal(found, column_sums(numbers))
+    assert bool((found.double() - exact).abs().le(exact.abs() / 250 + 1e-3).all())
+
+
 def test_gradients_add_up_to_the_bit() -> None:
     from headrace.train.cuda_adam import add_up
 

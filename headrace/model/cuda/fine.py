@@ -156,7 +156,7 @@ class _Products(torch.autograd.Function):
             for i, grad_TN in enumerate(flat)
         ]
         of_biases = [
-            grad_TN.sum(dim=0) if needed[3 + count + i] and grad_TN is not None else None
+            _column_sums(grad_TN) if needed[3 + count + i] and grad_TN is not None else None
             for i, grad_TN in enumerate(flat)
         ]
         grad_x = None if grad_x is None else grad_x.view(*twin.shape)
@@ -188,6 +188,14 @@ def _cast(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     from headrace.model.cuda.cast import cast  # needs Triton
 
     return cast(numbers, dtype)
+
+
+def _column_sums(numbers_TN: Tensor) -> Tensor:
+    if not numbers_TN.is_cuda:
+        return numbers_TN.sum(dim=0)
+    from headrace.model.cuda.sums import column_sums  # needs Triton
+
+    return column_sums(numbers_TN)
 
 
 def _weight_gradient(grad_TN: Tensor, twin: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from headrace.model.attention import Cached, Context, Packed, attend
 from headrace.model.compiled import FUSED
 from headrace.model.cuda import fine
+from headrace.model.cuda.sums import add_strips
 from headrace.model.lora import LoraLinear
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm")
@@ -216,15 +217,17 @@ class _Norm(torch.autograd.Function):
         grad_x_TD = torch.empty_like(flat_TD, dtype=ctx.dtype)
         grad_delta_TD = None if ctx.delta_dtype is None else torch.empty_like(flat_TD, dtype=ctx.delta_dtype)
         strips = min(STRIPS, max(tokens, 1))
-        partial_SD = torch.zeros(strips, width, dtype=torch.float32, device=grad.device)
-        if tokens:
+        partial_SD = torch.empty(strips, width, dtype=torch.float32, device=grad.device)
+        if not tokens:
+            partial_SD.zero_()
+        else:
             _norm_backward_kernel[(strips,)](
                 flat_TD, weight_D, scale_T, grad_TD, past_TD, grad_x_TD, grad_delta_TD, partial_SD,
                 tokens, width, triton.cdiv(tokens, strips),
                 PAST=past_TD is not None, DELTA=grad_delta_TD is not None, BLOCK=triton.next_power_of_2(width),
             )  # fmt: skip
         grad_delta = None if grad_delta_TD is None else grad_delta_TD.view(shape)
-        return grad_x_TD.view(shape), grad_delta, partial_SD.sum(dim=0).to(weight_D.dtype), None, None, None
+        return grad_x_TD.view(shape), grad_delta, add_strips(partial_SD, weight_D.dtype), None, None, None
 
 
 class _Rotate(torch.autograd.Function):
