@@ -20,7 +20,7 @@ from headrace.model.attention import KVCache
 from headrace.model.cuda.fine import add_product
 
 GATE_BLOCK = 1024
-DECODE_BLOCK = 64  # keys that a decode program reads at a time
+MANY = 128  # programs of decoding attention with which no processor is without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +162,19 @@ class DecodeAttention:
             G=shape.Q // shape.H,
             GP=max(16, triton.next_power_of_2(shape.Q // shape.H)),
             W=shape.W,
-            BLOCK=DECODE_BLOCK,
             SPLITS=splits,
             NORM=norm,
             PRECISION=precision(buffers.qkv),
-            num_warps=4,
-            num_stages=2,
+            **_program(buffers.qkv, rows * shape.H, shape.W),
         )
+
+
+def _program(like: Tensor, programs: int, width: int) -> dict[str, int]:
+    """How a program of decoding attention reads: keys at a time, warps, and rounds that are on their way at once. Where
+    there are several programs to a processor one warp of each has nobody to wait for."""
+    if like.dtype == torch.float32 or programs < MANY or width > 128:
+        return {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK": 32, "num_warps": 1, "num_stages": 4}
 
 
 def precision(like: Tensor) -> str:
