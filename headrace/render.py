@@ -156,8 +156,9 @@ class Renderer:
     def _decode_asked(self, loop: asyncio.AbstractEventLoop) -> None:
         asked = [(tokens, text) for tokens, text in self._asked.pop(loop) if not text.done()]
         try:
-            found = self.decode_all([tokens for tokens, _ in asked])
-        except Exception as exc:  # whoever waits is told, one as the other
+            with boundary(DataError, "the tokenizer cannot decode these tokens"):
+                found = self.decode_all([tokens for tokens, _ in asked])
+        except DataError as exc:
             for _, text in asked:
                 text.set_exception(exc)
             return

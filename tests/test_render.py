@@ -1,6 +1,8 @@
 """Masks and continuations against the chat template itself, on three templates and on those that rewrite history."""
 
+import asyncio
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.errors import DataError, ModelError
 from headrace.render import Renderer
-from headrace.types import Message, ToolCall, int_array
+from headrace.types import IntArray, Message, ToolCall, int_array
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog and asks what is two plus two",
@@ -357,3 +359,53 @@ def test_decode_drops_special_tokens(named: tuple[str, Any]) -> None:
     name, tokenizer = named
     tokens = tokenizer("<s>the key\n[INST] é" + END_OF_TURN[name], add_special_tokens=False)["input_ids"]
     assert Renderer(tokenizer).decode(int_array(tokens)) == "the key\n é"
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer with a way of its own."""
+
+    def _decode(self, *given: Any, **options: Any) -> str:
+        return super()._decode(*given, **options).upper()
+
+
+class Broken(Shouting):
+    def _decode(self, *given: Any, **options: Any) -> str:
+        raise ValueError("no such token")
+
+
+def own_way(kind: type[PreTrainedTokenizerFast], tokenizer: Any) -> Any:
+    return kind(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+class Counting(Renderer):
+    def decode_all(self, sequences: Sequence[IntArray]) -> list[str]:
+        self.calls = [*getattr(self, "calls", []), len(sequences)]
+        return super().decode_all(sequences)
+
+
+async def test_many_texts_are_decoded_in_one_call_and_as_one_by_one(named: tuple[str, Any]) -> None:
+    _, tokenizer = named
+    rng = np.random.default_rng(0)
+    sequences = [int_array(rng.integers(0, len(tokenizer), size)) for size in (0, 1, 5, 60)]
+    for kind, plain in ((tokenizer, True), (own_way(Shouting, tokenizer), False)):
+        renderer = Counting(kind)
+        assert renderer._decodes_plainly == plain
+        expected = [renderer.decode(tokens) for tokens in sequences]
+        assert await asyncio.gather(*map(renderer.decode_soon, sequences)) == expected
+        assert renderer.calls == [4]
+        left = asyncio.ensure_future(renderer.decode_soon(sequences[3]))
+        await asyncio.sleep(0)
+        left.cancel()
+        assert await renderer.decode_soon(sequences[2]) == expected[2]  # who left holds nobody up
+        assert await renderer.decode_soon(sequences[3]) == expected[3]
+
+
+async def test_what_cannot_be_decoded_is_an_error_for_everyone_who_waits_and_the_next_goes_on() -> None:
+    tokenizer = own_way(Broken, make_tokenizer(CHATML))
+    renderer = Renderer(make_tokenizer(CHATML))
+    renderer._tokenizer, renderer._decodes_plainly = tokenizer, False
+    for _ in range(2):
+        failed = await asyncio.gather(*(renderer.decode_soon(int_array([5])) for _ in range(2)), return_exceptions=True)
+        assert [str(each) for each in failed] == [
+            "the tokenizer cannot decode these tokens: ValueError: no such token"
+        ] * 2
