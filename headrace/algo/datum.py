@@ -72,6 +72,8 @@ def samples(episode: Episode, rows: Rows = Rows.EPISODE) -> tuple[Sample, ...]:
 
 def chains(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
     """Indices of steps that are parts of one sequence: each prompt begins with all that was seen and sampled before."""
+    if len(steps) == 1:
+        return ((0,),)
     found: list[list[int]] = []
     so_far = np.zeros(0, dtype=np.int32)
     for index, step in enumerate(steps):

@@ -5,12 +5,12 @@ process kills the run. Terms that judge a group may do so anywhere; `sandboxed.p
 """
 
 import asyncio
-import inspect
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError, RolloutError, boundary
+from headrace.errors import ConfigError, RewardError, RolloutError
+from headrace.reward.calls import Calls, of_term
 from headrace.reward.terms import GroupTerm, Term, as_reward
 from headrace.reward.truncation import Truncation
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
@@ -27,20 +27,27 @@ class InProcessRewardRunner:
     def __init__(self, terms: Sequence[Term], *, timeout_s: float = 60.0) -> None:
         check_terms(terms)
         self._terms = tuple(terms)
-        self._timeout_s = timeout_s
+        self._calls = Calls(timeout_s=timeout_s)
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
-        return tuple(await asyncio.gather(*(self._score(episode) for episode in episodes)))
+        rewards: list[list[Reward]] = [[] for _ in episodes]
+        errors: dict[int, RewardError] = {}
+        for term in self._terms:
+            known = [index for index in range(len(episodes)) if index not in errors]
+            for index, reward in zip(
+                known, await self._calls.of(term, [episodes[index] for index in known]), strict=True
+            ):
+                if isinstance(reward, RewardError):
+                    errors[index] = reward
+                else:
+                    rewards[index].append(reward)
+        return tuple(
+            failed(episode, errors[index]) if index in errors else summed(self._terms, rewards[index], episode)
+            for index, episode in enumerate(episodes)
+        )
 
     async def close(self) -> None:
         return None
-
-    async def _score(self, episode: Episode) -> ScoredEpisode | FailedEpisode:
-        try:
-            rewards = [await call_term(term, episode, timeout_s=self._timeout_s) for term in self._terms]
-        except RewardError as exc:
-            return failed(episode, exc)
-        return summed(self._terms, rewards, episode)
 
 
 class GroupRewardRunner:
@@ -61,7 +68,7 @@ class GroupRewardRunner:
     ) -> None:
         check_terms(terms)
         self._terms = tuple(terms)
-        self._timeout_s = timeout_s
+        self._calls = Calls(timeout_s=timeout_s)
         self._truncation = truncation or Truncation()
         self._invalid = InvalidShare(limit=max_invalid_share)
 
@@ -81,7 +88,7 @@ class GroupRewardRunner:
 
     async def _column(self, term: Term | GroupTerm, episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         if not isinstance(term, GroupTerm):
-            return await asyncio.gather(*(_tried(term, episode, self._timeout_s) for episode in episodes))
+            return await self._calls.of(term, episodes)
         judged = await term.judge(episodes) if episodes else ()
         assert len(judged) == len(episodes)
         return judged
@@ -90,7 +97,7 @@ class GroupRewardRunner:
         rewards: list[Reward] = []
         for term, reward in zip(self._terms, row, strict=True):
             if isinstance(reward, RewardError):
-                return failed(episode, reward if isinstance(term, Term) else _of_term(term, reward))
+                return failed(episode, reward if isinstance(term, Term) else of_term(term, reward))
             rewards.append(reward)
         return summed(self._terms, rewards, episode)
 
@@ -124,35 +131,6 @@ def check_terms(terms: Sequence[Term | GroupTerm]) -> None:
     name, count = Counter(term.name for term in terms).most_common(1)[0]
     if count > 1:
         raise ConfigError(f"two rewards are called {name}: give one of them another name")
-
-
-async def call_term(term: Term, episode: Episode, *, timeout_s: float) -> Reward:
-    """Raises RewardError, which names the term, when its reward is not known."""
-    limit = asyncio.timeout(timeout_s)
-    try:
-        with boundary(RewardError, f"reward {term.name}"):
-            async with limit:
-                verdict = await asyncio.to_thread(term.fn, episode) if term.is_plain else term.fn(episode)
-                if inspect.isawaitable(verdict):
-                    verdict = await verdict
-        return as_reward(verdict, num_steps=len(episode.steps))
-    except Interrupted:
-        raise
-    except HeadraceError as exc:
-        if limit.expired():
-            raise RewardError(f"reward {term.name} took longer than {timeout_s:g} s") from exc
-        raise _of_term(term, exc) from exc
-
-
-def _of_term(term: Term | GroupTerm, error: HeadraceError) -> RewardError:
-    return RewardError(f"reward {term.name}: {str(error).removeprefix(f'reward {term.name}: ')}")
-
-
-async def _tried(term: Term, episode: Episode, timeout_s: float) -> Reward | RewardError:
-    try:
-        return await call_term(term, episode, timeout_s=timeout_s)
-    except RewardError as exc:
-        return exc
 
 
 def failed(episode: Episode, error: RewardError) -> FailedEpisode:

@@ -2,6 +2,9 @@
 
 import asyncio
 import threading
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis.strategies import floats, lists, tuples
 from reward_episodes import episode
 
 from headrace.errors import ConfigError
+from headrace.reward.calls import SLOW_S
 from headrace.reward.runner import InProcessRewardRunner, combine
 from headrace.reward.terms import BUILTIN, Term
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
@@ -84,6 +88,81 @@ async def test_async_functions_run_on_the_loop_and_plain_ones_beside_it() -> Non
     assert (await reward_of(*terms)).total == 0.875
     assert threads["async"] is threading.current_thread()
     assert threads["plain"] is not threading.current_thread()
+
+
+def group(size: int) -> list[Episode]:
+    return [replace(episode("up"), id=f"0/{index}", seed=index) for index in range(size)]
+
+
+def totals(scored: Sequence[ScoredEpisode | FailedEpisode]) -> list[float | str]:
+    return [each.reward.total if isinstance(each, ScoredEpisode) else each.reason for each in scored]
+
+
+async def test_quick_functions_are_called_in_turn_on_one_thread_and_slow_ones_at_once() -> None:
+    threads, together = list[int](), [threading.Barrier(5), threading.Barrier(4)]
+
+    def quick(played: Episode) -> float:
+        threads.append(threading.get_ident())
+        if played.seed == 2:
+            raise ValueError("no")
+        return float(played.seed)
+
+    def slow(played: Episode) -> float:
+        if played.seed == 0 and not started:
+            started.append(True)
+            time.sleep(3 * SLOW_S)
+        else:
+            together[-1].wait(30)  # until all others that have no answer yet are in it too
+        return 10.0 * played.seed
+
+    started: list[bool] = []
+    runner = InProcessRewardRunner([Term(name="quick", fn=quick), Term(name="slow", fn=slow)], timeout_s=60)
+    expected = [0.0, 11.0, "reward quick: ValueError: no", 33.0, 44.0, 55.0]
+    assert totals(await runner.score(group(6))) == expected
+    assert len(set(threads)) == 1
+    assert threading.get_ident() not in threads
+    together.pop()
+    assert totals(await runner.score(group(6))) == expected  # from now on all at once
+    assert len(threads) == 12
+
+
+async def test_a_plain_function_that_hangs_costs_its_own_episode_only() -> None:
+    stay = threading.Event()
+
+    def hangs(played: Episode) -> float:
+        if played.seed == 1:
+            stay.wait(60)
+        return float(played.seed)
+
+    runner = InProcessRewardRunner([Term(name="mine", fn=hangs)], timeout_s=0.2)
+    scored = totals(await runner.score(group(4)))
+    stay.set()
+    assert scored == [0.0, "reward mine took longer than 0.2 s", 2.0, 3.0]
+
+
+async def test_many_quick_calls_may_take_longer_than_one_may() -> None:
+    def takes_a_moment(played: Episode) -> float:
+        time.sleep(SLOW_S / 2)
+        return 1.0
+
+    runner = InProcessRewardRunner([Term(name="mine", fn=takes_a_moment)], timeout_s=20 * SLOW_S)
+    assert totals(await runner.score(group(60))) == [1.0] * 60
+
+
+async def test_a_plain_function_that_returns_a_coroutine_is_called_once() -> None:
+    called: list[int] = []
+
+    async def later(seed: int) -> float:
+        await asyncio.sleep(0)
+        return float(seed)
+
+    def plain(played: Episode) -> Awaitable[float]:
+        called.append(played.seed)
+        return later(played.seed)
+
+    runner = InProcessRewardRunner([Term(name="mine", fn=plain)])
+    assert totals(await runner.score(group(3))) == [0.0, 1.0, 2.0]
+    assert sorted(called) == [0, 1, 2]
 
 
 def _raises(played: Episode) -> float:
