@@ -2,6 +2,7 @@
 for byte, on CPU."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -108,15 +109,26 @@ async def executed(bench: Bench, settings: AsyncSettings) -> list[Any]:
     return [*seen, started]
 
 
+def slow_world() -> Any:
+    """An environment on a thread, whose episodes end some time after their last token."""
+    env: Any = WORLDS["key_door"].make_env()
+    step, env.blocking = env.step, True
+    env.step = lambda text: (time.sleep(0.002), step(text))[1]
+    return env
+
+
+@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize(
     "settings",
     [AsyncSettings(), AsyncSettings(max_running=1), AsyncSettings(lockstep_tokens=3)],
     ids=["at once", "one at a time", "by the virtual clock"],
 )
-def test_the_executor_at_eta_zero_is_the_plain_loop(settings: AsyncSettings) -> None:
+def test_the_executor_at_eta_zero_is_the_plain_loop(settings: AsyncSettings, slow: bool) -> None:
     runs = []
     for run in (plain_loop, partial(executed, settings=settings)):
         bench = Bench()
+        if slow:
+            bench.play = partial(bench.play, make_env=slow_world)
         try:
             runs.append(asyncio.run(run(bench)))
         finally:

@@ -253,7 +253,7 @@ class EmbeddedEngine:
             raise SamplerError(
                 "score_from must be 1 or more, and the temperature above 0: the first token has no score"
             )
-        if self._decoder is not None:  # it keeps the hidden states to itself
+        if self._decoder is not None and request.score_from is not None:  # it keeps the hidden states to itself
             request = replace(request, score_from=None)
         stops = self.lm.eos_tokens if params.stop_tokens is None else params.stop_tokens
         future: Future[Completion] = Future()

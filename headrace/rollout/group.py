@@ -71,9 +71,7 @@ async def play_group(
 
     async def play_kept(index: int) -> Episode | FailedEpisode:
         journal = kept[index]
-        if journal.result is None:
-            journal.result = await play(index, journal)
-        return journal.result
+        return journal.result if journal.result is not None else journal.ended_with(await play(index, journal))
 
     async def play(index: int, journal: EpisodeJournal) -> Episode | FailedEpisode:
         id = f"{group_id}/{index}"

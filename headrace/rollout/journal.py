@@ -12,7 +12,7 @@ on in the middle of the turn that was open, and is where it was, if its environm
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from headrace.types import (
     Stop,
 )
 
+R = TypeVar("R", Episode, FailedEpisode, Episode | FailedEpisode)
 MAX_IDLE_INTERRUPTS = 1000  # updates in a row without one new token
 
 
@@ -147,6 +148,12 @@ class EpisodeJournal:
                 )
         assert turn.completion is not None
         return turn.completion
+
+    def ended_with(self, result: R) -> R:
+        """Whoever waits for all episodes to rest is told, also of one that ends long after its last token."""
+        self.result = result
+        self._gate.changed()
+        return result
 
     def _turn(self, request: SampleRequest) -> Turn:
         number, self._asked = self._asked, self._asked + 1
