@@ -42,16 +42,16 @@ class Calls:
                 index, began = turns.running
                 left = began + self._timeout_s - time.perf_counter()
                 if left <= 0 and turns.found[index] is None:
-                    turns.ended = True
+                    turns.ended = turns.is_slow = True
                     turns.found[index] = _late(term, self._timeout_s)
                     break
                 await asyncio.wait({running}, timeout=max(left, SLOW_S))
         finally:
             turns.ended = True
             running.cancel()  # if it still runs: its thread ends after the call it is in
-        if not running.cancelled() and running.done():
+        if running.done():
             running.result()  # whoever interrupts the run is heard
-        if turns.is_slow or turns.found[-1] is None:
+        if turns.is_slow:
             self._slow.add(term.name)
         return list(turns.found)
 

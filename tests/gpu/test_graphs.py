@@ -225,6 +225,13 @@ def test_in_bfloat16_the_log_probs_are_those_of_the_trainer(kind: str, spread: f
     assert max(by_graph, by_plain) < 0.01
 
 
+@pytest.mark.parametrize("rows", [64, 256])  # attention has other programs than with few rows; those of 64 are split
+def test_many_rows_have_the_log_probs_of_the_trainer_too(rows: int) -> None:
+    lm, requests = model_of(dtype=torch.bfloat16), requests_of(rows, temperature=1.0)
+    with opened(lm, graphs=True, max_rows=rows, kv_tokens=rows * 128) as engine:
+        assert mean_difference(engine, requests, sample_all(engine, requests)) < 0.01
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 def test_in_bfloat16_an_adapters_log_probs_are_those_of_the_trainer(graphs: bool) -> None:
     lm, requests = model_of(dtype=torch.bfloat16, spread=0.1), requests_of(24, temperature=1.0)

@@ -147,7 +147,7 @@ async def test_attacks_without_namespaces(mode: Mode, name: str, tmp_path: Path)
     outcome, detail = BY_FILTERS[name]
     assert answer.outcome == outcome, answer
     assert detail in answer.detail
-    assert seen  # some of them may be gone before anyone looks
+    assert len(seen) >= (3 if name == "endless_sleep" else 1)  # of quick ones some are gone before anyone looks
     assert [process for process in seen if process.is_running()] == []
 
 
