@@ -6,6 +6,9 @@ from contextlib import contextmanager
 
 from transformers.utils import logging as transformers_logging
 
+# Python 3.12 starts with some hundred objects frozen; a program that freezes its libraries has a hundred thousand.
+FROZEN_BY_PYTHON = 10_000
+
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
@@ -27,7 +30,7 @@ def settled_objects() -> Iterator[None]:
 
     Where the program around us has frozen objects itself, that stays as it is: to unfreeze would unfreeze its own.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
         yield
         return
     gc.collect()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.model.quiet import settled_objects
+from headrace.model.quiet import FROZEN_BY_PYTHON, settled_objects
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,18 +26,19 @@ class Ring:
 
 
 def test_what_is_there_is_left_alone_and_what_comes_is_not() -> None:
-    assert gc.get_freeze_count() == 0
+    python_s_own = gc.get_freeze_count()
+    assert python_s_own < FROZEN_BY_PYTHON
     before = Ring()
     seen = weakref.ref(before)
     with settled_objects():
-        assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > FROZEN_BY_PYTHON
         del before
         gc.collect()
         assert seen() is not None
         later = weakref.ref(Ring())
         gc.collect()
         assert later() is None
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == python_s_own
     gc.collect()
     assert seen() is None
 
@@ -48,10 +49,23 @@ def test_garbage_of_before_is_not_kept() -> None:
         assert ring() is None
 
 
+def test_the_few_objects_that_python_freezes_itself_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts with some hundred: there the collector looked at everything all through a run."""
+    ring = Ring()
+    seen = weakref.ref(ring)
+    monkeypatch.setattr("headrace.model.quiet.gc.get_freeze_count", lambda: 375)
+    with settled_objects():
+        del ring
+        gc.collect()
+        assert seen() is not None
+    gc.collect()
+    assert seen() is None
+
+
 def test_a_failure_ends_it_too() -> None:
     with pytest.raises(ValueError, match="over"), settled_objects():
         raise ValueError("over")
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FROZEN_BY_PYTHON
 
 
 def test_what_the_program_itself_has_frozen_stays_frozen() -> None:
