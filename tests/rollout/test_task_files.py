@@ -1,6 +1,7 @@
 """Task definitions in reward-kit's shape: tasks, an environment with tools, a reward and a number of rollouts."""
 
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,39 @@ def test_a_query_without_end_is_stopped() -> None:
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n", (), "val"
         )
     assert database.execute("SELECT 7", (), "val") == 7
+    database.close()
+
+
+def test_the_state_of_a_database_is_known_after_a_query_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    database, other = (Database("CREATE TABLE t (a); INSERT INTO t VALUES (1)") for _ in range(2))
+    grow = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 5000) INSERT INTO t SELECT i FROM n"
+    database.execute(grow)
+    other.execute(grow)
+    monkeypatch.setattr("headrace.rollout.worlds.resources.MAX_SQL_STEPS", 2000)
+    with pytest.raises(Exception, match="interrupted"):
+        database.execute("UPDATE t SET a = a + 1")
+    assert database.key() == other.key()
+    with pytest.raises(Exception, match="interrupted"):
+        database.execute("SELECT max(a) FROM t", (), "val")  # queries are watched as before
+    for one in (database, other):
+        one.close()
+
+
+def test_the_state_of_a_database_is_known_whatever_pragmas_python_dumps_it_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.11's has table_info, which queries may ask for as well; Python 3.13's has foreign_key_check besides."""
+    assert Database("CREATE TABLE t (a)").execute("PRAGMA table_info(t)", (), "one")["name"] == "a"
+    monkeypatch.setattr(
+        "headrace.rollout.worlds.resources._allowed",
+        lambda code, *_: sqlite3.SQLITE_DENY if code == sqlite3.SQLITE_PRAGMA else sqlite3.SQLITE_OK,
+    )
+    database = Database("CREATE TABLE t (a)")
+    empty = database.key()
+    database.execute("INSERT INTO t VALUES (1)")
+    assert database.key() != empty
+    with pytest.raises(sqlite3.DatabaseError, match="not authorized"):
+        database.execute("PRAGMA table_info(t)")
     database.close()
 
 
