@@ -26,8 +26,8 @@ class Ring:
 
 
 def test_what_is_there_is_left_alone_and_what_comes_is_not() -> None:
-    python_s_own = gc.get_freeze_count()
-    assert python_s_own < FROZEN_BY_PYTHON
+    at_first = gc.get_freeze_count()
+    assert at_first < FROZEN_BY_PYTHON
     before = Ring()
     seen = weakref.ref(before)
     with settled_objects():
@@ -38,7 +38,7 @@ def test_what_is_there_is_left_alone_and_what_comes_is_not() -> None:
         later = weakref.ref(Ring())
         gc.collect()
         assert later() is None
-    assert gc.get_freeze_count() == python_s_own
+    assert gc.get_freeze_count() == at_first
     gc.collect()
     assert seen() is None
 
