@@ -1,4 +1,4 @@
-"""What the decode and RL benches share: a random model of the shape of Qwen2.5-1.5B, and the card at its best."""
+"""What the benches of this folder share: a random model of the shape of Qwen2.5-1.5B, and the card at its best."""
 
 import statistics
 import time
@@ -8,6 +8,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 151_936
+
+if not torch.cuda.is_available():  # before the kernels are imported: Triton may not be here either
+    raise SystemExit("this bench needs a GPU, and torch sees no CUDA device")
 
 
 def shape(**changes: object) -> Qwen2Config:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from qwen import VOCABULARY
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -31,7 +32,7 @@ from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, float_array, int_array
 
 QWEN_1_5B = Qwen2Config(
-    vocab_size=151936,
+    vocab_size=VOCABULARY,
     hidden_size=1536,
     intermediate_size=8960,
     num_hidden_layers=28,
