@@ -4,6 +4,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from headrace.algo.advantages.credit import METHODS
 from headrace.algo.losses import LOSSES
@@ -11,7 +12,6 @@ from headrace.algo.weights import WEIGHTINGS
 from headrace.config import ALGORITHMS, Config, Critic, Rl, check, load_config, to_mapping
 from headrace.errors import ConfigError
 from headrace.loops.critic import GAE_METHODS
-from headrace.observe.toml import to_toml
 
 RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "keys"\n'
 
@@ -64,7 +64,7 @@ def test_what_the_file_says_itself_wins(tmp_path: Path) -> None:
 
 def test_a_resolved_configuration_stays_what_it_is() -> None:
     config = load_config(RL, file="run.toml", overrides=["rl.algorithm=ppo", "rl.credit=turn_gae"])
-    assert load_config(to_toml(to_mapping(config)), file="config.toml") == config
+    assert load_config(tomli_w.dumps(to_mapping(config)), file="config.toml") == config
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +35,6 @@ from headrace.errors import ConfigError
 from headrace.infer.engine import min_kv_tokens
 from headrace.model import load as loading
 from headrace.observe.key_table import field_comments, key_table
-from headrace.observe.toml import to_toml
 
 RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "keys"\n'
 SFT = '[sft]\nsteps = 5\n[[sft.sources]]\ntype = "world"\nname = "keys"\n'
@@ -735,7 +735,7 @@ OPTIONS = st.dictionaries(
     )
 )
 def test_what_is_written_is_read_back_equal(config: Config) -> None:
-    assert load(to_toml(to_mapping(config))) == config
+    assert load(tomli_w.dumps(to_mapping(config))) == config
 
 
 def test_the_tree_is_frozen_to_its_leaves() -> None:

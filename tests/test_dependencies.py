@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NAMES = {"google": "protobuf"}  # imported by another name than installed by
+NAMES = {"google": "protobuf", "tomli_w": "tomli-w"}  # imported by another name than installed by
 WITH_TORCH = {"triton"}  # torch for CUDA brings it along, and only modules for CUDA import it
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import tomli_w
+
 from headrace.config import Config, Lora, RewardModel, Rl, Sft, algorithm_text, to_mapping
 from headrace.config.paths import is_url
 from headrace.config.tree import Metrics
@@ -26,7 +28,6 @@ from headrace.model.estimate import (
     training_memory,
 )
 from headrace.observe.alerts import AlertRule
-from headrace.observe.toml import to_toml
 
 KV_SLOTS, KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 
@@ -163,7 +164,7 @@ def explain_served(config: Config, *, file: str) -> str:
 
 
 def _written(config: Config, file: str, sections: Mapping[str, Iterable[str]]) -> str:
-    lines = [f"# {file} with every default filled in", to_toml(to_mapping(config)).strip()]
+    lines = [f"# {file} with every default filled in", tomli_w.dumps(to_mapping(config)).strip()]
     if config.metrics.sinks or config.metrics.alerts:
         sections = {**sections, "Metrics": _metrics(config.metrics)}
     for title, body in sections.items():

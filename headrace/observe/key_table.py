@@ -5,12 +5,12 @@ Types and defaults come from the dataclasses, meanings from the comments beside 
 
 import ast
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
 
 from headrace.config import tree
 from headrace.config.keys import default_of, describe, field_type, keys
-from headrace.observe.toml import to_toml
 
 
 def key_table() -> str:
@@ -51,4 +51,4 @@ def _default(cls: type, name: str) -> str:
         return ""  # its own keys have theirs
     if default in (None, {}, ()) or (isinstance(default, tuple) and is_dataclass(default[0])):
         return "unset"
-    return f"`{to_toml({'value': default}).removeprefix('value = ').strip()}`"
+    return f"`{json.dumps(default, ensure_ascii=False)}`"  # JSON and TOML write numbers, text and lists alike

@@ -101,7 +101,7 @@ class RunFolder:
         return self.rollouts / f"eval_{label}.jsonl"
 
     def write_config(self, text: str) -> None:
-        """The resolved configuration; see `headrace.observe.toml.to_toml`."""
+        """Write the resolved configuration, TOML text, to config.toml."""
         write_whole(self.config, text)
 
     def write_environment(self) -> None:

@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from headrace.config import Config, to_mapping
 from headrace.errors import CheckpointError, ConfigError, Interrupted, RunFolderError, boundary
 from headrace.model.deterministic import make_deterministic
@@ -20,7 +22,6 @@ from headrace.model.worker import leave_arithmetic_to_workers
 from headrace.observe.report import write_report
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import check_records
-from headrace.observe.toml import to_toml
 from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name, read_checkpoint
 from headrace.wiring.ahead import look_ahead
 from headrace.wiring.desk import Desk, Run
@@ -56,7 +57,7 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
             make_deterministic()
     if resume is None:
         run = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
-        run.write_config(to_toml(to_mapping(config)))
+        run.write_config(tomli_w.dumps(to_mapping(config)))
         run.write_environment()
     else:
         run = RunFolder.open(resume)
@@ -169,7 +170,7 @@ def _check_same_run(run: RunFolder, config: Config) -> None:
 
 def _without_address(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """As TOML tells it, with no more of the service than that there is one."""
-    told = tomllib.loads(to_toml(mapping))
+    told = tomllib.loads(tomli_w.dumps(mapping))
     model = {key: value for key, value in told["model"].items() if key not in ("service", "service_key_env")}
     return {**told, "model": {**model, **({"service": "there is one"} if "service" in told["model"] else {})}}
 

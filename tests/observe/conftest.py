@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import tomli_w
 from hypothesis import settings
 
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink
-from headrace.observe.toml import to_toml
 from headrace.observe.trajectories import save_trajectories
 from headrace.types import (
     Completion,
@@ -85,7 +85,7 @@ def make_run(root: Path, note: str = "") -> Path:
         "model": {"path": "tiny"},
         "rl": {"steps": 60, "rewards": [{"fn": "env"}, {"fn": "mine.py:score"}]},
     }
-    folder.write_config(to_toml(tree))
+    folder.write_config(tomli_w.dumps(tree))
     folder.write_environment()
     sink = JsonlSink(folder.metrics, stage="sft")
     sink.log(0, {"eval/pass@1": 0.0, "eval/pass@4": 0.02})
