@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NAMES = {"google": "protobuf", "tomli_w": "tomli-w"}  # imported by another name than installed by
+NAMES = {"google": "protobuf"}  # imported by another name than installed by
 WITH_TORCH = {"triton"}  # torch for CUDA brings it along, and only modules for CUDA import it
 
 
@@ -36,7 +36,9 @@ def test_every_package_that_is_imported_is_asked_for() -> None:
     for file in (ROOT / "headrace").rglob("*.py"):
         for name in imported(ast.parse(file.read_text()).body):
             if name not in sys.stdlib_module_names and name != "headrace" and name not in WITH_TORCH:
-                needed.setdefault(NAMES.get(name, name).lower(), []).append(str(file.relative_to(ROOT)))
+                needed.setdefault(NAMES.get(name, name).lower().replace("_", "-"), []).append(
+                    str(file.relative_to(ROOT))
+                )
     assert {"torch", "httpx", "typer"} <= needed.keys()
     missing = {name: files for name, files in needed.items() if name not in asked}
     assert not missing

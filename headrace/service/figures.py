@@ -1,8 +1,11 @@
-"""The figures of a service in the text format of Prometheus: of the whole server, and the last ones of its models."""
+"""The service's figures for Prometheus: of the whole server, and the last values of its models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from headrace.observe.prometheus import PREFIX, Family, exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headrace.observe.prometheus import PREFIX
 from headrace.service.access import Access
 from headrace.service.service import Service
 
@@ -22,26 +25,30 @@ HELP = {
 }
 
 
-def prometheus_text(
-    service: Service, access: Access, shown: Callable[[Mapping[str, str]], bool] = lambda labels: True
-) -> str:
-    """`shown` says, from its labels `model` and `owner`, whether a model is told of."""
-    gauges = {**service.figures(), "open_polls": access.num_polls, "lost_records": service.telemetry.num_lost}
-    counters = {
-        "training_requests_total": service.trainer.clock,
-        "sampled_tokens_total": service.sampling.num_tokens,
-        "refused_total": access.num_refused,
-    }
-    families = [Family(name=PREFIX + name, help=HELP[name], samples=[((), value)]) for name, value in gauges.items()]
-    families += [
-        Family(name=PREFIX + name, help=HELP[name], samples=[((), value)], kind="counter")
-        for name, value in counters.items()
-    ]
-    seconds = [((("kind", kind),), spent) for kind, spent in sorted(service.trainer.seconds.items())]
-    told = Family(
-        name=f"{PREFIX}training_seconds_total",
-        help="time that training requests took, by kind",
-        samples=seconds,
-        kind="counter",
-    )
-    return exposition([*families, told, *service.telemetry.gauges.families(shown)])
+class ServiceCollector(Collector):
+    """Collect the figures of a service at each scrape; `shown` chooses models by their labels `model` and `owner`."""
+
+    def __init__(
+        self, service: Service, access: Access, shown: Callable[[Mapping[str, str]], bool] = lambda labels: True
+    ) -> None:
+        self._service, self._access, self._shown = service, access, shown
+
+    def collect(self) -> Iterator[Metric]:
+        service, access = self._service, self._access
+        gauges = {**service.figures(), "open_polls": access.num_polls, "lost_records": service.telemetry.num_lost}
+        counters = {
+            "training_requests_total": service.trainer.clock,
+            "sampled_tokens_total": service.sampling.num_tokens,
+            "refused_total": access.num_refused,
+        }
+        for name, value in gauges.items():
+            yield GaugeMetricFamily(PREFIX + name, HELP[name], value=value)
+        for name, value in counters.items():
+            yield CounterMetricFamily(PREFIX + name, HELP[name], value=value)
+        seconds = CounterMetricFamily(
+            f"{PREFIX}training_seconds_total", "time that training requests took, by kind", labels=["kind"]
+        )
+        for kind, spent in sorted(service.trainer.seconds.items()):
+            seconds.add_metric([kind], spent)
+        yield seconds
+        yield from service.telemetry.gauges.families(self._shown)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.responses import FileResponse, RedirectResponse, Response
 
-from headrace.observe.prometheus import MEDIA_TYPE
 from headrace.service import bodies
 from headrace.service.access import Access, Tenant
-from headrace.service.figures import prometheus_text
+from headrace.service.figures import ServiceCollector
 from headrace.service.futures import Done
 from headrace.service.host import AdapterSpec
 from headrace.service.records import Checkpoint, Kind, Model, check_ttl, checkpoint_path, rank_of, split_path
@@ -299,7 +299,7 @@ def _beside(routes: APIRouter, service: Service, access: Access, who: Any) -> No
     @routes.get("/metrics")
     async def metrics(who: Tenant = who) -> Response:
         """Of the whole server, and of the caller's own models."""
-        text = prometheus_text(
+        collector = ServiceCollector(
             service, access, lambda labels: labels["owner"] == who.name and labels["model"] != SERVER
         )
-        return PlainTextResponse(text, media_type=MEDIA_TYPE)
+        return Response(generate_latest(collector), media_type=CONTENT_TYPE_PLAIN_0_0_4)

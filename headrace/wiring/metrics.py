@@ -2,17 +2,19 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.registry import Collector
 
 from headrace.config import Config, to_mapping
 from headrace.config.tree import Alert, Metrics
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.alerts import AlertRule, AlertSink
 from headrace.observe.datadog import DatadogAgent, DatadogSink
-from headrace.observe.prometheus import Exporter, Gauges, Labels, PrometheusSink, exposition
+from headrace.observe.prometheus import Exporter, Gauges, Labels, PrometheusSink
 from headrace.observe.sinks import JsonlSink, SpareSink, TeeSink, TensorBoardSink
 from headrace.observe.wandb_sink import WandbSink
 from headrace.observe.webhook import Webhook
@@ -38,15 +40,15 @@ class Told:
 
 
 class Outlets:
-    """What [metrics] asks for, opened once: a scrape endpoint, webhooks. Each stage or model gets sinks over it.
+    """Open what [metrics] asks for, once: a scrape endpoint, webhooks. Each stage or model gets sinks over it.
 
-    `text` is what the endpoint answers; without it, the last values of what is logged. Raises ConfigError for what
-    cannot be opened: a port that is taken, an environment variable that is not set.
+    The endpoint serves what `collector` collects; without one, the last values of what is logged. Raises ConfigError
+    for what cannot be opened: a port that is taken, an environment variable that is not set, a missing package.
     """
 
-    def __init__(self, metrics: Metrics, *, text: Callable[[], str] | None = None) -> None:
+    def __init__(self, metrics: Metrics, *, collector: Collector | None = None) -> None:
         self._metrics = metrics
-        self._gauges = Gauges() if text is None else None
+        self._gauges = Gauges() if collector is None else None
         self._rules = [_rule(number, alert) for number, alert in enumerate(metrics.alerts)]
         self._webhooks = {url: Webhook(url) for url in {rule.webhook for rule in self._rules} if url is not None}
         self._seen = set[str]()  # metrics of alerts that were in a record
@@ -55,7 +57,9 @@ class Outlets:
         self.exporter: Exporter | None = None
         if "prometheus" in metrics.sinks:
             c = metrics.prometheus
-            self.exporter = Exporter(text or self._last_values, host=c.host, port=c.port)
+            scraped = collector or self._gauges
+            assert scraped is not None
+            self.exporter = Exporter(scraped, host=c.host, port=c.port)
 
     def sinks(self, told: Told) -> list[MetricSink]:
         """Those that `metrics.sinks` names, and the alerts; each can fail without the run."""
@@ -75,10 +79,6 @@ class Outlets:
             self._datadog.close()
         if self.exporter is not None:
             self.exporter.close()
-
-    def _last_values(self) -> str:
-        assert self._gauges is not None
-        return exposition(self._gauges.families())
 
     def _open(self, name: str, told: Told) -> MetricSink:
         c = self._metrics

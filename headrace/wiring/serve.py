@@ -19,7 +19,7 @@ from headrace.rollout.worlds import WORLDS
 from headrace.service.access import Access, HashedKey, hash_key, new_key
 from headrace.service.alone import only_server
 from headrace.service.app import make_app
-from headrace.service.figures import prometheus_text
+from headrace.service.figures import ServiceCollector
 from headrace.service.host import FULL_COPIES
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal, put
@@ -88,7 +88,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
             rewards=rewards,
         )
         access = Access(keys)
-        outlets = Outlets(config.metrics, text=lambda: prometheus_text(service, access))
+        outlets = Outlets(config.metrics, collector=ServiceCollector(service, access))
         with contextlib.closing(host), contextlib.closing(outlets), contextlib.closing(telemetry):
             renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
             app = make_app(service, access, flags=dict(config.flags), renderer=renderer)

@@ -1,9 +1,10 @@
-"""The text format is what Prometheus' own parser reads back; the endpoint is asked over a real socket."""
+"""Prometheus' own parser reads what is collected; the endpoint is asked over a real socket."""
 
 import doctest
 import math
 import socket
 import string
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
@@ -12,39 +13,35 @@ from types import ModuleType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.errors import ConfigError
-from headrace.observe import alerts, datadog, prometheus
-from headrace.observe.prometheus import (
-    Exporter,
-    Family,
-    Gauges,
-    PrometheusSink,
-    exposition,
-    prometheus_name,
-)
+from headrace.observe import alerts, prometheus
+from headrace.observe.prometheus import Exporter, Gauges, PrometheusSink, prometheus_name
 
 RL, SFT = (("stage", "rl"),), (("stage", "sft"),)
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What Prometheus' own parser makes of it; a value that is told twice is our bug."""
+def parsed(text: str) -> Samples:
+    """Parse the text format; the same sample twice is an error of ours."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    found = {(sample.name, frozenset(sample.labels.items())): float(sample.value) for sample in samples}
-    assert len(found) == len(samples)
-    return found
+    by_key = {(sample.name, frozenset(sample.labels.items())): float(sample.value) for sample in samples}
+    assert len(by_key) == len(samples)
+    return by_key
 
 
-def text_of(gauges: Gauges) -> str:
-    return exposition(gauges.families())
+def collected(gauges: Gauges) -> Samples:
+    return parsed(generate_latest(gauges).decode())
 
 
 def labelled(pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
     return frozenset(pairs)
 
 
-@pytest.mark.parametrize("module", [prometheus, datadog, alerts], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [prometheus, alerts], ids=lambda module: module.__name__)
 def test_examples_in_docstrings_run(module: ModuleType) -> None:
     tried = doctest.testmod(module)
     assert tried.attempted
@@ -58,7 +55,7 @@ def test_the_last_value_of_each_stage_is_told() -> None:
     rl.log(1, {"loss/total": 1.0, "eval/pass@1": 0.25})
     rl.log(2, {"loss/total": math.inf})
     rl.close()
-    assert parsed(text_of(gauges)) == {
+    assert collected(gauges) == {
         ("headrace_loss_total", labelled(SFT)): 2.0,
         ("headrace_step", labelled(SFT)): 7.0,
         ("headrace_loss_total", labelled(RL)): math.inf,
@@ -70,7 +67,7 @@ def test_the_last_value_of_each_stage_is_told() -> None:
 def test_metrics_whose_names_prometheus_cannot_tell_apart_keep_their_own_in_a_label() -> None:
     gauges = Gauges()
     gauges.put(RL, 1, {"eval/pass@1": 0.25, "eval/pass_1": 0.75})
-    found = parsed(text_of(gauges))
+    found = collected(gauges)
     assert found["headrace_eval_pass_1", labelled([*RL, ("metric", "eval/pass@1")])] == 0.25
     assert found["headrace_eval_pass_1", labelled([*RL, ("metric", "eval/pass_1")])] == 0.75
 
@@ -82,7 +79,7 @@ def test_metrics_whose_names_prometheus_cannot_tell_apart_keep_their_own_in_a_la
 def test_any_name_number_and_label_is_read_back(values: dict[str, float], label: str) -> None:
     gauges = Gauges()
     gauges.put((("stage", label),), 3, values)
-    found = parsed(text_of(gauges))
+    found = collected(gauges)
     assert len(found) == len(values) + 1
     assert {dict(labels)["stage"] for _, labels in found} == {label}
     by_name: dict[str, list[float]] = {}
@@ -97,7 +94,7 @@ def test_sources_that_were_not_heard_of_for_longest_make_room() -> None:
     gauges = Gauges(max_sources=2)
     for number in (0, 1, 0, 2):
         gauges.put((("model", str(number)),), number, {"loss/total": float(number)})
-    kept = {dict(labels)["model"] for _, labels in parsed(text_of(gauges))}
+    kept = {dict(labels)["model"] for _, labels in collected(gauges)}
     assert kept == {"0", "2"}
 
 
@@ -106,27 +103,42 @@ def test_only_what_is_to_be_shown_is_told() -> None:
     for owner in ("alice", "bob"):
         gauges.put((("owner", owner),), 1, {"loss/total": 1.0})
     families = gauges.families(lambda labels: labels["owner"] == "bob")
-    assert {dict(labels)["owner"] for _, labels in parsed(exposition(families))} == {"bob"}
-
-
-def test_counters_are_counters() -> None:
-    family = Family(name="headrace_refused_total", help="requests\nrefused", samples=[((), 3)], kind="counter")
-    (read,) = text_string_to_metric_families(exposition([family]))
-    assert (read.type, read.documentation) == ("counter", "requests\nrefused")
+    assert {sample.labels["owner"] for family in families for sample in family.samples} == {"bob"}
 
 
 def test_a_run_is_scraped_while_it_trains_and_not_after_it() -> None:
     gauges = Gauges()
-    exporter = Exporter(lambda: text_of(gauges), host="127.0.0.1", port=0)
-    gauges.put(RL, 5, {"reward/mean": 0.5})
+    exporter = Exporter(gauges, host="127.0.0.1", port=0)
+    gauges.put(RL, 5, {"reward/mean": 0.5, "loss/total": math.inf})
     with urllib.request.urlopen(exporter.url, timeout=30) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        assert parsed(answer.read().decode())["headrace_reward_mean", labelled(RL)] == 0.5
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(exporter.url.replace("/metrics", "/"), timeout=30)
+        text = answer.read().decode()
+    assert "# HELP headrace_reward_mean reward/mean\n" in text
+    assert parsed(text)["headrace_reward_mean", labelled(RL)] == 0.5
+    accepts = urllib.request.Request(exporter.url, headers={"Accept": "application/openmetrics-text;version=1.0.0"})
+    with urllib.request.urlopen(accepts, timeout=30) as answer:
+        families = list(open_metrics_families(answer.read().decode()))
+    values = {(sample.name, sample.labels["stage"]): sample.value for family in families for sample in family.samples}
+    assert values == {
+        ("headrace_reward_mean", "rl"): 0.5,
+        ("headrace_loss_total", "rl"): math.inf,
+        ("headrace_step", "rl"): 5.0,
+    }
     exporter.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(exporter.url, timeout=30)
+
+
+def test_a_scraper_that_hangs_up_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    exporter = Exporter(Gauges(), host="127.0.0.1", port=0)
+    port = int(exporter.url.rsplit(":", 1)[1].removesuffix("/metrics"))
+    with socket.create_connection(("127.0.0.1", port)) as scraper:
+        scraper.send(b"GET /met")
+        scraper.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets the connection
+    with urllib.request.urlopen(exporter.url, timeout=30) as answer:
+        assert answer.status == 200
+    exporter.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
@@ -135,4 +147,4 @@ def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"nothing can listen on 127.0.0.1:{port} .*choose another port"):
-            Exporter(lambda: "", host="127.0.0.1", port=port)
+            Exporter(Gauges(), host="127.0.0.1", port=port)
