@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from headrace.config.tree import Alert, Metrics
 
-_PACKAGES = ("tensorboard", "wandb")  # sinks that are a package of that name; the others need none
+_PACKAGES = ("tensorboard", "wandb", "datadog")  # sinks that need the extra of the same name
 
 
 def metrics_problems(metrics: Metrics) -> Iterator[str]:

@@ -1,95 +1,75 @@
-"""Metrics for Datadog: DogStatsD datagrams over UDP to an agent, written here, without a package of theirs.
+"""Metrics for Datadog, through its own client (the extra `datadog`): DogStatsD gauges over UDP to an agent.
 
-Nothing waits for an agent and nothing fails without one: the numbers are in metrics.jsonl in any case, and that nobody
-listens is said once.
+A run neither waits for an agent nor fails without one: the numbers are in metrics.jsonl in any case, and a missing
+agent is reported once in the log.
 """
 
+import importlib
 import logging
 import math
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 1432  # of a datagram: fits an Ethernet frame, as Datadog's own clients have it
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_.]")
-_NOT_A_TAG = re.compile(r"[\s,|#]")
-
-
-def dogstatsd_lines(prefix: str, values: Mapping[str, float], tags: Sequence[str]) -> Iterator[str]:
-    """One gauge for each value; NaN and infinities are left out, because an agent refuses them.
-
-    >>> list(dogstatsd_lines("headrace", {"eval/pass@1": 0.5, "loss/total": float("nan")}, ["stage:rl"]))
-    ['headrace.eval.pass_1:0.5|g|#stage:rl']
-    """
-    told = ",".join(_NOT_A_TAG.sub("_", tag) for tag in tags)
-    end = f"|#{told}" if told else ""
-    for name, value in sorted(values.items()):
-        if math.isfinite(value):
-            yield f"{prefix}.{_NOT_A_NAME.sub('_', name.replace('/', '.'))}:{float(value)!r}|g{end}"
-
-
-def datagrams(lines: Iterable[str], *, max_bytes: int = MAX_BYTES) -> Iterator[bytes]:
-    """Whole lines in as few datagrams as hold them; a line that is too long for any goes alone."""
-    held, size = list[bytes](), 0
-    for line in (text.encode() for text in lines):
-        if held and size + 1 + len(line) > max_bytes:
-            yield b"\n".join(held)
-            held, size = [], 0
-        size += len(line) + (1 if held else 0)
-        held.append(line)
-    if held:
-        yield b"\n".join(held)
 
 
 class DatadogAgent:
-    """Where datagrams go; one for all sinks, so that an agent that is absent is told of once. `send` never waits."""
+    """Send gauges to an agent; all sinks share one, so that a missing agent is reported once."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._where = f"{host}:{port}"
-        self._told = False
-        self._socket: socket.socket | None = None
+        self._address, self._warned = f"{host}:{port}", False
+        self._client: Any = None
+        logging.getLogger("datadog.dogstatsd").setLevel(logging.ERROR)  # it would report every datagram that is lost
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            self._socket = socket.socket(family, kind, protocol)
-            self._socket.setblocking(False)
-            self._socket.connect(address)  # so that a machine that refuses is heard of
+            ip = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][4][0]  # once, not before every datagram
         except OSError as exc:
-            self._absent(exc)
-
-    def send(self, datagram: bytes) -> None:
-        if self._socket is None:
+            self._warn_once(str(exc))
             return
-        try:
-            self._socket.send(datagram)
-        except OSError as exc:  # refused, unreachable, or a full buffer: this datagram is lost, the next may not be
-            self._absent(exc)
+        self._client = importlib.import_module("datadog.dogstatsd.base").DogStatsd(
+            host=ip,
+            port=port,
+            disable_buffering=False,
+            flush_interval=0,  # no thread of its own: `send` flushes
+            disable_telemetry=True,
+            origin_detection_enabled=False,
+            track_instance=False,
+        )
+
+    def send(self, prefix: str, values: Mapping[str, float], tags: Sequence[str]) -> None:
+        """Send gauges `<prefix>.<area>.<name>`. NaN and infinities are left out, because an agent refuses them."""
+        if self._client is None:
+            return
+        for name, value in sorted(values.items()):
+            if math.isfinite(value):
+                name = _NOT_A_NAME.sub("_", name.replace("/", "."))
+                self._client.gauge(f"{prefix}.{name}", float(value), tags=list(tags))
+        if not self._client.flush():
+            self._warn_once("the last datagram was not delivered")
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._client is not None:
+            self._client.close_socket()
+            self._client = None
 
-    def _absent(self, exc: OSError) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "no Datadog agent takes metrics at %s (%s): they are in metrics.jsonl, and sent again when one listens",
-                self._where,
-                exc,
-            )
+    def _warn_once(self, reason: str) -> None:
+        if not self._warned:
+            message = "no Datadog agent takes metrics at %s (%s): they are in metrics.jsonl, and sent when one listens"
+            logger.warning(message, self._address, reason)
+            self._warned = True
 
 
 class DatadogSink:
-    """Gauges `<prefix>.<area>.<name>` with `tags`; `<prefix>.step` says how far the run is."""
+    """Log gauges `<prefix>.<area>.<name>` with `tags`; `<prefix>.step` is the step of the record."""
 
     def __init__(self, agent: DatadogAgent, *, prefix: str, tags: Sequence[str]) -> None:
         self._agent, self._prefix, self._tags = agent, prefix, tuple(tags)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for datagram in datagrams(dogstatsd_lines(self._prefix, {**values, "step": float(step)}, self._tags)):
-            self._agent.send(datagram)
+        self._agent.send(self._prefix, {**values, "step": float(step)}, self._tags)
 
     def close(self) -> None:
-        """The agent is whoever's it is."""
+        """Leave the agent open: other sinks share it."""

@@ -21,6 +21,7 @@ REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "peft", "accel
 OPTIONAL: Mapping[str, str] = {
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
+    "datadog": "metrics in Datadog",
     "pynvml": "how busy a GPU is, in the metrics",
     "pyarrow": "Parquet sources",
     "datasets": "saved Hugging Face dataset folders",

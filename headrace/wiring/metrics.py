@@ -43,7 +43,7 @@ class Outlets:
     """Open what [metrics] asks for, once: a scrape endpoint, webhooks. Each stage or model gets sinks over it.
 
     The endpoint serves what `collector` collects; without one, the last values of what is logged. Raises ConfigError
-    for what cannot be opened: a port that is taken, an environment variable that is not set, a missing package.
+    for what cannot be opened: a port that is taken, an environment variable that is not set.
     """
 
     def __init__(self, metrics: Metrics, *, collector: Collector | None = None) -> None:

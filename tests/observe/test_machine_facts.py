@@ -46,6 +46,7 @@ def test_doctor_looks_for_the_packages_of_every_extra() -> None:
     looked_for = {
         "tensorboard": {"tensorboard"},
         "wandb": {"wandb"},
+        "datadog": {"datadog"},
         "gpu": {"pynvml"},
         "parquet": {"pyarrow"},
         "datasets": {"datasets"},

@@ -92,7 +92,7 @@ def _received(agent: socket.socket) -> Iterator[str]:
     """What lies in the socket's buffer, line by line."""
     while True:
         try:
-            yield from agent.recv(65536).decode().split("\n")
+            yield from agent.recv(65536).decode().splitlines()
         except BlockingIOError:
             return
 
@@ -174,13 +174,14 @@ def test_what_cannot_work_is_one_sentence(text: str, sentence: str, tmp_path: Pa
         load_checked(tmp_path / "run.toml", [], command="train")
 
 
+@pytest.mark.parametrize("name", ["wandb", "datadog"])
 def test_a_sink_without_its_package_is_answered_with_the_pip_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "run.toml").write_text(CONFIG)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'headrace[wandb]'")):
-        load_checked(tmp_path / "run.toml", ['metrics.sinks=["wandb"]'], command="train")
+    with pytest.raises(ConfigError, match=re.escape(f"pip install 'headrace[{name}]'")):
+        load_checked(tmp_path / "run.toml", [f'metrics.sinks=["{name}"]'], command="train")
 
 
 def test_a_run_may_go_on_with_other_sinks(logged: Logged) -> None:
