@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from statistics import fmean
 
 WIDTH, HEIGHT = 480.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 24.0, 40.0
@@ -85,24 +86,13 @@ def points(steps: Iterable[tuple[int, float]], *, limit: int = MAX_POINTS) -> tu
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Straight lines fitted around each point over about a twelfth of the curve, nearer points counting more.
+    """Average each value with as many neighbours on either side, over about a sixth of the curve and fewer at its ends.
 
-    A line rather than a mean, so that a slope is followed without lag and the ends are not bent.
+    Windows are symmetric, so a straight line stays as it is.
     """
-    reach = max(2, len(values) // 12)
-    smoothed = []
-    for centre in range(len(values)):
-        radius = max(reach, 2 * reach - centre, 2 * reach - (len(values) - 1 - centre))  # as many points at the ends
-        near = range(max(0, centre - radius), min(len(values), centre + radius + 1))
-        weights = [1.0 - abs(index - centre) / (radius + 1) for index in near]
-        total = math.fsum(weights)
-        mean_x = math.fsum(w * (index - centre) for w, index in zip(weights, near, strict=True)) / total
-        mean_y = math.fsum(w * values[index] for w, index in zip(weights, near, strict=True)) / total
-        spread = [w * (index - centre - mean_x) for w, index in zip(weights, near, strict=True)]
-        rise = math.fsum(s * values[index] for s, index in zip(spread, near, strict=True))
-        run = math.fsum(s * (index - centre) for s, index in zip(spread, near, strict=True))
-        smoothed.append(mean_y - rise / run * mean_x)
-    return smoothed
+    reach, last = max(2, len(values) // 12), len(values) - 1
+    reaches = [min(reach, index, last - index) for index in range(len(values))]
+    return [fmean(values[index - near : index + near + 1]) for index, near in enumerate(reaches)]
 
 
 def is_noisy(values: Sequence[float]) -> bool:
@@ -147,26 +137,18 @@ def round_ticks(low: float, high: float, about: int) -> tuple[float, ...]:
 
 
 def panels(series: Sequence[Series]) -> tuple[Panel, ...]:
-    """Stages with data, side by side in the order of the run: width grows with the square root of the number of steps,
-    so that a short stage beside a long one can still be read."""
+    """Stages with data, side by side in the order of the run, all of the same width."""
     spans: dict[str, tuple[int, int]] = {}
     for stage in dict.fromkeys(stage for one in series for stage in one.stages):
         all_points = [point for one in series for point in one.stages.get(stage, ())]
         if all_points:
             spans[stage] = (min(point.first for point in all_points), max(point.last for point in all_points))
-    weights = {stage: math.sqrt(high - low + 1) for stage, (low, high) in spans.items()}
-    total = sum(weights.values())
-    weights = {
-        stage: max(weight, 0.4 * total) for stage, weight in weights.items()
-    }  # a third of the width for the shorter
-    total = sum(weights.values())
-    room = WIDTH - LEFT - RIGHT - STAGE_GAP * (len(spans) - 1)
-    made, left = [], LEFT
-    for stage, (low, high) in spans.items():
-        right = left + room * weights[stage] / total
-        made.append(Panel(stage=stage, first=low, last=high, left=left, right=right))
-        left = right + STAGE_GAP
-    return tuple(made)
+    pitch = (WIDTH - LEFT - RIGHT + STAGE_GAP) / max(1, len(spans))
+    lefts = [LEFT + index * pitch for index in range(len(spans))]
+    return tuple(
+        Panel(stage=stage, first=first, last=last, left=left, right=left + pitch - STAGE_GAP)
+        for left, (stage, (first, last)) in zip(lefts, spans.items(), strict=True)
+    )
 
 
 def number(value: float) -> str:

@@ -82,6 +82,11 @@ def test_smoothing_keeps_a_straight_line(start: float, slope: float, size: int) 
     assert smooth(line) == pytest.approx(line, abs=1e-9)
 
 
+def test_smoothing_averages_neighbours() -> None:
+    # 5 values: a reach of 2, and less at the ends: 6, (6 + 0 + 3) / 3, (6 + 0 + 3 + 0 + 6) / 5, (3 + 0 + 6) / 3, 6
+    assert smooth([6.0, 0.0, 3.0, 0.0, 6.0]) == pytest.approx([6.0, 3.0, 3.0, 3.0, 6.0])
+
+
 def test_only_a_long_curve_that_goes_up_and_down_is_noisy() -> None:
     assert is_noisy([0.0, 1.0] * 20)
     assert not is_noisy([0.0, 1.0] * 5)
@@ -98,7 +103,7 @@ def test_stages_stand_side_by_side_in_the_order_of_the_run() -> None:
     assert left.left == LEFT
     assert right.right == pytest.approx(WIDTH - RIGHT)
     assert left.right < right.left
-    assert right.right - right.left > 0.3 * (WIDTH - LEFT - RIGHT)
+    assert right.right - right.left == pytest.approx(left.right - left.left)
 
 
 def test_a_curve_goes_from_corner_to_corner() -> None:
