@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from headrace.config import Config, Rl, Source
 from headrace.observe.select import CHOICES
-from headrace.rollout.load_function import load_function
+from headrace.user_code import load_function
 from headrace.wiring.objective import make_correction, make_keys, make_loss
 from headrace.wiring.rewards import check_rewards
 from headrace.wiring.rollouts import make_filters, make_keep

@@ -7,7 +7,7 @@ from headrace.config import Critic, Rl
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.select import CHOICES, Selection, chosen
 from headrace.observe.trajectories import About, Saved, save_trajectories
-from headrace.rollout.load_function import load_function
+from headrace.user_code import load_function
 from headrace.types import CreditedEpisode, Group
 
 Record = Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None]

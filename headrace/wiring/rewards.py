@@ -25,7 +25,7 @@ from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
 from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH, GroupTerm, RewardFn, Term, length
 from headrace.reward.truncation import CutOff, Truncation
-from headrace.reward.verdict import Alignment
+from headrace.reward.alignment import Alignment
 from headrace.train.scorer import FrozenScorer
 from headrace.types import IntArray, SamplingParams
 from headrace.wiring.models import load_policy, load_scalar, whole
