@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from headrace import names
 from headrace.algo.shaping import overlong_penalty
 from headrace.errors import ConfigError, RewardError
 from headrace.types import Episode, Reward
 
 Verdict = float | bool | Reward | Mapping[str, Any]
 RewardFn = Callable[[Episode], Verdict | Awaitable[Verdict]]
-
-JUDGE = "judge"  # in `rl.rewards`: a language model behind an endpoint, see `judge.py`
-FORMAT = "format"  # see `format.py`
-LENGTH = "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +96,7 @@ BUILTIN: Mapping[str, RewardFn] = {
     "reasoning_gym": reasoning_gym,
     "valid_actions": valid_actions,
 }
+assert tuple(BUILTIN) == names.BUILTIN_REWARDS
 
 
 def last_answer(episode: Episode) -> str:
