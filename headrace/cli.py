@@ -273,7 +273,7 @@ def verify(
 
     Losses, gradients, log-probs, masks, groups and restarts are measured; a failed one is named and the exit code is 1.
     """
-    from headrace.config.paths import NAMED_MODELS
+    from headrace.names import NAMED_MODELS
 
     if model is not None and model not in NAMED_MODELS and not (Path(model) / "config.json").is_file():
         raise ConfigError(f"{model} is no model: give a Hugging Face folder (with config.json) or smollm2-135m")
@@ -482,7 +482,8 @@ def _weights(texts: list[str]) -> dict[str, float]:
 
 def played_by(policy: str) -> str:
     """The override that has this model play; raises ConfigError when it is none."""
-    from headrace.config.paths import NAMED_MODELS, remote_name
+    from headrace.config.paths import remote_name
+    from headrace.names import NAMED_MODELS
 
     here = policy not in NAMED_MODELS and remote_name(policy) is None
     if policy == "tiny" or (here and not Path(policy).is_dir()):
@@ -503,28 +504,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         text = file.read_text(encoding="utf-8")
     base = file.absolute().parent
     config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
-
-    from headrace.algo.advantages.credit import METHODS
-    from headrace.algo.losses import LOSSES
-    from headrace.algo.weights import WEIGHTINGS
-    from headrace.loops.critic import GAE_METHODS
-    from headrace.reward.by_model import NAME as REWARD_MODEL
-    from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH
-    from headrace.rollout.filters import FILTERS
-    from headrace.rollout.worlds import WORLDS
-
-    check(
-        config,
-        file=str(file),
-        base=base,
-        command=command,
-        losses=LOSSES,
-        credits=(*METHODS, *GAE_METHODS),
-        weightings=WEIGHTINGS,
-        worlds=WORLDS,
-        rewards=(*BUILTIN, REWARD_MODEL, JUDGE, LENGTH, FORMAT),
-        filters=FILTERS,
-    )
+    check(config, file=str(file), base=base, command=command)
     if config.rl is not None:
         _check_objective(config.rl, file=str(file))
     config = absolute_paths(config, base=base)
@@ -561,8 +541,9 @@ def _check_objective(rl: "Rl", *, file: str) -> None:
 
 def _check_model_type(path: str) -> None:
     """Raises ModelError for a model folder whose config.json describes a kind that is not supported."""
-    from headrace.config.paths import NAMED_MODELS, remote_name
+    from headrace.config.paths import remote_name
     from headrace.model.support import check_supported
+    from headrace.names import NAMED_MODELS
 
     if path not in NAMED_MODELS and remote_name(path) is None:
         described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))

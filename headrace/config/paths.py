@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.config.tree import Config, Critic, RewardModel, RewardTerm, Rl, Sft, Source
+from headrace.names import NAMED_MODELS
 
 Stage = TypeVar("Stage", Sft, RewardModel)
-NAMED_MODELS = ("tiny", "smollm2-135m")
 REMOTE = "openai:"  # before the name of a model that is not here
 SERVICE_STATE = "service.json"  # in a checkpoint whose weights a service keeps: says where
 

@@ -56,12 +56,13 @@ from headrace.model.direct import direct_forward
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.packed import forget, linear
 from headrace.model.worker import Worker
+from headrace.names import ROW_ALIGN, min_kv_tokens
 from headrace.types import Completion, FloatArray, Folder, IntArray, SampleRequest, Stop, WeightsHandle
 
 R = TypeVar("R")
 CLOSED = "the engine is closed"
 NO_ADAPTER = "the adapter to sample with is not loaded here, or no longer"
-ALIGN = 8  # rows of a matrix product, see the module docstring
+ALIGN = ROW_ALIGN  # rows of a matrix product, see the module docstring
 FIRST_SLOT_TOKENS = 128
 READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
 QUIET_S, MOST_QUIET_S = 0.004, 0.1  # without another request after the first ones, and until then at most
@@ -746,11 +747,6 @@ class EmbeddedEngine:
 def _decode_rows(decoding: list[tuple[int, Sampling]]) -> int:
     """Rows of a step that decode, with those in between that have nothing to say."""
     return -(-(decoding[-1][0] + 1) // ALIGN) * ALIGN if decoding else 0
-
-
-def min_kv_tokens(longest: int) -> int:
-    """The smallest KV budget with room for a sequence of `longest` tokens: slots come in eights."""
-    return ALIGN * _round_up(longest + 1)
 
 
 def default_kv_tokens(max_rows: int, longest: int) -> int:

@@ -39,7 +39,6 @@ from headrace.types import (
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 SAID = ("loss/total", "loss/explained_variance")  # the first is critic/value; the second is of the whole step before it
-GAE_METHODS = {"token_gae": token_gae, "turn_gae": turn_gae}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +191,7 @@ def _after(layout: Layout, values: Sequence[FloatArray]) -> Floats:
 def _gae(layout: Layout, rewards_T: Floats, values_T: Floats, bootstrap_E: Floats, c: CriticSettings) -> Gae:
     if c.credit == "turn_gae":
         return turn_gae(rewards_T, values_T, layout.turns_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
+    assert c.credit == "token_gae", c.credit
     sampled_T = layout.turns_T != NOT_SAMPLED
     return token_gae(rewards_T, values_T, sampled_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
 

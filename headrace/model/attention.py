@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from headrace.model import cuda
+from headrace.names import KV_ROUND
 
 NAME = "headrace"
 
@@ -163,7 +164,7 @@ class Cached:
 Context = Packed | Cached
 BLOCK = 128  # positions whose values are added in one product
 NARROW = 16  # width of a head below which torch has other ways for small products than for large ones
-ROUND = 64  # cached lengths are read in multiples of this
+ROUND = KV_ROUND  # cached lengths are read in multiples of this
 
 
 def attend(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import ConfigError, ModelError
+from headrace.names import SMOLLM2_CONTEXT, SMOLLM2_WIDTH
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
@@ -56,7 +57,7 @@ class Shape:
 
 SMOLLM2_135M = Shape(
     model_type="llama",
-    width=576,
+    width=SMOLLM2_WIDTH,
     layers=30,
     heads=9,
     kv_heads=3,
@@ -64,8 +65,8 @@ SMOLLM2_135M = Shape(
     mlp_width=1536,
     vocabulary=49152,
     tied=True,
-    context=8192,
-    norm_sizes=(576, 576),
+    context=SMOLLM2_CONTEXT,
+    norm_sizes=(SMOLLM2_WIDTH, SMOLLM2_WIDTH),
 )
 
 

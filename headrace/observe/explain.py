@@ -27,9 +27,8 @@ from headrace.model.estimate import (
     num_parameters,
     training_memory,
 )
+from headrace.names import min_kv_tokens
 from headrace.observe.alerts import AlertRule
-
-KV_SLOTS, KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,7 @@ def _kv_room(config: Config) -> KvRoom:
     if config.engine.kv_tokens is not None or not wanted:
         return KvRoom(wanted=wanted, least=wanted)
     longest = wanted // (2 * config.engine.max_rows)
-    least = KV_SLOTS * -(-(longest + 1) // KV_ROUND) * KV_ROUND
+    least = min_kv_tokens(longest)
     return KvRoom(wanted=max(wanted, least), least=least)
 
 

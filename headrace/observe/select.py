@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace import names
 from headrace.errors import ConfigError, boundary
 from headrace.types import CreditedEpisode
 
-ALL, FAILURES, TOP_ADVANTAGE = "all", "failures", "top_advantage"
-CHOICES = (ALL, FAILURES, TOP_ADVANTAGE)  # of `rl.save.which`, besides a user's function
+ALL, FAILURES, TOP_ADVANTAGE = names.SAVED_EPISODES
 
 Predicate = Callable[[CreditedEpisode], object]
 

@@ -8,8 +8,6 @@ from headrace.errors import RewardError
 from headrace.reward.terms import RewardFn
 from headrace.types import Episode, IntArray, int_array
 
-NAME = "reward_model"  # in `rl.rewards`
-
 
 def reward_by_model(score: Callable[[IntArray], Awaitable[float]], *, max_tokens: int) -> RewardFn:
     """The score of the tokens that the engine saw and sampled, up to the last one: training and judging see the same.

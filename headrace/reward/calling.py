@@ -2,19 +2,16 @@
 
 Knows the shapes that reward functions have elsewhere (docs/authoring-rewards.md). Runs on both sides of the wall, so it
 needs the standard library only; numpy and the package's own types are imported when a function asks for an episode.
-Everything here is trusted as little as the function it calls: numbers are checked on the other side, in `verdict.py`.
+Everything here is trusted as little as the function it calls: numbers are checked on the other side, in `result.py`.
 """
 
 import asyncio
 import copy
-import hashlib
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,8 +20,9 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
-from headrace.reward import shim
-from headrace.reward.answers import plain_verdict
+from headrace.reward.compat import reward_kit
+from headrace.reward.result import parse_result
+from headrace.user_code import find_function, import_file
 
 Row = Mapping[str, Any]  # one episode as JSON: see `rows.py`
 ENTRY = "evaluate"  # the function of a folder's main.py
@@ -69,15 +67,15 @@ class RewardFunction:
         """
         rows = argument["rows"]
         if self.shape.takes_group:
-            return [plain_verdict(answer) for answer in _listed(self._called(rows), len(rows))]
+            return [parse_result(answer) for answer in _listed(self._called(rows), len(rows))]
         if len(rows) == 1:
-            return [plain_verdict(self._called(rows))]
+            return [parse_result(self._called(rows))]
         return [self._tried(row) for row in rows]
 
     def _tried(self, row: Row) -> dict[str, Any]:
         try:
             with boundary(RewardError, row["id"]):
-                return plain_verdict(self._called([row]))
+                return parse_result(self._called([row]))
         except HeadraceError as exc:
             return {"invalid": str(exc)}
 
@@ -103,7 +101,7 @@ def _listed(answers: Any, count: int) -> list[Any]:
 
 def load(target: Mapping[str, Any]) -> RewardFunction:
     """`target`: "spec", and maybe "kwargs" and "alone" (this process is only for it: its folder goes on the path)."""
-    shim.install()
+    reward_kit.install()
     function = find(target["spec"], alone=target.get("alone", False))
     shape = shape_of(function)
     if target.get("alone") and _left(function, "resources"):
@@ -132,40 +130,13 @@ def find(spec: str, *, alone: bool) -> Callable[..., Any]:
         place, name = spec, ""
     path = Path(place)
     if path.is_dir():
-        return _named(_import_file(path / "main.py", alone=alone), name or ENTRY, spec)
+        return find_function(import_file(path / "main.py", own_process=alone), name or ENTRY, spec=spec)
     if place.endswith(".py"):
-        module = _import_file(path, alone=alone)
-        return _named(module, name, spec) if name else _only_decorated(module, spec)
+        module = import_file(path, own_process=alone)
+        return find_function(module, name, spec=spec) if name else _only_decorated(module, spec)
     if not colon:
         place, _, name = spec.rpartition(".")
-    return _named(importlib.import_module(place), name, spec)
-
-
-def _import_file(path: Path, *, alone: bool) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}: correct the path of the reward function")
-    digest = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
-    name = f"headrace_user_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if alone:
-        sys.path.insert(0, str(path.parent))
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
-    found.loader.exec_module(module)
-    return module
-
-
-def _named(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ConfigError(f'"{spec}": there is no function {name}; there are {", ".join(own) or "none"}')
-    found: Callable[..., Any] = function
-    return found
+    return find_function(importlib.import_module(place), name, spec=spec)
 
 
 def _only_decorated(module: ModuleType, spec: str) -> Callable[..., Any]:
@@ -177,7 +148,7 @@ def _only_decorated(module: ModuleType, spec: str) -> Callable[..., Any]:
     if len(decorated) != 1:
         names = ", ".join(name for name, _ in decorated) or "none"
         raise ConfigError(f'"{spec}" has not exactly one decorated function ({names}): write "file.py:function"')
-    return _named(module, decorated[0][0], spec)
+    return find_function(module, decorated[0][0], spec=spec)
 
 
 def _unmet(requirements: Sequence[str]) -> list[str]:
@@ -403,4 +374,4 @@ def _as_annotated(function: Callable[..., Any], values: dict[str, Any]) -> dict[
     if _left(function, "mode"):
         return values  # the decorator does it
     hints = _hints(function)
-    return {name: shim.as_annotated(hints.get(name), value) for name, value in values.items()}
+    return {name: reward_kit.as_annotated(hints.get(name), value) for name, value in values.items()}

@@ -10,7 +10,8 @@ import time
 from collections.abc import Awaitable, Sequence
 
 from headrace.errors import HeadraceError, Interrupted, RewardError, boundary
-from headrace.reward.terms import GroupTerm, Term, Verdict, as_reward
+from headrace.reward.alignment import as_reward
+from headrace.reward.terms import GroupTerm, Term, Verdict
 from headrace.types import Episode, Reward
 
 SLOW_S = 0.01
@@ -90,7 +91,7 @@ class _Turns:
         try:
             with boundary(RewardError, f"reward {self._term.name}"):
                 verdict = self._term.fn(episode)
-            return verdict if inspect.isawaitable(verdict) else as_reward(verdict, num_steps=len(episode.steps))
+                return verdict if inspect.isawaitable(verdict) else as_reward(verdict, episode)
         except Interrupted:
             raise
         except HeadraceError as exc:
@@ -110,7 +111,7 @@ async def call_term(
                     verdict = await asyncio.to_thread(term.fn, episode) if term.is_plain else term.fn(episode)
                 if inspect.isawaitable(verdict):
                     verdict = await verdict
-        return as_reward(verdict, num_steps=len(episode.steps))
+            return as_reward(verdict, episode)
     except Interrupted:
         raise
     except HeadraceError as exc:

@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from headrace.errors import ConfigError, RewardError, RolloutError
+from headrace.reward.alignment import as_reward
 from headrace.reward.calls import Calls, of_term
-from headrace.reward.terms import GroupTerm, Term, as_reward
+from headrace.reward.terms import GroupTerm, Term
 from headrace.reward.truncation import Truncation
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
@@ -143,7 +144,7 @@ def summed(
 ) -> ScoredEpisode | FailedEpisode:
     total = combine(terms, rewards, num_steps=len(episode.steps))
     try:
-        as_reward(total, num_steps=len(episode.steps))  # a sum of finite numbers can overflow
+        as_reward(total, episode)  # a sum of finite numbers can overflow
     except RewardError as exc:
         return failed(episode, exc)
     return ScoredEpisode(episode=episode, reward=total)

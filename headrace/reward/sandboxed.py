@@ -10,12 +10,12 @@ from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
 from headrace.reward import calling
+from headrace.reward.alignment import Alignment, reward_of
 from headrace.reward.calling import Shape
 from headrace.reward.rows import row_of
 from headrace.reward.sandbox.limits import Answer, Layer, Limits, Outcome, may_fork, missing
 from headrace.reward.sandbox.pool import Sandbox, Settings, Worker, readable_paths, warn_once
 from headrace.reward.terms import GroupTerm
-from headrace.reward.verdict import Alignment, reward_of
 from headrace.types import Episode, Reward
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""One reward function: what it may return, and the ones that come with the package.
+"""One reward function as a term of the sum, and the functions that come with the package.
 
 A reward function takes an episode and says how good it was; when it cannot tell, it raises, and the episode is left
 out. Zero means bad, never unknown.
@@ -6,24 +6,18 @@ out. Zero means bad, never unknown.
 
 import importlib
 import inspect
-import math
-import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from headrace import names
 from headrace.algo.shaping import overlong_penalty
 from headrace.errors import ConfigError, RewardError
 from headrace.types import Episode, Reward
 
 Verdict = float | bool | Reward | Mapping[str, Any]
 RewardFn = Callable[[Episode], Verdict | Awaitable[Verdict]]
-
-JUDGE = "judge"  # in `rl.rewards`: a language model behind an endpoint, see `judge.py`
-FORMAT = "format"  # see `format.py`
-LENGTH = "length"
-TOTAL_KEYS = ("score", "total")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,59 +49,6 @@ class GroupTerm:
     judge: Callable[[Sequence[Episode]], Awaitable[Sequence[Reward | RewardError]]]
     weight: float = 1.0
     close: Callable[[], Awaitable[None]] = _nothing
-
-
-def as_reward(verdict: object, *, num_steps: int) -> Reward:
-    """What a reward function returned, as a Reward: a bool is also a success; a dict has "score" (or "total"), may have
-    "success" and "steps", and its other numbers are parts. Raises RewardError on anything else or not finite."""
-    if isinstance(verdict, Reward):
-        reward = verdict
-    elif isinstance(verdict, Mapping):
-        reward = _from_mapping(verdict)
-    else:
-        plain = _plain(verdict)
-        reward = Reward(total=_number(verdict, "a reward"), success=plain if isinstance(plain, bool) else None)
-    if not all(map(math.isfinite, (reward.total, *reward.parts.values(), *(reward.steps or ())))):
-        raise RewardError(f"the reward {reward.total} or one of its parts is not a finite number")
-    if reward.steps is not None and len(reward.steps) != num_steps:
-        raise RewardError(f"there are {len(reward.steps)} step rewards for {num_steps} steps: return one per step")
-    return reward
-
-
-def _from_mapping(verdict: Mapping[str, Any]) -> Reward:
-    key = next((key for key in TOTAL_KEYS if key in verdict), None)
-    if key is None:
-        raise RewardError(f'a reward given as a dict needs "score"; this one has {", ".join(verdict) or "nothing"}')
-    success = verdict.get("success")
-    if success is not None and not isinstance(success, bool):
-        raise RewardError(f'"success" of a reward is {success!r}: it must be True, False or None')
-    steps = verdict.get("steps")
-    return Reward(
-        total=_number(verdict[key], f'"{key}"'),
-        parts={
-            name: _number(value, f'"{name}"')
-            for name, value in verdict.items()
-            if name not in (key, "success", "steps")
-        },
-        steps=None if steps is None else tuple(_number(step, "a step reward") for step in steps),
-        success=success,
-    )
-
-
-def _number(value: object, what: str) -> float:
-    plain = _plain(value)
-    if not isinstance(plain, numbers.Real):
-        raise RewardError(f"{what} must be a number, not a {type(value).__name__}")
-    try:
-        return float(plain)
-    except OverflowError:
-        return math.inf  # which is no reward
-
-
-def _plain(value: object) -> object:
-    """The Python number inside a numpy scalar, a 0-d array or a 0-d tensor; anything else as it is."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
 # --- the ones that come with the package -----------------------------------------------------------------------------
@@ -155,6 +96,7 @@ BUILTIN: Mapping[str, RewardFn] = {
     "reasoning_gym": reasoning_gym,
     "valid_actions": valid_actions,
 }
+assert tuple(BUILTIN) == names.BUILTIN_REWARDS
 
 
 def last_answer(episode: Episode) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace import names
 from headrace.errors import ConfigError, RolloutError, boundary
 from headrace.types import Group
 
@@ -105,6 +106,7 @@ FILTERS: Mapping[str, Callable[..., Filter]] = {
     "length": length,
     "success_rate": success_rate,
 }
+assert tuple(FILTERS) == names.FILTERS
 
 
 def named_filter(name: str, options: Mapping[str, Any]) -> Filter:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from headrace import names
 from headrace.errors import RolloutError, boundary
 from headrace.types import Group
 
@@ -21,6 +22,7 @@ def mean_reward(group: Group) -> float:
 
 
 SCORES: Mapping[str, Score] = {"reward_spread": reward_spread, "mean_reward": mean_reward}
+assert tuple(SCORES) == names.GROUP_SCORES
 
 
 @dataclass(frozen=True, slots=True)

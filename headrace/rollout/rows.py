@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from headrace.config import Source
 from headrace.errors import ConfigError, DataError, boundary
-from headrace.rollout.load_function import load_function
+from headrace.user_code import load_function
 
 MAX_ROWS = 5_000_000  # an endless generator ends here, with an error
 

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headrace.config import find_path
 from headrace.errors import ConfigError, DataError, boundary
 from headrace.protocols import Env
-from headrace.rollout.load_function import load_module
 from headrace.rollout.rows import rows_of
 from headrace.rollout.sources import parse_prompt
 from headrace.rollout.worlds import WORLDS, world_tasks
@@ -34,6 +33,7 @@ from headrace.rollout.worlds.resources import (
 )
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.types import Message, Task
+from headrace.user_code import load_module
 
 RESOURCES = ("PythonStateResource", "SQLResource")
 SQL_KEYS = ("db_type", "db_name", "schema_file", "seed_data_file", "schema_sql", "seed_sql")

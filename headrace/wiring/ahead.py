@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from headrace.config import Config, Rl, Source
-from headrace.observe.select import CHOICES
-from headrace.rollout.load_function import load_function
+from headrace.names import SAVED_EPISODES
+from headrace.user_code import load_function
 from headrace.wiring.objective import make_correction, make_keys, make_loss
 from headrace.wiring.rewards import check_rewards
 from headrace.wiring.rollouts import make_filters, make_keep
@@ -39,7 +39,7 @@ def _check_functions(rl: Rl) -> None:
     make_filters(rl)
     make_keep(rl.asynchronous)
     make_env_of(rl.tasks)
-    own = None if rl.save.which in CHOICES else rl.save.which
+    own = None if rl.save.which in SAVED_EPISODES else rl.save.which
     for name in (rl.generate_fn, rl.program, own):
         if name is not None:
             load_function(name)

@@ -16,7 +16,7 @@ from headrace.loops.arrays import Score, scored_by_backend, scored_on_thread, wa
 from headrace.loops.critic import Critic, CriticSettings
 from headrace.loops.trust import COEF, TrustRegion
 from headrace.loops.update import Updater
-from headrace.reward.by_model import NAME as REWARD_MODEL
+from headrace.names import REWARD_MODEL
 from headrace.service.reference_client import REFERENCE_KEY, RemoteReference
 from headrace.train.scorer import FrozenScorer
 from headrace.train.torch_backend import TorchBackend

@@ -16,7 +16,6 @@ from headrace.model import cuda
 from headrace.model.compiled import compile_layers
 from headrace.model.estimate import SMOLLM2_135M, place, read_shape
 from headrace.model.load import (
-    SMOLLM2,
     LanguageModel,
     choose_device,
     choose_dtype,
@@ -28,6 +27,7 @@ from headrace.model.lora import add_lora
 from headrace.model.scalar import load_scalar_model
 from headrace.model.tiny import save_tiny
 from headrace.model.worker import Worker
+from headrace.names import SMOLLM2
 from headrace.observe.explain import plan
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS

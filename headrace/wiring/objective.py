@@ -14,9 +14,9 @@ from headrace.config import Optimizer, Rl
 from headrace.config.paths import split_sum
 from headrace.errors import ConfigError
 from headrace.loops.arrays import Correction, available_arrays, check_objective, takes_behaviour_weights
-from headrace.rollout.load_function import load_function
 from headrace.train.schedule import make_schedule
 from headrace.types import Adam, LossSpec
+from headrace.user_code import load_function
 
 VALUE_TERM = "shared_value"
 

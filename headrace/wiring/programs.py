@@ -9,9 +9,9 @@ from headrace.config import Rl
 from headrace.render import Renderer
 from headrace.rollout.group import GenerateFn
 from headrace.rollout.journal import JournalSampler
-from headrace.rollout.load_function import load_function
 from headrace.rollout.programs import Endpoint, program_fn
 from headrace.types import Episode, SamplingParams, Task
+from headrace.user_code import load_function
 
 
 class Programs:

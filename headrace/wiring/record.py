@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from headrace.config import Critic, Rl
+from headrace.names import SAVED_EPISODES
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.select import CHOICES, Selection, chosen
+from headrace.observe.select import Selection, chosen
 from headrace.observe.trajectories import About, Saved, save_trajectories
-from headrace.rollout.load_function import load_function
 from headrace.types import CreditedEpisode, Group
+from headrace.user_code import load_function
 
 Record = Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None]
 
@@ -18,7 +19,7 @@ def make_record(c: Rl, folder: RunFolder) -> Record:
     which = c.save.which
     selection = Selection(
         every=c.save.every,
-        which=which if which in CHOICES else load_function(which),
+        which=which if which in SAVED_EPISODES else load_function(which),
         every_episode=c.save.every_episode,
         top=c.save.top,
         whole_groups=c.save.whole_groups,

@@ -14,28 +14,26 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.algo.advantages.by_values import GAE_METHODS, check_gae, credit_by_values
+from headrace.algo.advantages.by_values import check_gae, credit_by_values
 from headrace.algo.advantages.credit import METHODS, check_method, credit
 from headrace.algo.advantages.keys import Keys, KeysFn, default_keys
 from headrace.algo.lookup import hint, lookup
 from headrace.config import Config, RewardRunner, RewardTerm, Rl, Source, absolute_paths, load_config
 from headrace.config.paths import find_path, is_code_path, split_function
 from headrace.errors import ConfigError, RewardError
+from headrace.names import CREDITS, CRITIC_CREDITS, JUDGE, REWARD_MODEL, REWARDS
 from headrace.observe.files import write_whole
 from headrace.observe.lines import EpisodeLine, MethodLine, iter_raw, parse_line
 from headrace.observe.recredited import Comparison, compare_credit
 from headrace.observe.trajectories import About, episode_of, outline_of, recredited, token_values_of
 from headrace.observe.view_catalog import find_file, group_of
 from headrace.reward import calling
-from headrace.reward.by_model import NAME as REWARD_MODEL
 from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, shape_told
-from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH, GroupTerm, Term
+from headrace.reward.terms import GroupTerm, Term
 from headrace.types import CreditedEpisode, Episode, FailedEpisode, Group, ScoredEpisode, TokenValues, float_array
 from headrace.wiring.rewards import close_terms, make_terms, term_name
-
-OWN = (*BUILTIN, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # the package's rewards
 
 GroupKey = tuple[int | None, str]  # training step, group
 EpisodeKey = tuple[int | None, str]  # training step, episode
@@ -89,7 +87,7 @@ async def _recredit(c: Recredit, file: Path, out: Path) -> Result:
         raise ConfigError(f"{file} has no episodes to compare")
     _check_whole(before, file, partial=c.partial)
     method = _method(c, before, file)
-    known = _all_known(values, before, method, file) if method.method in GAE_METHODS else {}
+    known = _all_known(values, before, method, file) if method.method in CRITIC_CREDITS else {}
     judged = await _judged(c, asked, file)
     results = _credited_by_values(judged, known, method) if known else _credited(judged, before, method)
     about = About(method=method.method, params=method.params, group_sizes=_sizes(results.values()))
@@ -215,12 +213,12 @@ def _check_term(term: RewardTerm) -> None:
             f'a judge is a language model: write --reward \'{{ fn = "{JUDGE}", kwargs = {{ url = ..., model = ..., '
             'rubric = ... } }\', or path = "FOLDER" for one that is loaded here'
         )
-    if term.fn in OWN:
+    if term.fn in REWARDS:
         return
     if place.endswith(".py") and find_path(place, Path.cwd()) is None:
         raise ConfigError(f"there is no file {place}: give --reward a Python file, or file.py:function")
     if not place:
-        raise ConfigError(f"--reward {term.fn} is not known: write file.py, file.py:function, or {', '.join(OWN)}")
+        raise ConfigError(f"--reward {term.fn} is not known: write file.py, file.py:function, or {', '.join(REWARDS)}")
 
 
 def _config(c: Recredit, terms: tuple[RewardTerm, ...]) -> Config:
@@ -231,7 +229,7 @@ def _config(c: Recredit, terms: tuple[RewardTerm, ...]) -> Config:
 
 
 def _takes_tokens(term: RewardTerm, c: Recredit) -> bool:
-    if term.fn in OWN:
+    if term.fn in REWARDS:
         return term.fn == REWARD_MODEL
     rl = _config(c, (term,)).rl
     assert rl is not None
@@ -252,12 +250,12 @@ def _method(c: Recredit, lines: Sequence[EpisodeLine], file: Path) -> MethodLine
     name = c.method or (own.method if own is not None else None)
     if name is None:
         raise ConfigError(f"{file} was not credited: say how with --credit, one of {', '.join(METHODS)}")
-    if name not in GAE_METHODS:
-        lookup(dict.fromkeys((*METHODS, *GAE_METHODS)), name, "credit method")
-    alike = own is not None and (own.method == name or {own.method, name} <= set(GAE_METHODS))
+    if name not in CRITIC_CREDITS:
+        lookup(dict.fromkeys(CREDITS), name, "credit method")
+    alike = own is not None and (own.method == name or {own.method, name} <= set(CRITIC_CREDITS))
     kept = dict(own.params) if own is not None and alike else {}
     method = MethodLine(method=name, params={**kept, **(c.params or {})})
-    if name not in GAE_METHODS:
+    if name not in CRITIC_CREDITS:
         check_method(method.method, method.params)
     elif check_gae(method.method, method.params)["kl_coef"] not in (0.0, kept.get("kl_coef", 0.0)):
         was = f"{kept['kl_coef']:g}, which it was, or 0" if kept.get("kl_coef") else "0: no KL is in the file"
@@ -282,7 +280,7 @@ def _credited(
 def _values(line: EpisodeLine, asked: str | None) -> TokenValues | None:
     """What a critic said of an episode: of every token, or, for turn_gae, where each step began; None: not there."""
     method = asked or (line.credit.method if line.credit is not None else None)
-    if method not in GAE_METHODS or line.failed is not None:
+    if method not in CRITIC_CREDITS or line.failed is not None:
         return None
     known = token_values_of(line)
     if known is not None or method == "token_gae" or line.value_after is None:

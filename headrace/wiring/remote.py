@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config, Lora, Model, length_problems
-from headrace.config.paths import NAMED_MODELS, SERVICE_STATE
+from headrace.config.paths import SERVICE_STATE
 from headrace.config.service_checks import service_layers
 from headrace.errors import BackendError, ConfigError
 from headrace.loops.keeper import Store
 from headrace.model.tokens import Tokens, load_tokenizer
+from headrace.names import NAMED_MODELS
 from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler

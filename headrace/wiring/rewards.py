@@ -13,8 +13,9 @@ from headrace.config.paths import is_code_path
 from headrace.errors import ConfigError, ModelError, boundary
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.scalar import is_scalar_folder
+from headrace.names import FORMAT, JUDGE, LENGTH, REWARD_MODEL
 from headrace.render import Renderer
-from headrace.reward.by_model import NAME as REWARD_MODEL
+from headrace.reward.alignment import Alignment
 from headrace.reward.by_model import reward_by_model
 from headrace.reward.format import SPEC as FORMAT_SPEC
 from headrace.reward.format import matches
@@ -23,9 +24,8 @@ from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.limits import Limits
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
-from headrace.reward.terms import BUILTIN, FORMAT, JUDGE, LENGTH, GroupTerm, RewardFn, Term, length
+from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term, length
 from headrace.reward.truncation import CutOff, Truncation
-from headrace.reward.verdict import Alignment
 from headrace.train.scorer import FrozenScorer
 from headrace.types import IntArray, SamplingParams
 from headrace.wiring.models import load_policy, load_scalar, whole

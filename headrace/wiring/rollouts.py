@@ -10,10 +10,10 @@ from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.filters import FILTERS, Filter, named_filter
 from headrace.rollout.group import play_group
 from headrace.rollout.keep import SCORES, Keep, KeepBest, KeepFirst
-from headrace.rollout.load_function import load_function
 from headrace.rollout.meter import Meter
 from headrace.rollout.settings import AsyncSettings, Interrupt, StaleAction
 from headrace.rollout.tasks import TaskSource
+from headrace.user_code import load_function
 from headrace.wiring.desk import Desk
 from headrace.wiring.play import ending, make_sampling
 from headrace.wiring.rewards import make_reward_runner, make_truncation

@@ -9,11 +9,12 @@ import torch
 from fastapi import FastAPI
 
 from headrace.errors import ConfigError, boundary
-from headrace.infer.engine import default_kv_tokens, min_kv_tokens
+from headrace.infer.engine import default_kv_tokens
 from headrace.model.estimate import Shape, kv_bytes_per_token, num_parameters, shape_of
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
 from headrace.model.quiet import no_progress_bars
 from headrace.model.tiny import save_tiny
+from headrace.names import min_kv_tokens
 from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.service.access import Access, HashedKey, hash_key, new_key

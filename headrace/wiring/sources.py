@@ -16,7 +16,6 @@ from headrace.rollout.conversations import (
     prompt_of,
     with_system_message,
 )
-from headrace.rollout.load_function import load_function
 from headrace.rollout.preferences import Pair, load_pairs
 from headrace.rollout.sources import load_tasks, with_system
 from headrace.rollout.task_files import TaskDefinition, load_task_definition
@@ -24,6 +23,7 @@ from headrace.rollout.tasks import filter_prompts, overlap
 from headrace.rollout.worlds import WORLDS, demonstrated_tasks, world_demonstrations, world_pairs, world_tasks
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.types import Message, Task
+from headrace.user_code import load_function
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,7 @@ import pytest
 from test_anchor_keys import group, step, walk
 from test_gigpo import E1, Plain, table
 
-from headrace.algo.advantages.credit import STEP_METHODS
 from headrace.algo.advantages.health import Findings, anchor_findings, group_findings
-from headrace.algo.advantages.keys import KEYS
-from headrace.config.credit_checks import ANCHORS, STEP_CREDITS
 from headrace.types import Group
 
 
@@ -93,8 +90,3 @@ def test_an_episode_without_a_peer_is_worth_a_warning() -> None:
     assert name == "single"
     assert "1 of 1 groups have one episode" in sentence
     assert group_findings(alone, mixed_versions=False, compared=False) == Findings()
-
-
-def test_the_configuration_knows_the_anchors_and_the_methods_that_ask_for_them() -> None:
-    assert tuple(KEYS) == ANCHORS
-    assert tuple(STEP_METHODS) == STEP_CREDITS

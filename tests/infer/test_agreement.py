@@ -15,8 +15,9 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
 from headrace.model import head
 from headrace.model.attention import Packed
-from headrace.model.load import SMOLLM2, LanguageModel, load_model, prepare, smollm2_package
+from headrace.model.load import LanguageModel, load_model, prepare, smollm2_package
 from headrace.model.tiny import make_model, make_tokenizer
+from headrace.names import SMOLLM2
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Completion, Datum, ForwardOut, SampleRequest, float_array, int_array
 from infer.engines import LIMIT_S, WORDS, opened, request_of, sample_all, small_model

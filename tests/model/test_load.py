@@ -17,7 +17,6 @@ from headrace.errors import ConfigError, ModelError
 from headrace.model import load
 from headrace.model.attention import Packed
 from headrace.model.load import (
-    SMOLLM2,
     LanguageModel,
     choose_device,
     choose_dtype,
@@ -28,6 +27,7 @@ from headrace.model.load import (
     smollm2_folder,
 )
 from headrace.model.tiny import make_model, make_tokenizer, save_tiny
+from headrace.names import SMOLLM2
 
 SHAPE = {"width": 16, "layers": 2, "heads": 4, "kv_heads": 2, "context": 32, "seed": 5}
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])

@@ -7,12 +7,10 @@ import pytest
 import rollout_world as world
 
 from headrace.config import Rl, Source, load_config
-from headrace.config.checks import SAVED
 from headrace.config.tree import Save
 from headrace.errors import ConfigError
 from headrace.observe.lines import iter_lines
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.select import CHOICES
 from headrace.wiring.record import make_record
 
 Saves = Callable[..., list[str] | None]
@@ -68,8 +66,7 @@ def test_a_lean_file_says_so_and_knows_the_size_of_its_groups(saved: Saves, tmp_
     assert first.group_size == 3, "of which one is saved"
 
 
-def test_the_configuration_knows_the_same_names() -> None:
-    assert SAVED == CHOICES
+def test_a_file_says_which_episodes_are_saved() -> None:
     config = load_config('[rl]\nsteps = 1\n[rl.tasks]\ntype = "world"\n[rl.save]\nwhich = "failures"', file="run.toml")
     assert config.rl is not None
     assert config.rl.save == Save(which="failures")

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.observe.select import CHOICES, Selection, chosen
+from headrace.names import SAVED_EPISODES
+from headrace.observe.select import Selection, chosen
 from headrace.types import (
     Completion,
     CreditedEpisode,
@@ -70,7 +71,7 @@ def test_which_training_steps_are_kept() -> None:
 
 
 def test_failed_episodes_go_with_all_and_with_failures() -> None:
-    assert [which for which in CHOICES if Selection(which=which).takes_failed] == ["all", "failures"]
+    assert [which for which in SAVED_EPISODES if Selection(which=which).takes_failed] == ["all", "failures"]
     assert not Selection(which=lambda kept: True).takes_failed
 
 
@@ -83,7 +84,7 @@ def test_a_function_that_fails_says_where() -> None:
 
 
 @given(
-    st.sampled_from(CHOICES),
+    st.sampled_from(SAVED_EPISODES),
     st.integers(1, 4),
     st.integers(1, 6),
     st.booleans(),

@@ -11,8 +11,8 @@ from reward_episodes import episode
 
 from headrace.config import RewardTerm
 from headrace.reward import calling
+from headrace.reward.alignment import Alignment, reward_of
 from headrace.reward.rows import row_of
-from headrace.reward.verdict import Alignment, reward_of
 from headrace.types import Episode, Reward
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "authoring-rewards.md").read_text(encoding="utf-8")

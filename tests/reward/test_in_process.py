@@ -178,8 +178,8 @@ async def _hangs(played: Episode) -> float:
     ("fn", "reason"),
     [
         (_raises, "reward mine: KeyError: 'answer'"),
-        (lambda played: None, "reward mine: a reward must be a number, not a NoneType"),
-        (lambda played: float("nan"), "reward mine: the reward nan or one of its parts is not a finite number"),
+        (lambda played: None, "reward mine: it returned None, which means that it could not tell"),
+        (lambda played: float("nan"), "reward mine: the score is nan, which is not a finite number"),
         (BUILTIN["exact_match"], 'reward mine: task t has no "answer" in its data: map a column to it'),
     ],
 )

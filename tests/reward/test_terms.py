@@ -1,81 +1,17 @@
-"""What reward functions may return, and the built-in ones."""
+"""The reward functions that come with the package."""
 
-import numpy as np
 import pytest
 import reasoning_gym
-import torch
-from hypothesis import given, settings
-from hypothesis.strategies import booleans, dictionaries, floats, sampled_from
 from reward_episodes import episode
 
 from headrace.errors import RewardError
-from headrace.reward.terms import BUILTIN, as_reward
+from headrace.reward.alignment import as_reward
+from headrace.reward.terms import BUILTIN
 from headrace.types import Episode, Reward
 
 
-@pytest.mark.parametrize(
-    ("verdict", "reward"),
-    [
-        (0.5, Reward(total=0.5)),
-        (2, Reward(total=2.0)),
-        (True, Reward(total=1.0, success=True)),
-        (False, Reward(total=0.0, success=False)),
-        (np.float32(0.25), Reward(total=0.25)),
-        (np.bool_(True), Reward(total=1.0, success=True)),
-        (torch.tensor(0.75), Reward(total=0.75)),
-        ({"score": 1, "format": 0.5}, Reward(total=1.0, parts={"format": 0.5})),
-        ({"total": 0.5, "success": True, "steps": [0, 0.5]}, Reward(total=0.5, steps=(0.0, 0.5), success=True)),
-        (Reward(total=3.0, steps=(1.0, 2.0)), Reward(total=3.0, steps=(1.0, 2.0))),
-    ],
-)
-def test_every_way_to_say_a_reward_is_understood(verdict: object, reward: Reward) -> None:
-    assert as_reward(verdict, num_steps=2) == reward
-
-
-@pytest.mark.parametrize(
-    ("verdict", "says"),
-    [
-        (None, "must be a number, not a NoneType"),
-        ("1.0", "must be a number, not a str"),
-        (1j, "must be a number, not a complex"),
-        (np.ones(2), "must be a number, not a ndarray"),
-        (float("nan"), "not a finite number"),
-        (float("-inf"), "not a finite number"),
-        (Reward(total=float("nan")), "not a finite number"),
-        ({"score": 1.0, "format": float("inf")}, "not a finite number"),
-        ({"format": 1.0}, 'needs "score"; this one has format'),
-        ({}, 'needs "score"; this one has nothing'),
-        ({"score": None}, '"score" must be a number'),
-        ({"score": 1.0, "success": 1}, '"success" of a reward is 1'),
-        ({"score": 1.0, "steps": [1.0]}, "1 step rewards for 2 steps"),
-        (Reward(total=1.0, steps=(0.0, 0.0, 1.0)), "3 step rewards for 2 steps"),
-    ],
-)
-def test_what_is_no_reward_is_refused_with_a_reason(verdict: object, says: str) -> None:
-    with pytest.raises(RewardError, match=says):
-        as_reward(verdict, num_steps=2)
-
-
-@settings(deadline=None)
-@given(
-    floats(-10, 10),
-    dictionaries(sampled_from(["format", "length"]), floats(-10, 10)),
-    sampled_from([None, True, False]),
-)
-def test_a_dict_and_a_reward_say_the_same(total: float, parts: dict[str, float], success: bool | None) -> None:
-    said = as_reward({"score": total, "success": success, **parts}, num_steps=1)
-    assert said == as_reward(Reward(total=total, parts=parts, success=success), num_steps=1)
-
-
-@settings(deadline=None)
-@given(booleans())
-def test_only_a_bool_is_a_verdict_by_itself(right: bool) -> None:
-    assert as_reward(right, num_steps=1).success is right
-    assert as_reward(float(right), num_steps=1).success is None
-
-
 def _score(name: str, played: Episode) -> Reward:
-    return as_reward(BUILTIN[name](played), num_steps=len(played.steps))
+    return as_reward(BUILTIN[name](played), played)
 
 
 def test_env_adds_up_what_the_environment_gave() -> None:

@@ -11,19 +11,14 @@ from hypothesis import strategies as st
 from rollout_groups import group
 from test_executor import Script
 
-from headrace.config.checks import SCORES as CHECKED_SCORES
 from headrace.errors import RolloutError
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.filters import reward_spread
-from headrace.rollout.keep import SCORES, KeepBest, KeepFirst, mean_reward
+from headrace.rollout.keep import KeepBest, KeepFirst, mean_reward
 from headrace.rollout.keep import reward_spread as spread
 from headrace.rollout.publish import Publisher
 from headrace.rollout.settings import AsyncSettings
 from headrace.types import Group, Task
-
-
-def test_the_scores_that_a_file_may_name_are_those_there_are() -> None:
-    assert tuple(SCORES) == CHECKED_SCORES
 
 
 def test_scores_by_hand() -> None:

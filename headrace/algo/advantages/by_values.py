@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace import names
 from headrace.algo.advantages.gae import Gae, token_gae, turn_gae
 from headrace.algo.advantages.groups import Floats, Ints, whitened
 from headrace.algo.advantages.table import step_table
@@ -16,7 +17,6 @@ from headrace.algo.lookup import check_numbers
 from headrace.errors import ConfigError
 from headrace.types import CreditedEpisode, Group, ScoredEpisode, TokenValues
 
-GAE_METHODS = ("token_gae", "turn_gae")
 # numbers that may be given, as in [rl.critic]; `whiten` and `bootstrap` are 0 or 1; `kl_coef` 0: without penalties
 GAE_PARAMS: Mapping[str, float] = {"gamma": 1.0, "lam": 0.95, "whiten": 1.0, "bootstrap": 1.0, "kl_coef": 0.0}
 
@@ -50,7 +50,7 @@ def credit_by_values(
 
 def check_gae(method: str, params: Mapping[str, float | str]) -> dict[str, float]:
     """All numbers of a GAE; raises ConfigError that says what to write instead."""
-    assert method in GAE_METHODS
+    assert method in names.CRITIC_CREDITS
     check_numbers(params, GAE_PARAMS, f"{method!r}")
     c = {**GAE_PARAMS, **{name: float(value) for name, value in params.items()}}
     for name in ("whiten", "bootstrap"):

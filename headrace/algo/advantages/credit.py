@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace import names
 from headrace.algo.advantages.anchors import peers
 from headrace.algo.advantages.blocks import by_blocks
 from headrace.algo.advantages.episode import (
@@ -47,6 +48,8 @@ STEP_METHODS: Mapping[str, Callable[..., Advantages]] = {
     "graphgpo": graphgpo,
     "gagpo": gagpo,
 }
+assert tuple(EPISODE_METHODS) == names.EPISODE_CREDITS
+assert tuple(STEP_METHODS) == names.STEP_CREDITS
 METHODS: Mapping[str, Callable[..., Advantages]] = {**EPISODE_METHODS, **STEP_METHODS}
 NO_PARAMS: Mapping[str, float | str] = {}
 SHARES = ("gamma", "lam", "decay")  # numbers from 0 to 1; every other is 0 or more

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace import names
 from headrace.algo.turns import observations
 from headrace.errors import RolloutError, boundary
 from headrace.types import Episode, Message, Step
@@ -41,6 +42,7 @@ def default_keys(episode: Episode) -> Keys:
 
 
 KEYS: Mapping[str, KeysFn] = {"auto": default_keys, "state": state_keys, "observation": observation_keys}
+assert tuple(KEYS) == names.ANCHORS
 
 
 def keys_by(anchor: AnchorFn) -> KeysFn:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headrace import names
 from headrace.algo.lookup import lookup
 from headrace.algo.loss import LossFn
 from headrace.algo.losses.compose import added
@@ -62,6 +63,7 @@ LOSSES: Mapping[str, LossFn] = {
     "sampler_kl": sampler_kl,
     "entropy_bonus": entropy_bonus,
 }
+assert tuple(LOSSES) == names.LOSSES
 
 
 def find_loss(fn: str | Callable[..., Any]) -> LossFn:

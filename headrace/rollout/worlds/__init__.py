@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from headrace import names
 from headrace.algo.lookup import hint, lookup
 from headrace.errors import ConfigError
 from headrace.protocols import Env
@@ -97,6 +98,8 @@ ADAPTERS: Mapping[str, World] = {
     "openenv": _foreign("openenv", openenv_envs.OpenEnvEnv, openenv_envs.generate_tasks),
     "mcp": _foreign("mcp", mcp_tools.McpEnv, mcp_tools.generate_tasks),
 }
+assert tuple(BUILT_IN) == names.BUILTIN_WORLDS
+assert tuple(ADAPTERS) == names.ADAPTER_WORLDS
 WORLDS: Mapping[str, World] = {**BUILT_IN, **ADAPTERS}
 
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import pydantic
 
 from headrace.errors import ConfigError, DataError, EpisodeError, boundary
-from headrace.rollout.load_function import load_function
 from headrace.rollout.worlds.adapters.package import require, seed_tasks
 from headrace.rollout.worlds.adapters.textarena_games import state_key
 from headrace.types import Message, Observation, StepResult, Task
+from headrace.user_code import load_function
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 from headrace.errors import ConfigError, DataError, EpisodeError, boundary
-from headrace.rollout.load_function import load_function
 from headrace.rollout.worlds.adapters.package import choose_tasks, require
 from headrace.rollout.worlds.adapters.textarena_games import state_key
 from headrace.types import Action, Message, Observation, StepResult, Task, ToolCall
+from headrace.user_code import load_function
 
 logger = logging.getLogger(__name__)
 

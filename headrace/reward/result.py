@@ -1,0 +1,151 @@
+"""Parse what a reward function returned. Standard library only: it runs beside the function and in the trainer.
+
+`parse_result` turns every shape that a reward may have into plain JSON, in the function's own process.
+`check_result` checks that JSON in the trainer, where it may come from code that nobody trusts.
+"""
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headrace.errors import RewardError
+
+MESSAGE_CHARS = 2000  # of foreign text in one of our messages
+_FIELDS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid"})
+_NOT_PARTS = ("score", "total", "success", "steps", "step_outputs", "metrics", "is_score_valid", "reason", "error",
+              "trajectory_info", "final_control_plane_info", "agg_score", "standard_error")  # fmt: skip
+
+
+def parse_result(value: Any) -> dict[str, Any]:
+    """Turn a number, a bool, a dict, a pair of score and parts, a Reward, or a result of reward-kit or eval-protocol
+    into JSON: "score", and maybe "success", "parts", "steps", "step_outputs", "invalid".
+
+    A bool is also a success; a dict has "score" (or "total"), and its other numbers are parts. Raises TypeError on
+    anything else. Numbers that are not finite pass: `check_result` refuses them.
+    """
+    if value is None:
+        return {"invalid": "it returned None, which means that it could not tell"}
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
+    elif hasattr(value, "parts") and hasattr(value, "total"):  # headrace.types.Reward
+        value = {"score": value.total, "metrics": value.parts, "success": value.success, "steps": value.steps}
+    elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value = {"score": value[0], "metrics": value[1]}
+    if isinstance(value, Mapping):
+        return _parse_mapping(value)
+    plain = _plain(value)
+    return {"score": _number(value, "a reward"), **({"success": plain} if isinstance(plain, bool) else {})}
+
+
+def check_result(fields: object, *, keep_invalid: bool = False) -> dict[str, Any]:
+    """Check the JSON of `parse_result`: known fields of the right types, and finite numbers.
+
+    Raises RewardError, also where the function said that it could not tell; `keep_invalid` takes a score that is marked
+    as not valid.
+    """
+    if not isinstance(fields, dict):
+        raise RewardError(f"what came back is not a verdict but a {type(fields).__name__}")
+    if unknown := set(fields) - _FIELDS:
+        listed = ", ".join(sorted(map(str, unknown)))[:MESSAGE_CHARS]
+        raise RewardError(f"what came back has fields that no verdict has: {listed}")
+    if "invalid" in fields and not (keep_invalid and "score" in fields):
+        raise RewardError(str(fields["invalid"])[:MESSAGE_CHARS])
+    named = {name: fields.get(name) for name in ("score", "success", "steps", "step_outputs")}
+    try:
+        checked = _parse_mapping({**named, "metrics": fields.get("parts")})
+    except TypeError as exc:
+        raise RewardError(str(exc)[:MESSAGE_CHARS]) from exc
+    outputs = checked.get("step_outputs", ())
+    for what, number in (
+        ("the score", checked["score"]),
+        *((f'"{name[:MESSAGE_CHARS]}"', part) for name, part in checked["parts"].items()),
+        *(("a step reward", step) for step in checked.get("steps", ())),
+        *(("a step's base_reward", output["base_reward"]) for output in outputs),
+    ):
+        check_finite(what, number)
+    return checked
+
+
+def check_finite(what: str, number: float) -> None:
+    if not math.isfinite(number):
+        raise RewardError(f"{what} is {number}, which is not a finite number")
+
+
+def _parse_mapping(result: Mapping[str, Any]) -> dict[str, Any]:
+    if result.get("error"):
+        return {"invalid": str(result["error"])}
+    totals = [key for key in ("score", "total") if key in result]
+    if not totals:
+        raise TypeError(f'a reward given as a dict needs "score"; this one has {", ".join(result) or "nothing"}')
+    score = next((result[key] for key in totals if result[key] is not None), None)
+    success = result.get("success")
+    if success is not None and not isinstance(success, bool):
+        raise TypeError(f'"success" of a reward is {success!r}: it must be True, False or None')
+    metrics = result.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError("the parts of a reward must be a mapping of names to numbers")
+    others = {name: value for name, value in result.items() if name not in _NOT_PARTS}
+    fields = {
+        "score": _number(score, "the score"),
+        "parts": _parts({**others, **metrics}),
+        "success": success,
+        "steps": _numbers(result.get("steps")),
+        "step_outputs": _step_outputs(result.get("step_outputs")),
+    }
+    if result.get("is_score_valid") is False:
+        fields["invalid"] = f"the score is marked as not valid: {result.get('reason') or 'no reason'}"
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _parts(values: Mapping[str, Any]) -> dict[str, float]:
+    """Read parts, which are numbers or metrics that have a score; metrics without a valid one are left out."""
+    parts: dict[str, float] = {}
+    for name, value in values.items():
+        if hasattr(value, "model_dump"):
+            value = value.model_dump()
+        if isinstance(value, Mapping):
+            if value.get("is_score_valid") is False or value.get("score") is None:
+                continue
+            value = value["score"]
+        parts[str(name)] = _number(value, f'"{name}"')
+    return parts
+
+
+def _numbers(steps: Any) -> list[float] | None:
+    return None if steps is None else [_number(step, "a step reward") for step in _list(steps, "the step rewards")]
+
+
+def _step_outputs(outputs: Any) -> list[dict[str, Any]] | None:
+    if outputs is None:
+        return None
+    parsed = []
+    for output in _list(outputs, "step_outputs"):
+        item = output.model_dump() if hasattr(output, "model_dump") else output
+        if not isinstance(item, Mapping) or not {"step_index", "base_reward"} <= set(item):
+            raise TypeError("a step output must have a step_index and a base_reward")
+        reward = _number(item["base_reward"], "a step's base_reward")
+        parsed.append({"step_index": item["step_index"], "base_reward": reward})
+    return parsed
+
+
+def _list(values: Any, what: str) -> list[Any]:
+    if not isinstance(values, Iterable) or isinstance(values, str | Mapping):
+        raise TypeError(f"{what} must be a list, not a {type(values).__name__}")
+    return list(values)
+
+
+def _number(value: Any, what: str) -> float:
+    plain = _plain(value)
+    if not isinstance(plain, numbers.Real):
+        raise TypeError(f"{what} must be a number, not a {type(value).__name__}")
+    try:
+        return float(plain)
+    except OverflowError:
+        return math.inf  # a whole number of any number of digits
+
+
+def _plain(value: Any) -> Any:
+    """Return the Python number inside a numpy scalar, a 0-d array or a 0-d tensor; anything else as it is."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
