@@ -45,14 +45,6 @@ class Tool:
     schema: Mapping[str, Any]  # the JSON schema of its arguments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolReply:
-    """The answer of a tool, as text."""
-
-    text: str
-    failed: bool  # the tool or the server says that it could not do it
-
-
 class ConnectionEnded(Exception):
     """The server can answer nothing more; the text continues a sentence that begins with the server's name."""
 
@@ -71,12 +63,11 @@ class McpClient:
     def alive(self) -> bool:
         return self._connection is not None and not self._connection.done()
 
-    def open(self, timeout_s: float) -> None:
-        """Connect and list the tools; raise EpisodeError, with nothing left behind, if that fails."""
-        LOOP.run(self._open(timeout_s))
+    def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        """Call a tool and give its answer as text; a refusal is an answer too.
 
-    def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> ToolReply:
-        """Call a tool. Raises EpisodeError when no reply came: the server ended, or took too long."""
+        Raises EpisodeError when no answer came: the server ended, or took too long.
+        """
         return LOOP.run(self._call(name, arguments, timeout_s))
 
     def close(self) -> None:
@@ -85,7 +76,8 @@ class McpClient:
 
     # --- on the loop's thread ----------------------------------------------------------------------------------------
 
-    async def _open(self, timeout_s: float) -> None:
+    async def open(self, timeout_s: float) -> "McpClient":
+        """Connect and list the tools; raise EpisodeError, with nothing left behind, if that fails."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._connection = asyncio.create_task(self._hold_connection(ready))
         try:
@@ -93,6 +85,7 @@ class McpClient:
         except EpisodeError:
             await self._close()
             raise
+        return self
 
     async def _hold_connection(self, ready: "asyncio.Future[None]") -> None:
         """Keep the connection until this task is cancelled or the connection ends, which raises the cause.
@@ -109,17 +102,16 @@ class McpClient:
                 ready.set_result(None)
                 await asyncio.Event().wait()  # for ever
 
-    async def _call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> ToolReply:
+    async def _call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
         mcp = require("mcp", PIP)
         request = asyncio.ensure_future(self._session.call_tool(name, dict(arguments)))
         with boundary(EpisodeError, self._sentence(f"broke the protocol when the tool {name} was called")):
             try:
-                result = await self._wait(request, f"the tool {name} was called", timeout_s)
+                return _text_of(await self._wait(request, f"the tool {name} was called", timeout_s))
             except mcp.McpError as exc:
                 if exc.error.code == NOT_FOUND:
                     raise EpisodeError(self._sentence(f"{GONE} when the tool {name} was called")) from exc
-                return ToolReply(text=exc.error.message, failed=True)
-            return ToolReply(text=_text_of(result), failed=bool(result.isError))
+                return str(exc.error.message)
 
     async def _wait(self, request: "asyncio.Future[T]", what: str, timeout_s: float) -> T:
         """Wait for `request`; raise EpisodeError when the time is up or the connection ends first."""
@@ -133,7 +125,9 @@ class McpClient:
         request.cancel()
         if not self._connection.done():
             raise EpisodeError(self._sentence(f"gave no answer within {timeout_s:g} s when {what}"))
-        cause = None if self._connection.cancelled() else _first_cause(self._connection.exception())
+        cause = None if self._connection.cancelled() else self._connection.exception()
+        while isinstance(cause, BaseExceptionGroup):  # of task groups
+            cause = cause.exceptions[0]
         if isinstance(cause, EpisodeError):
             raise cause
         raise EpisodeError(self._sentence(f"{_how_it_ended(cause)} when {what}")) from cause
@@ -144,7 +138,7 @@ class McpClient:
         for _ in range(2):  # the second time cuts short a farewell that takes too long
             self._connection.cancel()
             await asyncio.wait({self._connection}, timeout=3 * END_GRACE_S)
-        if not self._connection.cancelled():
+        if self._connection.done() and not self._connection.cancelled():
             self._connection.exception()  # seen, so asyncio need not log it
 
     def _sentence(self, what: str) -> str:
@@ -162,31 +156,25 @@ def start_server(
     require("mcp", PIP)
     stderr = bytearray()
     client = McpClient(shlex.join(command), _process_streams(command, env or {}, stderr), stderr)
-    client.open(timeout_s)
-    return client
+    return LOOP.run(client.open(timeout_s))
 
 
 def connect_server(url: str, *, timeout_s: float = START_TIMEOUT_S) -> McpClient:
     """Connect to the server at `url` by streamable HTTP, in a session of its own; raises like `start_server`."""
     require("mcp", PIP)
-    client = McpClient(url, _http_streams(url), bytearray())
-    client.open(timeout_s)
-    return client
+    return LOOP.run(McpClient(url, _http_streams(url), bytearray()).open(timeout_s))
 
 
 async def _list_tools(session: Any) -> tuple[Tool, ...]:
-    types = require("mcp.types", PIP)
-    tools: list[Tool] = []
-    page_params = None
+    tools: list[Any] = []
+    params = None
     for _ in range(MAX_TOOL_PAGES):
-        page = await session.list_tools(params=page_params)
-        tools += [
-            Tool(name=tool.name, description=tool.description or "", schema=tool.inputSchema) for tool in page.tools
-        ]
+        page = await session.list_tools(params=params)
+        tools += page.tools
         if not page.nextCursor:
             break
-        page_params = types.PaginatedRequestParams(cursor=page.nextCursor)
-    return tuple(tools)
+        params = require("mcp.types", PIP).PaginatedRequestParams(cursor=page.nextCursor)
+    return tuple(Tool(name=tool.name, description=tool.description or "", schema=tool.inputSchema) for tool in tools)
 
 
 def _text_of(result: Any) -> str:
@@ -195,13 +183,6 @@ def _text_of(result: Any) -> str:
     if not texts and result.structuredContent is not None:
         return json.dumps(result.structuredContent, ensure_ascii=False)
     return "\n".join(texts)
-
-
-def _first_cause(error: BaseException | None) -> BaseException | None:
-    """Find the exception inside the groups that task groups make."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _how_it_ended(cause: BaseException | None) -> str:
@@ -307,9 +288,11 @@ async def _keep_stderr(process: Process, stderr: bytearray) -> None:
 
 async def _end_process(process: Process) -> int | None:
     """Wait until the process ends, then kill what there is of its group; give the status if it ended by itself."""
-    status = await _exit_status(process)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # children may be left even if the process has ended
+    try:
+        status = await _exit_status(process)
+    finally:  # also when cancelled
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # children may be left even if the process has ended
     await _exit_status(process)
     return status
 

@@ -106,7 +106,7 @@ class McpEnv:
 
     def _ask(self, name: str, arguments: Mapping[str, Any]) -> str:
         assert self._server is not None, "reset comes before call"
-        return self._server.call(name, arguments, float(self._settings["call_timeout_s"])).text
+        return self._server.call(name, arguments, float(self._settings["call_timeout_s"]))
 
     def _reward(self, answer: str) -> float | None:
         """What the server's own judge says of the episode, if there is one; it may ask for the answer."""
