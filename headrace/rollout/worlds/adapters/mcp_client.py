@@ -116,7 +116,8 @@ class McpClient:
     async def _wait(self, request: "asyncio.Future[T]", what: str, timeout_s: float) -> T:
         """Wait for `request`; raise EpisodeError when the time is up or the connection ends first."""
         assert self._connection is not None, "open comes first"
-        await asyncio.wait({request, self._connection}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {request, self._connection}
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         anyio = require("anyio", PIP)
         if request.done() and isinstance(request.exception(), anyio.ClosedResourceError | anyio.BrokenResourceError):
             await asyncio.wait({self._connection}, timeout=3 * END_GRACE_S)  # it is ending; the cause comes last
