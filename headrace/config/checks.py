@@ -382,7 +382,14 @@ _EXTRAS = {
     "dataset": ("datasets", "datasets"),
     "reasoning_gym": ("reasoning_gym", "envs"),
 }
-_GAMES = {"gymnasium": "envs", "textarena": "envs", "textworld": "envs", "verifiers": "verifiers", "openenv": "openenv"}
+_GAMES = {
+    "gymnasium": "envs",
+    "textarena": "envs",
+    "textworld": "envs",
+    "verifiers": "verifiers",
+    "openenv": "openenv",
+    "mcp": "mcp",
+}
 
 
 def _source_problems(key: str, source: Source, base: Path) -> Iterator[str]:

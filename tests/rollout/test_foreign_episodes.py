@@ -106,7 +106,7 @@ async def test_a_server_that_dies_is_a_failed_episode_that_names_the_cause() -> 
 async def test_an_episode_that_is_out_of_time_ends_its_server(
     timeout_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_server.END_GRACE_S", 0.1)
+    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.1)
     before = children()
     task = count_task(command=[*PLAIN, "hang"], reward_tool="", state_tool="")
     failed = await play(WORLDS["mcp"].make_env(), task, Script(write_call("count", by=1)), timeout_s=timeout_s)

@@ -1,7 +1,10 @@
 """MCP tool servers as a world: a real one made with the `mcp` package, and small ones that misbehave."""
 
+import contextlib
 import json
 import os
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +20,7 @@ from headrace.config import absolute_paths, load_config
 from headrace.errors import ConfigError, EpisodeError
 from headrace.rollout.actions import read_action, write_call
 from headrace.rollout.worlds import world_tasks
-from headrace.rollout.worlds.adapters.mcp_server import McpServer, start_server
+from headrace.rollout.worlds.adapters.mcp_client import McpClient, connect_server, start_server
 from headrace.rollout.worlds.adapters.mcp_tools import SHARED, McpEnv
 from headrace.types import Message, Observation, StepResult, Task
 
@@ -32,13 +35,21 @@ def reply(request, result): print(json.dumps({"jsonrpc": "2.0", "id": request["i
 def handshake():
     hello = json.loads(sys.stdin.readline())
     assert hello["method"] == "initialize" and hello["params"]["clientInfo"]["name"] == "headrace", hello
-    reply(hello, {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "bare"}})
+    known = {"capabilities": {"tools": {}}, "serverInfo": {"name": "bare", "version": "1"}}
+    reply(hello, {"protocolVersion": "2025-06-18", **known})
     assert json.loads(sys.stdin.readline())["method"] == "notifications/initialized"
     page = json.loads(sys.stdin.readline())
     reply(page, {"tools": [{"name": "one", "inputSchema": {"type": "object"}}], "nextCursor": "more"})
     page = json.loads(sys.stdin.readline())
     assert page["params"] == {"cursor": "more"}, page
-    reply(page, {"tools": [{"name": "two", "description": "second"}]})
+    reply(page, {"tools": [{"name": "two", "description": "second", "inputSchema": {"type": "object"}}]})
+"""
+
+
+REFUSES = """
+hello = json.loads(sys.stdin.readline())
+print(json.dumps({"jsonrpc": "2.0", "id": hello["id"], "error": {"code": 1, "message": "no seat"}}), flush=True)
+sys.stdin.read()
 """
 
 
@@ -47,15 +58,15 @@ def bare(then: str) -> list[str]:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[McpServer]]:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_server.END_GRACE_S", 0.5)
-    servers: list[McpServer] = []
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[McpClient]]:
+    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.5)
+    servers: list[McpClient] = []
     yield servers
     for server in servers:
         server.close()
 
 
-def open_server(opened: list[McpServer], then: str) -> McpServer:
+def open_server(opened: list[McpClient], then: str) -> McpClient:
     opened.append(start_server(bare(then)))
     return opened[-1]
 
@@ -79,13 +90,13 @@ def all_gone(pids: list[int]) -> bool:
 # --- the protocol, with servers by hand ------------------------------------------------------------------------------
 
 
-def test_tools_are_listed_page_by_page(opened: list[McpServer]) -> None:
+def test_tools_are_listed_page_by_page(opened: list[McpClient]) -> None:
     server = open_server(opened, "sys.stdin.read()")
     assert [(tool.name, tool.description) for tool in server.tools] == [("one", ""), ("two", "second")]
-    assert server.tools[1].schema == {"type": "object", "properties": {}}
+    assert server.tools[1].schema == {"type": "object"}
 
 
-def test_what_is_no_reply_is_passed_over_and_questions_of_the_server_are_answered(opened: list[McpServer]) -> None:
+def test_what_is_no_reply_is_passed_over_and_questions_of_the_server_are_answered(opened: list[McpClient]) -> None:
     server = open_server(
         opened,
         """
@@ -96,43 +107,43 @@ print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params":
 print(json.dumps({"jsonrpc": "2.0", "id": 999, "result": {}}))
 print(json.dumps({"jsonrpc": "2.0", "id": "p", "method": "ping"}), flush=True)
 pong = json.loads(sys.stdin.readline())
-print(json.dumps({"jsonrpc": "2.0", "id": "s", "method": "sampling/createMessage"}), flush=True)
+sampling = {"messages": [], "maxTokens": 1}
+print(json.dumps({"jsonrpc": "2.0", "id": "s", "method": "sampling/createMessage", "params": sampling}), flush=True)
 refused = json.loads(sys.stdin.readline())
-text = {"type": "text", "text": json.dumps([call["params"], pong, refused["error"]["code"]])}
-reply(call, {"content": [text, {"type": "image", "data": ""}]})
+text = {"type": "text", "text": json.dumps([call["params"], pong, refused["error"]["message"]])}
+reply(call, {"content": [text, {"type": "image", "data": "", "mimeType": "image/png"}]})
 sys.stdin.read()
 """,
     )
-    text, image = server.call("one", {"é": [1]}, 20.0).text.split("\n")
+    text, image = server.call("one", {"é": [1]}, 20.0).split("\n")
     assert json.loads(text) == [
         {"name": "one", "arguments": {"é": [1]}},
         {"jsonrpc": "2.0", "id": "p", "result": {}},
-        -32601,
+        "Sampling not supported",
     ]
     assert image == "[image]"
 
 
 @pytest.mark.parametrize(
-    ("answer", "text", "failed"),
+    ("answer", "text"),
     [
-        ('"result": {"content": [{"type": "text", "text": "no"}], "isError": true}', "no", True),
-        ('"error": {"code": -32602, "message": "no such tool"}', "no such tool", True),
-        ('"result": {"content": [], "structuredContent": {"sum": 3}}', '{"sum": 3}', False),
-        ('"result": {"content": []}', "", False),
+        ('"result": {"content": [{"type": "text", "text": "no"}], "isError": true}', "no"),
+        ('"error": {"code": -32602, "message": "no such tool"}', "no such tool"),
+        ('"result": {"content": [], "structuredContent": {"sum": 3}}', '{"sum": 3}'),
+        ('"result": {"content": []}', ""),
     ],
 )
-def test_replies_of_every_kind(opened: list[McpServer], answer: str, text: str, failed: bool) -> None:
+def test_replies_of_every_kind(opened: list[McpClient], answer: str, text: str) -> None:
     server = open_server(
         opened,
         f"call = json.loads(sys.stdin.readline())\n"
-        f"""print('{{"id": %d, {answer}}}' % call["id"], flush=True)\n"""
+        f"""print('{{"jsonrpc": "2.0", "id": %d, {answer}}}' % call["id"], flush=True)\n"""
         f"sys.stdin.read()",
     )
-    reply = server.call("one", {}, 20.0)
-    assert (reply.text, reply.failed) == (text, failed)
+    assert server.call("one", {}, 20.0) == text
 
 
-def test_a_server_that_ends_names_its_status_and_last_words(opened: list[McpServer]) -> None:
+def test_a_server_that_ends_names_its_status_and_last_words(opened: list[McpClient]) -> None:
     server = open_server(
         opened, "sys.stdin.readline(); print('x' * 5000, 'out of\\nink', file=sys.stderr); os._exit(7)"
     )
@@ -145,36 +156,61 @@ def test_a_server_that_ends_names_its_status_and_last_words(opened: list[McpServ
         server.call("two", {}, 20.0)
 
 
-def test_a_server_that_is_killed_is_named_with_its_signal(opened: list[McpServer]) -> None:
+def test_a_server_that_is_killed_is_named_with_its_signal(opened: list[McpClient]) -> None:
     server = open_server(opened, "sys.stdin.readline(); os.kill(os.getpid(), 9)")
     with pytest.raises(EpisodeError, match="was ended by signal 9"):
         server.call("one", {}, 20.0)
 
 
-def test_a_call_has_a_deadline_and_a_late_reply_is_not_taken_for_another(opened: list[McpServer]) -> None:
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        ("os.close(1); time.sleep(600)", "closed its stdout when the tool one was called"),
+        ("sys.stdin.readline(); print('x' * 2000, flush=True); time.sleep(600)", "a message of more than 1000 bytes"),
+        ("reply(json.loads(sys.stdin.readline()), {'content': 1})", "broke the protocol when the tool one was called"),
+    ],
+)
+def test_a_server_that_cannot_answer_any_more_says_why(
+    opened: list[McpClient], monkeypatch: pytest.MonkeyPatch, then: str, says: str
+) -> None:
+    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.MAX_LINE_BYTES", 1000)
+    server = open_server(opened, then)
+    with pytest.raises(EpisodeError, match=says):
+        server.call("one", {}, 20.0)
+
+
+def test_a_server_that_reads_no_more_says_so(opened: list[McpClient]) -> None:
+    server = open_server(
+        opened,
+        "call = json.loads(sys.stdin.readline()); os.close(0); reply(call, {'content': []}); time.sleep(600)",
+    )
+    server.call("one", {}, 20.0)
+    with pytest.raises(EpisodeError, match="does not read its stdin any more when the tool two was called"):
+        server.call("two", {}, 20.0)
+
+
+def test_a_call_has_a_deadline_and_a_late_reply_is_not_taken_for_another(opened: list[McpClient]) -> None:
     server = open_server(
         opened,
         """
-first = json.loads(sys.stdin.readline())
-cancelled = json.loads(sys.stdin.readline())
-second = json.loads(sys.stdin.readline())
+first, second = json.loads(sys.stdin.readline()), json.loads(sys.stdin.readline())
 reply(first, {"content": [{"type": "text", "text": "late"}]})
-reply(second, {"content": [{"type": "text", "text": json.dumps([cancelled["params"]["requestId"] == first["id"]])}]})
+reply(second, {"content": [{"type": "text", "text": "in time"}]})
 sys.stdin.read()
 """,
     )
     with pytest.raises(EpisodeError, match=r"gave no answer within 0\.05 s when the tool one was called"):
         server.call("one", {}, 0.05)
-    assert server.call("two", {}, 20.0).text == "[true]"
+    assert server.call("two", {}, 20.0) == "in time"
 
 
-def test_a_server_that_does_not_read_cannot_hold_a_call_for_ever(opened: list[McpServer]) -> None:
+def test_a_server_that_does_not_read_cannot_hold_a_call_for_ever(opened: list[McpClient]) -> None:
     server = open_server(opened, "time.sleep(600)")
     with pytest.raises(EpisodeError, match=r"no answer within 0\.1 s"):
         server.call("one", {"big": "x" * 2**20}, 0.1)  # more than a pipe holds
 
 
-def test_calls_of_several_threads_get_their_own_replies(opened: list[McpServer]) -> None:
+def test_calls_of_several_threads_get_their_own_replies(opened: list[McpClient]) -> None:
     server = open_server(
         opened,
         """
@@ -184,12 +220,12 @@ sys.stdin.read()
 """,
     )
     with ThreadPoolExecutor(8) as threads:
-        replies = list(threads.map(lambda n: server.call("one", {"n": n}, 20.0).text, range(8)))
+        replies = list(threads.map(lambda n: server.call("one", {"n": n}, 20.0), range(8)))
     assert replies == [str(n) for n in range(8)]
 
 
 def test_closing_wakes_whoever_waits_and_kills_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_server.END_GRACE_S", 0.1)
+    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.1)
     server = start_server(
         bare(
             """
@@ -202,7 +238,7 @@ time.sleep(600)
 """
         )
     )
-    pids = [int(pid) for pid in server.call("one", {}, 20.0).text.split()]
+    pids = [int(pid) for pid in server.call("one", {}, 20.0).split()]
     said: list[str] = []
 
     def wait() -> None:
@@ -224,6 +260,14 @@ time.sleep(600)
     ("command", "says"),
     [
         (["/no/such/program"], "cannot be started"),
+        (
+            [sys.executable, "-S", "-c", BARE + "reply(json.loads(sys.stdin.readline()), {})"],
+            "failed with ValidationError: .*protocolVersion Field required",
+        ),
+        (
+            [sys.executable, "-S", "-c", BARE + REFUSES],
+            "refused: no seat when it was starting up",
+        ),
         (["false"], "ended with status 1 when it was starting up"),
         (
             ["sh", "-c", "echo no licence >&2; exit 3"],
@@ -237,7 +281,7 @@ def test_a_server_that_cannot_be_started_says_why(command: list[str], says: str)
 
 
 def test_a_server_that_never_answers_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_server.END_GRACE_S", 0.1)
+    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.1)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(EpisodeError, match=r"no answer within 0\.1 s when it was starting up"):
         start_server(["sleep", "600"], timeout_s=0.1)
@@ -245,11 +289,6 @@ def test_a_server_that_never_answers_is_not_left_behind(monkeypatch: pytest.Monk
 
 
 # --- a real server ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mcp() -> Any:
-    return pytest.importorskip("mcp", reason="pip install mcp")
 
 
 def real_task(**settings: Any) -> Task:
@@ -274,7 +313,7 @@ def act(env: McpEnv, shown: Observation, *calls: str) -> StepResult:
     return env.call(read_action(text, shown.tools))
 
 
-def test_a_server_is_played_with_its_own_state_and_judged_by_its_own_tool(mcp: Any) -> None:
+def test_a_server_is_played_with_its_own_state_and_judged_by_its_own_tool() -> None:
     env = McpEnv()
     first = env.reset(real_task(reward_tool="judge", state_tool="where"), seed=11)
     names = [tool["function"]["name"] for tool in first.tools]
@@ -302,7 +341,7 @@ def test_a_server_is_played_with_its_own_state_and_judged_by_its_own_tool(mcp: A
     env.close()
 
 
-def test_every_episode_has_a_server_of_its_own_that_knows_the_seed_and_the_task(mcp: Any) -> None:
+def test_every_episode_has_a_server_of_its_own_that_knows_the_seed_and_the_task() -> None:
     one, other = McpEnv(), McpEnv()
     first = one.reset(real_task(), seed=11)
     assert said(act(one, first, write_call("count"))) == ["count 1"]
@@ -317,7 +356,57 @@ def test_every_episode_has_a_server_of_its_own_that_knows_the_seed_and_the_task(
     assert all_gone(pids), "neither the server nor its child is left"
 
 
-def test_a_crash_fails_the_episode_with_its_cause_and_a_shared_server_is_started_again(mcp: Any) -> None:
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The URL of the real server, over HTTP."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*REAL, str(port)])
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+        os.sched_yield()
+    try:
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_at_a_url_is_played_in_sessions_and_its_end_fails_the_episode(url: str) -> None:
+    options = {"url": url, "tasks": QUESTIONS, "reward_tool": "judge", "state_tool": "where", "call_timeout_s": 5.0}
+    tasks = world_tasks("mcp", 2, 0, options)
+    one, other = McpEnv(), McpEnv()
+    shown = one.reset(tasks[0], seed=0)
+    assert said(act(one, shown, write_call("count", by=2), write_call("add", a=20, b=22))) == ["count 2", "42"]
+    failed = act(one, shown, write_call("divide", a=1, b=0))
+    assert failed.valid
+    assert "division" in said(failed)[0]
+    ended = act(one, shown, "2")
+    assert (ended.done, ended.reward, ended.success) == (True, 1.0, True)
+    one.close()
+    shown = other.reset(tasks[1], seed=0)
+    with pytest.raises(EpisodeError, match=rf"the MCP server `{url}` .* when the tool crash was called"):
+        other.call(read_action(write_call("crash"), shown.tools))
+    with pytest.raises(EpisodeError, match=rf"the MCP server `{url}` failed with ConnectError"):
+        other.call(read_action(write_call("count"), shown.tools))
+    other.close()
+
+
+def test_a_path_that_is_no_server_is_said(url: str) -> None:
+    with pytest.raises(EpisodeError, match="knows no such path or session when it was starting up"):
+        connect_server(f"{url}/elsewhere")
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"run  pip install 'mcp>=1.24,<2'"):
+        start_server(["true"])
+
+
+def test_a_crash_fails_the_episode_with_its_cause_and_a_shared_server_is_started_again() -> None:
     env = McpEnv()
     try:
         shown = env.reset(real_task(shared=True), seed=0)
@@ -392,7 +481,13 @@ def test_questions_are_split_and_ordered_by_their_seed() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({}, "needs the options command and tasks"),
+        ({}, r"needs the options command \(or url\) and tasks"),
+        (quick(url="http://127.0.0.1:1/mcp"), "has both command and url: leave one of the two options out"),
+        (quick(command=[], url="127.0.0.1/mcp"), "the option url of the world mcp is '127.0.0.1/mcp': write http://"),
+        (
+            quick(command=[], url="http://127.0.0.1:1/mcp"),
+            r"the MCP server `http://127.0.0.1:1/mcp` failed with ConnectError: .* starting up: correct the option url",
+        ),
         (quick(command=["no-such-program"]), "there is no program no-such-program"),
         (quick(command=["false"]), "ended with status 1 when it was starting up: try the command false by hand"),
         (quick(reward_tool="judge"), "has no tool judge: it has one, two"),

@@ -306,7 +306,7 @@ def test_a_service_that_never_answers_is_named_and_nothing_after_it_is_sent(serv
     with ServiceClient(server.url, api_key=KEY, retry_s=0.2, transport=transport) as service:
         model = service.create_training(rank=4).result(LIMIT_S)
         transport._count = 10**6
-        with pytest.raises(BackendError, match=rf"{server.url} did not answer for 0.2 s: ReadError the line is dead"):
+        with pytest.raises(BackendError, match=rf"{server.url} did not answer for 0.2 s: ReadError: the line is dead"):
             model.optim_step(UPDATE).result(LIMIT_S)
         transport._count = 0
         with pytest.raises(BackendError, match="request 1 of this model did not reach the service"):

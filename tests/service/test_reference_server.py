@@ -16,7 +16,6 @@ from headrace.errors import ConfigError, ModelError, RequestError
 from headrace.model.load import load_model
 from headrace.model.quantized import quantize_model
 from headrace.model.tiny import save_tiny
-from headrace.service import reference_client
 from headrace.service.access import Access, HashedKey, hash_key
 from headrace.service.client.codec import write_forward
 from headrace.service.reference_app import make_reference_app
@@ -118,18 +117,18 @@ async def test_a_failure_of_the_model_is_the_servers() -> None:
     assert replies["broken"].json()["detail"] == "the reference model failed: MemoryError: no room"
 
 
-def test_a_server_that_does_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_asked_again() -> None:
     waited: list[float] = []
-    monkeypatch.setattr(reference_client.time, "sleep", waited.append)
     replies = [httpx.Response(503, json={"detail": "soon"}), httpx.Response(400, json={"detail": "never"})]
-    remote = RemoteReference("http://there/small", transport=httpx.MockTransport(lambda request: replies.pop(0)))
+    transport = httpx.MockTransport(lambda request: replies.pop(0))
+    remote = RemoteReference("http://there/small", transport=transport, sleep=waited.append)
     with pytest.raises(RequestError, match="refused: never"):
         remote.score(data())
     assert waited == [0.1]
     dead = RemoteReference(
         "http://there/small", retry_s=0.0, transport=httpx.MockTransport(lambda request: httpx.Response(503, text="no"))
     )
-    with pytest.raises(ModelError, match="did not answer for 0 s: no"):
+    with pytest.raises(ModelError, match="the reference server at http://there did not answer for 0 s: status 503: no"):
         dead.score(data())
 
 

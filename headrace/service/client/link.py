@@ -5,7 +5,6 @@ number, so the server runs it once however often it comes. What the server refus
 """
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import httpx
 
 from headrace.errors import BackendError, HeadraceError, SamplerError, SamplerGoneError, boundary
+from headrace.retry import Backoff, GaveUp, TryAgain, check_transient, doubling, reply_words, retry_async
 from headrace.service.client.futures import Accepted, Pending, Status, Waitable, promise
 
 logger = logging.getLogger(__name__)
@@ -128,24 +128,21 @@ class Link:
         return (await self.read(path)).json()
 
     async def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        began, wait_s, why = time.monotonic(), FIRST_WAIT_S, ""
-        while True:
-            pause_s = wait_s
+        async def attempt() -> httpx.Response:
             try:
                 response = await self._http.request(method, path, **options)
             except httpx.RequestError as exc:
-                why = f"{type(exc).__name__} {exc}".strip()
-            else:
-                if response.status_code < 300 or response.status_code == 408:
-                    return response
-                why = _sentence(response)
-                if response.status_code != 429 and response.status_code < 500:
-                    raise Refused(why, response.status_code)
-                pause_s = max(wait_s, _retry_after_s(response.headers))
-            if time.monotonic() + pause_s - began > self._retry_s:
-                raise Unreachable(f"the service at {self.url} did not answer for {self._retry_s:g} s: {why}")
-            await asyncio.sleep(pause_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                raise TryAgain(f"{type(exc).__name__}: {exc}") from exc
+            status, content = response.status_code, response.content
+            if status < 300 or status == 408:
+                return response
+            check_transient(status, response.headers, content)
+            raise Refused(reply_words(status, content), status)
+
+        try:
+            return await retry_async(attempt, Backoff(doubling(FIRST_WAIT_S, LONGEST_WAIT_S), self._retry_s))
+        except GaveUp as exc:
+            raise Unreachable(f"the service at {self.url} did not answer for {self._retry_s:g} s: {exc}") from exc
 
     async def outcome(self, request_id: str, lost: Callable[[], str | None] = lambda: None) -> httpx.Response:
         """Wait until a request has ended; raises Refused with the sentence it failed with, or what `lost` says."""
@@ -227,23 +224,3 @@ def _never_accepted(accepted: "Future[Any]", ended: "Future[Any]") -> None:
     if not accepted.done():
         assert error is not None
         accepted.set_exception(error)
-
-
-def _sentence(response: httpx.Response) -> str:
-    """The server's own words, or what is known without them."""
-    with contextlib.suppress(ValueError):
-        told = response.json()
-        if isinstance(told, dict) and isinstance(told.get("detail"), str):
-            return str(told["detail"])
-    return f"the service answered {response.status_code}: {response.text[:200]}"
-
-
-def _retry_after_s(headers: httpx.Headers) -> float:
-    """
-    >>> _retry_after_s(httpx.Headers({"retry-after-ms": "20", "retry-after": "1"})), _retry_after_s(httpx.Headers({}))
-    (0.02, 0.0)
-    """
-    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-        with contextlib.suppress(ValueError):
-            return min(max(float(headers.get(name, "")), 0.0) * unit_s, 60.0)
-    return 0.0

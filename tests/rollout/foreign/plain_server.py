@@ -34,7 +34,11 @@ def main() -> None:
             continue
         result: dict = {}
         if request["method"] == "initialize":
-            result = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "plain"}}
+            result = {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {},
+                "serverInfo": {"name": "plain", "version": "1"},
+            }
         elif request["method"] == "tools/list":
             result = {"tools": TOOLS}
         elif request["method"] == "tools/call":

@@ -1,16 +1,16 @@
-"""An MCP server made with the `mcp` package: a counter that belongs to one process, and tools that misbehave."""
+"""An MCP server made with the `mcp` package: a counter that belongs to one process, and tools that misbehave.
+
+With an argument it listens on that port, otherwise it speaks on its standard streams.
+"""
 
 import os
 import subprocess
 import sys
 import time
 
-try:
-    from mcp.server.fastmcp import FastMCP
-except ModuleNotFoundError:  # mcp 2
-    from mcp.server import MCPServer as FastMCP
+from mcp.server.fastmcp import FastMCP
 
-server = FastMCP("counter", log_level="ERROR")
+server = FastMCP("counter", log_level="ERROR", port=int(sys.argv[1]) if sys.argv[1:] else 0)
 counted = [0]
 
 
@@ -73,4 +73,4 @@ def judge(answer: str) -> str:
 
 
 if __name__ == "__main__":
-    server.run()
+    server.run("streamable-http" if sys.argv[1:] else "stdio")

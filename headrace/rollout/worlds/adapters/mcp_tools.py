@@ -1,9 +1,10 @@
 """Tool servers of the Model Context Protocol (MCP) as a world: questions from a file, answered with the server's tools.
 
-Each episode has a server process of its own, so what a server keeps belongs to one episode; `shared = true` gives all
-episodes of this process one server, which is right for one that keeps nothing. A turn without a call is the answer and
-ends the episode. A server gives no rewards and shows no state, unless tools of it do so: `reward_tool` and
-`state_tool` are called by the world and never offered to the model. Nothing has to be installed to speak to a server.
+Each episode has a server process of its own, or a session of its own with the server at a URL, so what a server keeps
+belongs to one episode; `shared = true` gives all episodes of this process one server or session, which is right for a
+server that keeps nothing. A turn without a call is the answer and ends the episode. A server gives no rewards and shows
+no state, unless tools of it do so: `reward_tool` and `state_tool` are called by the world and never offered to the
+model.
 """
 
 import atexit
@@ -18,7 +19,7 @@ from headrace.config import Source
 from headrace.errors import ConfigError, DataError, EpisodeError, boundary
 from headrace.rollout.actions import arguments_of, tool_message
 from headrace.rollout.sources import load_tasks
-from headrace.rollout.worlds.adapters.mcp_server import McpServer, Tool, start_server
+from headrace.rollout.worlds.adapters.mcp_client import McpClient, Tool, connect_server, start_server
 from headrace.rollout.worlds.adapters.package import choose_tasks
 from headrace.rollout.worlds.making import digest_of
 from headrace.types import Action, Message, Observation, StepResult, Task, ToolCall
@@ -32,7 +33,7 @@ class McpEnv:
     blocking = True
 
     def __init__(self) -> None:
-        self._server: McpServer | None = None
+        self._server: McpClient | None = None
         self._settings: Mapping[str, Any] = {}
         self._offered: Mapping[str, Tool] = {}
         self._turns_left = 0
@@ -40,7 +41,8 @@ class McpEnv:
         self._closed_count = 0  # an episode may be given up on one thread while its server starts on another
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Starts the server, with HEADRACE_SEED and HEADRACE_TASK (the task's data as JSON) in its environment.
+        """Start the server, with HEADRACE_SEED and HEADRACE_TASK (the task's data as JSON) in its environment, or
+        connect to its URL.
 
         Raises DataError when the task is not one of this world, EpisodeError when the server cannot be started.
         """
@@ -50,12 +52,11 @@ class McpEnv:
         closed_count = self._closed_count
         self._settings = task.data["mcp"]
         self._turns_left = int(self._settings["max_turns"])
-        command = self._settings["command"]
-        told = json.dumps({key: value for key, value in task.data.items() if key != "mcp"})
+        task_json = json.dumps({key: value for key, value in task.data.items() if key != "mcp"})
         if self._settings["shared"]:
-            server = SHARED.get(command)
+            server = SHARED.get(self._settings)
         else:
-            server = start_server(command, env={"HEADRACE_SEED": str(seed), "HEADRACE_TASK": told})
+            server = open_server(self._settings, env={"HEADRACE_SEED": str(seed), "HEADRACE_TASK": task_json})
         with self._lock:
             given_up = self._closed_count != closed_count
             self._server = None if given_up else server
@@ -105,7 +106,7 @@ class McpEnv:
 
     def _ask(self, name: str, arguments: Mapping[str, Any]) -> str:
         assert self._server is not None, "reset comes before call"
-        return self._server.call(name, arguments, float(self._settings["call_timeout_s"])).text
+        return self._server.call(name, arguments, float(self._settings["call_timeout_s"]))
 
     def _reward(self, answer: str) -> float | None:
         """What the server's own judge says of the episode, if there is one; it may ask for the answer."""
@@ -135,19 +136,20 @@ class McpEnv:
 
 
 class SharedServers:
-    """One server for each command, started when first asked for and again if it has ended."""
+    """Keep one server for each command or URL, opened when first asked for and again if it has ended."""
 
     def __init__(self) -> None:
-        self._servers: dict[tuple[str, ...], McpServer] = {}
+        self._servers: dict[str | tuple[str, ...], McpClient] = {}
         self._lock = threading.Lock()
 
-    def get(self, command: Sequence[str]) -> McpServer:
+    def get(self, settings: Mapping[str, Any]) -> McpClient:
+        key = settings.get("url") or tuple(settings["command"])
         with self._lock:
-            server = self._servers.get(tuple(command))
+            server = self._servers.get(key)
             if server is None or not server.alive:
                 if server is not None:
                     server.close()
-                server = self._servers[tuple(command)] = start_server(command)
+                server = self._servers[key] = open_server(settings)
             return server
 
     def close(self) -> None:
@@ -159,6 +161,12 @@ class SharedServers:
 
 SHARED = SharedServers()
 atexit.register(SHARED.close)
+
+
+def open_server(settings: Mapping[str, Any], env: Mapping[str, str] | None = None) -> McpClient:
+    """Connect to the URL of the settings, or start their command with `env`; raises EpisodeError if that fails."""
+    url = settings.get("url")
+    return connect_server(url) if url else start_server(settings["command"], env=env)
 
 
 def offered_tools(tools: Sequence[Tool], settings: Mapping[str, Any]) -> dict[str, Tool]:
@@ -215,6 +223,7 @@ def generate_tasks(
     *,
     split: Literal["train", "held_out"] = "train",
     command: list[str] = [],  # noqa: B006 - never changed; its type says what the option takes
+    url: str = "",
     tasks: str = "",
     shared: bool = False,
     reward_tool: str = "",
@@ -222,19 +231,23 @@ def generate_tasks(
     call_timeout_s: float = 30.0,
     max_turns: int = 10,
 ) -> list[Task]:
-    """`size` of the questions in the JSONL file `tasks`, for the server that `command` starts.
+    """Choose `size` of the questions in the JSONL file `tasks`, for the server that `command` starts or `url` names.
 
-    The server is started once, to see that it is there and has the tools. Raises ConfigError if not.
+    The server is opened once, to see that it is there and has the tools. Raises ConfigError if not.
     """
-    if not command or not tasks:
+    if not (command or url) or not tasks:
         raise ConfigError(
-            'the world mcp needs the options command and tasks: command = ["python", "server.py"], '
+            'the world mcp needs the options command (or url) and tasks: command = ["python", "server.py"], '
             'tasks = "questions.jsonl", say'
         )
-    if shutil.which(command[0]) is None:
+    if command and url:
+        raise ConfigError("the world mcp has both command and url: leave one of the two options out")
+    if command and shutil.which(command[0]) is None:
         raise ConfigError(f"there is no program {command[0]}: correct the option command of the world mcp")
+    if url and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"the option url of the world mcp is {url!r}: write http://HOST:PORT/mcp, say")
     settings = {
-        "command": command,
+        **({"url": url} if url else {"command": command}),
         "shared": shared,
         "reward_tool": reward_tool,
         "state_tool": state_tool,
@@ -242,9 +255,10 @@ def generate_tasks(
         "max_turns": max_turns,
     }
     try:
-        server = start_server(command)
+        server = open_server(settings)
     except EpisodeError as exc:
-        raise ConfigError(f"{exc}: try the command {shlex.join(command)} by hand") from exc
+        remedy = "correct the option url of the world mcp" if url else f"try the command {shlex.join(command)} by hand"
+        raise ConfigError(f"{exc}: {remedy}") from exc
     server.close()
     offered_tools(server.tools, settings)
     known = load_tasks(Source(type="jsonl", path=tasks))

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 from headrace.errors import ConfigError, DataError, EpisodeError, boundary
+from headrace.rollout.worlds.adapters.loop_thread import LoopThread
 from headrace.rollout.worlds.adapters.package import choose_tasks, require
 from headrace.rollout.worlds.adapters.textarena_games import state_key
 from headrace.types import Action, Message, Observation, StepResult, Task, ToolCall
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 PIP = "'verifiers>=0.3,<0.4'"
 CLOSE_TIMEOUT_S = 5.0
 LIMITS = ("max_turns_reached", "max_total_completion_tokens_reached", "timeout_reached", "prompt_too_long")
-_LOADING, _STARTING = threading.Lock(), threading.Lock()
+LOOP = LoopThread("verifiers")  # one for all, as under verifiers: environments keep semaphores and sessions of one loop
+_LOADING = threading.Lock()
 _FAILURES: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures of reward functions")
 T = TypeVar("T")
 
@@ -246,22 +248,9 @@ def package() -> Any:
     return verifiers
 
 
-def _loop() -> asyncio.AbstractEventLoop:
-    """One for all episodes, as under verifiers itself: environments keep semaphores and sessions of one loop."""
-    with _STARTING:  # a cache alone lets several threads make one each
-        return _started_loop()
-
-
-@lru_cache(maxsize=1)
-def _started_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
-    return loop
-
-
 def _on_loop(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
     """Waits for as long as the rollout takes; the episode's own time limit stops it, by `close`."""
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    future = LOOP.submit(work)
     try:
         return future.result(timeout_s)
     except TimeoutError as exc:
