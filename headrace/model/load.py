@@ -27,6 +27,7 @@ from headrace.model.compiled import layer_forward
 from headrace.model.lean import lean_layers
 from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.packed import pack_linears
+from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
 from headrace.model.support import check_supported
 
 logger = logging.getLogger(__name__)
@@ -107,28 +108,54 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
 
 
 def load_model(
-    path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+    path: str,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
 ) -> LanguageModel:
-    """From a Hugging Face folder (safetensors only), or the name "smollm2-135m"."""
+    """Load a model from a Hugging Face folder (safetensors only), or by the name "smollm2-135m".
+
+    Raises ModelError. With `quantization` the model can score, not train.
+    """
     folder = smollm2_folder() if path == SMOLLM2 else Path(path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder} has no tokenizer: put there what tokenizer.save_pretrained writes")
     with boundary(ModelError, f"the model in {folder} cannot be loaded"):
-        check_supported(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        check_supported(config)
+        placed = torch.device(device)
+        quantizer = "plain" if quantization is None else choose_quantizer(quantization, device=placed, dtype=dtype)
+        by_package: dict[str, Any] = {}
+        if quantization is not None and quantizer != "plain":
+            made = package_config(quantizer, quantization.bits, device=placed, dtype=dtype, config=config)
+            by_package = {"quantization_config": made, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, attn_implementation="eager"
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager",
+            **by_package,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return prepare(own_storage(model.to(device)), tokenizer, source=path)
+    lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=path)
+    if quantization is not None:
+        num_plain = quantize_model(lm.model, quantization.bits)
+        logger.info(
+            "%s has %d-bit weights by %s, %d layers by plain torch", path, quantization.bits, quantizer, num_plain
+        )
+    return lm
 
 
 def own_storage(model: Any) -> Any:
     """Give every parameter an aligned allocation of its own. Read from a file it lies where the file's header put it,
     and on a CPU the last bits of a product depend on alignment: a resumed run reads another file than the first."""
     for parameter in model.parameters():
-        if parameter.device.type == "cpu":
+        if parameter.device.type == "cpu" and type(parameter) is nn.Parameter:  # not a package's quantised tensor
             parameter.data = parameter.data.clone()
     return model
 
