@@ -16,8 +16,7 @@ import httpx
 
 from headrace.errors import ConfigError, SamplerError, boundary
 from headrace.render import Tools
-from headrace.tool_calls import wire_message
-from headrace.types import Message, SamplingParams, Stop, ToolCall
+from headrace.types import Message, SamplingParams, Stop, ToolCall, wire_message
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,12 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from headrace.algo.random import MULTIPLIERS, WEYL_INCREMENT
 from headrace.errors import ConfigError, ModelError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
@@ -151,6 +153,14 @@ def load_model(
     return lm
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the safetensors of a Hugging Face folder, by parameter name; empty if there are none."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        weights.update(load_file(file))
+    return weights
+
+
 def own_storage(model: Any) -> Any:
     """Give every parameter an aligned allocation of its own. Read from a file it lies where the file's header put it,
     and on a CPU the last bits of a product depend on alignment: a resumed run reads another file than the first."""
@@ -236,12 +246,12 @@ def _numbers(tables: list[Tensor]) -> list[int]:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """Each number scrambled by where it stands, one to one, so that what two of them add up to says nothing of either
-    (the finalizer of splitmix64; int64 wraps around as uint64 does)."""
+    """Scramble each number by its place, one to one, so that a sum of two says nothing of either: `splitmix64` in
+    torch, which has no operations on unsigned integers; int64 wraps around as uint64 does."""
     places = torch.arange(sums.shape[1], device=sums.device)
-    mixed = places.mul_(-0x61C8864680B583EB).add(sums)
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)).mul_(factor)
+    mixed = places.mul_(WEYL_INCREMENT - 2**64).add(sums)
+    for shift, factor in zip((30, 27), MULTIPLIERS, strict=True):
+        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)).mul_(factor - 2**64)
     return mixed ^ (mixed >> 31 & 2**33 - 1)
 
 

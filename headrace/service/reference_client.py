@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import httpx
 
+from headrace.algo.packing import consecutive_batches
 from headrace.errors import ModelError, RequestError
 from headrace.service.client.codec import read_forward, write_forward
 from headrace.service.wire import PROTOBUF
@@ -38,7 +39,8 @@ class RemoteReference:
         """Log-probs of the targets where weights are not 0. Raises ModelError, and RequestError for data that the
         server's model cannot read."""
         found: list[FloatArray] = []
-        for batch in _batches(data, self._batch_tokens):
+        for indices in consecutive_batches([datum.num_tokens for datum in data], budget=self._batch_tokens):
+            batch = [data[index] for index in indices]
             body = bytes(write_forward(batch, CROSS_ENTROPY, backward=False).SerializeToString())
             found += read_forward(self._ask(body)).logprobs
         return tuple(found)
@@ -66,18 +68,6 @@ class RemoteReference:
                 raise ModelError(f"the reference server at {self._url} did not answer for {self._retry_s:g} s: {why}")
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-
-
-def _batches(data: Sequence[Datum], tokens: int) -> list[list[Datum]]:
-    batches: list[list[Datum]] = []
-    size = 0
-    for datum in data:
-        if not batches or size + datum.num_tokens > tokens:
-            batches.append([])
-            size = 0
-        batches[-1].append(datum)
-        size += datum.num_tokens
-    return batches
 
 
 def _sentence(reply: httpx.Response) -> str:
