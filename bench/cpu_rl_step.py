@@ -12,6 +12,7 @@ collector that leaves the model alone. Prints seconds, split into generation and
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import multiprocessing
@@ -39,7 +40,6 @@ from headrace.algo.weights import reweight
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
 from headrace.model.load import prepare
-from headrace.model.quiet import settled_objects
 from headrace.model.worker import Worker, leave_arithmetic_to_workers
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
@@ -194,10 +194,11 @@ def run_ours(pipe: Connection, steps: int) -> None:
     logging.getLogger("headrace").setLevel(logging.ERROR)
     threads = leave_arithmetic_to_workers()
     ours = Ours(make_model(), make_tokenizer(), threads)
-    with settled_objects():
-        for _ in range(steps):
-            pipe.recv()
-            pipe.send(ours.step())
+    gc.collect()
+    gc.freeze()
+    for _ in range(steps):
+        pipe.recv()
+        pipe.send(ours.step())
     ours.close()
 
 

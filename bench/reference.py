@@ -4,8 +4,8 @@
 
 Each text is sampled from the model itself, from a prompt of its own, so its log-probs are those that training compares
 with. They are scored by the model in float32 (what is true), in bfloat16 (what a reference model has on a GPU), and
-with int8 and int4 weights over bfloat16 and over float32, kept by plain torch and by each package that is installed and
-of use here (`headrace/model/quantizers.py`; a line says why another is not). `mean_error`, `max_error` and `k3` are
+with int8 and int4 weights over bfloat16 and over float32, quantised by plain torch and by each installed package that
+can (`headrace/model/quantized.py`; a line says why another cannot). `mean_error`, `max_error` and `k3` are
 against float32, `bf16_mean_error` is against bfloat16, and so is `saved`, the share of the memory that is saved.
 `ratio` is the memory of plain int8 over bfloat16, embedding and head included, over that of bfloat16; `auto` is what a
 server would choose. Without --model: a random Llama, so wide.
@@ -14,49 +14,52 @@ server would choose. Without --model: a random Llama, so wide.
 import argparse
 import asyncio
 import json
+import tempfile
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from headrace.errors import ModelError
 from headrace.infer.engine import EmbeddedEngine
-from headrace.model.load import LanguageModel, load_model, prepare
-from headrace.model.quantizers import PREFERRED, Asked, choose
-from headrace.model.tiny import make_model
-from headrace.train.references import FewBits, ReferenceModels
+from headrace.model.load import LanguageModel, load_model
+from headrace.model.quantized import PACKAGES, Quantization, Quantizer, choose_quantizer
+from headrace.model.tiny import make_model, make_tokenizer
+from headrace.train.references import ReferenceModels
 from headrace.types import Datum, FloatArray, SampleRequest, SamplingParams, float_array, int_array
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-QUANTIZERS: tuple[Asked, ...] = ("plain", *PREFERRED)
+QUANTIZERS: tuple[Quantizer, ...] = ("plain", *PACKAGES)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     name: str
     dtype: torch.dtype
-    few_bits: FewBits | None
+    quantization: Quantization | None
 
 
 def kinds(device: torch.device) -> list[Kind]:
-    """What can be had here."""
-    found = [Kind("float32", torch.float32, None), Kind("bfloat16", torch.bfloat16, None)]
+    """List what can be measured on this machine."""
+    possible = [Kind("float32", torch.float32, None), Kind("bfloat16", torch.bfloat16, None)]
+    wanted = [Quantization(bits=bits, quantizer=each) for bits in (8, 4) for each in QUANTIZERS]  # type: ignore[arg-type]
     for name, dtype in DTYPES.items():
-        for few in (FewBits(bits=bits, quantizer=each) for bits in (8, 4) for each in QUANTIZERS):  # type: ignore[arg-type]
+        for quantization in wanted:
             try:
-                choose(few.quantizer, few.bits, device=device, dtype=dtype)
+                choose_quantizer(quantization, device=device, dtype=dtype)
             except ModelError as exc:
                 print(f"not measured over {name}: {exc}")
             else:
-                found.append(Kind(f"int{few.bits} over {name}, {few.quantizer}", dtype, few))
-    return found
+                possible.append(
+                    Kind(f"int{quantization.bits} over {name}, {quantization.quantizer}", dtype, quantization)
+                )
+    return possible
 
 
-def make(path: str | None, dtype: torch.dtype, device: torch.device, width: int) -> LanguageModel:
-    if path:
-        return load_model(path, dtype=dtype, device=device.type)
-    model = make_model(vocab_size=8192, width=width, layers=6, heads=4, kv_heads=2, context=512, seed=0)
-    return prepare(model.to(device, dtype), None, source="bench")
+def save_random(folder: str, width: int) -> None:
+    make_model(vocab_size=8192, width=width, layers=6, heads=4, kv_heads=2, context=512, seed=0).save_pretrained(folder)
+    make_tokenizer(()).save_pretrained(folder)
 
 
 def own_texts(lm: LanguageModel, count: int, tokens: int) -> list[Datum]:
@@ -88,20 +91,22 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    texts = own_texts(
-        make(options.model, torch.float32, torch.device("cpu"), options.width), options.texts, options.tokens
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.model:
+            save_random(folder, options.width)
+        measure(options.model or folder, torch.device(options.device), options.texts, options.tokens)
+
+
+def measure(path: str, device: torch.device, num_texts: int, num_tokens: int) -> None:
+    texts = own_texts(load_model(path), num_texts, num_tokens)
     scored = np.concatenate([datum.arrays["weights"] for datum in texts]) != 0
     sizes: dict[str, int] = {}
     logprobs: dict[str, FloatArray] = {}
     measured = kinds(device)
     for kind in measured:
-        references = ReferenceModels(
-            lambda _, dtype=kind.dtype: make(options.model, dtype, device, options.width),  # type: ignore[misc]
-            few_bits=lambda _, few=kind.few_bits: few,  # type: ignore[misc]
-        )
-        logprobs[kind.name] = np.concatenate(references.score("it", texts))[scored]
+        load = partial(load_model, device=device.type, dtype=kind.dtype, quantization=kind.quantization)
+        references = ReferenceModels(load)
+        logprobs[kind.name] = np.concatenate(references.score(path, texts))[scored]
         sizes[kind.name] = references.size_bytes
     found = {}
     for kind in measured[1:]:
@@ -117,7 +122,7 @@ def main() -> None:
         print(kind.name, found[kind.name])
     ratio = sizes["int8 over bfloat16, plain"] / sizes["bfloat16"]
     auto = {
-        f"int{bits} over {name}": choose("auto", bits, device=device, dtype=dtype)  # type: ignore[arg-type]
+        f"int{bits} over {name}": choose_quantizer(Quantization(bits=bits), device=device, dtype=dtype)  # type: ignore[arg-type]
         for name, dtype in DTYPES.items()
         for bits in (8, 4)
     }

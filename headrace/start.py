@@ -1,11 +1,12 @@
-"""The entry point of the command line: commands that compute get their memory in large pages.
+"""The entry point of the command line: restart commands that compute with large memory pages.
 
-A step of training on a CPU allocates and frees blocks of tens of megabytes. The C library would give each back to the
-system and fault it in again page by page, and weights in pages of 4 KiB cost every matrix product misses in the
-processor's table of pages: together a tenth of a step. The library reads its settings once, when a program starts, so
-the program starts itself again with them (same process, before anything is loaded). Children do not inherit them.
+A training step on a CPU allocates and frees blocks of tens of megabytes. By default the C library returns each to the
+system and faults it in again page by page, and weights in pages of 4 KiB make every matrix product miss in the
+processor's page table: together a tenth of a step. glibc reads its settings once, when a program starts, so the program
+executes itself again with them (same process, before anything is loaded). Children do not inherit them.
 
-A user's own GLIBC_TUNABLES are left alone, and other systems than Linux with glibc start as they are.
+It never restarts under a debugger, profiler or test runner, on import, without glibc, when the user has set
+GLIBC_TUNABLES, or with HEADRACE_HUGE_PAGES=0 in the environment.
 """
 
 import os
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 
 VARIABLE = "GLIBC_TUNABLES"
 AGAIN = "HEADRACE_STARTED_AGAIN"
+SWITCH = "HEADRACE_HUGE_PAGES"  # 0: never restart
+TOOLS = ("pytest", "debugpy", "pydevd", "coverage")  # test runner, debuggers, coverage: imported means in use
 SETTINGS = ":".join(
     [
         "glibc.malloc.hugetlb=1",  # ask for large pages where the system gives them to those who ask
@@ -29,7 +32,9 @@ def main() -> None:
     again = os.environ.pop(AGAIN, None)  # a program with capabilities of its own gets no VARIABLE from the system
     if os.environ.get(VARIABLE) == SETTINGS:  # read by the C library already
         del os.environ[VARIABLE]
-    elif again is None and wants_large_pages(sys.argv[1:], os.environ) and runs_on_glibc():
+    elif (
+        again is None and wants_large_pages(sys.argv[1:], os.environ) and runs_on_glibc() and not is_watched(os.environ)
+    ):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: SETTINGS, AGAIN: "1"})
     from headrace.cli import main as run
 
@@ -37,7 +42,21 @@ def main() -> None:
 
 
 def wants_large_pages(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
-    return bool(arguments) and arguments[0] in COMPUTE and "--help" not in arguments and VARIABLE not in environ
+    """Tell whether the command computes and neither of the two variables speaks against it."""
+    computes = bool(arguments) and arguments[0] in COMPUTE and "--help" not in arguments
+    return computes and VARIABLE not in environ and environ.get(SWITCH) != "0"
+
+
+def is_watched(environ: Mapping[str, str]) -> bool:
+    """Tell whether a debugger, profiler or test runner holds this process, which it would lose in a restart."""
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12; debuggers, coverage and profilers have ids 0 to 2
+    return (
+        sys.gettrace() is not None
+        or sys.getprofile() is not None
+        or (monitoring is not None and any(monitoring.get_tool(tool) is not None for tool in range(3)))
+        or any(tool in sys.modules for tool in TOOLS)
+        or "PYTEST_CURRENT_TEST" in environ
+    )
 
 
 def runs_on_glibc() -> bool:

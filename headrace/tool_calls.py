@@ -124,25 +124,6 @@ def with_ids(calls: Sequence[ToolCall], seed: int, number: int) -> tuple[ToolCal
     )
 
 
-def wire_message(message: Message) -> dict[str, Any]:
-    """A message in OpenAI's form, without what is absent.
-
-    >>> wire_message(Message(role="tool", content="3", tool_call_id="7"))
-    {'role': 'tool', 'content': '3', 'tool_call_id': '7'}
-    """
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return made
-
-
 def extended_prompt(
     renderer: Renderer,
     seen: IntArray,

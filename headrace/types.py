@@ -54,6 +54,25 @@ class Message:
     tool_call_id: str | None = None
 
 
+def wire_message(message: Message) -> dict[str, Any]:
+    """Write a message in OpenAI's form, without the fields that are absent.
+
+    >>> wire_message(Message(role="tool", content="3", tool_call_id="7"))
+    {'role': 'tool', 'content': '3', 'tool_call_id': '7'}
+    """
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return fields
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What an episode starts from. `data` is JSON-like: ground truth, world parameters, whatever the reward needs."""

@@ -40,6 +40,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.setattr(start, "runs_on_glibc", lambda: True)
+    monkeypatch.setattr(start, "is_watched", lambda environ: False)
+    monkeypatch.delenv(start.SWITCH, raising=False)
     return run
 
 
@@ -77,6 +79,51 @@ def test_settings_of_the_user_stay(started: Any) -> None:
     assert os.environ[start.VARIABLE] == "glibc.malloc.arena_max=2"
 
 
+def test_a_variable_turns_the_restart_off(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_HUGE_PAGES", "0")
+    assert started("train", "run.toml") is None
+    monkeypatch.setenv("HEADRACE_HUGE_PAGES", "1")
+    assert started("train", "run.toml") is not None
+
+
+def test_a_watched_process_is_not_restarted(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "is_watched", lambda environ: True)
+    assert started("train", "run.toml") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "watched"),
+    [
+        ("", False),
+        ("sys.settrace(lambda *event: None)", True),
+        ("sys.setprofile(lambda *event: None)", True),
+        ("import cProfile; cProfile.Profile().enable()", True),
+        ("sys.modules['debugpy'] = sys", True),
+        ("sys.modules['pydevd'] = sys", True),
+        ("sys.modules['coverage'] = sys", True),
+        ("sys.modules['pytest'] = sys", True),
+        ("os.environ['PYTEST_CURRENT_TEST'] = 'test'", True),
+    ],
+)
+def test_debuggers_profilers_and_test_runners_are_seen(before: str, watched: bool) -> None:
+    program = f"import os, sys\n{before}\nfrom headrace import start\nprint(start.is_watched(os.environ))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=_environ_of_a_shell(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == str(watched)
+
+
+def _environ_of_a_shell() -> dict[str, str]:
+    """Return the environment without what tests and `headrace` itself put there."""
+    hidden = (start.VARIABLE, start.SWITCH, "PYTEST_CURRENT_TEST")
+    return {name: value for name, value in os.environ.items() if name not in hidden}
+
+
 def test_another_c_library_runs_as_it_is(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "runs_on_glibc", lambda: False)
     assert started("train", "run.toml") is None
@@ -89,7 +136,6 @@ def test_every_command_that_is_named_is_one() -> None:
 
 @pytest.mark.skipif(not start.runs_on_glibc(), reason="the settings are those of glibc")
 def test_the_real_program_begins_once_more_and_ends() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != start.VARIABLE}
     probe = (
         "import os, sys; real = os.execve\n"
         "def execve(*given): print('again', flush=True); real(*given)\n"
@@ -97,7 +143,11 @@ def test_the_real_program_begins_once_more_and_ends() -> None:
         "from headrace import start; start.main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", probe, "train", "nowhere.toml"], env=environ, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", probe, "train", "nowhere.toml"],
+        env=_environ_of_a_shell(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.split() == ["again"]
     assert done.returncode == cli.EXIT_CONFIG

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headrace import tool_calls
+from headrace import tool_calls, types
 from headrace.render import Renderer
 from headrace.tool_calls import Parsed, ToolForm, find_form, parse_reply
 from headrace.types import ToolCall
@@ -136,8 +136,8 @@ def test_what_a_template_writes_is_read_back(said: str, arguments: dict[str, obj
 
 
 def test_the_examples_run() -> None:
-    results = doctest.testmod(tool_calls)
-    assert (results.attempted, results.failed) == (5, 0)
+    results = [doctest.testmod(module) for module in (tool_calls, types)]
+    assert [(each.attempted, each.failed) for each in results] == [(4, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])

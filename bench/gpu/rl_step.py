@@ -45,7 +45,6 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
 from headrace.model.cuda.layers import fuse_layers
 from headrace.model.load import LanguageModel, prepare
-from headrace.model.quiet import settled_objects
 from headrace.model.worker import Worker
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
@@ -392,10 +391,10 @@ def main() -> None:
     torch.cuda.reset_peak_memory_stats()
     ours.start()
     mine = []
-    with settled_objects():  # as `headrace train` does
-        for step in range(given.steps):
-            mine.append(ours.step())
-            show("ours", step + 1, mine[-1])
+    gc.freeze()  # as `headrace train` does
+    for step in range(given.steps):
+        mine.append(ours.step())
+        show("ours", step + 1, mine[-1])
     figures["ours_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 - left_gb
     ours.close()
     sides.append(("ours", mine[1:]))

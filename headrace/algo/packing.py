@@ -50,6 +50,19 @@ def pack(
     return tuple(tuple(sorted(batch)) for batch in sorted(batches, key=min))
 
 
+def consecutive_batches(lengths: Sequence[int], *, budget: int) -> list[list[int]]:
+    """Split indices into batches in their order, at most `budget` tokens each; a longer item has one of its own."""
+    batches: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not batches or length > room:
+            batches.append([])
+            room = budget
+        batches[-1].append(index)
+        room -= length
+    return batches
+
+
 def _joined(
     units: Sequence[list[int]], lengths: Sequence[int], beginnings: Sequence[bytes], budget: int
 ) -> list[list[int]]:

@@ -9,6 +9,9 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+WEYL_INCREMENT = 0x9E3779B97F4A7C15  # constants of SplitMix64; `infer/cuda/draw.py` has them as literals of a kernel
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from any sequence of integers and strings; 1 and "1" give different seeds."""
@@ -27,13 +30,14 @@ def uniforms(
     seed = np.asarray(seeds, dtype=np.uint64)
     position = np.asarray(positions, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        mixed = _finalise(seed + np.uint64(0x9E3779B97F4A7C15))
-        mixed = _finalise(mixed ^ _finalise(position * np.uint64(0xD1342543DE82EF95) + np.uint64(0x632BE59BD9B4E019)))
+        mixed = splitmix64(seed + np.uint64(WEYL_INCREMENT))
+        mixed = splitmix64(mixed ^ splitmix64(position * np.uint64(0xD1342543DE82EF95) + np.uint64(0x632BE59BD9B4E019)))
     drawn = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return np.minimum(drawn, 1.0 - 2.0**-53)  # the half of the largest integer rounds up, to 1.0
 
 
-def _finalise(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+def splitmix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Scramble 64-bit numbers, one to one: the finaliser of SplitMix64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(MULTIPLIERS[0])
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(MULTIPLIERS[1])
     return value ^ (value >> np.uint64(31))

@@ -47,13 +47,13 @@ from headrace.infer.visits import (
     drawn_rows,
     row_of,
 )
-from headrace.infer.weights import copy_weights, read_folder
+from headrace.infer.weights import copy_weights
 from headrace.model import head
 from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
 from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
 from headrace.model.cuda.fine import cache_dtype
 from headrace.model.direct import direct_forward
-from headrace.model.load import LanguageModel, fingerprint
+from headrace.model.load import LanguageModel, fingerprint, read_weights
 from headrace.model.packed import forget, linear
 from headrace.model.worker import Worker
 from headrace.names import ROW_ALIGN, min_kv_tokens
@@ -421,7 +421,7 @@ class EmbeddedEngine:
         if self._stream is not None:  # the trainer's kernels that make these weights
             self._stream.wait_stream(torch.cuda.default_stream(self.lm.device))
         if isinstance(handle, Folder):
-            copy_weights(read_folder(handle.path), self.lm.model)
+            copy_weights(read_weights(handle.path), self.lm.model)
         elif self._source is not None:
             copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None

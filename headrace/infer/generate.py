@@ -17,8 +17,8 @@ from transformers import DynamicCache
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
-from headrace.infer.weights import copy_weights, read_folder
-from headrace.model.load import fingerprint
+from headrace.infer.weights import copy_weights
+from headrace.model.load import fingerprint, read_weights
 from headrace.types import (
     Completion,
     FloatArray,
@@ -159,7 +159,7 @@ class GenerateSampler:
 
     def _load(self, handle: WeightsHandle, version: int) -> str:
         if isinstance(handle, Folder):
-            copy_weights(read_folder(handle.path), self._model)
+            copy_weights(read_weights(handle.path), self._model)
         elif self._source is not None:
             copy_weights(dict(self._source.named_parameters()), self._model)
         else:

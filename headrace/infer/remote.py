@@ -17,8 +17,7 @@ import httpx
 from headrace.errors import ConfigError, SamplerError, boundary
 from headrace.render import Tools
 from headrace.retry import Backoff, TryAgain, check_transient, doubling, reply_words, retry_async
-from headrace.tool_calls import wire_message
-from headrace.types import Message, SamplingParams, Stop, ToolCall
+from headrace.types import Message, SamplingParams, Stop, ToolCall, wire_message
 
 logger = logging.getLogger(__name__)
 

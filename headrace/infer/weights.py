@@ -1,27 +1,20 @@
 """New weights into a model that samples: all of them or, if they do not fit, none."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace.errors import SamplerError
 
 
-def read_folder(folder: Path) -> dict[str, Tensor]:
-    """The safetensors of a Hugging Face folder, by name."""
-    weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        weights.update(load_file(file))
-    if not weights:
-        raise SamplerError(f"{folder} holds no model*.safetensors")
-    return weights
-
-
 def copy_weights(weights: Mapping[str, Tensor], model: Any) -> None:
-    """Into the model's own storage. Raises SamplerError before anything is written when one is missing or misshapen."""
+    """Copy weights into the model's own storage.
+
+    Raises SamplerError before anything is written when one is missing or misshapen.
+    """
+    if not weights:
+        raise SamplerError("there are no new weights: the folder holds no model*.safetensors")
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         if name not in weights:

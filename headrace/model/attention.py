@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from headrace.model import cuda
+from headrace.model.device import to_device
 from headrace.names import KV_ROUND
 
 NAME = "headrace"
@@ -117,9 +118,9 @@ def packed(lengths: tuple[int, ...], device: torch.device, parents: tuple[int | 
         lengths,
         parents,
         ends=_ends(lengths, device),
-        key_rows=_send(rows.int(), device),
+        key_rows=to_device(rows.int(), device),
         key_ends=_ends(sizes, device),
-        uses=_send(uses, device),
+        uses=to_device(uses, device),
         use_ends=_ends(counts, device),
     )
 
@@ -127,12 +128,7 @@ def packed(lengths: tuple[int, ...], device: torch.device, parents: tuple[int | 
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(torch.tensor(lengths), 0, out=ends[1:])
-    return _send(ends, device)
-
-
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Through pinned memory, so that the host need not wait for what is queued on the device."""
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return to_device(ends, device)
 
 
 @dataclass(frozen=True, slots=True)

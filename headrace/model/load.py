@@ -16,10 +16,12 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from headrace.algo.random import MULTIPLIERS, WEYL_INCREMENT
 from headrace.errors import ConfigError, ModelError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
@@ -27,6 +29,7 @@ from headrace.model.compiled import layer_forward
 from headrace.model.lean import lean_layers
 from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.packed import pack_linears
+from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
 from headrace.model.support import check_supported
 from headrace.names import SMOLLM2, SMOLLM2_INSTALL
 
@@ -106,28 +109,62 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
 
 
 def load_model(
-    path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+    path: str,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
 ) -> LanguageModel:
-    """From a Hugging Face folder (safetensors only), or the name "smollm2-135m"."""
+    """Load a model from a Hugging Face folder (safetensors only), or by the name "smollm2-135m".
+
+    Raises ModelError. With `quantization` the model can score, not train.
+    """
     folder = smollm2_folder() if path == SMOLLM2 else Path(path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder} has no tokenizer: put there what tokenizer.save_pretrained writes")
     with boundary(ModelError, f"the model in {folder} cannot be loaded"):
-        check_supported(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        check_supported(config)
+        placed = torch.device(device)
+        quantizer = "plain" if quantization is None else choose_quantizer(quantization, device=placed, dtype=dtype)
+        by_package: dict[str, Any] = {}
+        if quantization is not None and quantizer != "plain":
+            made = package_config(quantizer, quantization.bits, device=placed, dtype=dtype, config=config)
+            by_package = {"quantization_config": made, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, attn_implementation="eager"
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager",
+            **by_package,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return prepare(own_storage(model.to(device)), tokenizer, source=path)
+    lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=path)
+    if quantization is not None:
+        num_plain = quantize_model(lm.model, quantization.bits)
+        logger.info(
+            "%s has %d-bit weights by %s, %d layers by plain torch", path, quantization.bits, quantizer, num_plain
+        )
+    return lm
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the safetensors of a Hugging Face folder, by parameter name; empty if there are none."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        weights.update(load_file(file))
+    return weights
 
 
 def own_storage(model: Any) -> Any:
     """Give every parameter an aligned allocation of its own. Read from a file it lies where the file's header put it,
     and on a CPU the last bits of a product depend on alignment: a resumed run reads another file than the first."""
     for parameter in model.parameters():
-        if parameter.device.type == "cpu":
+        if parameter.device.type == "cpu" and type(parameter) is nn.Parameter:  # not a package's quantised tensor
             parameter.data = parameter.data.clone()
     return model
 
@@ -208,12 +245,12 @@ def _numbers(tables: list[Tensor]) -> list[int]:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """Each number scrambled by where it stands, one to one, so that what two of them add up to says nothing of either
-    (the finalizer of splitmix64; int64 wraps around as uint64 does)."""
+    """Scramble each number by its place, one to one, so that a sum of two says nothing of either: `splitmix64` in
+    torch, which has no operations on unsigned integers; int64 wraps around as uint64 does."""
     places = torch.arange(sums.shape[1], device=sums.device)
-    mixed = places.mul_(-0x61C8864680B583EB).add(sums)
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)).mul_(factor)
+    mixed = places.mul_(WEYL_INCREMENT - 2**64).add(sums)
+    for shift, factor in zip((30, 27), MULTIPLIERS, strict=True):
+        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)).mul_(factor - 2**64)
     return mixed ^ (mixed >> 31 & 2**33 - 1)
 
 

@@ -35,9 +35,12 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Make every plain linear layer of the model a `PackedLinear`, in place; parameters stay the same objects."""
+    """Make every plain linear layer of the model a `PackedLinear`, in place; parameters stay the same objects.
+
+    A weight that torchao has quantised is a tensor of another type and has kernels of its own.
+    """
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
             module.__class__ = PackedLinear
 
 

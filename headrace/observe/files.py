@@ -2,11 +2,11 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace import atomic_files
 from headrace.errors import RunFolderError, boundary
 
 
@@ -31,19 +31,10 @@ def _finite(value: Any) -> Any:
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Write to a temporary name beside `path`, fsync, rename: a reader sees the file before or after, never a part.
+    """Write a file of the run folder atomically, and the folders above it (see `atomic_files.write_text`).
 
-    `text` may come in pieces, so that it need not be in memory as a whole.
     Raises RunFolderError (a full disk, a folder that is not writable); what was there before is then still there.
     """
-    temporary = path.with_name(path.name + ".tmp")
     with boundary(RunFolderError, f"cannot write {path}"):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8", newline="\n") as file:
-                file.writelines([text] if isinstance(text, str) else text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_text(path, text)

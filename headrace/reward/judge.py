@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError, boundary
 from headrace.protocols import Sampler
 from headrace.render import Renderer
-from headrace.reward.rows import message_of
 from headrace.reward.terms import GroupTerm
-from headrace.types import Episode, Message, Reward, SampleRequest, SamplingParams, Stop
+from headrace.types import Episode, Message, Reward, SampleRequest, SamplingParams, Stop, wire_message
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]  # messages to the text of a reply
 
@@ -78,7 +77,7 @@ def question_about(episodes: Sequence[Episode], judge: Judge) -> tuple[Message, 
     """The rubric, the ground truth if there is one, and the conversations, as JSON: no text can leave its place."""
     data = episodes[0].task.data
     truth = data.get("ground_truth", data.get("answer"))
-    shown = [[message_of(message) for message in episode.messages] for episode in episodes]
+    shown = [[wire_message(message) for message in episode.messages] for episode in episodes]
     many = judge.compare
     ending = (
         f"End with one line: SCORES: followed by a JSON list of {len(episodes)} numbers from 0 to {judge.best:g}, "
@@ -123,7 +122,7 @@ def ask_endpoint(
     def post(messages: Sequence[Message]) -> str:
         body = {
             "model": model,
-            "messages": [message_of(message) for message in messages],
+            "messages": [wire_message(message) for message in messages],
             "max_tokens": max_tokens,
             "temperature": temperature,
         }

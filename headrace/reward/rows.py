@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headrace.algo.turns import step_positions
-from headrace.types import Completion, Ended, Episode, Message, Step, Stop, Task, ToolCall
+from headrace.types import Completion, Ended, Episode, Message, Step, Stop, Task, ToolCall, wire_message
 
 
 def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
         "id": episode.id,
         "task_id": episode.task.id,
         "data": dict(episode.task.data),
-        "messages": [message_of(message) for message in episode.messages],
+        "messages": [wire_message(message) for message in episode.messages],
         "prompt_count": next((position for position in positions if position is not None), len(episode.messages)),
         "steps": [
             {
@@ -34,7 +34,7 @@ def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
             }
             for index, (step, position) in enumerate(zip(episode.steps, positions, strict=True))
         ],
-        "task_messages": [message_of(message) for message in episode.task.messages],
+        "task_messages": [wire_message(message) for message in episode.task.messages],
         "seed": episode.seed,
         "temperature": episode.temperature,
         "success": episode.success,
@@ -46,21 +46,6 @@ def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
 
 def step_id(episode: Episode, index: int) -> str:
     return f"{episode.id}/{index}"
-
-
-def message_of(message: Message) -> dict[str, Any]:
-    """In OpenAI's form, without what is absent."""
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    return made
 
 
 def episode_from(row: Mapping[str, Any]) -> Episode:

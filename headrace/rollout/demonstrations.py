@@ -10,8 +10,7 @@ from typing import Any
 
 from headrace.errors import DataError, boundary
 from headrace.protocols import Env
-from headrace.tool_calls import wire_message
-from headrace.types import Group, Observation, ScoredEpisode, Task
+from headrace.types import Group, Observation, ScoredEpisode, Task, wire_message
 
 Tools = tuple[Mapping[str, Any], ...]
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment and multipliers
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+from headrace.algo.random import WEYL_INCREMENT, splitmix64
 
 
 def permutation(size: int, *, key: tuple[int, ...], epoch: int) -> npt.NDArray[np.int64]:
@@ -18,10 +17,8 @@ def permutation(size: int, *, key: tuple[int, ...], epoch: int) -> npt.NDArray[n
     The same on every machine and numpy version, which numpy's own generators do not promise.
     """
     start = hashlib.blake2b(repr((*key, epoch)).encode(), digest_size=8).digest()
-    state = np.frombuffer(start, dtype="<u8").astype(np.uint64) + np.arange(1, size + 1, dtype=np.uint64) * _GOLDEN
-    state = (state ^ (state >> np.uint64(30))) * _MIX[0]
-    state = (state ^ (state >> np.uint64(27))) * _MIX[1]
-    return np.argsort(state ^ (state >> np.uint64(31)), kind="stable")
+    steps = np.arange(1, size + 1, dtype=np.uint64) * np.uint64(WEYL_INCREMENT)
+    return np.argsort(splitmix64(np.frombuffer(start, dtype="<u8").astype(np.uint64) + steps), kind="stable")
 
 
 def fingerprint(items: Iterable[Any]) -> str:

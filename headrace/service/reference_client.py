@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import httpx
 
+from headrace.algo.packing import consecutive_batches
 from headrace.errors import ModelError, RequestError
 from headrace.retry import Backoff, GaveUp, TryAgain, check_transient, doubling, reply_words, retry
 from headrace.service.client.codec import read_forward, write_forward
@@ -41,7 +42,8 @@ class RemoteReference:
         """Log-probs of the targets where weights are not 0. Raises ModelError, and RequestError for data that the
         server's model cannot read."""
         found: list[FloatArray] = []
-        for batch in _batches(data, self._batch_tokens):
+        for indices in consecutive_batches([datum.num_tokens for datum in data], budget=self._batch_tokens):
+            batch = [data[index] for index in indices]
             body = bytes(write_forward(batch, CROSS_ENTROPY, backward=False).SerializeToString())
             found += read_forward(self._ask(body)).logprobs
         return tuple(found)
@@ -70,15 +72,3 @@ class RemoteReference:
             return retry(attempt, Backoff(doubling(FIRST_WAIT_S, LONGEST_WAIT_S), self._retry_s), self._sleep)
         except GaveUp as exc:
             raise ModelError(f"{where} did not answer for {self._retry_s:g} s: {exc}") from exc
-
-
-def _batches(data: Sequence[Datum], tokens: int) -> list[list[Datum]]:
-    batches: list[list[Datum]] = []
-    size = 0
-    for datum in data:
-        if not batches or size + datum.num_tokens > tokens:
-            batches.append([])
-            size = 0
-        batches[-1].append(datum)
-        size += datum.num_tokens
-    return batches

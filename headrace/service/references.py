@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from headrace.algo.packing import consecutive_batches
 from headrace.algo.scalar_data import all_tokens
 from headrace.errors import ModelError, boundary
 from headrace.service.host import Full, ModelHost
@@ -111,14 +112,12 @@ def state_of(model: Model) -> SamplerRecord:
 
 
 def _batches(data: Sequence[Datum]) -> list[list[int]]:
-    """Data of one temperature, a few thousand tokens at a time."""
-    batches: list[list[int]] = []
-    size = 0
-    for index in sorted(range(len(data)), key=lambda place: data[place].temperature):
-        last = data[batches[-1][0]] if batches else None
-        if last is None or last.temperature != data[index].temperature or size + data[index].num_tokens > SCORE_TOKENS:
-            batches.append([])
-            size = 0
-        batches[-1].append(index)
-        size += data[index].num_tokens + 1
-    return batches
+    """Split data into batches of one temperature, a few thousand tokens each."""
+    alike: dict[float, list[int]] = {}
+    for index, datum in enumerate(data):
+        alike.setdefault(datum.temperature, []).append(index)
+    return [
+        [indices[place] for place in places]
+        for indices in alike.values()
+        for places in consecutive_batches([data[index].num_tokens + 1 for index in indices], budget=SCORE_TOKENS)
+    ]

@@ -71,8 +71,8 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
     """A frozen model that losses and evaluations may name: a folder here, or http://HOST:PORT/NAME of a
-    `headrace serve --reference`, whose key is in the environment variable `key_env`. `bits`: of its weights here, which
-    `quantizer` keeps; auto: what runs on this machine and is right."""
+    `headrace serve --reference`, whose key is in the environment variable `key_env`. `bits`: of its weights here;
+    `quantizer`: the package that quantises them, plain torch, or auto."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     name: str

@@ -25,6 +25,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from headrace import atomic_files
 from headrace.errors import CheckpointError, boundary
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ class CheckpointStore:
                 write(writing)
                 self._write_state(writing, step, state, scores)
                 _write_manifest(writing, step, score)
-                _replace_folder(writing, target)
+                atomic_files.replace_folder(writing, target, aside=self._folder / (_REPLACED + name))
             except BaseException:  # a full disk, a failed writer, Ctrl-C: the half-written folder goes, whatever came
                 shutil.rmtree(writing, ignore_errors=True)
                 raise
@@ -319,14 +320,8 @@ class CheckpointStore:
         if _read_pointer(path) == checkpoint_name(step):
             return
         writing = self._folder / (_WRITING + pointer)
-        try:
-            writing.write_text(checkpoint_name(step) + "\n", encoding="utf-8")
-            _fsync(writing)
-            os.replace(writing, path)
-        except OSError:
-            writing.unlink(missing_ok=True)
-            raise
-        _fsync(self._folder)
+        atomic_files.write_text(path, checkpoint_name(step) + "\n", temporary=writing)
+        atomic_files.fsync(self._folder)
 
     def _remove_unneeded(self, scores: Mapping[int, float | None], newest: int) -> None:
         keep = retained(scores, keep_last=self._keep_last, keep_every=self._keep_every)
@@ -354,37 +349,16 @@ class CheckpointStore:
 
 
 def _write_manifest(folder: Path, step: int, score: float | None) -> None:
-    """Hash, list and fsync every file in `folder`, then its directories, so that a rename makes a whole checkpoint."""
+    """List every file in `folder` with its hash, then flush all of it, so that a rename makes a whole checkpoint."""
     assert not (folder / MANIFEST).exists(), f"{MANIFEST} is ours to write"
     files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    for path in files.values():
-        _fsync(path)
     entries = {
         name: FileEntry(size_bytes=path.stat().st_size, sha256=_sha256(path)) for name, path in sorted(files.items())
     }
     manifest = Manifest(step=step, score=score, files=entries)
     text = _manifest_text(replace(manifest, digest=_digest(manifest)))
     (folder / MANIFEST).write_text(text, encoding="utf-8")
-    _fsync(folder / MANIFEST)
-    for inside in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
-        _fsync(inside)
-    _fsync(folder)
-
-
-def _replace_folder(source: Path, target: Path) -> None:
-    """Rename `source` to `target`; a folder already there steps aside first and comes back if we are killed between."""
-    aside = target.with_name(_REPLACED + target.name)
-    if target.exists():
-        os.rename(target, aside)
-    try:
-        os.rename(source, target)
-    except OSError:
-        if aside.exists():
-            os.rename(aside, target)
-        raise
-    _fsync(target.parent)
-    if aside.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    atomic_files.fsync_tree(folder)
 
 
 def _manifest_text(manifest: Manifest) -> str:
@@ -405,17 +379,6 @@ def _sha256(path: Path) -> str:
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows has no handle for flushing a directory
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_pointer(path: Path) -> str | None:

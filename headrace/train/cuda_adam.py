@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.model.device import to_device
 from headrace.types import Adam
 
 CHUNK, BLOCK = 8192, 2048  # elements of one program, and of one round of it
@@ -55,7 +56,7 @@ class CudaAdamW:
             work = _work(tuple(self._sizes[index] for index in group), self._device)
             table = [[*self._fixed[index], _address_of(gradients[index])] for index in group]
             _adamw_kernel[(len(work.owner_P),)](
-                _send(table, self._device), work.sizes_N, work.owner_P, work.part_P,
+                to_device(torch.tensor(table), self._device), work.sizes_N, work.owner_P, work.part_P,
                 factor, 1.0 - adam.learning_rate * adam.weight_decay, adam.learning_rate / correction1,
                 adam.beta1, adam.beta2, adam.eps, correction2**0.5,
                 GRADIENT=TYPES[dtype], HALF=None if half is None else TYPES[half],
@@ -72,7 +73,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     for dtype, group in alike.items():
         work = _work(tuple(tensor.numel() for tensor in group), group[0].device)
         sums_P = torch.empty(len(work.owner_P), dtype=torch.float32, device=group[0].device)
-        table = _send([[_address_of(tensor)] for tensor in group], group[0].device)
+        table = to_device(torch.tensor([[_address_of(tensor)] for tensor in group]), group[0].device)
         _square_kernel[(len(sums_P),)](
             table, work.sizes_N, work.owner_P, work.part_P,
             sums_P, TYPE=TYPES[dtype], EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
@@ -91,7 +92,7 @@ def add_up(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         work = _work(tuple(sums[index].numel() for index in group), sums[0].device)
         table = [[_address_of(one[index]) for one in (sums, gradients, found)] for index in group]
         _add_kernel[(len(work.owner_P),)](
-            _send(table, sums[0].device), work.sizes_N, work.owner_P, work.part_P,
+            to_device(torch.tensor(table), sums[0].device), work.sizes_N, work.owner_P, work.part_P,
             KNOWN=TYPES[known_type], GRADIENT=TYPES[dtype], EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return found
@@ -126,11 +127,6 @@ def _address_of(tensor: Tensor) -> int:
     assert tensor.is_contiguous()
     assert address % ALIGNED_BYTES == 0, "parameters begin at their allocation"
     return address
-
-
-def _send(table: list[list[int]], device: torch.device) -> Tensor:
-    sent = torch.tensor(table)
-    return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent
 
 
 @triton.jit  # type: ignore[untyped-decorator]

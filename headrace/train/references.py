@@ -13,20 +13,11 @@ from dataclasses import dataclass, field
 
 from headrace.errors import ModelError, RequestError
 from headrace.model.load import LanguageModel
-from headrace.model.quantized import Bits, model_bytes
-from headrace.model.quantizers import Asked, quantize_by
+from headrace.model.quantized import model_bytes
 from headrace.train.scorer import FrozenScorer
 from headrace.types import Datum, FloatArray
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FewBits:
-    """How many bits a weight has, and who keeps them (`model/quantizers.py`)."""
-
-    bits: Bits
-    quantizer: Asked = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +39,8 @@ class Counts:
 
 
 class ReferenceModels:
-    """`load` makes a model of a name. At most `limit` are kept, of `room_bytes` together if that is given; the one
-    that was used longest ago goes first. `few_bits` says of a name in how many its weights are kept, None for those
-    that they come with."""
+    """Load a model by its name with `load` and keep at most `limit`, of `room_bytes` together if that is given; the
+    one that was used longest ago goes first."""
 
     def __init__(
         self,
@@ -58,12 +48,11 @@ class ReferenceModels:
         *,
         limit: int = 2,
         room_bytes: int | None = None,
-        few_bits: Callable[[str], FewBits | None] = lambda name: None,
         micro_batch_tokens: int = 8192,
     ) -> None:
         assert limit >= 1
         self._load = load
-        self._limit, self._room_bytes, self._few_bits = limit, room_bytes, few_bits
+        self._limit, self._room_bytes = limit, room_bytes
         self._micro_batch_tokens = micro_batch_tokens
         self._kept: OrderedDict[str, Reference] = OrderedDict()
         self._loading: dict[str, threading.Event] = {}
@@ -111,11 +100,8 @@ class ReferenceModels:
     def _make(self, name: str) -> Reference:
         lm = self._load(name)
         lm.model.requires_grad_(False)
-        few_bits = self._few_bits(name)
-        by = None if few_bits is None else quantize_by(lm.model, few_bits.bits, few_bits.quantizer)
         size = model_bytes(lm.model)
-        told = "" if few_bits is None else f", {few_bits.bits}-bit weights by {by}"
-        logger.info("the reference model '%s' is loaded: %.1f MiB%s", name, size / 2**20, told)
+        logger.info("the reference model '%s' is loaded: %.1f MiB", name, size / 2**20)
         if self._room_bytes is not None and size > self._room_bytes:
             raise ModelError(
                 f"the reference model '{name}' needs {size:,} bytes and reference models may have "

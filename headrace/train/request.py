@@ -15,6 +15,7 @@ from headrace.algo.loss import MODEL_OUTPUTS, LossFn, LossInputs, LossOut, Unit,
 from headrace.algo.losses import find_loss
 from headrace.errors import BackendError
 from headrace.model import head
+from headrace.model.device import to_device
 from headrace.types import Datum, LossSpec
 
 
@@ -96,18 +97,11 @@ def stack(batch: Sequence[Datum], loss: ReadyLoss) -> dict[str, Tensor]:
 
 def packed_targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.device, dtype: torch.dtype) -> head.Targets:
     """Targets of the chosen rows of some data laid end to end, with their temperatures."""
-    tokens = send(torch.from_numpy(np.concatenate([datum.targets for datum in batch])).long()[rows_R], device)
+    tokens = to_device(torch.from_numpy(np.concatenate([datum.targets for datum in batch])).long()[rows_R], device)
     if all(datum.temperature == 1.0 for datum in batch):
         return head.Targets(tokens)
     spread = np.concatenate([np.full(datum.num_tokens, datum.temperature) for datum in batch])
-    return head.Targets(tokens, send(torch.from_numpy(spread).to(dtype)[rows_R], device))
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """To the device; to CUDA through pinned memory, so that the host need not wait for what is queued there."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return head.Targets(tokens, to_device(torch.from_numpy(spread).to(dtype)[rows_R], device))
 
 
 def call_loss(

@@ -25,7 +25,16 @@ from headrace.algo.packing import WORTH_SHARING, lay_out, pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
 from headrace.model import head
 from headrace.model.attention import packed
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
+from headrace.model.device import to_device
+from headrace.model.load import (
+    LanguageModel,
+    choose_device,
+    choose_dtype,
+    fingerprint,
+    load_model,
+    read_weights,
+    recompute_layers,
+)
 from headrace.model.lora import LoraLinear, add_lora, lora_layers, merged_state_dict, save_adapter
 from headrace.model.scalar import has_scalar_head, scalars
 from headrace.model.worker import Here, Worker
@@ -37,7 +46,6 @@ from headrace.train.request import (
     check_head,
     packed_targets,
     ready_loss,
-    send,
     stack,
 )
 from headrace.types import (
@@ -277,17 +285,17 @@ class TorchBackend:
             return None
         shares = device.type in ("cpu", "cuda")  # where it has been compared with sequences one by one
         layout = lay_out([datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1)
-        tokens_T = send(torch.tensor(layout.tokens, dtype=torch.long), device)
-        positions_T = send(torch.tensor(layout.positions, dtype=torch.long), device)
+        tokens_T = to_device(torch.tensor(layout.tokens, dtype=torch.long), device)
+        positions_T = to_device(torch.tensor(layout.positions, dtype=torch.long), device)
         context = packed(layout.lengths, device, layout.parents)
         embedded_TD = self._embedded(tokens_T) if want_gradient else None
         hidden_TD = self.lm.hidden(tokens_T, positions_T, context, embedded_TD=embedded_TD)
         real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
         inputs = {
-            name: send(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
+            name: to_device(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
             for name, array in arrays.items()
         }
-        rows = send(torch.tensor(layout.place, dtype=torch.long)[rows_R], device)
+        rows = to_device(torch.tensor(layout.place, dtype=torch.long)[rows_R], device)
         if not loss.reads_policy:
             computed = self._scalar(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
         else:
@@ -480,7 +488,7 @@ class TorchBackend:
             raise BackendError(
                 f"{folder} was saved {'with' if state['lora'] else 'without'} LoRA; set [model.lora] alike"
             )
-        weights = load_file(folder / ADAPTER_FILE) if has_lora else _load_weights(folder)
+        weights = load_file(folder / ADAPTER_FILE) if has_lora else read_weights(folder)
         if (folder / VALUE_HEAD_FILE).is_file():
             weights |= load_file(folder / VALUE_HEAD_FILE)
         if (VALUE_HEAD in weights) != (self._value_head is not None):
@@ -617,10 +625,3 @@ def _save_merged(lm: LanguageModel, folder: Path) -> None:
         untied = copy.deepcopy(config)
         untied.tie_word_embeddings = False
         untied.save_pretrained(folder)
-
-
-def _load_weights(folder: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        weights.update(load_file(file))
-    return weights

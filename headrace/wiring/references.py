@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from headrace.errors import ConfigError, ModelError
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
-from headrace.model.quantizers import choose
+from headrace.model.quantized import Quantization, choose_quantizer
 from headrace.model.quiet import no_progress_bars
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
@@ -24,7 +24,7 @@ from headrace.service.reference_client import RemoteReference
 from headrace.service.references import Score
 from headrace.service.server import check_reach
 from headrace.service.settings import ReferenceModel, ServeConfig
-from headrace.train.references import FewBits, ReferenceModels
+from headrace.train.references import ReferenceModels
 from headrace.wiring.models import fuse
 
 
@@ -38,7 +38,6 @@ def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dic
         partial(_load, config, here, vocabulary),
         limit=config.engine.reference_models,
         room_bytes=config.engine.reference_bytes or None,
-        few_bits=lambda name: _few_bits(here[name]),
         micro_batch_tokens=config.engine.micro_batch_tokens,
     )
     named: dict[str, Score] = {name: partial(models.score, name) for name in here}
@@ -53,33 +52,33 @@ def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dic
 
 
 def _check_quantizers(config: ServeConfig, known: Mapping[str, ReferenceModel]) -> None:
-    """One that was named and is of no use here is said before the server begins. Raises ConfigError."""
+    """Refuse a quantizer that is not installed or cannot work here, before the server starts. Raises ConfigError."""
     device = choose_device(config.model.device)
-    for name, asked in known.items():
-        if asked.bits is None:
-            continue
-        dtype = choose_dtype(config.model.dtype, device)
-        try:
-            choose(asked.quantizer, asked.bits, device=torch.device(device), dtype=dtype)
-        except ModelError as exc:
-            raise ConfigError(f"reference '{name}': {exc}") from exc
+    dtype = choose_dtype(config.model.dtype, device)
+    for name, reference in known.items():
+        if (quantization := _quantization(reference)) is not None:
+            try:
+                choose_quantizer(quantization, device=torch.device(device), dtype=dtype)
+            except ModelError as exc:
+                raise ConfigError(f"reference '{name}': {exc}") from exc
 
 
 def _load(config: ServeConfig, known: Mapping[str, ReferenceModel], vocabulary: int, name: str) -> LanguageModel:
-    asked, device = known[name], choose_device(config.model.device)
-    lm = load_model(asked.path, device=device, dtype=choose_dtype(config.model.dtype, device))
+    reference, device = known[name], choose_device(config.model.device)
+    dtype = choose_dtype(config.model.dtype, device)
+    lm = load_model(reference.path, device=device, dtype=dtype, quantization=_quantization(reference))
     if lm.vocabulary < vocabulary:
         raise ModelError(
             f"the reference model '{name}' knows {lm.vocabulary} tokens, and the model that is served {vocabulary}: "
             "choose one with the same tokenizer"
         )
-    if asked.bits is None:
+    if reference.bits is None:
         fuse(lm)
     return lm
 
 
-def _few_bits(asked: ReferenceModel) -> FewBits | None:
-    return None if asked.bits is None else FewBits(bits=asked.bits, quantizer=asked.quantizer)
+def _quantization(reference: ReferenceModel) -> Quantization | None:
+    return None if reference.bits is None else Quantization(bits=reference.bits, quantizer=reference.quantizer)
 
 
 def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, Judge]:

@@ -1,6 +1,7 @@
 """The stages: [sft], [reward_model] and [rl], each from its section of the configuration to its loop."""
 
 import asyncio
+import gc
 from typing import Any
 
 from headrace.algo.datum import Rows
@@ -8,7 +9,6 @@ from headrace.loops.evaluate import Evaluation
 from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
-from headrace.model.quiet import settled_objects
 from headrace.rollout.conversations import Mixture
 from headrace.rollout.meter import Meter
 from headrace.rollout.tasks import TaskSource
@@ -102,35 +102,36 @@ async def run_rl(run: Run, desk: Desk) -> None:
             state["kl_coef_doublings"] = trust.doublings
         return state
 
-    with settled_objects():
-        await train_rl(
-            RlSettings(
-                steps=c.steps,
-                minibatches=c.minibatches,
-                loss=loss,
-                credit=c.credit,
-                credit_params=c.credit_params,
-                keys=make_keys(c),
-                rows=Rows(c.rows),
-                mixed_versions=c.asynchronous.max_staleness > 0,
-                weighting=c.weighting,
-                weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
-                correction=make_correction(c, loss),
-                sync_every=c.sync_every,
-                eval_every=config.eval.every,
-            ),
-            executor=executor,
-            backend=desk.backend,
-            updater=desk.updater,
-            sink=desk.sink,
-            keeper=desk.keeper(
-                parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
-            ),
-            record=make_record(c, run.folder),
-            critic=critic,
-            trust=trust,
-            meter=meter,
-            scorers=make_scorers(c, desk, loss),
-            evaluate=evaluate_now,
-            start=desk.start,
-        )
+    gc.collect()
+    gc.freeze()  # to look through models and libraries takes a fifth of a second every few batches, and stalls rollouts
+    await train_rl(
+        RlSettings(
+            steps=c.steps,
+            minibatches=c.minibatches,
+            loss=loss,
+            credit=c.credit,
+            credit_params=c.credit_params,
+            keys=make_keys(c),
+            rows=Rows(c.rows),
+            mixed_versions=c.asynchronous.max_staleness > 0,
+            weighting=c.weighting,
+            weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
+            correction=make_correction(c, loss),
+            sync_every=c.sync_every,
+            eval_every=config.eval.every,
+        ),
+        executor=executor,
+        backend=desk.backend,
+        updater=desk.updater,
+        sink=desk.sink,
+        keeper=desk.keeper(
+            parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
+        ),
+        record=make_record(c, run.folder),
+        critic=critic,
+        trust=trust,
+        meter=meter,
+        scorers=make_scorers(c, desk, loss),
+        evaluate=evaluate_now,
+        start=desk.start,
+    )

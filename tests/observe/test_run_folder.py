@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError, RunFolderError
-from headrace.observe import files
 from headrace.observe.files import json_line, write_whole
 from headrace.observe.run_folder import RunFolder, environment_facts, find_latest
 
@@ -110,7 +109,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(RunFolderError, match=r"cannot write .*config\.toml.*No space left"):
             write_whole(path, "new")
     assert path.read_text() == "old"

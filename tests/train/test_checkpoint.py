@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace import atomic_files
 from headrace.errors import CheckpointError
 from headrace.testing import FakeBackend
-from headrace.train import checkpoint
 from headrace.train.checkpoint import (
     CheckpointStore,
     best_checkpoint,
@@ -456,7 +456,7 @@ def test_every_file_and_folder_is_flushed_before_the_rename(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, rename = checkpoint._fsync, os.rename
+    fsync, rename = atomic_files.fsync, os.rename
 
     def record_fsync(path: Path) -> None:
         events.append(str(path.relative_to(tmp_path / "checkpoints")))
@@ -466,7 +466,7 @@ def test_every_file_and_folder_is_flushed_before_the_rename(
         events.append("rename")
         rename(source, target)
 
-    monkeypatch.setattr(checkpoint, "_fsync", record_fsync)
+    monkeypatch.setattr(atomic_files, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
     store.save(1, writes(), {})
     writing = ".writing-step_000001"

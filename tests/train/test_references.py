@@ -2,15 +2,16 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 
 from headrace.errors import ModelError
 from headrace.model.load import LanguageModel, prepare
-from headrace.model.quantized import model_bytes
+from headrace.model.quantized import Bits, model_bytes, quantize_model
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.train.references import FewBits, ReferenceModels
+from headrace.train.references import ReferenceModels
 from headrace.train.scorer import FrozenScorer
 from headrace.types import Datum, float_array, int_array
 
@@ -21,6 +22,12 @@ def make(name: str) -> LanguageModel:
         raise ModelError(f"there is no {name}")
     model = make_model(vocab_size=24, width=32, layers=2, heads=4, kv_heads=2, context=64, seed=int(name))
     return prepare(model, make_tokenizer(()), source=name)
+
+
+def make_quantized(name: str, bits: Bits) -> LanguageModel:
+    lm = make(name)
+    quantize_model(lm.model, bits)
+    return lm
 
 
 def data(seed: int = 0) -> list[Datum]:
@@ -47,7 +54,7 @@ def test_memory_is_a_limit_too() -> None:
     assert references.size_bytes == 2 * size
     with pytest.raises(ModelError, match="fewer bits"):
         ReferenceModels(make, room_bytes=size - 1).score("1", data())
-    ReferenceModels(make, room_bytes=size - 1, few_bits=lambda name: FewBits(bits=8)).score("1", data())
+    ReferenceModels(partial(make_quantized, bits=8), room_bytes=size - 1).score("1", data())
 
 
 def test_one_that_cannot_be_loaded_leaves_the_others() -> None:
@@ -63,8 +70,8 @@ def test_few_bits_cost_little() -> None:
     """Four bits have 7 levels where eight have 127: errors are about 18 times as large."""
     [exact] = ReferenceModels(make).score("5", data())
     errors = []
-    for few in (FewBits(bits=8, quantizer="plain"), FewBits(bits=4, quantizer="plain")):
-        [found] = ReferenceModels(make, few_bits={"5": few}.get).score("5", data())
+    for bits in (8, 4):
+        [found] = ReferenceModels(partial(make_quantized, bits=bits)).score("5", data())
         errors.append(float(np.abs(found - exact).mean()))
     assert 0 < errors[0] < 0.05
     assert 6 < errors[1] / errors[0] < 54

@@ -7,7 +7,6 @@ temporary name, fsynced and renamed.
 """
 
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -19,9 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headrace import atomic_files
 from headrace.errors import CheckpointError, boundary
 from headrace.model.adapters import Adapter
-from headrace.model.load import LanguageModel
+from headrace.model.load import LanguageModel, read_weights
 from headrace.service.host import AdapterSpec, Full
 from headrace.service.hosting.tenant import adapter_of_state, weights_of
 from headrace.train.torch_backend import VALUE_HEAD, VALUE_HEAD_FILE, TrainedState
@@ -63,9 +63,9 @@ def write_model(folder: Path, saved: SavedModel, lm: LanguageModel) -> None:
                 "base": saved.base,
             }
             (writing / STATE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            for path in (*(each for each in writing.rglob("*") if each.is_file()), writing):
-                _fsync(path)
-            _put_in_place(writing, folder)
+            atomic_files.fsync_tree(writing)
+            aside = folder.with_name(f".replaced-{uuid.uuid4().hex}-{folder.name}")
+            atomic_files.replace_folder(writing, folder, aside=aside)
         except BaseException:  # a full disk, or Ctrl-C: nothing half-written stays
             shutil.rmtree(writing, ignore_errors=True)
             raise
@@ -80,7 +80,7 @@ def read_model(folder: Path, *, optimizer: bool) -> SavedModel:
     with boundary(CheckpointError, f"{folder} cannot be read"):
         record = json.loads((folder / STATE).read_text(encoding="utf-8"))
         spec = AdapterSpec(**record["spec"]) if record["spec"] is not None else Full()
-        weights = weights_of(read_adapter(folder)) if isinstance(spec, AdapterSpec) else _read_full(folder)
+        weights = weights_of(read_adapter(folder)) if isinstance(spec, AdapterSpec) else read_weights(folder)
         if (folder / VALUE_HEAD_FILE).is_file():
             weights = {**weights, **load_file(folder / VALUE_HEAD_FILE)}
         moments = load_file(folder / OPTIMIZER) if optimizer else {}
@@ -156,13 +156,6 @@ def _write_full(folder: Path, state: TrainedState, lm: LanguageModel) -> None:
         lm.tokenizer.save_pretrained(folder)
 
 
-def _read_full(folder: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        weights.update(load_file(file))
-    return weights
-
-
 def _check_plain(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
@@ -180,30 +173,3 @@ def _check_plain(folder: Path, config: Mapping[str, Any]) -> None:
 def _by_layer(tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Tensor]:
     found = {name: each for name, each in tensors.items() if name.endswith(suffix)}
     return {name.removeprefix(PREFIX).removesuffix(suffix): each for name, each in found.items()}
-
-
-def _put_in_place(writing: Path, folder: Path) -> None:
-    """Rename; what was there steps aside first and comes back if that fails."""
-    aside = folder.with_name(f".replaced-{uuid.uuid4().hex}-{folder.name}")
-    there = folder.exists()
-    if there:
-        os.rename(folder, aside)
-    try:
-        os.rename(writing, folder)
-    except OSError:
-        if there:
-            os.rename(aside, folder)
-        raise
-    _fsync(folder.parent)
-    if there:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows has no handle for flushing a directory
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""Write files and folders so that a reader finds them whole or not at all, also after a crash.
+
+Everything is written under a temporary name beside its place, flushed to the disk and renamed. All raise OSError; what
+was there before is then still there.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def write_text(path: Path, text: str | Iterable[str], *, temporary: Path | None = None) -> None:
+    """Write a file in one rename; `text` may come in parts, so that it need not be in memory as a whole.
+
+    `temporary` is the name to write under; without one it is that of the file with .tmp behind.
+    """
+    temporary = temporary or path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines([text] if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
+    """Rename `source` to `target`. A folder that is there is renamed to `aside` first, comes back if the second rename
+    fails, and is removed at the end; a kill in between leaves it at `aside`."""
+    if target.exists():
+        os.rename(target, aside)
+    try:
+        os.rename(source, target)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, target)
+        raise
+    fsync(target.parent)
+    if aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file under a folder, then its folders from the innermost out, so that a rename makes it whole."""
+    inside = sorted(folder.rglob("*"), reverse=True)
+    for path in (*(path for path in inside if path.is_file()), *(path for path in inside if path.is_dir()), folder):
+        fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows has no handle for flushing a directory
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
