@@ -14,11 +14,11 @@ from headrace.errors import ConfigError, HeadraceError, RequestError
 PREFIX = "tml-"  # the public SDK refuses keys without it
 
 
-class Denied(HeadraceError):
+class Unauthorized(HeadraceError):
     """The key is missing or unknown."""
 
 
-class TooMany(RequestError):
+class RateLimited(RequestError):
     """A limit of the key is reached; the request may come again after `retry_s`."""
 
     def __init__(self, message: str, *, retry_s: float) -> None:
@@ -44,7 +44,7 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class ApiUser:
     """Whose requests these are."""
 
     name: str
@@ -74,39 +74,39 @@ class Access:
     """`keys` empty: whoever asks is "local" (the server then listens on this machine alone)."""
 
     def __init__(self, keys: Sequence[HashedKey], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tenants: Mapping[str, Tenant] = {
-            key.sha256.lower(): Tenant(name=key.owner, quota=key.quota) for key in keys
+        self._tenants: Mapping[str, ApiUser] = {
+            key.sha256.lower(): ApiUser(name=key.owner, quota=key.quota) for key in keys
         }
-        self._local = None if keys else Tenant(name="local", quota=Quota())
+        self._local = None if keys else ApiUser(name="local", quota=Quota())
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
         self._polls: dict[str, int] = {}
         self.num_refused = 0  # requests that came too soon
 
-    def tenant(self, key: str | None) -> Tenant:
+    def tenant(self, key: str | None) -> ApiUser:
         """Raises Denied."""
         if self._local is not None:
             return self._local
         found = self._tenants.get(hash_key(key)) if key else None
         if found is None:
-            raise Denied("the API key is missing or unknown: set TINKER_API_KEY to one of this server's keys")
+            raise Unauthorized("the API key is missing or unknown: set TINKER_API_KEY to one of this server's keys")
         return found
 
-    def admit(self, tenant: Tenant) -> None:
+    def admit(self, tenant: ApiUser) -> None:
         """One request more; raises TooMany when it comes too soon."""
         bucket = self._buckets.setdefault(tenant.name, _Bucket(tenant.quota.burst, self._clock()))
         wait_s = bucket.take(self._clock(), rate=tenant.quota.requests_per_s, burst=tenant.quota.burst)
         if wait_s:
             self.num_refused += 1
-            raise TooMany("this key asks too often: slow down", retry_s=wait_s)
+            raise RateLimited("this key asks too often: slow down", retry_s=wait_s)
 
-    def begin_poll(self, tenant: Tenant) -> None:
+    def begin_poll(self, tenant: ApiUser) -> None:
         """Raises TooMany; otherwise `end_poll` must follow."""
         if self._polls.get(tenant.name, 0) >= tenant.quota.open_polls:
-            raise TooMany(f"this key has {tenant.quota.open_polls} open polls already", retry_s=1.0)
+            raise RateLimited(f"this key has {tenant.quota.open_polls} open polls already", retry_s=1.0)
         self._polls[tenant.name] = self._polls.get(tenant.name, 0) + 1
 
-    def end_poll(self, tenant: Tenant) -> None:
+    def end_poll(self, tenant: ApiUser) -> None:
         self._polls[tenant.name] -= 1
 
     @property

@@ -11,7 +11,7 @@ NAME = "lock"
 
 
 @contextlib.contextmanager
-def only_server(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Raises ConfigError when another process holds the folder. The system lets go of it when that process ends,
     however it does; processes that it started do not hold it. Where there are no such locks, nothing is held."""
     try:

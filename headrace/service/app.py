@@ -21,14 +21,14 @@ from headrace.errors import HeadraceError, JournalError, RequestError
 from headrace.infer.endpoint.wire import Refused
 from headrace.render import Renderer
 from headrace.service import bodies
-from headrace.service.access import Access, Denied, Tenant, TooMany
+from headrace.service.access import Access, ApiUser, RateLimited, Unauthorized
 from headrace.service.completions import PREFIX, completion_refusal, completion_routes
 from headrace.service.copying import copy_weights
 from headrace.service.evaluation_routes import evaluation_routes
-from headrace.service.futures import Done, Failed, Ticket
+from headrace.service.futures import Done, Failed, PendingRequest
 from headrace.service.host import AdapterSpec
 from headrace.service.records import rank_of
-from headrace.service.registry import Gone, Unknown
+from headrace.service.registry import Gone, NotFound
 from headrace.service.rest import rest_routes
 from headrace.service.service import Service
 
@@ -66,21 +66,21 @@ def make_app(
     # async, though nothing is awaited: others would be run on threads, which is slow, and limits are counted on one
     async def caller(
         x_api_key: Annotated[str | None, Header()] = None, authorization: Annotated[str | None, Header()] = None
-    ) -> Tenant:
+    ) -> ApiUser:
         """The SDK's header, or what OpenAI's clients send."""
         bearer = authorization.removeprefix("Bearer ") if authorization else None
         return access.tenant(x_api_key or bearer)
 
-    async def worker(who: Annotated[Tenant, Depends(caller)]) -> Tenant:
-        access.admit(who)
-        return who
+    async def worker(user: Annotated[ApiUser, Depends(caller)]) -> ApiUser:
+        access.admit(user)
+        return user
 
     app.include_router(_core(service, access, caller, worker, {**FLAGS, **(flags or {})}))
     app.include_router(rest_routes(service, access, worker))
     if renderer is not None:
         app.include_router(completion_routes(service, access, renderer, worker))
     app.include_router(evaluation_routes(service.evaluator, access, worker))
-    refusals(app)
+    add_error_handlers(app)
     app.add_middleware(BodyLimit, limit=service.limits.body_bytes)
     return app
 
@@ -88,13 +88,13 @@ def make_app(
 def _core(
     service: Service,
     access: Access,
-    caller: Callable[..., Awaitable[Tenant]],
-    worker: Callable[..., Awaitable[Tenant]],
+    caller: Callable[..., Awaitable[ApiUser]],
+    worker: Callable[..., Awaitable[ApiUser]],
     flags: dict[str, object],
 ) -> APIRouter:
     """What the SDK's clients call while they train and sample."""
     api = APIRouter(prefix="/api/v1")
-    who = Depends(caller)
+    user = Depends(caller)
     busy = Depends(worker)
 
     @api.get("/healthz")
@@ -102,49 +102,49 @@ def _core(
         return {"status": "ok"}
 
     @api.post("/client/config")
-    async def config(who: Tenant = who) -> dict[str, object]:
+    async def config(user: ApiUser = user) -> dict[str, object]:
         return flags
 
     @api.post("/client/dynamic_config")
-    async def dynamic_config(who: Tenant = who) -> dict[str, object]:
+    async def dynamic_config(user: ApiUser = user) -> dict[str, object]:
         return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
     @api.post("/create_session")
     async def create_session(
         body: bodies.CreateSession,
         x_idempotency_key: Annotated[str | None, Header()] = None,
-        who: Tenant = busy,
+        user: ApiUser = busy,
     ) -> dict[str, object]:
-        session = await service.sessions.create(who, body, x_idempotency_key)
+        session = await service.sessions.create(user, body, x_idempotency_key)
         return {"type": "create_session", "session_id": session.id, "info_message": f"headrace {__version__}"}
 
     @api.post("/session_heartbeat")
-    async def heartbeat(body: bodies.Heartbeat, who: Tenant = who) -> dict[str, str]:
-        service.sessions.heartbeat(who, body.session_id)
+    async def heartbeat(body: bodies.Heartbeat, user: ApiUser = user) -> dict[str, str]:
+        service.sessions.heartbeat(user, body.session_id)
         return {"type": "session_heartbeat"}
 
     @api.post("/sessions/{id}/finish")
-    async def finish(id: str, body: bodies.FinishSession, who: Tenant = who) -> dict[str, str]:
-        await service.sessions.finish(who, id, body.reason.type)
+    async def finish(id: str, body: bodies.FinishSession, user: ApiUser = user) -> dict[str, str]:
+        await service.sessions.finish(user, id, body.reason.type)
         return {"type": "finish_session"}
 
     @api.post("/telemetry")
-    async def telemetry(who: Tenant = who) -> dict[str, str]:
+    async def telemetry(user: ApiUser = user) -> dict[str, str]:
         return {"status": "accepted"}
 
     @api.get("/get_server_capabilities")
-    async def capabilities(who: Tenant = who) -> dict[str, object]:
+    async def capabilities(user: ApiUser = user) -> dict[str, object]:
         names = (service.card.name, *service.card.aliases)
         known = {"max_context_length": service.card.context, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": name, **known} for name in names]}
 
     @api.post("/create_model")
-    async def create_model(request: Request, body: bodies.CreateModel, who: Tenant = busy) -> dict[str, object]:
-        return _promise(await service.create_model(who, body, await request.body()))
+    async def create_model(request: Request, body: bodies.CreateModel, user: ApiUser = busy) -> dict[str, object]:
+        return _promise(await service.create_model(user, body, await request.body()))
 
     @api.post("/get_info")
-    async def get_info(body: bodies.GetInfo, who: Tenant = who) -> dict[str, object]:
-        model = service.registry.model(body.model_id, who.name)
+    async def get_info(body: bodies.GetInfo, user: ApiUser = user) -> dict[str, object]:
+        model = service.registry.model(body.model_id, user.name)
         data = {"arch": "causal_lm", "model_name": model.base_model, "tokenizer_id": service.card.tokenizer_id}
         return {
             "type": "get_info",
@@ -157,82 +157,82 @@ def _core(
         }
 
     @api.post("/forward_backward")
-    async def forward_backward(request: Request, who: Tenant = busy) -> dict[str, object]:
+    async def forward_backward(request: Request, user: ApiUser = busy) -> dict[str, object]:
         encoding = request.headers.get("content-encoding")
-        return _promise(await service.forward_backward(who, await request.body(), encoding))
+        return _promise(await service.forward_backward(user, await request.body(), encoding))
 
     def ordered(kind: str, body: type[bodies.Body]) -> None:
         """One that takes its turn. Refused here, it would leave a hole that all later ones wait for."""
 
-        @api.post(f"/{kind}", name=kind, openapi_extra=bodies.described(body))
-        async def run(request: Request, who: Tenant = busy) -> dict[str, object]:
+        @api.post(f"/{kind}", name=kind, openapi_extra=bodies.openapi_body(body))
+        async def run(request: Request, user: ApiUser = busy) -> dict[str, object]:
             raw = await request.body()
             at = _parsed(bodies.Numbered, raw)
-            if kind in SAVES and service.stored_bytes(who.name) > who.quota.checkpoint_bytes:
-                raise TooMany("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
-            return _promise(await service.train(who, kind, at.model_id, at.seq_id, raw))
+            if kind in SAVES and service.stored_bytes(user.name) > user.quota.checkpoint_bytes:
+                raise RateLimited("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
+            return _promise(await service.train(user, kind, at.model_id, at.seq_id, raw))
 
     ordered("optim_step", bodies.OptimStep)
     for kind in SAVES:
         ordered(kind, bodies.SaveWeights)
 
-    @api.post("/load_weights", openapi_extra=bodies.described(bodies.LoadWeights))
-    async def load_weights(request: Request, who: Tenant = busy) -> dict[str, object]:
+    @api.post("/load_weights", openapi_extra=bodies.openapi_body(bodies.LoadWeights))
+    async def load_weights(request: Request, user: ApiUser = busy) -> dict[str, object]:
         """Into a model, in its turn, or as a new model of a session."""
         raw = await request.body()
         with contextlib.suppress(RequestValidationError):
             at = _parsed(bodies.Numbered, raw)
-            return _promise(await service.train(who, "load_weights", at.model_id, at.seq_id, raw))
-        return _promise(await service.load_weights(who, _parsed(bodies.LoadWeights, raw), raw))
+            return _promise(await service.train(user, "load_weights", at.model_id, at.seq_id, raw))
+        return _promise(await service.load_weights(user, _parsed(bodies.LoadWeights, raw), raw))
 
     @api.post("/copy_weights")
     async def copy(
-        body: bodies.CopyWeights, x_idempotency_key: Annotated[str | None, Header()] = None, who: Tenant = busy
+        body: bodies.CopyWeights, x_idempotency_key: Annotated[str | None, Header()] = None, user: ApiUser = busy
     ) -> dict[str, object]:
-        return {"tinker_path": await copy_weights(service, who, body, x_idempotency_key)}
+        return {"tinker_path": await copy_weights(service, user, body, x_idempotency_key)}
 
     @api.post("/create_custom_loss")
-    async def create_custom_loss(who: Tenant = who) -> None:
+    async def create_custom_loss(user: ApiUser = user) -> None:
         raise RequestError("uploaded loss graphs are not run here; forward_backward_custom runs on the client")
 
     @api.post("/create_sampling_session")
-    async def create_sampling(body: bodies.CreateSamplingSession, who: Tenant = busy) -> dict[str, object]:
-        sampler = await service.create_sampling_session(who, body)
+    async def create_sampling(body: bodies.CreateSamplingSession, user: ApiUser = busy) -> dict[str, object]:
+        sampler = await service.create_sampling_session(user, body)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     @api.post("/join_sampling_session")
-    async def join(body: bodies.JoinSamplingSession, who: Tenant = busy) -> dict[str, object]:
-        number = await service.join_sampling_session(who, body.sampling_session_id)
+    async def join(body: bodies.JoinSamplingSession, user: ApiUser = busy) -> dict[str, object]:
+        number = await service.join_sampling_session(user, body.sampling_session_id)
         return {"type": "join_sampling_session", "client_counter": number}
 
     @api.get("/samplers/{id}")
-    async def sampler(id: str, who: Tenant = who) -> dict[str, object]:
-        found = service.registry.sampler(id, who.name)
+    async def sampler(id: str, user: ApiUser = user) -> dict[str, object]:
+        found = service.registry.sampler(id, user.name)
         told = {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.model_path}
         return {name: value for name, value in told.items() if value is not None}
 
     @api.post("/asample")
-    async def asample(request: Request, body: bodies.Sample, who: Tenant = busy) -> dict[str, object]:
-        ticket, names = await service.sample(who, body, await request.body())
-        return {**_promise(ticket), "sample_sequence_ids": list(names)}
+    async def asample(request: Request, body: bodies.Sample, user: ApiUser = busy) -> dict[str, object]:
+        pending, names = await service.sample(user, body, await request.body())
+        return {**_promise(pending), "sample_sequence_ids": list(names)}
 
     @api.post("/retrieve_future")
-    async def retrieve_future(body: bodies.RetrieveFuture, who: Tenant = who) -> Response:
-        access.begin_poll(who)
+    async def retrieve_future(body: bodies.RetrieveFuture, user: ApiUser = user) -> Response:
+        access.begin_poll(user)
         try:
-            ticket = await service.find(who, body.request_id)
-            await service.wait(ticket)
+            pending = await service.find(user, body.request_id)
+            await service.wait(pending)
         finally:
-            access.end_poll(who)
-        return _told(service, ticket, body)
+            access.end_poll(user)
+        return _told(service, pending, body)
 
     @api.post("/retrieve_futures")
-    async def retrieve_futures(body: bodies.RetrieveFutures, who: Tenant = who) -> dict[str, object]:
-        access.begin_poll(who)
+    async def retrieve_futures(body: bodies.RetrieveFutures, user: ApiUser = user) -> dict[str, object]:
+        access.begin_poll(user)
         try:
-            rows, cursor = await service.completions(who, body)
+            rows, cursor = await service.completions(user, body)
         finally:
-            access.end_poll(who)
+            access.end_poll(user)
         completions = [
             {"state": "finished", "request_id": row.id, "response_payload_uncompressed_size": len(row.result or b"")}
             if row.state == "done"
@@ -242,8 +242,8 @@ def _core(
         return {"completions": completions, "cursor": cursor}
 
     @api.post("/cancel_future")
-    async def cancel_future(body: bodies.CancelFuture, who: Tenant = who) -> dict[str, object]:
-        return {"cancelled": await service.cancel(who, body.request_id)}
+    async def cancel_future(body: bodies.CancelFuture, user: ApiUser = user) -> dict[str, object]:
+        return {"cancelled": await service.cancel(user, body.request_id)}
 
     api.routes.sort(key=lambda route: getattr(route, "path", None) not in OFTEN)  # they are tried one after the other
     return api
@@ -258,12 +258,12 @@ def _parsed(kind: type[B], raw: bytes) -> B:
         raise RequestValidationError(wrong) from exc
 
 
-def _promise(ticket: Ticket) -> dict[str, object]:
-    return {"request_id": ticket.row.id, "model_id": ticket.row.target}
+def _promise(pending: PendingRequest) -> dict[str, object]:
+    return {"request_id": pending.row.id, "model_id": pending.row.target}
 
 
-def _told(service: Service, ticket: Ticket, asked: bodies.RetrieveFuture) -> Response:
-    match ticket.outcome:
+def _told(service: Service, pending: PendingRequest, asked: bodies.RetrieveFuture) -> Response:
+    match pending.outcome:
         case Done(media=media, body=body):
             if asked.allow_metadata_only and len(body) > service.limits.metadata_only_bytes:
                 return JSONResponse({"status": "complete_metadata", "response_payload_size": len(body)})
@@ -273,26 +273,26 @@ def _told(service: Service, ticket: Ticket, asked: bodies.RetrieveFuture) -> Res
         case Failed(message=message, category=category):
             return JSONResponse({"error": message, "category": category})
         case None:
-            return JSONResponse(_try_again(service, ticket), status_code=TRY_AGAIN)
+            return JSONResponse(_try_again(service, pending), status_code=TRY_AGAIN)
 
 
-def _try_again(service: Service, ticket: Ticket) -> dict[str, object]:
+def _try_again(service: Service, pending: PendingRequest) -> dict[str, object]:
     """Where the request stands, and what it waits for."""
-    again: dict[str, object] = {"type": "try_again", "request_id": ticket.row.id, "queue_state": "active"}
-    if ticket.running or ticket.row.kind == "sample" or ticket.outcome is not None:
+    again: dict[str, object] = {"type": "try_again", "request_id": pending.row.id, "queue_state": "active"}
+    if pending.running or pending.row.kind == "sample" or pending.outcome is not None:
         return again
-    missing = service.trainer.missing(ticket)
-    if missing is not None and missing < ticket.row.seq:
-        reason = f"request {missing} of this model has not come yet, and {ticket.row.seq} must wait for it"
+    missing = service.trainer.missing(pending)
+    if missing is not None and missing < pending.row.seq:
+        reason = f"request {missing} of this model has not come yet, and {pending.row.seq} must wait for it"
         return {**again, "queue_state": "paused_capacity", "queue_state_reason": reason}
-    position = service.trainer.position(ticket)
+    position = service.trainer.position(pending)
     return {**again, "queue_position": position}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def refusals(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     async def malformed(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, RequestValidationError)
         first = exc.errors()[0]
@@ -317,12 +317,12 @@ def _status(exc: HeadraceError) -> tuple[int, dict[str, str]]:
     match exc:
         case Refused():
             return exc.status, {}
-        case Denied():
+        case Unauthorized():
             return 401, {}
-        case TooMany():
+        case RateLimited():
             wait_ms = max(1, round(exc.retry_s * 1000))
             return 429, {"retry-after-ms": str(wait_ms), "retry-after": str(max(1, round(exc.retry_s)))}
-        case Unknown():
+        case NotFound():
             return 404, {}
         case Gone():
             return 410, {}

@@ -194,7 +194,7 @@ class Ttl(Body):
     ttl_seconds: int | None = None
 
 
-def described(kind: type[BaseModel]) -> dict[str, Any]:
+def openapi_body(kind: type[BaseModel]) -> dict[str, Any]:
     """The body of a route that parses it itself, for OpenAPI, with nothing elsewhere to refer to."""
     schema = kind.model_json_schema()
     known = schema.pop("$defs", {})

@@ -31,12 +31,12 @@ from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body,
 from headrace.infer.endpoint.text import TextAnswer, TextRequest, TextStream, parse_text, read_prompts, text_body
 from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
 from headrace.render import Renderer
-from headrace.service.access import Access, Denied, Tenant, TooMany
-from headrace.service.bodies import described
+from headrace.service.access import Access, ApiUser, RateLimited, Unauthorized
+from headrace.service.bodies import openapi_body
 from headrace.service.futures import failed
-from headrace.service.host import Full
-from headrace.service.records import SCHEME, Kind, SamplerRecord, split_path
-from headrace.service.registry import Gone, Unknown
+from headrace.service.host import FullFinetune
+from headrace.service.records import SCHEME, CheckpointKind, SamplerRecord, split_path
+from headrace.service.registry import Gone, NotFound
 from headrace.service.service import Service
 from headrace.tool_calls import find_form
 from headrace.types import Completion, FloatArray, IntArray, SampleRequest, SamplingParams, float_array, int_array
@@ -78,37 +78,37 @@ class Completions:
         self._service, self._renderer = service, renderer
         self._form = find_form(renderer)
 
-    def find(self, who: Tenant, model: str) -> SamplerRecord:
+    def find(self, user: ApiUser, model: str) -> SamplerRecord:
         """Raises Unknown, Gone, or Refused for a path that is not a sampler's."""
         card = self._service.card
         if model in (card.name, *card.aliases):
-            return _passing(who, base_model=model)
+            return _passing(user, base_model=model)
         if not model.startswith(SCHEME):
-            return self._session(who, model)
-        if split_path(model)[1] is not Kind.SAMPLER:
+            return self._session(user, model)
+        if split_path(model)[1] is not CheckpointKind.SAMPLER:
             raise Refused(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
-        found = self._service.registry.checkpoint(model, who.name)
-        return _passing(who, base_model=found.base_model, model_path=model, full=isinstance(found.spec, Full))
+        found = self._service.registry.checkpoint(model, user.name)
+        return _passing(user, base_model=found.base_model, model_path=model, full=isinstance(found.spec, FullFinetune))
 
-    def _session(self, who: Tenant, model: str) -> SamplerRecord:
+    def _session(self, user: ApiUser, model: str) -> SamplerRecord:
         try:
-            return self._service.sampler(who, model)
-        except Unknown as exc:
+            return self._service.sampler(user, model)
+        except NotFound as exc:
             names = " or ".join((self._service.card.name, *self._service.card.aliases))
             others = "a sampling session or the sampler_weights path of a checkpoint (GET /v1/models lists them)"
-            raise Unknown(f"there is no model '{model[:200]}': use {names}, {others}") from exc
+            raise NotFound(f"there is no model '{model[:200]}': use {names}, {others}") from exc
 
-    def models(self, who: Tenant) -> list[dict[str, object]]:
+    def models(self, user: ApiUser) -> list[dict[str, object]]:
         card, registry = self._service.card, self._service.registry
         named = [(name, self._service.started) for name in (card.name, *card.aliases)]
-        saved = [c for c in registry.checkpoints.values() if c.kind is Kind.SAMPLER and c.owner == who.name]
-        live = [s for s in registry.samplers.values() if s.owner == who.name and s.gone is None]
+        saved = [c for c in registry.checkpoints.values() if c.kind is CheckpointKind.SAMPLER and c.owner == user.name]
+        live = [s for s in registry.samplers.values() if s.owner == user.name and s.gone is None]
         named += [(found.path, found.created) for found in saved] + [(each.id, each.created) for each in live]
         return [{"id": id, "object": "model", "created": int(when), "owned_by": "headrace"} for id, when in named]
 
-    async def chat(self, who: Tenant, asked: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+    async def chat(self, user: ApiUser, asked: ChatRequest, heard: Heard | None = None) -> list[Answer]:
         """`heard` is told how far each choice is."""
-        policy = _Policy(self._service, self.find(who, asked.model))
+        policy = _Policy(self._service, self.find(user, asked.model))
         _check_temperature(asked.temperature)
         once = secrets.randbits(62)
         context = self._service.card.context
@@ -132,8 +132,8 @@ class Completions:
 
         return await _together([answer(index) for index in range(asked.n or 1)])
 
-    async def text(self, who: Tenant, asked: TextRequest, heard: Heard | None = None) -> list[TextAnswer]:
-        policy = _Policy(self._service, self.find(who, asked.model))
+    async def text(self, user: ApiUser, asked: TextRequest, heard: Heard | None = None) -> list[TextAnswer]:
+        policy = _Policy(self._service, self.find(user, asked.model))
         _check_temperature(asked.temperature)
         prompts = read_prompts(asked, self._renderer, vocabulary=self._service.card.vocabulary)
         count = asked.n or 1
@@ -179,51 +179,51 @@ class Completions:
 
 
 def completion_routes(
-    service: Service, access: Access, renderer: Renderer, worker: Callable[..., Awaitable[Tenant]]
+    service: Service, access: Access, renderer: Renderer, worker: Callable[..., Awaitable[ApiUser]]
 ) -> APIRouter:
     routes = APIRouter(prefix=PREFIX.rstrip("/"), tags=["openai"])
     completions = Completions(service, renderer)
-    who = Depends(worker)
+    user = Depends(worker)
 
-    async def counted(who: Tenant, size: int, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    async def counted(user: ApiUser, size: int, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """An open answer is a poll to those who count them, and a request of `size` bytes that waits."""
         with contextlib.ExitStack() as stack:
             try:
-                access.begin_poll(who)
-                stack.callback(access.end_poll, who)
-                stack.enter_context(service.room(who, size))
-            except TooMany:
+                access.begin_poll(user)
+                stack.callback(access.end_poll, user)
+                stack.enter_context(service.room(user, size))
+            except RateLimited:
                 work.close()
                 raise
             return await work
 
-    @routes.post("/chat/completions", openapi_extra=described(ChatRequest))
-    async def chat_completions(request: Request, who: Tenant = who) -> Response:
+    @routes.post("/chat/completions", openapi_extra=openapi_body(ChatRequest))
+    async def chat_completions(request: Request, user: ApiUser = user) -> Response:
         body = await request.body()
         asked = parse_request(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if asked.stream:
             stream = ChatStream(asked, renderer, **_named("chatcmpl"))
             return await _streamed(
-                request, lambda heard: counted(who, len(body), completions.chat(who, asked, heard)), stream
+                request, lambda heard: counted(user, len(body), completions.chat(user, asked, heard)), stream
             )
-        answers = await while_connected(request, counted(who, len(body), completions.chat(who, asked)))
+        answers = await while_connected(request, counted(user, len(body), completions.chat(user, asked)))
         return JSONResponse(completion_body(answers, asked, renderer, **_named("chatcmpl")))
 
-    @routes.post("/completions", openapi_extra=described(TextRequest))
-    async def text_completions(request: Request, who: Tenant = who) -> Response:
+    @routes.post("/completions", openapi_extra=openapi_body(TextRequest))
+    async def text_completions(request: Request, user: ApiUser = user) -> Response:
         body = await request.body()
         asked = parse_text(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if asked.stream:
             stream = TextStream(asked, renderer, **_named("cmpl"))
             return await _streamed(
-                request, lambda heard: counted(who, len(body), completions.text(who, asked, heard)), stream
+                request, lambda heard: counted(user, len(body), completions.text(user, asked, heard)), stream
             )
-        answers = await while_connected(request, counted(who, len(body), completions.text(who, asked)))
+        answers = await while_connected(request, counted(user, len(body), completions.text(user, asked)))
         return JSONResponse(text_body(answers, asked, renderer, **_named("cmpl")))
 
     @routes.get("/models")
-    async def models(who: Tenant = who) -> dict[str, object]:
-        return {"object": "list", "data": completions.models(who)}
+    async def models(user: ApiUser = user) -> dict[str, object]:
+        return {"object": "list", "data": completions.models(user)}
 
     return routes
 
@@ -240,11 +240,11 @@ def _refused(exc: HeadraceError) -> Refused:
     match exc:
         case Refused():
             return exc
-        case Denied():
+        case Unauthorized():
             return Refused(str(exc), status=401, code="invalid_api_key")
-        case TooMany():
+        case RateLimited():
             return Refused(str(exc), status=429, code="rate_limit_exceeded")
-        case Unknown():
+        case NotFound():
             return Refused(str(exc), status=404, param="model", code="model_not_found")
         case Gone() | SamplerGoneError():
             return Refused(str(exc), status=410, param="model", code="model_gone")
@@ -257,9 +257,9 @@ def _check_temperature(asked: float | None) -> None:
         raise Refused(f"temperature may be {MAX_TEMPERATURE:g} at most", param="temperature")
 
 
-def _passing(who: Tenant, **weights: Any) -> SamplerRecord:
+def _passing(user: ApiUser, **weights: Any) -> SamplerRecord:
     """A sampling session of one request."""
-    return SamplerRecord(id="", session="", owner=who.name, created=time.time(), **weights)
+    return SamplerRecord(id="", session="", owner=user.name, created=time.time(), **weights)
 
 
 async def _together(work: Sequence[Any]) -> list[Any]:

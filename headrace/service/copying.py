@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.errors import CheckpointError, RequestError, boundary
 from headrace.service import bodies
-from headrace.service.access import Tenant, TooMany
+from headrace.service.access import ApiUser, RateLimited
 from headrace.service.records import (
     Checkpoint,
     Model,
@@ -26,31 +26,31 @@ from headrace.service.records import (
 from headrace.service.service import Service
 
 
-async def copy_weights(service: Service, who: Tenant, body: bodies.CopyWeights, idempotency: str | None) -> str:
+async def copy_weights(service: Service, user: ApiUser, body: bodies.CopyWeights, idempotency: str | None) -> str:
     """The path of the copy; the same request again gives the same one."""
     registry = service.registry
-    source = registry.checkpoint(body.source_path, who.name)
+    source = registry.checkpoint(body.source_path, user.name)
     check_ttl(body.ttl_seconds)
     if body.session_id is not None and body.model_seq_id is not None:
-        session = registry.session(body.session_id, who.name)
+        session = registry.session(body.session_id, user.name)
         service.sessions.check_open(session)
         id = model_id(session.id, body.model_seq_id)
     else:
-        id = model_id(folder_name("copy", who.name, idempotency or secrets.token_hex(16)), 0)
-        session = Session(id=id.split(":")[0], owner=who.name, created=time.time(), finished="copied")
+        id = model_id(folder_name("copy", user.name, idempotency or secrets.token_hex(16)), 0)
+        session = Session(id=id.split(":")[0], owner=user.name, created=time.time(), finished="copied")
     path = checkpoint_path(id, source.kind, source.name)
     if path in registry.checkpoints:
         return path
     if id in registry.models:
         raise RequestError(f"there is a model '{id}' already: choose another model_seq_id")
-    if service.stored_bytes(who.name) > who.quota.checkpoint_bytes:
-        raise TooMany("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
+    if service.stored_bytes(user.name) > user.quota.checkpoint_bytes:
+        raise RateLimited("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
     now = time.time()
     copy: Checkpoint = replace(
         source,
         path=path,
         model=id,
-        owner=who.name,
+        owner=user.name,
         folder=str(Path("checkpoints") / folder_name(path, "copy")),
         created=now,
         public=False,
@@ -64,7 +64,7 @@ async def copy_weights(service: Service, who: Tenant, body: bodies.CopyWeights, 
     run = Model(
         id=id,
         session=session.id,
-        owner=who.name,
+        owner=user.name,
         base_model=source.base_model,
         spec=source.spec,
         created=now,

@@ -20,12 +20,12 @@ from headrace.algo.intervals import Interval, t_interval, wilson
 from headrace.algo.random import derive_seed
 from headrace.algo.statistics import k3
 from headrace.errors import CheckpointError, ModelError, RequestError, SamplerError
-from headrace.service.access import TooMany
-from headrace.service.evaluation_bodies import Compare, Comparison, Estimate, Evaluate, Evaluation, Ruled
+from headrace.service.access import RateLimited
+from headrace.service.evaluation_bodies import Compare, Comparison, Estimate, Evaluate, Evaluation, RewardEstimate
 from headrace.service.futures import failed
-from headrace.service.host import Full, ModelHost, RankingHost
-from headrace.service.judging import Judge, Judged
-from headrace.service.open_samplers import OpenSamplers
+from headrace.service.host import FullFinetune, ModelHost, TopLogprobsHost
+from headrace.service.judging import JudgedSample, RewardRule
+from headrace.service.open_samplers import SamplerCache
 from headrace.service.records import SamplerRecord
 from headrace.service.references import References, state_of
 from headrace.service.registry import Registry
@@ -50,7 +50,7 @@ Table = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class PolicySamples:
     """What a policy made of the request: completions of each prompt, and log-probs of the given sequences."""
 
     completions: tuple[tuple[Completion, ...], ...]
@@ -73,19 +73,19 @@ class Evaluator:
         self,
         host: ModelHost,
         registry: Registry,
-        samplers: OpenSamplers,
+        samplers: SamplerCache,
         references: References,
         *,
         context: int,
         vocabulary: int,
         max_sequences: int = 4096,
         is_behind: Callable[[str], bool] = lambda model: False,
-        rewards: Mapping[str, Judge] | None = None,
+        rewards: Mapping[str, RewardRule] | None = None,
     ) -> None:
         self._host, self._registry, self._samplers, self._references = host, registry, samplers, references
         self._context, self._vocabulary, self._max_sequences = context, vocabulary, max_sequences
         self._is_behind = is_behind
-        self.rewards: Mapping[str, Judge] = rewards or {}
+        self.rewards: Mapping[str, RewardRule] = rewards or {}
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._waiting: Counter[str] = Counter()
 
@@ -125,7 +125,7 @@ class Evaluator:
     async def _turn(self, owner: str) -> AsyncIterator[None]:
         """One evaluation of an owner at a time; raises TooMany when many wait, whose bodies are all in memory."""
         if self._waiting[owner] >= MAX_WAITING:
-            raise TooMany(f"this key has {MAX_WAITING} evaluations waiting", retry_s=1.0)
+            raise RateLimited(f"this key has {MAX_WAITING} evaluations waiting", retry_s=1.0)
         self._waiting[owner] += 1
         try:
             async with self._turns[owner]:
@@ -137,7 +137,7 @@ class Evaluator:
 
     async def _measured(
         self, sampler: str, owner: str, asked: Evaluate, reference: str | None
-    ) -> tuple[Evaluation, Made]:
+    ) -> tuple[Evaluation, PolicySamples]:
         made = await self._made(sampler, asked)
         metrics, methods = await asyncio.to_thread(_plain_metrics, asked, made), dict[str, str]()
         spans = _spans(asked, made)
@@ -160,7 +160,7 @@ class Evaluator:
         )
         return evaluation, made
 
-    async def _made(self, sampler: str, asked: Evaluate) -> Made:
+    async def _made(self, sampler: str, asked: Evaluate) -> PolicySamples:
         limit = asyncio.Semaphore(AT_ONCE)
 
         async def one(prompt: IntArray, seed: int) -> Completion:
@@ -181,9 +181,13 @@ class Evaluator:
         except ExceptionGroup as exc:  # one of them is enough to know why
             raise exc.exceptions[0] from exc.exceptions[0].__cause__
         scores = [(await self._host.score(sampler, [int_array(sequence.tokens)]))[0] for sequence in asked.sequences]
-        return Made(completions=tuple(tuple(task.result() for task in row) for row in tasks), scores=tuple(scores))
+        return PolicySamples(
+            completions=tuple(tuple(task.result() for task in row) for row in tasks), scores=tuple(scores)
+        )
 
-    async def _entropy(self, sampler: str, spans: Sequence[_Span], made: Made, asked: Evaluate) -> tuple[float, str]:
+    async def _entropy(
+        self, sampler: str, spans: Sequence[_Span], made: PolicySamples, asked: Evaluate
+    ) -> tuple[float, str]:
         """Nats per token: of whole distributions, or minus the mean log-prob of what was sampled."""
         if not self._is_small(spans):
             sampled = np.concatenate([each.sampler_logprobs for group in made.completions for each in group])
@@ -197,7 +201,7 @@ class Evaluator:
         other: str,
         owner: str,
         spans: Sequence[_Span],
-        made: Made,
+        made: PolicySamples,
         asked: Evaluate,
         *,
         by_name: bool = False,
@@ -230,25 +234,27 @@ class Evaluator:
 
     async def _table(self, sampler: str, span: _Span, temperature: float) -> Table:
         """Log-probs of every token at the span's positions, [n, V]."""
-        assert isinstance(self._host, RankingHost)
+        assert isinstance(self._host, TopLogprobsHost)
         top = await self._host.top_logprobs(sampler, span.tokens, self._vocabulary)
         return await asyncio.to_thread(_normalised, top.tokens[span.start :], top.logprobs[span.start :], temperature)
 
-    async def _ruled(self, asked: Evaluate, made: Made) -> Ruled | None:
+    async def _ruled(self, asked: Evaluate, made: PolicySamples) -> RewardEstimate | None:
         if asked.reward is None:
             return None
         rule = self.rewards[asked.reward].rule
         rewards = [
-            await rule([Judged(prompt=int_array(prompt.tokens), completion=each, data=prompt.data) for each in group])
+            await rule(
+                [JudgedSample(prompt=int_array(prompt.tokens), completion=each, data=prompt.data) for each in group]
+            )
             for prompt, group in zip(asked.prompts, made.completions, strict=True)
         ]
-        return Ruled.of(rewards)
+        return RewardEstimate.of(rewards)
 
     # --- what is asked ---
 
     def _is_small(self, spans: Sequence[_Span]) -> bool:
         cells = sum(len(span.tokens) for span in spans) * self._vocabulary  # the host ranks prompts as well
-        return isinstance(self._host, RankingHost) and cells <= EXACT_CELLS
+        return isinstance(self._host, TopLogprobsHost) and cells <= EXACT_CELLS
 
     @asynccontextmanager
     async def _policy(self, name: str, owner: str) -> AsyncIterator[str]:
@@ -272,7 +278,7 @@ class Evaluator:
             model = self._registry.model(name, owner)
             if model.frozen:
                 raise RequestError(f"run '{name}' holds copied checkpoints only: give the path of one as policy")
-            if isinstance(model.spec, Full) and self._is_behind(name):
+            if isinstance(model.spec, FullFinetune) and self._is_behind(name):
                 raise RequestError(
                     f"the last updates of '{name}' are not saved yet, since all of its parameters are trained: "
                     "evaluate a sampling session of it, or the path of saved weights"
@@ -317,7 +323,7 @@ def _refused() -> Iterator[None]:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _plain_metrics(asked: Evaluate, made: Made) -> dict[str, float]:
+def _plain_metrics(asked: Evaluate, made: PolicySamples) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if asked.sequences:
         weights = [_weights(sequence.weights, len(sequence.tokens)) for sequence in asked.sequences]
@@ -340,7 +346,9 @@ def _plain_metrics(asked: Evaluate, made: Made) -> dict[str, float]:
     return metrics
 
 
-def _paired(asked: Compare, this: tuple[Evaluation, Made], other: tuple[Evaluation, Made]) -> dict[str, Estimate]:
+def _paired(
+    asked: Compare, this: tuple[Evaluation, PolicySamples], other: tuple[Evaluation, PolicySamples]
+) -> dict[str, Estimate]:
     """Differences, this minus the other, over prompts and sequences; samples of a prompt are averaged first."""
     paired: dict[str, Estimate] = {}
     if asked.sequences:
@@ -364,7 +372,7 @@ def _paired(asked: Compare, this: tuple[Evaluation, Made], other: tuple[Evaluati
     return {name: found for name, found in paired.items() if found.count}
 
 
-def _spans(asked: Evaluate, made: Made) -> list[_Span]:
+def _spans(asked: Evaluate, made: PolicySamples) -> list[_Span]:
     """Where distributions are looked at: what was sampled, or the given sequences where nothing was."""
     if not asked.prompts:
         return [_Span(tokens=int_array(sequence.tokens), start=1) for sequence in asked.sequences]

@@ -94,13 +94,13 @@ class Comparison(Strict):
     paired: dict[str, Estimate]
 
 
-class Ruled(Strict):
+class RewardEstimate(Strict):
     """Rewards by prompt."""
 
     rewards: list[list[float | None]]
 
     @classmethod
-    def of(cls, judged: Sequence[Sequence[float | None]]) -> "Ruled":
+    def of(cls, judged: Sequence[Sequence[float | None]]) -> "RewardEstimate":
         return cls(rewards=[list(group) for group in judged])
 
     def metrics(self) -> dict[str, float]:

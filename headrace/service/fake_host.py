@@ -19,7 +19,7 @@ import torch
 
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError, boundary
-from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogprobs, made
+from headrace.service.host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
 from headrace.train.request import ReadyLoss, call_loss, check_data, ready_loss, stack
 from headrace.types import (
     Adam,
@@ -46,7 +46,7 @@ EOS = 0
 class _Model:
     """An adapter: its table, what is accumulated for it, and the optimiser's moments."""
 
-    spec: AdapterSpec | Full
+    spec: AdapterSpec | FullFinetune
     table: Table
     gradient: Table
     first: Table
@@ -95,9 +95,11 @@ class FakeHost:
 
     # --- training ---
 
-    def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]":
+    def create(self, model: str, spec: AdapterSpec | FullFinetune) -> "Future[None]":
         def run() -> None:
-            if isinstance(spec, Full) and any(isinstance(each.spec, Full) for each in self._models.values()):
+            if isinstance(spec, FullFinetune) and any(
+                isinstance(each.spec, FullFinetune) for each in self._models.values()
+            ):
                 raise BackendError("all parameters of one model only can be trained here: drop that one")
             empty = np.zeros_like(self.base)
             self._models[model] = _Model(spec, empty, empty.copy(), empty.copy(), empty.copy())
@@ -111,11 +113,11 @@ class FakeHost:
         return self._submit(f"drop {model}", run)
 
     def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
-        return self._submit(f"forward {model}", lambda: self._run(model, made(data), loss)[0])
+        return self._submit(f"forward {model}", lambda: self._run(model, resolve_data(data), loss)[0])
 
     def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
         def run() -> ForwardOut:
-            out, gradient = self._run(model, made(data), loss)
+            out, gradient = self._run(model, resolve_data(data), loss)
             self._model(model).gradient += gradient
             return out
 
@@ -199,7 +201,7 @@ class FakeHost:
 
     def snapshot(self, model: str, sampler: str) -> "Future[None]":
         def run() -> None:
-            self._keep(sampler, self._model(model).table.copy(), full=isinstance(self._model(model).spec, Full))
+            self._keep(sampler, self._model(model).table.copy(), full=isinstance(self._model(model).spec, FullFinetune))
 
         return self._submit(f"snapshot {model}", run)
 

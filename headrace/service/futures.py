@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, JournalError, RequestError, SamplerGoneError
-from headrace.service.journal import Journal, Row, Statement, accept, finish
-from headrace.service.registry import Gone, OwnFault
+from headrace.service.journal import Journal, JournalRow, Statement, finish_request, insert_request
+from headrace.service.registry import Gone, ServerFault
 from headrace.service.wire import PROTOBUF
 
 JSON = "application/json"
@@ -41,10 +41,10 @@ Outcome = Done | Failed
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class PendingRequest:
     """A request that has not ended, or has ended lately. `work` is its body made ready."""
 
-    row: Row
+    row: JournalRow
     work: Any
     accepted: "asyncio.Future[None]"
     since: float
@@ -55,13 +55,13 @@ class Ticket:
     replay: bool = False  # it has ended before; run again only for what it does to the model
 
 
-class Board:
+class RequestTable:
     """All tickets by id; outcomes beyond `keep_bytes` are read from the journal again."""
 
     def __init__(self, journal: Journal, *, keep_bytes: int = 256 * 2**20) -> None:
         self._journal = journal
-        self._open: dict[str, Ticket] = {}
-        self._recent: OrderedDict[str, Ticket] = OrderedDict()
+        self._open: dict[str, PendingRequest] = {}
+        self._recent: OrderedDict[str, PendingRequest] = OrderedDict()
         self._recent_bytes = 0
         self._keep_bytes = keep_bytes
         self._last_finished = 0
@@ -73,10 +73,10 @@ class Board:
     def num_open(self) -> int:
         return len(self._open)
 
-    def open_of(self, owner: str) -> int:
+    def num_open_of(self, owner: str) -> int:
         return self._open_by_owner[owner]
 
-    def bytes_of(self, owner: str) -> int:
+    def open_bytes_of(self, owner: str) -> int:
         """Of bodies that wait."""
         return self._bytes_by_owner[owner]
 
@@ -91,87 +91,89 @@ class Board:
             self._open_by_owner[owner] -= 1
             self._bytes_by_owner[owner] -= size
 
-    def get(self, id: str) -> Ticket | None:
+    def get(self, id: str) -> PendingRequest | None:
         return self._open.get(id) or self._recent.get(id)
 
-    def open_tickets(self) -> tuple[Ticket, ...]:
+    def open_requests(self) -> tuple[PendingRequest, ...]:
         return tuple(self._open.values())
 
-    async def accept(self, row: Row, work: Any, *also: Statement) -> tuple[Ticket, bool]:
+    async def register(self, row: JournalRow, work: Any, *also: Statement) -> tuple[PendingRequest, bool]:
         """The ticket of a request once it is on disk, and whether it is a new one; a repeat gets the first one's."""
         known = self.get(row.id)
         if known is not None:
             await asyncio.shield(known.accepted)
             return known, False
-        ticket = self.adopt(row, work)
+        pending = self.restore(row, work)
         try:
-            await asyncio.wrap_future(self._journal.write([accept(row), *also]))
+            await asyncio.wrap_future(self._journal.write([insert_request(row), *also]))
         except HeadraceError as exc:
             self._leave(row)
-            ticket.accepted.set_exception(exc)
-            ticket.accepted.exception()  # whoever waits gets it; nobody waiting is no fault
+            pending.accepted.set_exception(exc)
+            pending.accepted.exception()  # whoever waits gets it; nobody waiting is no fault
             raise
-        ticket.accepted.set_result(None)
-        return ticket, True
+        pending.accepted.set_result(None)
+        return pending, True
 
-    def adopt(self, row: Row, work: Any) -> Ticket:
+    def restore(self, row: JournalRow, work: Any) -> PendingRequest:
         """A ticket for a request that needs none of the journal's time, or is in it already."""
-        ticket = Ticket(row=row, work=work, accepted=asyncio.get_running_loop().create_future(), since=time.time())
-        self._open[row.id] = ticket
+        pending = PendingRequest(
+            row=row, work=work, accepted=asyncio.get_running_loop().create_future(), since=time.time()
+        )
+        self._open[row.id] = pending
         self._open_by_owner[row.owner] += 1
         self._bytes_by_owner[row.owner] += len(row.body or b"")
-        return ticket
+        return pending
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: JournalRow) -> None:
         if self._open.pop(row.id, None) is not None:
             self._open_by_owner[row.owner] -= 1
             self._bytes_by_owner[row.owner] -= len(row.body or b"")
 
-    async def settle(self, ticket: Ticket, outcome: Outcome, also: Sequence[Statement] = ()) -> None:
+    async def finish(self, pending: PendingRequest, outcome: Outcome, also: Sequence[Statement] = ()) -> None:
         """Journal the outcome together with what else became true, then wake whoever waits."""
-        if ticket.outcome is not None:
+        if pending.outcome is not None:
             return
         finished = self._next_moment()
         result = outcome.body if isinstance(outcome, Done) else _failure(outcome)
         state = "done" if isinstance(outcome, Done) else "failed"
-        forget = ticket.row.kind == "sample"
-        statement = finish(ticket.row.id, state=state, result=result, finished=finished, forget_body=forget)
+        forget = pending.row.kind == "sample"
+        statement = finish_request(pending.row.id, state=state, result=result, finished=finished, forget_body=forget)
         while True:
             try:
                 await asyncio.wrap_future(self._journal.write([statement, *also]))
                 break
             except JournalError:  # logged by the journal; nothing is told before it is written
                 await asyncio.sleep(RETRY_S)
-        self.conclude(ticket, outcome, finished)
+        self.notify(pending, outcome, finished)
 
-    def conclude(self, ticket: Ticket, outcome: Outcome, finished: int) -> None:
-        ticket.outcome, ticket.finished, ticket.work = outcome, finished, None
-        self._leave(ticket.row)
-        self._recent[ticket.row.id] = ticket
+    def notify(self, pending: PendingRequest, outcome: Outcome, finished: int) -> None:
+        pending.outcome, pending.finished, pending.work = outcome, finished, None
+        self._leave(pending.row)
+        self._recent[pending.row.id] = pending
         self._recent_bytes += _size(outcome)
         while self._recent_bytes > self._keep_bytes and len(self._recent) > 1:
             _, oldest = self._recent.popitem(last=False)
             assert oldest.outcome is not None
             self._recent_bytes -= _size(oldest.outcome)
-        for waiter in ticket.waiters:
+        for waiter in pending.waiters:
             _stop_waiting(waiter)
-        ticket.waiters.clear()
-        for watcher in self._watchers.pop(ticket.row.target, ()):
+        pending.waiters.clear()
+        for watcher in self._watchers.pop(pending.row.target, ()):
             _stop_waiting(watcher)
 
-    async def wait(self, ticket: Ticket, timeout_s: float) -> Outcome | None:
+    async def wait(self, pending: PendingRequest, timeout_s: float) -> Outcome | None:
         """The outcome, or None when it has not come by then."""
-        if ticket.outcome is None:
+        if pending.outcome is None:
             waiter = asyncio.get_running_loop().create_future()
-            ticket.waiters.append(waiter)
+            pending.waiters.append(waiter)
             timer = asyncio.get_running_loop().call_later(timeout_s, _stop_waiting, waiter)
             try:
                 await waiter
             finally:
                 timer.cancel()
-                if waiter in ticket.waiters:
-                    ticket.waiters.remove(waiter)
-        return ticket.outcome
+                if waiter in pending.waiters:
+                    pending.waiters.remove(waiter)
+        return pending.outcome
 
     async def watch(self, target: str, timeout_s: float) -> None:
         """Until some request of the target has ended, or so long."""
@@ -187,11 +189,11 @@ class Board:
 
     def wake_all(self) -> None:
         """Nobody waits any longer: the server ends."""
-        waiting = [waiter for ticket in self._open.values() for waiter in ticket.waiters]
+        waiting = [waiter for pending in self._open.values() for waiter in pending.waiters]
         for waiter in [*waiting, *(watcher for watchers in self._watchers.values() for watcher in watchers)]:
             _stop_waiting(waiter)
 
-    async def recall(self, id: str) -> tuple[Row, Outcome | None] | None:
+    async def load_from_journal(self, id: str) -> tuple[JournalRow, Outcome | None] | None:
         """An ended request from the journal; its outcome is None when it was forgotten."""
         plain = id.isascii() and id.isprintable()  # no other id was ever given out
         rows = await asyncio.wrap_future(self._journal.requests("id = ?", (id,))) if plain else []
@@ -205,7 +207,7 @@ class Board:
         return self._last_finished
 
 
-def outcome_of(row: Row) -> Outcome | None:
+def outcome_of(row: JournalRow) -> Outcome | None:
     if row.result is None:
         return None
     if row.state == "failed":
@@ -217,7 +219,7 @@ def outcome_of(row: Row) -> Outcome | None:
 def failed(exc: HeadraceError, hide: Path | None = None) -> Failed:
     """A refusal is the caller's doing, what came out of foreign code is ours; the folder to `hide` is not named."""
     foreign = exc.__cause__ is not None and not isinstance(exc.__cause__, HeadraceError)
-    ours = isinstance(exc, OwnFault) or foreign
+    ours = isinstance(exc, ServerFault) or foreign
     message = str(exc) if hide is None else str(exc).replace(str(hide), "the server's folder")
     if isinstance(exc, SamplerGoneError | Gone):
         return Failed(message=message, category="gone")

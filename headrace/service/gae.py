@@ -16,7 +16,7 @@ from headrace.algo.advantages.groups import whitened
 from headrace.algo.scalar_data import all_tokens, scalar_datum
 from headrace.service.host import ModelHost
 from headrace.service.preparation import DONES, ESTIMATED, REWARDS, WEIGHTS, GaeSettings
-from headrace.service.work import Forward
+from headrace.service.work import ForwardOp
 from headrace.types import Datum, FloatArray, ForwardOut, LossSpec, Mean, Metric, float_array
 
 VALUE = LossSpec(fn="value")
@@ -31,7 +31,7 @@ class Credited:
     metrics: dict[str, Metric]
 
 
-async def run_forward(host: ModelHost, model: str, work: Forward) -> ForwardOut:
+async def run_forward(host: ModelHost, model: str, work: ForwardOp) -> ForwardOut:
     """A request on the host. What is submitted is submitted before the first await: that is the order."""
     run, gae = host.forward_backward if work.backward else host.forward, work.gae
     if gae is None:

@@ -42,7 +42,7 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Full:
+class FullFinetune:
     """Every parameter is trained; its snapshots are full copies."""
 
 
@@ -61,7 +61,7 @@ class TopLogprobs:
 Data = Sequence[Datum] | Callable[[], Sequence[Datum]]
 
 
-def made(data: Data) -> Sequence[Datum]:
+def resolve_data(data: Data) -> Sequence[Datum]:
     """Data, or what the function that is to make them makes now."""
     return data() if callable(data) else data
 
@@ -80,7 +80,7 @@ class ModelHost(Protocol):
     place of the oldest, whose calls raise SamplerGoneError.
     """
 
-    def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]": ...
+    def create(self, model: str, spec: AdapterSpec | FullFinetune) -> "Future[None]": ...
 
     def drop(self, model: str) -> "Future[None]":
         """Forget a model; its snapshots stay. One that is not there is dropped already."""
@@ -127,7 +127,7 @@ class ModelHost(Protocol):
 
 
 @runtime_checkable
-class RankingHost(Protocol):
+class TopLogprobsHost(Protocol):
     """What a host may offer beyond: other tokens than those that are there. Without it such requests are refused."""
 
     async def top_logprobs(self, sampler: str, sequence: IntArray, k: int) -> TopLogprobs:

@@ -25,7 +25,7 @@ MAX_WAITING = 100_000  # writes handed over and not yet committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class JournalRow:
     """A request: `body` as it was acknowledged (None once nothing can need it again), `result` once it has ended.
 
     `target` is the model or the sampling session whose order `seq` is of. `state` is queued, done or failed.
@@ -57,15 +57,15 @@ def remove(kind: str, id: str) -> Statement:
     return "DELETE FROM records WHERE kind = ? AND id = ?", (kind, id)
 
 
-def accept(row: Row) -> Statement:
+def insert_request(row: JournalRow) -> Statement:
     """A request is acknowledged; one that is there already stays as it is."""
-    sql = f"INSERT INTO requests({Row.COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO NOTHING"
+    sql = f"INSERT INTO requests({JournalRow.COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO NOTHING"
     return sql, (
         row.id, row.target, row.seq, row.kind, row.owner, row.body, row.state, row.result, row.finished,
     )  # fmt: skip
 
 
-def finish(id: str, *, state: str, result: bytes, finished: int, forget_body: bool = False) -> Statement:
+def finish_request(id: str, *, state: str, result: bytes, finished: int, forget_body: bool = False) -> Statement:
     dropped = ", body = NULL" if forget_body else ""
     sql = f"UPDATE requests SET state = ?, result = ?, finished = ?{dropped} WHERE id = ? AND state = 'queued'"
     return sql, (state, result, finished, id)
@@ -83,7 +83,7 @@ def forget_results(*, before: int) -> Statement:
     )
 
 
-class Database(Protocol):
+class JournalDatabase(Protocol):
     """A connection used by one thread. Placeholders are question marks."""
 
     def run(self, statements: Iterable[Statement]) -> None:
@@ -120,9 +120,9 @@ class Journal:
         found = self.query("SELECT id, value FROM records WHERE kind = ?", (kind,))
         return {id: json.loads(value) for id, value in found}
 
-    def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[Row]]":
+    def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[JournalRow]]":
         """Requests that meet a condition, by target and order."""
-        sql = f"SELECT {Row.COLUMNS} FROM requests WHERE {where} ORDER BY target, seq"
+        sql = f"SELECT {JournalRow.COLUMNS} FROM requests WHERE {where} ORDER BY target, seq"
         return self._reading.submit(lambda: [_row(found) for found in self._read(sql, arguments)])
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -167,9 +167,9 @@ class Journal:
             done.set_result(None)
 
 
-def _row(found: tuple[Any, ...]) -> Row:
+def _row(found: tuple[Any, ...]) -> JournalRow:
     id, target, seq, kind, owner, body, state, result, finished = found
-    return Row(
+    return JournalRow(
         id=id,
         target=target,
         seq=seq,
@@ -194,7 +194,7 @@ SCHEMA = (
 )
 
 
-def connect(url: str) -> Database:
+def connect(url: str) -> JournalDatabase:
     if url.startswith(("postgresql://", "postgres://")):
         return _Postgres(url)
     return _Sqlite(Path(url.removeprefix("sqlite:///")))

@@ -10,7 +10,7 @@ from headrace.types import Completion, Ended, Episode, IntArray, Message, Step, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedSample:
     """`data` is what the function knows of the task."""
 
     prompt: IntArray
@@ -23,25 +23,25 @@ async def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
+class RewardRule:
     """`rule` gives the rewards of one prompt's completions; None: a reward is not known. `close` ends what it runs."""
 
-    rule: Callable[[Sequence[Judged]], Awaitable[Sequence[float | None]]]
+    rule: Callable[[Sequence[JudgedSample]], Awaitable[Sequence[float | None]]]
     close: Callable[[], Awaitable[None]] = _nothing
 
 
-def judge_by(term: GroupTerm, decode: Callable[[Sequence[int]], str]) -> Judge:
+def reward_rule(term: GroupTerm, decode: Callable[[Sequence[int]], str]) -> RewardRule:
     """Completions of one prompt are one group to a function that judges groups."""
 
-    async def rule(group: Sequence[Judged]) -> Sequence[float | None]:
+    async def rule(group: Sequence[JudgedSample]) -> Sequence[float | None]:
         episodes = [_episode(number, each, decode) for number, each in enumerate(group)]
         judged = await term.judge(episodes)
         return [None if isinstance(reward, RewardError) else reward.total for reward in judged]
 
-    return Judge(rule=rule, close=term.close)
+    return RewardRule(rule=rule, close=term.close)
 
 
-def _episode(number: int, judged: Judged, decode: Callable[[Sequence[int]], str]) -> Episode:
+def _episode(number: int, judged: JudgedSample, decode: Callable[[Sequence[int]], str]) -> Episode:
     question, answer = decode(judged.prompt.tolist()), decode(judged.completion.tokens.tolist())
     asked = (Message(role="user", content=question),)
     truncated = judged.completion.stop is not Stop.STOP

@@ -19,12 +19,12 @@ REPLACED = ".replaced-*"
 GOING = "going"  # the kind of the journal's records of folders that are removed when those are written
 
 
-def will_go(folder: str) -> Statement:
+def mark_for_deletion(folder: str) -> Statement:
     """A folder that nothing needs from now on; if this server does not come to it, the next one removes it."""
     return put(GOING, folder, None)
 
 
-def has_gone(folder: str) -> Statement:
+def unmark(folder: str) -> Statement:
     return remove(GOING, folder)
 
 
@@ -41,7 +41,7 @@ def clear_leftovers(folder: Path, registry: Registry, going: Iterable[str] = ())
     for each in going:
         if each not in needed:
             shutil.rmtree(folder / each, ignore_errors=True)
-        forgotten.append(has_gone(each))
+        forgotten.append(unmark(each))
     for sampler in [each for each in registry.samplers.values() if each.folder is not None]:
         session = registry.sessions.get(sampler.session)
         ended = session is not None and session.finished is not None

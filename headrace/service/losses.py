@@ -14,7 +14,7 @@ from headrace.algo.lookup import hint
 from headrace.algo.loss import LossFn, check_inputs, loss_inputs
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.errors import ConfigError, RequestError
-from headrace.service.preparation import NOTHING, Preparation, check_prepared
+from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs, check_server_inputs
 from headrace.service.wire import Array, WireDatum, WireForward
 from headrace.types import Datum, LossSpec, float_array, int_array
 
@@ -63,7 +63,9 @@ REFUSED = {
 }
 
 
-def to_training(asked: WireForward, preparation: Preparation = NOTHING) -> tuple[LossSpec, tuple[Datum, ...]]:
+def to_loss_and_data(
+    asked: WireForward, server_inputs: ServerInputs = NO_SERVER_INPUTS
+) -> tuple[LossSpec, tuple[Datum, ...]]:
     """What a host is asked for, but for the arrays that the `preparation` provides; raises RequestError when the loss
     is unknown, or an input is missing or malformed."""
     if asked.loss in REFUSED:
@@ -77,12 +79,12 @@ def to_training(asked: WireForward, preparation: Preparation = NOTHING) -> tuple
         params=numbers if wire is None else wire.numbers(numbers),
     )
     fn = _find(str(spec.fn), asked.loss)
-    data = tuple(_datum(index, datum, asked.loss, wire, preparation) for index, datum in enumerate(asked.data))
+    data = tuple(_datum(index, datum, asked.loss, wire, server_inputs) for index, datum in enumerate(asked.data))
     if UNITS in loss_inputs(fn).required:
         data = tuple(_numbered(datum) for datum in data)
-    check_prepared(preparation, fn, asked.loss, data)
+    check_server_inputs(server_inputs, fn, asked.loss, data)
     for index, datum in enumerate(data):
-        _check(fn, {*datum.arrays, *preparation.provides}, spec, asked, index)
+        _check(fn, {*datum.arrays, *server_inputs.provides}, spec, asked, index)
     return spec, data
 
 
@@ -109,21 +111,21 @@ def _check(fn: LossFn, available: Iterable[str], spec: LossSpec, asked: WireForw
         raise RequestError(f"datum {index}, loss '{asked.loss}': {exc}") from exc
 
 
-def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None, preparation: Preparation) -> Datum:
+def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None, server_inputs: ServerInputs) -> Datum:
     tensors = dict(datum.tensors)
     for name in wire.inputs if wire else (TARGETS,):
-        if name not in tensors and name not in preparation.provides:
+        if name not in tensors and name not in server_inputs.provides:
             near = f" (it has {', '.join(sorted(tensors)) or 'none'})"
             raise RequestError(f"datum {index}: loss '{loss}' needs the input '{name}'{near}")
     if wire is not None:
         if any(name in tensors for name in CLIPS):
             raise RequestError(f"datum {index}: clip thresholds are numbers of loss_fn_config here, not inputs")
-        tensors = {name: tensors[name] for name in (*wire.inputs, *preparation.reads) if name in tensors}
+        tensors = {name: tensors[name] for name in (*wire.inputs, *server_inputs.reads) if name in tensors}
     unit = _unit(tensors.pop(UNIT, None), index)
     temperature = _temperature(tensors.pop(TEMPERATURE, None), index)
     targets = _targets(tensors.pop(TARGETS), len(datum.inputs), index)
     arrays = {RENAMED.get(name, name): _floats(tensor, targets.shape, name, index) for name, tensor in tensors.items()}
-    if WEIGHTS not in arrays and WEIGHTS not in preparation.reads:
+    if WEIGHTS not in arrays and WEIGHTS not in server_inputs.reads:
         trained = arrays.get(ADVANTAGES)
         arrays[WEIGHTS] = np.ones(targets.shape) if trained is None else (trained != 0).astype(np.float32)
     return Datum(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import HeadraceError, RequestError
-from headrace.service.host import FULL_COPIES, Full, ModelHost
+from headrace.service.host import FULL_COPIES, FullFinetune, ModelHost
 from headrace.service.journal import Journal, Statement
 from headrace.service.records import SamplerRecord
 from headrace.service.registry import Gone, Registry
@@ -25,7 +25,7 @@ MADE_ROOM = f"{FULL_COPIES} copies of a full model are kept, and newer ones came
 
 
 @dataclass(slots=True, eq=False)
-class _Opened:
+class CacheEntry:
     """A sampler of the host; `users` requests run on it. `created`: when the newest session over it was."""
 
     ready: "asyncio.Future[None]"
@@ -35,13 +35,13 @@ class _Opened:
     users: int = 0
 
 
-class OpenSamplers:
+class SamplerCache:
     """Lives on one event loop."""
 
     def __init__(self, host: ModelHost, registry: Registry, journal: Journal, folder: Path, *, max_open: int) -> None:
         self._host, self._registry, self._journal, self._folder = host, registry, journal, folder
         self._max_open = max_open
-        self._opened: OrderedDict[str, _Opened] = OrderedDict()  # the one used last comes last
+        self._opened: OrderedDict[str, CacheEntry] = OrderedDict()  # the one used last comes last
 
     @contextlib.asynccontextmanager
     async def using(self, sampler: SamplerRecord) -> AsyncIterator[str]:
@@ -53,19 +53,19 @@ class OpenSamplers:
         if name not in self._opened:
             try:
                 lasting = sampler.id in self._registry.samplers
-                retired = self.make_way(sampler.owner, created=sampler.created, lasting=lasting) if full else ()
+                retired = self.evict_full_copy(sampler.owner, created=sampler.created, lasting=lasting) if full else ()
             except Gone:
-                await self._write(self.retire([sampler], MADE_ROOM))
+                await self._write(self.mark_gone([sampler], MADE_ROOM))
                 raise
             opening = asyncio.ensure_future(self._open(name, folder))
-            self._opened[name] = _Opened(opening, sampler.owner, sampler.created, full)
+            self._opened[name] = CacheEntry(opening, sampler.owner, sampler.created, full)
             self._make_room()
         opened = self._opened[name]
         opened.created = max(opened.created, sampler.created)
         self._opened.move_to_end(name)
         opened.users += 1
         try:
-            await self._write(self.retire(retired, MADE_ROOM))
+            await self._write(self.mark_gone(retired, MADE_ROOM))
             await asyncio.shield(opened.ready)
             yield name
         finally:
@@ -75,10 +75,10 @@ class OpenSamplers:
         """The host has it already."""
         ready = asyncio.get_running_loop().create_future()
         ready.set_result(None)
-        self._opened[sampler.id] = _Opened(ready, sampler.owner, sampler.created, sampler.full)
+        self._opened[sampler.id] = CacheEntry(ready, sampler.owner, sampler.created, sampler.full)
         self._make_room()
 
-    def make_way(
+    def evict_full_copy(
         self, owner: str, *, created: float = math.inf, training: bool = False, lasting: bool = True
     ) -> tuple[SamplerRecord, ...]:
         """Close the copy that has to go when there is one more; the sessions over it are to be retired.
@@ -114,7 +114,7 @@ class OpenSamplers:
             if sampler.gone is None and sampler.full and self._is_over(sampler, name)
         )
 
-    def retire(self, samplers: Iterable[SamplerRecord], why: str) -> list[Statement]:
+    def mark_gone(self, samplers: Iterable[SamplerRecord], why: str) -> list[Statement]:
         """They are gone; what makes it true in the journal."""
         known = [sampler for sampler in samplers if sampler.id in self._registry.samplers]
         return [self._registry.keep(replace(sampler, gone=why)) for sampler in known]
@@ -136,7 +136,7 @@ class OpenSamplers:
         if sampler.model_path is None:
             return BASE, None, False
         found = self._registry.checkpoint(sampler.model_path, sampler.owner)
-        return f"{found.path}@{found.created}", self._folder / found.folder, isinstance(found.spec, Full)
+        return f"{found.path}@{found.created}", self._folder / found.folder, isinstance(found.spec, FullFinetune)
 
     def _is_over(self, sampler: SamplerRecord, name: str) -> bool:
         return sampler.id == name or (sampler.model_path is not None and name.startswith(f"{sampler.model_path}@"))

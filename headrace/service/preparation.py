@@ -28,7 +28,7 @@ class GaeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
+class ServerInputs:
     """`reference`: whose log-probs; `gae`: advantages from the model's own values. None: not asked for."""
 
     reference: str | None = None
@@ -45,10 +45,10 @@ class Preparation:
         return (WEIGHTS, REWARDS, DONES) if self.gae else ()
 
 
-NOTHING = Preparation()
+NO_SERVER_INPUTS = ServerInputs()
 
 
-def take_preparation(asked: WireForward) -> tuple[WireForward, Preparation]:
+def parse_server_inputs(asked: WireForward) -> tuple[WireForward, ServerInputs]:
     """The request without what is asked of the server, and that; raises RequestError."""
     config = dict(asked.config)
     reference = config.pop(REFERENCE, None)
@@ -62,36 +62,36 @@ def take_preparation(asked: WireForward) -> tuple[WireForward, Preparation]:
             for name, default in ((GAMMA, GaeSettings().gamma), (LAMBDA, GaeSettings().lam), (WHITEN, 0.0))
         )
         gae = GaeSettings(gamma=gamma, lam=lam, whiten=bool(whiten))
-    return replace(asked, config=config), Preparation(reference=reference, gae=gae)
+    return replace(asked, config=config), ServerInputs(reference=reference, gae=gae)
 
 
-def written(preparation: Preparation) -> dict[str, float | str]:
+def to_config(server_inputs: ServerInputs) -> dict[str, float | str]:
     """As `take_preparation` reads it."""
-    config: dict[str, float | str] = {} if preparation.reference is None else {REFERENCE: preparation.reference}
-    if preparation.gae is not None:
-        gae = preparation.gae
+    config: dict[str, float | str] = {} if server_inputs.reference is None else {REFERENCE: server_inputs.reference}
+    if server_inputs.gae is not None:
+        gae = server_inputs.gae
         config |= {GAMMA: gae.gamma, LAMBDA: gae.lam, WHITEN: float(gae.whiten)}
     return config
 
 
-def check_prepared(preparation: Preparation, loss: LossFn, name: str, data: Sequence[Datum]) -> None:
+def check_server_inputs(server_inputs: ServerInputs, loss: LossFn, name: str, data: Sequence[Datum]) -> None:
     """Raises RequestError when what is asked for is of no use to the loss, is there already, or cannot be computed."""
     inputs = loss_inputs(loss)
     read = {*inputs.required, *inputs.optional}
-    if preparation.reference is not None and REFERENCE_LOGPROBS not in read:
+    if server_inputs.reference is not None and REFERENCE_LOGPROBS not in read:
         raise RequestError(
             f"loss '{name}' reads no {REFERENCE_LOGPROBS}: leave {REFERENCE} out, or add a term, as in "
             f"'{name} + reference_kl_k3'"
         )
-    if preparation.gae is not None and not read & {"advantages", "returns"}:
+    if server_inputs.gae is not None and not read & {"advantages", "returns"}:
         raise RequestError(f"loss '{name}' reads neither advantages nor returns: leave {GAMMA} and {LAMBDA} out")
     for index, datum in enumerate(data):
-        given = [each for each in preparation.provides if each in datum.arrays]
+        given = [each for each in server_inputs.provides if each in datum.arrays]
         if given:
             raise RequestError(f"datum {index} has '{given[0]}', which the server was asked to compute: choose one")
-        if preparation.gae is not None:
+        if server_inputs.gae is not None:
             _check_rewards(datum, index)
-        if preparation.reference is not None:
+        if server_inputs.reference is not None:
             _check_next_tokens(datum, index)
 
 

@@ -14,14 +14,14 @@ from typing import Annotated
 from pydantic import Field
 
 from headrace.errors import RequestError
-from headrace.service.host import AdapterSpec, Full
+from headrace.service.host import AdapterSpec, FullFinetune
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,127}")
 SCHEME = "tinker://"
-Spec = Annotated[AdapterSpec | Full, Field(union_mode="left_to_right")]  # what has no rank is full
+Spec = Annotated[AdapterSpec | FullFinetune, Field(union_mode="left_to_right")]  # what has no rank is full
 
 
-class Kind(StrEnum):
+class CheckpointKind(StrEnum):
     """What a checkpoint holds, as it stands in its path."""
 
     TRAINING = "weights"
@@ -86,7 +86,7 @@ class Checkpoint:
     path: str
     model: str
     owner: str
-    kind: Kind
+    kind: CheckpointKind
     name: str
     folder: str
     base_model: str
@@ -98,7 +98,7 @@ class Checkpoint:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def rank_of(spec: AdapterSpec | Full) -> int:
+def rank_of(spec: AdapterSpec | FullFinetune) -> int:
     """As clients write it: 0 is a full model."""
     return spec.rank if isinstance(spec, AdapterSpec) else 0
 
@@ -111,7 +111,7 @@ def sampler_id(session: str, number: int) -> str:
     return f"{session}:sample:{number}"
 
 
-def checkpoint_path(model: str, kind: Kind, name: str) -> str:
+def checkpoint_path(model: str, kind: CheckpointKind, name: str) -> str:
     return f"{SCHEME}{model}/{kind}/{name}"
 
 
@@ -130,14 +130,14 @@ def check_ttl(ttl_s: int | None) -> None:
         raise RequestError("ttl_seconds must be above 0 and at most ten years, or null for no end")
 
 
-def split_path(path: str) -> tuple[str, Kind, str]:
+def split_path(path: str) -> tuple[str, CheckpointKind, str]:
     """Model, kind and name of a checkpoint path; raises RequestError.
 
     >>> split_path("tinker://s:train:0/weights/final")
     ('s:train:0', <Kind.TRAINING: 'weights'>, 'final')
     """
     parts = path.removeprefix(SCHEME).split("/")
-    kinds = {kind.value: kind for kind in Kind}
+    kinds = {kind.value: kind for kind in CheckpointKind}
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in kinds:
         raise RequestError(
             f"{path[:200]!r} is no checkpoint: write tinker://RUN/weights/NAME or .../sampler_weights/NAME"

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from headrace.algo.scalar_data import all_tokens
 from headrace.errors import ModelError, boundary
-from headrace.service.host import Full, ModelHost
-from headrace.service.open_samplers import BASE, OpenSamplers
+from headrace.service.host import FullFinetune, ModelHost
+from headrace.service.open_samplers import BASE, SamplerCache
 from headrace.service.preparation import REFERENCE_LOGPROBS
 from headrace.service.records import SCHEME, Model, SamplerRecord
-from headrace.service.registry import OwnFault, Registry, Unknown
-from headrace.service.work import Forward
+from headrace.service.registry import NotFound, Registry, ServerFault
+from headrace.service.work import ForwardOp
 from headrace.types import Datum, FloatArray, float_array
 
 Score = Callable[[Sequence[Datum]], Sequence[FloatArray]]  # log-probs of targets, at the data's temperatures
@@ -32,14 +32,14 @@ class References:
     """Lives on one event loop. `named`: the frozen models; each of their functions is called on a thread."""
 
     def __init__(
-        self, host: ModelHost, registry: Registry, samplers: OpenSamplers, named: Mapping[str, Score] | None = None
+        self, host: ModelHost, registry: Registry, samplers: SamplerCache, named: Mapping[str, Score] | None = None
     ) -> None:
         self._host, self._registry, self._samplers = host, registry, samplers
         self.named: Mapping[str, Score] = named or {}
         self._limits: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
-    async def filled(self, work: Forward, owner: str) -> Forward:
+    async def filled(self, work: ForwardOp, owner: str) -> ForwardOp:
         """The request with the log-probs that it lacks. Raises RequestError, OwnFault, SamplerError."""
         assert work.reference is not None
         found = await self.score(work.reference, owner, work.data)
@@ -59,11 +59,11 @@ class References:
 
     async def _score_named(self, name: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
         try:
-            with boundary(OwnFault, f"the reference model '{name}' failed"):
+            with boundary(ServerFault, f"the reference model '{name}' failed"):
                 score, loop = self.named[name], asyncio.get_running_loop()
                 return tuple(await loop.run_in_executor(self._threads, score, data))
         except ModelError as exc:  # it cannot be loaded, or its server does not answer
-            raise OwnFault(f"the reference model '{name}' failed: {exc}") from exc
+            raise ServerFault(f"the reference model '{name}' failed: {exc}") from exc
 
     def policy(self, name: str, owner: str) -> SamplerRecord:
         """Weights of this server that do not change: the base, a checkpoint, a sampling session. Raises Unknown."""
@@ -73,12 +73,12 @@ class References:
             found = self._registry.checkpoint(name, owner)
             return SamplerRecord(
                 id=name, session="", owner=owner, base_model=found.base_model, model_path=name, created=time.time(),
-                full=isinstance(found.spec, Full),
+                full=isinstance(found.spec, FullFinetune),
             )  # fmt: skip
         if name in self._registry.samplers:
             return self._registry.sampler(name, owner)
         known = ", ".join(sorted(self.named)) or "none are named here"
-        raise Unknown(
+        raise NotFound(
             f"there is no model '{name[:200]}' to compare with: give base, a tinker:// path, a sampling session, "
             f"or a frozen model of this server ({known})"
         )
@@ -106,7 +106,7 @@ def state_of(model: Model) -> SamplerRecord:
         base_model=model.base_model,
         folder=model.folder,
         created=time.time(),
-        full=isinstance(model.spec, Full),
+        full=isinstance(model.spec, FullFinetune),
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from headrace.errors import HeadraceError, RequestError
 from headrace.service.journal import Journal, Statement, put, remove
-from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, Session, split_path
+from headrace.service.records import Checkpoint, CheckpointKind, Model, SamplerRecord, Session, split_path
 
 Record = Session | Model | SamplerRecord | Checkpoint
 _KINDS: Mapping[type[Record], str] = {
@@ -20,7 +20,7 @@ _KINDS: Mapping[type[Record], str] = {
 _ADAPTERS: Mapping[type[Record], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
 
-class Unknown(RequestError):
+class NotFound(RequestError):
     """There is no such thing, or it is somebody else's."""
 
 
@@ -28,7 +28,7 @@ class Gone(RequestError):
     """It was here, and is not any more."""
 
 
-class OwnFault(HeadraceError):
+class ServerFault(HeadraceError):
     """What failed is this server's, or one that it asks; the request was right."""
 
 
@@ -58,19 +58,19 @@ class Registry:
     def session(self, id: str, owner: str) -> Session:
         found = self.sessions.get(id)
         if found is None or found.owner != owner:
-            raise Unknown(f"there is no session '{id}'")
+            raise NotFound(f"there is no session '{id}'")
         return found
 
     def model(self, id: str, owner: str) -> Model:
         found = self.models.get(id)
         if found is None or found.owner != owner:
-            raise Unknown(f"there is no model '{id}'")
+            raise NotFound(f"there is no model '{id}'")
         return found
 
     def sampler(self, id: str, owner: str) -> SamplerRecord:
         found = self.samplers.get(id)
         if found is None or found.owner != owner:
-            raise Unknown(f"there is no sampling session '{id}'")
+            raise NotFound(f"there is no sampling session '{id}'")
         return found
 
     def checkpoint(self, path: str, owner: str) -> Checkpoint:
@@ -79,14 +79,14 @@ class Registry:
         found = self.checkpoints.get(path)
         expired = found is not None and found.expires is not None and found.expires <= time.time()
         if found is None or expired or not (found.owner == owner or found.public):
-            raise Unknown(f"there is no checkpoint {path}")
+            raise NotFound(f"there is no checkpoint {path}")
         return found
 
     def own_checkpoint(self, path: str, owner: str) -> Checkpoint:
         """One that may be changed."""
         found = self.checkpoint(path, owner)
         if found.owner != owner:
-            raise Unknown(f"there is no checkpoint {path}")
+            raise NotFound(f"there is no checkpoint {path}")
         return found
 
     def checkpoints_of(self, model: str) -> list[Checkpoint]:
@@ -94,7 +94,7 @@ class Registry:
         found = [checkpoint for checkpoint in self.checkpoints.values() if checkpoint.model == model]
         return sorted(found, key=lambda checkpoint: checkpoint.created, reverse=True)
 
-    def latest(self, model: str, kind: Kind) -> Checkpoint | None:
+    def latest(self, model: str, kind: CheckpointKind) -> Checkpoint | None:
         return next((found for found in self.checkpoints_of(model) if found.kind is kind), None)
 
 

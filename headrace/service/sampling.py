@@ -17,9 +17,9 @@ import numpy as np
 from headrace.algo.random import derive_seed
 from headrace.errors import HeadraceError, RequestError, SamplerError, boundary
 from headrace.service import bodies
-from headrace.service.futures import Board, Done, Failed, Outcome, Ticket, failed
-from headrace.service.host import ModelHost, RankingHost, TopLogprobs
-from headrace.service.open_samplers import OpenSamplers
+from headrace.service.futures import Done, Failed, Outcome, PendingRequest, RequestTable, failed
+from headrace.service.host import ModelHost, TopLogprobs, TopLogprobsHost
+from headrace.service.open_samplers import SamplerCache
 from headrace.service.records import SamplerRecord
 from headrace.service.registry import Registry
 from headrace.service.wire import PROTOBUF, Array, Sampled, shaped, unfold, write_sample
@@ -31,7 +31,7 @@ CANCELLED = Failed(message="the request was cancelled", category="user")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class SampleJob:
     """A sampling request made ready."""
 
     prompt: IntArray
@@ -44,7 +44,7 @@ class Ask:
     target_rows: tuple[Array, Array] | None = None
 
 
-def read_sample(body: bodies.Sample, *, id: str, context: int, vocabulary: int) -> Ask:
+def parse_sample_job(body: bodies.Sample, *, id: str, context: int, vocabulary: int) -> SampleJob:
     """Raises RequestError with what to change."""
     prompt = _prompt(body.prompt, vocabulary)
     room = context - len(prompt)
@@ -74,7 +74,7 @@ def read_sample(body: bodies.Sample, *, id: str, context: int, vocabulary: int) 
         )
         for index in range(body.num_samples)
     )
-    return Ask(
+    return SampleJob(
         prompt=prompt,
         params=params,
         prompt_logprobs=bool(body.prompt_logprobs) or last_n is not None,
@@ -135,16 +135,16 @@ class _Waiting:
 
     size: int
     start: Callable[[], object]
-    ticket: Ticket | None = None
+    pending: PendingRequest | None = None
 
 
 @dataclass(slots=True)
-class Sampling:
+class SamplingQueue:
     """Lives on one event loop. At most `max_running` sequences are with the host, owners taking turns."""
 
     host: ModelHost
-    samplers: OpenSamplers
-    board: Board
+    samplers: SamplerCache
+    requests: RequestTable
     registry: Registry
     folder: Path
     tempered: bool = False
@@ -161,11 +161,11 @@ class Sampling:
     def depth(self) -> int:
         return sum(len(queue) for queue in list(self._queues.values())) + len(self._tasks)
 
-    def offer(self, ticket: Ticket) -> None:
+    def enqueue(self, pending: PendingRequest) -> None:
         def start() -> None:
-            self._tasks[ticket.row.id] = asyncio.get_running_loop().create_task(self._run(ticket))
+            self._tasks[pending.row.id] = asyncio.get_running_loop().create_task(self._run(pending))
 
-        self._queue(ticket.row.owner, _Waiting(len(ticket.work.params), start, ticket))
+        self._queue(pending.row.owner, _Waiting(len(pending.work.params), start, pending))
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str, sequences: int) -> AsyncIterator[None]:
@@ -215,16 +215,16 @@ class Sampling:
             with boundary(SamplerError, "scoring failed"):
                 return await _ranking(self.host).top_logprobs(name, sequence, k)
 
-    async def cancel(self, ticket: Ticket, outcome: Failed = CANCELLED) -> None:
+    async def cancel(self, pending: PendingRequest, outcome: Failed = CANCELLED) -> None:
         """Queued: it never starts. Running: its decoding is stopped."""
-        queue = self._queues.get(ticket.row.owner)
-        for waiting in [waiting for waiting in queue or () if waiting.ticket is ticket]:
+        queue = self._queues.get(pending.row.owner)
+        for waiting in [waiting for waiting in queue or () if waiting.pending is pending]:
             assert queue is not None
             queue.remove(waiting)
-        task = self._tasks.get(ticket.row.id)
+        task = self._tasks.get(pending.row.id)
         if task is not None:
             task.cancel()
-        await self.board.settle(ticket, outcome)
+        await self.requests.finish(pending, outcome)
 
     async def close(self) -> None:
         self._closed = True
@@ -253,20 +253,20 @@ class Sampling:
             self.running += waiting.size
             waiting.start()
 
-    async def _run(self, ticket: Ticket) -> None:
-        ticket.running = True
-        ask = ticket.work
+    async def _run(self, pending: PendingRequest) -> None:
+        pending.running = True
+        ask = pending.work
         try:
             with boundary(SamplerError, "sampling failed"):
-                outcome: Outcome = await self._sample(self.registry.sampler(ticket.row.target, ticket.row.owner), ask)
+                outcome: Outcome = await self._sample(self.registry.sampler(pending.row.target, pending.row.owner), ask)
         except HeadraceError as exc:
             outcome = failed(exc, self.folder)
         finally:
-            self._tasks.pop(ticket.row.id, None)
+            self._tasks.pop(pending.row.id, None)
             self._give_back(len(ask.params))
-        await self.board.settle(ticket, outcome)
+        await self.requests.finish(pending, outcome)
 
-    async def _sample(self, sampler: SamplerRecord, ask: Ask) -> Outcome:
+    async def _sample(self, sampler: SamplerRecord, ask: SampleJob) -> Outcome:
         async with self.samplers.using(sampler) as name:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -290,7 +290,7 @@ class Sampling:
             )
             return Done(media=PROTOBUF, body=write_sample(sampled))
 
-    async def _prompt_logprobs(self, name: str, ask: Ask) -> Any:
+    async def _prompt_logprobs(self, name: str, ask: SampleJob) -> Any:
         if not ask.prompt_logprobs:
             return None
         (logprobs,) = await self.host.score(name, [ask.prompt])
@@ -300,7 +300,7 @@ class Sampling:
         cut[: len(cut) - ask.last_n] = np.nan
         return float_array(cut)
 
-    async def _sample_tops(self, name: str, ask: Ask, sampled: list[IntArray]) -> tuple[TopLogprobs, ...] | None:
+    async def _sample_tops(self, name: str, ask: SampleJob, sampled: list[IntArray]) -> tuple[TopLogprobs, ...] | None:
         if not ask.sample_tops:
             return None
         tops = []
@@ -316,13 +316,13 @@ class Sampling:
             return None
         return await _ranking(self.host).top_logprobs(name, sequence, k)
 
-    async def _target_logprobs(self, name: str, ask: Ask) -> Any:
+    async def _target_logprobs(self, name: str, ask: SampleJob) -> Any:
         if ask.targets is None:
             return None
         return await _ranking(self.host).target_logprobs(name, ask.prompt, ask.targets)
 
 
-def _ranking(host: ModelHost) -> RankingHost:
-    if not isinstance(host, RankingHost):
+def _ranking(host: ModelHost) -> TopLogprobsHost:
+    if not isinstance(host, TopLogprobsHost):
         raise RequestError("this server cannot rank other tokens than those sampled: ask for prompt_logprobs only")
     return host

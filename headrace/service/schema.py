@@ -1,7 +1,7 @@
 """Message classes for the wire's protobuf bodies, built from the compiled `wire.proto`.
 
-The descriptors live in a pool of their own, so a program that also loads the public SDK, whose generated classes have the
-same names, does not clash with it. `make proto` compiles `wire.proto` into `wire.binpb`.
+The descriptors live in a pool of their own, so they do not clash with the public SDK's generated classes, which have
+the same names, when one program loads both. `make proto` compiles `wire.proto` into `wire.binpb`.
 """
 
 from pathlib import Path

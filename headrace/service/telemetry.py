@@ -39,7 +39,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class MetricsRecord:
     source: Source
     step: int
     values: Mapping[str, float]
@@ -73,7 +73,7 @@ class Telemetry:
         self.gauges = Gauges()
         self.num_lost = 0
         self._sinks = None if open_sink is None else _Sinks(open_sink, max_open)
-        self._waiting: queue.Queue[Record | None] = queue.Queue(maxsize=max_waiting)
+        self._waiting: queue.Queue[MetricsRecord | None] = queue.Queue(maxsize=max_waiting)
         self._thread: threading.Thread | None = None
         self._accumulated: dict[str, _Accumulated] = {}
         self._free = 0.0  # when the host had last ended something
@@ -81,7 +81,7 @@ class Telemetry:
 
     # --- what the trainer says ---
 
-    def spent(self, began: float) -> float:
+    def host_seconds(self, began: float) -> float:
         """Seconds that a request which has just ended had the host, which runs one after another."""
         now = time.perf_counter()
         seconds, self._free = now - max(began, self._free), now
@@ -103,7 +103,7 @@ class Telemetry:
 
     def step(
         self, model: str, owner: str, out: StepOut, update: Adam | Discard, *, seconds: float, depth: int
-    ) -> Record | None:
+    ) -> MetricsRecord | None:
         """The record of an update; None for one that was asked to discard."""
         so_far = self._accumulated.pop(model, _Accumulated())
         if isinstance(update, Discard):
@@ -120,9 +120,9 @@ class Telemetry:
             "perf/optim_step_ms": 1000 * seconds,
             "perf/queue_depth": float(depth),
         }
-        return Record(source=Source(name=model, owner=owner), step=out.num_updates, values=values)
+        return MetricsRecord(source=Source(name=model, owner=owner), step=out.num_updates, values=values)
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsRecord) -> None:
         """Returns at once."""
         self.gauges.put(record.source.labels, record.step, record.values)
         self._hand_over(record)
@@ -131,11 +131,11 @@ class Telemetry:
         """Figures of the whole server, and of the GPU, if one is used; not for tenants."""
         self._server_records += 1
         values = {**{f"server/{name}": float(value) for name, value in figures.items()}, **gpu_values()}
-        self.log(Record(source=Source(name=SERVER), step=self._server_records, values=values))
+        self.log(MetricsRecord(source=Source(name=SERVER), step=self._server_records, values=values))
 
     # --- sinks ---
 
-    def _hand_over(self, record: Record) -> None:
+    def _hand_over(self, record: MetricsRecord) -> None:
         if self._sinks is None:
             return
         if self._thread is None:
@@ -177,7 +177,7 @@ class _Sinks:
         self._sinks: OrderedDict[Source, MetricSink] = OrderedDict()
         self._broken: set[Source] = set()
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsRecord) -> None:
         source = record.source
         if source in self._broken:
             return

@@ -17,7 +17,7 @@ from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.service.access import Access, HashedKey, hash_key, new_key
-from headrace.service.alone import only_server
+from headrace.service.alone import folder_lock
 from headrace.service.app import make_app
 from headrace.service.figures import prometheus_text
 from headrace.service.host import FULL_COPIES
@@ -52,7 +52,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         folder.mkdir(parents=True, exist_ok=True)
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
-    with contextlib.closing(journal), only_server(folder), contextlib.ExitStack() as stack:
+    with contextlib.closing(journal), folder_lock(folder), contextlib.ExitStack() as stack:
         stack.enter_context(no_progress_bars())
         keys, made = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)

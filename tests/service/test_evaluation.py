@@ -18,7 +18,7 @@ from headrace.service import evaluation
 from headrace.service.access import Quota
 from headrace.service.client import Compare, Evaluate, Prompt, ServiceClient
 from headrace.service.fake_host import FakeHost
-from headrace.service.judging import Judge, Judged
+from headrace.service.judging import JudgedSample, RewardRule
 from headrace.service.service import Limits, Service
 from headrace.types import Datum, FloatArray
 from service.served import KEY, OTHER_KEY, Served, served
@@ -27,7 +27,7 @@ PROMPTS = [{"tokens": [1, 2]}, {"tokens": [3]}, {"tokens": [5, 4, 3]}]
 SEQUENCE = [2, 7, 1, 8, 2, 8]
 
 
-async def by_length(group: Sequence[Judged]) -> list[float | None]:
+async def by_length(group: Sequence[JudgedSample]) -> list[float | None]:
     """The first token of a prompt counts too; completions of nothing have no reward."""
     assert all(each.data.get("wanted", 1) == 1 for each in group)
     return [float(len(each.completion.tokens)) if len(each.completion.tokens) > 1 else None for each in group]
@@ -41,7 +41,7 @@ def half(data: Sequence[Datum]) -> list[FloatArray]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(
-        tmp_path_factory.mktemp("evaluation"), rewards={"long": Judge(rule=by_length)}, references={"coin": half}
+        tmp_path_factory.mktemp("evaluation"), rewards={"long": RewardRule(rule=by_length)}, references={"coin": half}
     ) as one:
         yield one
 

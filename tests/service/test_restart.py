@@ -97,8 +97,8 @@ async def finish(folder: Path, host: FakeHost) -> Service:
     card = ModelCard(name="fake/bigram", context=host.context, vocabulary=host.vocabulary, aliases=(BASE,))
     service = Service(host, card, journal, folder, limits=Limits(poll_s=5.0))
     async with service.running():
-        for ticket in service.board.open_tickets():
-            assert await service.board.wait(ticket, 20) is not None
+        for pending in service.requests.open_requests():
+            assert await service.requests.wait(pending, 20) is not None
         for model in service.registry.models:  # a model that nobody asks for is brought back when it is needed
             line = service.trainer._lines[model]
             while not line.resident or line.waiting or line.inflight:

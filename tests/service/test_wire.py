@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.errors import RequestError
 from headrace.service import schema
 from headrace.service.host import TopLogprobs
-from headrace.service.losses import to_training
+from headrace.service.losses import to_loss_and_data
 from headrace.service.wire import (
     Sampled,
     decompress,
@@ -24,7 +24,7 @@ from headrace.service.wire import (
     write_forward,
     write_sample,
 )
-from headrace.service.work import Broken, read_work
+from headrace.service.work import InvalidOp, parse_operation
 from headrace.types import Completion, ForwardOut, Max, Mean, Stop, Sum, float_array, int_array
 from service.sdk import datum, types
 
@@ -127,8 +127,8 @@ def test_zstd_is_unfolded_up_to_a_limit() -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_work_that_fails_with_a_sentence(body: bytes) -> None:
     for kind in ("forward_backward", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler"):
-        work = read_work(kind, body)
-        assert isinstance(work, Broken)
+        work = parse_operation(kind, body)
+        assert isinstance(work, InvalidOp)
         assert work.message
 
 
@@ -139,7 +139,7 @@ def test_a_body_with_bytes_changed_never_escapes(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(RequestError):
-        to_training(read_forward(parse_forward(bytes(body))))
+        to_loss_and_data(read_forward(parse_forward(bytes(body))))
 
 
 def test_metrics_carry_their_reduction() -> None:

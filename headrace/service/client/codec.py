@@ -11,7 +11,7 @@ from headrace.algo.losses import find_loss
 from headrace.errors import BackendError, ConfigError, SamplerError
 from headrace.service import schema
 from headrace.service.losses import OWN, TARGETS, TEMPERATURE, UNIT, WEIGHTS
-from headrace.service.preparation import NOTHING, Preparation, written
+from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs, to_config
 from headrace.types import (
     Adam,
     Completion,
@@ -37,7 +37,9 @@ from headrace.types import (
 METRICS: Mapping[str, Any] = {"sum": Sum, "max": Max, "min": Min, "mean": lambda value: Mean(value, 1)}
 
 
-def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool, prepare: Preparation = NOTHING) -> Any:
+def write_forward(
+    data: Sequence[Datum], loss: LossSpec, *, backward: bool, prepare: ServerInputs = NO_SERVER_INPUTS
+) -> Any:
     """A request without its number; raises BackendError for what the wire cannot carry."""
     if not isinstance(loss.fn, str):
         raise BackendError(f"the loss '{loss.name}' is a function, which stays on this machine: give a loss by name")
@@ -45,7 +47,7 @@ def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool, prep
         raise BackendError("there is nothing to train on: the batch is empty")
     read = _read_by(loss.fn)
     message = schema.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
-    for name, value in {**loss.params, **written(prepare)}.items():
+    for name, value in {**loss.params, **to_config(prepare)}.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
         else:

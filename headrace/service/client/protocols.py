@@ -24,7 +24,7 @@ from headrace.service.client.futures import Pending
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.session import ServiceClient
 from headrace.service.client.training import TrainingClient, failed
-from headrace.service.records import Kind, checkpoint_path
+from headrace.service.records import CheckpointKind, checkpoint_path
 from headrace.types import (
     Adam,
     Completion,
@@ -81,7 +81,7 @@ class ServiceBackend:
         self._num_saved += 1
         name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', folder.name).strip('-')[:80]}-{self._num_saved:06d}"
         saving = self.client.save_state(f"state-{name}")
-        self._saved[folder.resolve()] = checkpoint_path(self.client.model_id, Kind.TRAINING, f"state-{name}")
+        self._saved[folder.resolve()] = checkpoint_path(self.client.model_id, CheckpointKind.TRAINING, f"state-{name}")
 
         async def point() -> None:
             path = await asyncio.wrap_future(saving.finished.future)

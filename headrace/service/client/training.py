@@ -18,7 +18,7 @@ from headrace.service.client.codec import read_forward, read_step, write_forward
 from headrace.service.client.futures import Pending, Status, Waitable, promise
 from headrace.service.client.link import API, Link, Refused, Unreachable
 from headrace.service.evaluation_bodies import Compare, Comparison, Evaluate, Evaluation
-from headrace.service.preparation import NOTHING, Preparation
+from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs
 from headrace.types import Adam, Datum, Discard, ForwardOut, LossSpec, ScaleBack, Snapshot, StepOut
 
 T = TypeVar("T")
@@ -58,12 +58,14 @@ class TrainingClient:
 
     # --- verbs ---
 
-    def forward(self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation = NOTHING) -> Pending[ForwardOut]:
+    def forward(
+        self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs = NO_SERVER_INPUTS
+    ) -> Pending[ForwardOut]:
         """`prepare`: arrays that the server computes: log-probs under a reference model, advantages by GAE."""
         return self._forward(data, loss, prepare, backward=False)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation = NOTHING
+        self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs = NO_SERVER_INPUTS
     ) -> Pending[ForwardOut]:
         """Gradients add up until the step; a request that fails adds nothing and takes nothing away."""
         return self._forward(data, loss, prepare, backward=True)
@@ -175,7 +177,7 @@ class TrainingClient:
     # --- sending ---
 
     def _forward(
-        self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation, *, backward: bool
+        self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs, *, backward: bool
     ) -> Pending[ForwardOut]:
         try:
             message = write_forward(data, loss, backward=backward, prepare=prepare)

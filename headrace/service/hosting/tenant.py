@@ -19,18 +19,18 @@ from headrace.model.lora import add_lora, lora_layers
 from headrace.model.scalar import new_value_head
 from headrace.model.views import full_copy, shared_view
 from headrace.model.worker import Here
-from headrace.service.host import AdapterSpec, Full
+from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.train.torch_backend import VALUE_HEAD, TorchBackend, TrainedState
 
 DOWN, UP = ".down", ".up"  # how the parameters of a LoRA layer are called behind the layer's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class HostedModel:
     """`backend` computes on the thread that calls it. Beside its own head it has a scalar one, of zeros until a loss of
     values or scores trains it."""
 
-    spec: AdapterSpec | Full
+    spec: AdapterSpec | FullFinetune
     backend: TorchBackend
 
     def state(self) -> TrainedState:
@@ -48,14 +48,14 @@ class Tenant:
         self.backend.write_state(replace(state, weights={VALUE_HEAD: untrained, **state.weights})).result()
 
 
-def make_tenant(
+def make_hosted_model(
     base: LanguageModel,
-    spec: AdapterSpec | Full,
+    spec: AdapterSpec | FullFinetune,
     *,
     micro_batch_tokens: int,
     recompute: bool = False,
     between: Callable[[], None] | None = None,
-) -> Tenant:
+) -> HostedModel:
     """A new model as its spec says; `between` is called between its micro-batches.
 
     Raises ModelError when the base has no layers of the kind.
@@ -64,7 +64,7 @@ def make_tenant(
         case AdapterSpec():
             lm = shared_view(base)
             add_lora(lm.model, rank=spec.rank, alpha=spec.alpha, targets=targets_of(spec), seed=spec.seed)
-        case Full():
+        case FullFinetune():
             lm = full_copy(base)
             lm.model.requires_grad_(True)
         case _:
@@ -81,7 +81,7 @@ def make_tenant(
         idle_steps=True,
         between=between,
     )
-    return Tenant(spec=spec, backend=backend)
+    return HostedModel(spec=spec, backend=backend)
 
 
 def targets_of(spec: AdapterSpec) -> tuple[str, ...]:
@@ -91,16 +91,16 @@ def targets_of(spec: AdapterSpec) -> tuple[str, ...]:
     return (*attention, *mlp, *((HEAD,) if spec.train_unembed else ()))
 
 
-def adapter_of(tenant: Tenant) -> Adapter:
+def adapter_of(hosted: HostedModel) -> Adapter:
     """The tensors of a tenant's adapter themselves; whoever keeps them copies them."""
-    assert isinstance(tenant.spec, AdapterSpec)
-    layers = dict(lora_layers(tenant.backend.lm.model))
+    assert isinstance(hosted.spec, AdapterSpec)
+    layers = dict(lora_layers(hosted.backend.lm.model))
     return Adapter(
-        rank=tenant.spec.rank,
-        alpha=tenant.spec.alpha,
+        rank=hosted.spec.rank,
+        alpha=hosted.spec.alpha,
         down={name: layer.down.detach()[0] for name, layer in layers.items()},
         up={name: layer.up.detach()[0] for name, layer in layers.items()},
-        version=tenant.backend.num_updates,
+        version=hosted.backend.num_updates,
     )
 
 
