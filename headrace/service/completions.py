@@ -33,7 +33,7 @@ from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
 from headrace.render import Renderer
 from headrace.service.access import Access, ApiUser, RateLimited, Unauthorized
 from headrace.service.bodies import openapi_body
-from headrace.service.futures import failed
+from headrace.service.futures import to_failure
 from headrace.service.host import FullFinetune
 from headrace.service.records import SCHEME, CheckpointKind, SamplerRecord, split_path
 from headrace.service.registry import Gone, NotFound
@@ -81,7 +81,7 @@ class Completions:
     def find(self, user: ApiUser, model: str) -> SamplerRecord:
         """Raises Unknown, Gone, or Refused for a path that is not a sampler's."""
         card = self._service.card
-        if model in (card.name, *card.aliases):
+        if model in card.names:
             return _passing(user, base_model=model)
         if not model.startswith(SCHEME):
             return self._session(user, model)
@@ -92,15 +92,15 @@ class Completions:
 
     def _session(self, user: ApiUser, model: str) -> SamplerRecord:
         try:
-            return self._service.sampler(user, model)
+            return self._service.sampling_requests.find_session(user, model)
         except NotFound as exc:
-            names = " or ".join((self._service.card.name, *self._service.card.aliases))
+            names = " or ".join(self._service.card.names)
             others = "a sampling session or the sampler_weights path of a checkpoint (GET /v1/models lists them)"
             raise NotFound(f"there is no model '{model[:200]}': use {names}, {others}") from exc
 
     def models(self, user: ApiUser) -> list[dict[str, object]]:
         card, registry = self._service.card, self._service.registry
-        named = [(name, self._service.started) for name in (card.name, *card.aliases)]
+        named = [(name, self._service.started) for name in card.names]
         saved = [c for c in registry.checkpoints.values() if c.kind is CheckpointKind.SAMPLER and c.owner == user.name]
         live = [s for s in registry.samplers.values() if s.owner == user.name and s.gone is None]
         named += [(found.path, found.created) for found in saved] + [(each.id, each.created) for each in live]
@@ -179,26 +179,25 @@ class Completions:
 
 
 def completion_routes(
-    service: Service, access: Access, renderer: Renderer, worker: Callable[..., Awaitable[ApiUser]]
+    service: Service, access: Access, renderer: Renderer, rate_limit: Callable[..., Awaitable[ApiUser]]
 ) -> APIRouter:
     routes = APIRouter(prefix=PREFIX.rstrip("/"), tags=["openai"])
     completions = Completions(service, renderer)
-    user = Depends(worker)
+    limited_user = Depends(rate_limit)
 
     async def counted(user: ApiUser, size: int, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """An open answer is a poll to those who count them, and a request of `size` bytes that waits."""
         with contextlib.ExitStack() as stack:
             try:
-                access.begin_poll(user)
-                stack.callback(access.end_poll, user)
-                stack.enter_context(service.room(user, size))
+                stack.enter_context(access.polling(user))
+                stack.enter_context(service.requests.counted(user, size))
             except RateLimited:
                 work.close()
                 raise
             return await work
 
     @routes.post("/chat/completions", openapi_extra=openapi_body(ChatRequest))
-    async def chat_completions(request: Request, user: ApiUser = user) -> Response:
+    async def chat_completions(request: Request, user: ApiUser = limited_user) -> Response:
         body = await request.body()
         asked = parse_request(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if asked.stream:
@@ -210,7 +209,7 @@ def completion_routes(
         return JSONResponse(completion_body(answers, asked, renderer, **_named("chatcmpl")))
 
     @routes.post("/completions", openapi_extra=openapi_body(TextRequest))
-    async def text_completions(request: Request, user: ApiUser = user) -> Response:
+    async def text_completions(request: Request, user: ApiUser = limited_user) -> Response:
         body = await request.body()
         asked = parse_text(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if asked.stream:
@@ -222,7 +221,7 @@ def completion_routes(
         return JSONResponse(text_body(answers, asked, renderer, **_named("cmpl")))
 
     @routes.get("/models")
-    async def models(user: ApiUser = user) -> dict[str, object]:
+    async def models(user: ApiUser = limited_user) -> dict[str, object]:
         return {"object": "list", "data": completions.models(user)}
 
     return routes
@@ -249,7 +248,7 @@ def _refused(exc: HeadraceError) -> Refused:
         case Gone() | SamplerGoneError():
             return Refused(str(exc), status=410, param="model", code="model_gone")
         case _:
-            return Refused(str(exc), status=400 if failed(exc).category == "user" else 500)
+            return Refused(str(exc), status=400 if to_failure(exc).category == "user" else 500)
 
 
 def _check_temperature(asked: float | None) -> None:

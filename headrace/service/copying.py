@@ -43,7 +43,7 @@ async def copy_weights(service: Service, user: ApiUser, body: bodies.CopyWeights
         return path
     if id in registry.models:
         raise RequestError(f"there is a model '{id}' already: choose another model_seq_id")
-    if service.stored_bytes(user.name) > user.quota.checkpoint_bytes:
+    if service.checkpoints.stored_bytes(user.name) > user.quota.checkpoint_bytes:
         raise RateLimited("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
     now = time.time()
     copy: Checkpoint = replace(
@@ -56,7 +56,7 @@ async def copy_weights(service: Service, user: ApiUser, body: bodies.CopyWeights
         public=False,
         expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
     )
-    await asyncio.to_thread(_link_all, service.path_of(source), service.path_of(copy))
+    await asyncio.to_thread(_link_all, service.checkpoints.path_of(source), service.checkpoints.path_of(copy))
     if path in registry.checkpoints:  # the same request, twice at once
         return path
     if id in registry.models:
@@ -71,7 +71,7 @@ async def copy_weights(service: Service, user: ApiUser, body: bodies.CopyWeights
         last_request=now,
         frozen=True,
     )
-    await service.keep(*(() if session.id in registry.sessions else (session,)), run, copy)
+    await service.checkpoints.record(*(() if session.id in registry.sessions else (session,)), run, copy)
     return path
 
 

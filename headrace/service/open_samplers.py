@@ -71,7 +71,7 @@ class SamplerCache:
         finally:
             opened.users -= 1
 
-    def snapshot_taken(self, sampler: SamplerRecord) -> None:
+    def add_snapshot(self, sampler: SamplerRecord) -> None:
         """The host has it already."""
         ready = asyncio.get_running_loop().create_future()
         ready.set_result(None)

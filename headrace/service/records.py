@@ -21,6 +21,28 @@ SCHEME = "tinker://"
 Spec = Annotated[AdapterSpec | FullFinetune, Field(union_mode="left_to_right")]  # what has no rank is full
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """The base model as clients see it."""
+
+    name: str
+    context: int
+    vocabulary: int
+    aliases: tuple[str, ...] = ()
+    tokenizer_id: str | None = None  # the tokenizer that clients should load
+    full: bool = False  # all parameters may be trained, of one model at a time
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    def check_name(self, base_model: str) -> None:
+        """Raise RequestError for another model's name; a suffix behind a colon names a variant of the same weights."""
+        if base_model not in self.names and base_model.split(":")[0] not in self.names:
+            names = " or ".join(self.names)
+            raise RequestError(f"base model '{base_model[:200]}' is not served here: use {names}")
+
+
 class CheckpointKind(StrEnum):
     """What a checkpoint holds, as it stands in its path."""
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from headrace import __version__
 from headrace.errors import ModelError, RequestError, boundary
 from headrace.service.access import Access, ApiUser
-from headrace.service.app import BodyLimit, add_error_handlers
 from headrace.service.losses import to_loss_and_data
+from headrace.service.middleware import BodyLimit, add_error_handlers
 from headrace.service.references import Score
 from headrace.service.registry import NotFound
 from headrace.service.wire import PROTOBUF, decompress, parse_forward, read_forward, write_forward
@@ -30,20 +30,20 @@ def make_reference_app(models: Mapping[str, Score], access: Access, *, body_byte
     app = FastAPI(title="headrace reference models", version=__version__)
     threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
-    async def worker(x_api_key: Annotated[str | None, Header()] = None) -> ApiUser:
-        user = access.tenant(x_api_key)
-        access.admit(user)
+    async def rate_limit(x_api_key: Annotated[str | None, Header()] = None) -> ApiUser:
+        user = access.authenticate(x_api_key)
+        access.check_rate(user)
         return user
 
-    busy = Depends(worker)
+    limited_user = Depends(rate_limit)
 
     @app.get("/references")
-    async def references(user: ApiUser = busy) -> dict[str, list[str]]:
+    async def references(user: ApiUser = limited_user) -> dict[str, list[str]]:
         """The names of the models."""
         return {"models": sorted(models)}
 
     @app.post("/references/{name}/score")
-    async def score(name: str, request: Request, user: ApiUser = busy) -> Response:
+    async def score(name: str, request: Request, user: ApiUser = limited_user) -> Response:
         """Log-probs of the targets of a ForwardBackwardRequest's data, at their temperatures; 0 where weights are."""
         if name not in models:
             raise NotFound(f"there is no reference model '{name[:80]}' here: {', '.join(sorted(models)) or 'none is'}")

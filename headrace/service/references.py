@@ -39,15 +39,15 @@ class References:
         self._limits: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
-    async def filled(self, work: ForwardOp, owner: str) -> ForwardOp:
-        """The request with the log-probs that it lacks. Raises RequestError, OwnFault, SamplerError."""
-        assert work.reference is not None
-        found = await self.score(work.reference, owner, work.data)
+    async def add_logprobs(self, operation: ForwardOp, owner: str) -> ForwardOp:
+        """Add the reference model's log-probs to the data of a request. Raises RequestError, OwnFault, SamplerError."""
+        assert operation.reference is not None
+        logprobs_of_data = await self.score(operation.reference, owner, operation.data)
         data = tuple(
             replace(datum, arrays={**datum.arrays, REFERENCE_LOGPROBS: logprobs})
-            for datum, logprobs in zip(work.data, found, strict=True)
+            for datum, logprobs in zip(operation.data, logprobs_of_data, strict=True)
         )
-        return replace(work, data=data, reference=None)
+        return replace(operation, data=data, reference=None)
 
     async def score(self, name: str, owner: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
         """Log-probs of the targets, which are the next tokens."""

@@ -36,10 +36,10 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 
 
-def rest_routes(service: Service, access: Access, worker: Callable[..., Awaitable[ApiUser]]) -> APIRouter:
+def rest_routes(service: Service, access: Access, rate_limit: Callable[..., Awaitable[ApiUser]]) -> APIRouter:
     routes = APIRouter()
     links = _Links()
-    user = Depends(worker)
+    user = Depends(rate_limit)
     _runs(routes, service, user)
     _checkpoints(routes, service, user)
     _downloads(routes, service, links, user)
@@ -141,17 +141,17 @@ def _checkpoints(routes: APIRouter, service: Service, user: Any) -> None:
 
     @routes.delete(ONE, status_code=204)
     async def delete(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.delete_checkpoint(own(run, kind, name, user))
+        await service.checkpoints.delete(own(run, kind, name, user))
         return Response(status_code=204)
 
     @routes.post(f"{ONE}/publish", status_code=204)
     async def publish(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.keep(replace(own(run, kind, name, user), public=True))
+        await service.checkpoints.record(replace(own(run, kind, name, user), public=True))
         return Response(status_code=204)
 
     @routes.delete(f"{ONE}/publish", status_code=204)
     async def unpublish(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.keep(replace(own(run, kind, name, user), public=False))
+        await service.checkpoints.record(replace(own(run, kind, name, user), public=False))
         return Response(status_code=204)
 
     @routes.put(f"{ONE}/ttl", status_code=204)
@@ -159,7 +159,7 @@ def _checkpoints(routes: APIRouter, service: Service, user: Any) -> None:
         found = own(run, kind, name, user)
         check_ttl(body.ttl_seconds)
         expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
-        await service.keep(replace(found, expires=expires))
+        await service.checkpoints.record(replace(found, expires=expires))
         return Response(status_code=204)
 
 
@@ -202,7 +202,7 @@ def _downloads(routes: APIRouter, service: Service, links: _Links, user: Any) ->
     @routes.get(f"{ONE}/external_weights_urls")
     async def external(request: Request, run: str, kind: str, name: str, user: ApiUser = user) -> dict[str, object]:
         found = service.registry.checkpoint(_path(run, kind, name), user.name)
-        files = await asyncio.to_thread(_files, service.path_of(found))
+        files = await asyncio.to_thread(_files, service.checkpoints.path_of(found))
         urls = {file: link(request, found, file) for file in files}
         return {"urls": {file: url for file, (url, _) in urls.items()}, "expires": _when(time.time() + LINK_S)}
 
@@ -212,7 +212,7 @@ def _downloads(routes: APIRouter, service: Service, links: _Links, user: Any) ->
         found = service.registry.checkpoints.get(path)
         if found is None:
             raise NotFound(f"there is no checkpoint {path[:200]}")
-        folder = service.path_of(found)
+        folder = service.checkpoints.path_of(found)
         if file == "archive.tar":
             return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
         if file not in await asyncio.to_thread(_files, folder):
@@ -271,7 +271,7 @@ def _beside(routes: APIRouter, service: Service, access: Access, user: Any) -> N
     async def status(run: str, id: str, user: ApiUser = user) -> dict[str, object]:
         """State and place in the queue of one request; `id` is its sequence number or its whole id."""
         service.registry.model(run, user.name)
-        pending = await service.find(user, id if ":" in id else f"{run}:{id}")
+        pending = await service.polling.find(user, id if ":" in id else f"{run}:{id}")
         if pending.row.target != run:
             raise NotFound(f"there is no request '{id}' of {run}")
         state = "queued" if pending.outcome is None else "done" if isinstance(pending.outcome, Done) else "failed"
@@ -284,7 +284,7 @@ def _beside(routes: APIRouter, service: Service, access: Access, user: Any) -> N
     @routes.post("/runs/{run}/requests/{id}/cancel")
     async def cancel(run: str, id: str, user: ApiUser = user) -> dict[str, object]:
         service.registry.model(run, user.name)
-        return {"cancelled": await service.cancel(user, id if ":" in id else f"{run}:{id}")}
+        return {"cancelled": await service.polling.cancel(user, id if ":" in id else f"{run}:{id}")}
 
     @routes.get("/runs/{run}/queue/stats")
     async def queue_stats(run: str, user: ApiUser = user) -> dict[str, object]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from headrace.service import bodies
 from headrace.service.access import ApiUser
+from headrace.service.checkpoints import CheckpointStore
 from headrace.service.futures import Failed, RequestTable
 from headrace.service.journal import Journal, Statement
 from headrace.service.open_samplers import SamplerCache
@@ -33,11 +34,13 @@ class Sessions:
         samplers: SamplerCache,
         sampling: SamplingQueue,
         trainer: TrainingQueue,
+        checkpoints: CheckpointStore,
         *,
         timeout_s: float,
     ) -> None:
         self._registry, self._journal, self._requests = registry, journal, requests
         self._samplers, self._sampling, self._trainer = samplers, sampling, trainer
+        self._checkpoints = checkpoints
         self._timeout_s = timeout_s
         self._seen: dict[str, float] = {}
         self._by_idempotency: dict[tuple[str, str], str] = {}
@@ -107,7 +110,7 @@ class Sessions:
         for old in [old for snapshots in by_session.values() for old in snapshots[:-kept]]:
             self._samplers.close(old.id)
             await self._write(*self._samplers.mark_gone([old], f"{kept} snapshots are kept, and newer ones came"))
-            await self._trainer.remove_folder(str(old.folder))
+            await self._checkpoints.remove_folder(str(old.folder))
 
     async def _end(self, id: str, why: str, *, snapshots: bool) -> None:
         """Its sampling work is dropped, what waits for numbers that never came fails, its models leave the host."""
@@ -120,10 +123,12 @@ class Sessions:
             await self._trainer.fail_unreachable(model.id, why)
             await self._trainer.unload(model.id)
         for sampler in samplers if snapshots else ():
-            self._sampling.asked.pop(sampler.id, None)
+            self._sampling.accepted_seqs.pop(sampler.id, None)
             if sampler.folder is not None:
                 self._samplers.close(sampler.id)
-                await self._trainer.remove_folder(sampler.folder)  # first: what is forgotten nobody removes any more
+                await self._checkpoints.remove_folder(
+                    sampler.folder
+                )  # first: what is forgotten nobody removes any more
                 await self._write(self._registry.forget(sampler))
 
     async def _write(self, *statements: Statement) -> None:

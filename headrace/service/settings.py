@@ -14,7 +14,6 @@ from headrace.config.metrics_checks import metrics_problems
 from headrace.config.tree import Metrics
 from headrace.errors import ConfigError
 from headrace.service.access import HashedKey
-from headrace.service.service import Limits
 
 COUNTS = (
     "body_bytes", "running_sequences", "resident_models", "open_samplers", "snapshots_per_model", "full_save_steps",
@@ -24,6 +23,25 @@ SECONDS = ("poll_s", "session_timeout_s", "keep_results_s", "tidy_s")
 SHORTEST_S, LONGEST_POLL_S = 0.01, 40.0
 MAX_PORT = 65535
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of the whole server. Times are in seconds."""
+
+    poll_s: float = 30.0  # the longest wait of one poll
+    body_bytes: int = 64 * 2**20
+    metadata_only_bytes: int = 4 * 2**20  # larger results are sent only when they are asked for once more
+    running_sequences: int = 256
+    resident_models: int = 64
+    open_samplers: int = 64
+    snapshots_per_model: int = 64
+    full_save_steps: int = 10  # updates of a full model between two saved states
+    max_rank: int = 128
+    evaluation_sequences: int = 4096
+    session_timeout_s: float = 900.0
+    keep_results_s: float = 24 * 3600.0
+    tidy_s: float = 30.0  # between two removals of what has expired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

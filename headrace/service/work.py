@@ -1,7 +1,8 @@
-"""What a model is asked to do, read from the body of a request; the same whether it came just now or from the journal.
+"""The operations of a model, parsed from the bodies of requests; the same whether a body came just now or from the
+journal.
 
-A body that makes no sense is work too (`Broken`): it takes its turn, so that the requests behind it are not held up by
-a number that never comes, and then fails.
+A body that makes no sense is an operation too (`InvalidOp`): it takes its turn, so that the requests behind it are not
+held up by a number that never comes, and then fails.
 """
 
 from collections.abc import Mapping
@@ -21,21 +22,21 @@ from headrace.types import Adam, Datum, Discard, LossSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateOp:
-    """The model as its record says; `source`: with the weights of a checkpoint, and its optimiser if asked for."""
+    """Create the model as its record says."""
 
-    source: str | None = None
-    optimizer: bool = False
+    source: str | None = None  # a checkpoint whose weights the model starts with
+    optimizer: bool = False  # take the checkpoint's optimiser as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOp:
-    """`reference`: whose log-probs the data lack still; `gae`: how their advantages are to be made."""
+    """Compute a loss, and its gradient if `backward`."""
 
     loss: LossSpec
     data: tuple[Datum, ...]
     backward: bool
-    reference: str | None = None
-    gae: GaeSettings | None = None
+    reference: str | None = None  # the model whose log-probs the data still lack
+    gae: GaeSettings | None = None  # compute advantages from the model's values first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class SaveOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotOp:
-    """Weights as they are now, under the sampling session of this number."""
+    """Copy the weights as they are now for the sampling session of this number."""
 
     number: int
 
@@ -67,19 +68,19 @@ class LoadOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidOp:
-    """`ours`: not by what was asked for."""
+    """Fail with a message when the turn comes."""
 
     message: str
-    ours: bool = False
+    server_fault: bool = False  # the request was right
 
 
 Operation = CreateOp | ForwardOp | OptimStepOp | SaveOp | SnapshotOp | LoadOp | InvalidOp
 
 
 def parse_operation(kind: str, body: bytes) -> Operation:
-    """Never raises: what is wrong with a body is `Broken`."""
+    """Parse the body of a training request. Never raises: a wrong body gives an `InvalidOp`."""
     try:
-        return READERS[kind](body)
+        return PARSERS[kind](body)
     except RequestError as exc:
         return InvalidOp(message=str(exc))
     except ValidationError as exc:
@@ -88,37 +89,42 @@ def parse_operation(kind: str, body: bytes) -> Operation:
         return InvalidOp(message=f"{kind}: {where}: {first['msg']}")
 
 
-def _create(body: bytes) -> Operation:
+def _parse_create(body: bytes) -> Operation:
     return CreateOp()
 
 
-def _create_from(body: bytes) -> Operation:
-    asked = bodies.LoadWeights.model_validate_json(body)
-    return CreateOp(source=asked.path, optimizer=asked.optimizer)
+def _parse_create_from(body: bytes) -> Operation:
+    request = bodies.LoadWeights.model_validate_json(body)
+    return CreateOp(source=request.path, optimizer=request.optimizer)
 
 
-def _forward(body: bytes) -> Operation:
+def _parse_forward(body: bytes) -> Operation:
     return forward_operation(parse_forward(body))
 
 
 def forward_operation(message: Any) -> Operation:
-    """From a message that is parsed already."""
+    """Convert a parsed ForwardBackwardRequest. Never raises."""
     try:
-        asked, server_inputs = parse_server_inputs(read_forward(message))
-        loss, data = to_loss_and_data(asked, server_inputs)
+        request, server_inputs = parse_server_inputs(read_forward(message))
+        loss, data = to_loss_and_data(request, server_inputs)
     except RequestError as exc:
         return InvalidOp(message=str(exc))
-    backward = not asked.forward_only
-    return ForwardOp(loss=loss, data=data, backward=backward, reference=server_inputs.reference, gae=server_inputs.gae)
+    return ForwardOp(
+        loss=loss,
+        data=data,
+        backward=not request.forward_only,
+        reference=server_inputs.reference,
+        gae=server_inputs.gae,
+    )
 
 
-def _step(body: bytes) -> Operation:
-    asked = bodies.OptimStep.model_validate_json(body)
-    if asked.discard:
+def _parse_optim_step(body: bytes) -> Operation:
+    request = bodies.OptimStep.model_validate_json(body)
+    if request.discard:
         return OptimStepOp(update=Discard())
-    if asked.optimizer_params is not None or asked.adam_params is None:
+    if request.optimizer_params is not None or request.adam_params is None:
         raise RequestError("only adam_params are served: this model's optimiser is AdamW")
-    adam = asked.adam_params
+    adam = request.adam_params
     numbers = {name: getattr(adam, name) for name in type(adam).model_fields}
     for name, value in numbers.items():
         if not 0.0 <= value < float("inf"):
@@ -138,39 +144,39 @@ def _step(body: bytes) -> Operation:
     )
 
 
-def _save(body: bytes, kind: CheckpointKind) -> Operation:
-    asked = bodies.SaveWeights.model_validate_json(body)
-    if asked.age_encryption_recipients:
+def _parse_save(body: bytes, kind: CheckpointKind) -> Operation:
+    request = bodies.SaveWeights.model_validate_json(body)
+    if request.age_encryption_recipients:
         raise RequestError("encrypted weights are not served: leave age_encryption_recipients out")
-    if asked.ttl_seconds is not None and asked.ttl_seconds <= 0:
-        raise RequestError(f"ttl_seconds must be above 0, not {asked.ttl_seconds}")
-    if kind is CheckpointKind.SAMPLER and asked.path is None:
-        if asked.sampling_session_seq_id is None:
+    if request.ttl_seconds is not None and request.ttl_seconds <= 0:
+        raise RequestError(f"ttl_seconds must be above 0, not {request.ttl_seconds}")
+    if kind is CheckpointKind.SAMPLER and request.path is None:
+        if request.sampling_session_seq_id is None:
             raise RequestError("save_weights_for_sampler needs a path, or a sampling_session_seq_id for a snapshot")
-        return SnapshotOp(number=asked.sampling_session_seq_id)
+        return SnapshotOp(number=request.sampling_session_seq_id)
     return SaveOp(
         kind=kind,
-        name=check_name(asked.path if asked.path is not None else f"{asked.seq_id:06d}"),
-        ttl_s=asked.ttl_seconds,
-        overwrite=asked.overwrite,
-        user_metadata=asked.user_metadata or {},
+        name=check_name(request.path if request.path is not None else f"{request.seq_id:06d}"),
+        ttl_s=request.ttl_seconds,
+        overwrite=request.overwrite,
+        user_metadata=request.user_metadata or {},
     )
 
 
-def _load(body: bytes) -> Operation:
-    asked = bodies.LoadWeights.model_validate_json(body)
-    split_path(asked.path)
-    return LoadOp(path=asked.path, optimizer=asked.optimizer)
+def _parse_load(body: bytes) -> Operation:
+    request = bodies.LoadWeights.model_validate_json(body)
+    split_path(request.path)
+    return LoadOp(path=request.path, optimizer=request.optimizer)
 
 
-READERS = {
-    "create_model": _create,
-    "create_model_from": _create_from,
-    "forward_backward": _forward,
-    "forward": _forward,
-    "optim_step": _step,
-    "save_weights": lambda body: _save(body, CheckpointKind.TRAINING),
-    "save_weights_for_sampler": lambda body: _save(body, CheckpointKind.SAMPLER),
-    "save_weights_external": lambda body: _save(body, CheckpointKind.EXTERNAL),
-    "load_weights": _load,
+PARSERS = {
+    "create_model": _parse_create,
+    "create_model_from": _parse_create_from,
+    "forward_backward": _parse_forward,
+    "forward": _parse_forward,
+    "optim_step": _parse_optim_step,
+    "save_weights": lambda body: _parse_save(body, CheckpointKind.TRAINING),
+    "save_weights_for_sampler": lambda body: _parse_save(body, CheckpointKind.SAMPLER),
+    "save_weights_external": lambda body: _parse_save(body, CheckpointKind.EXTERNAL),
+    "load_weights": _parse_load,
 }

@@ -23,8 +23,9 @@ from headrace.service.figures import prometheus_text
 from headrace.service.host import FULL_COPIES
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal, put
+from headrace.service.records import ModelCard
 from headrace.service.server import check_reach
-from headrace.service.service import ModelCard, Service
+from headrace.service.service import Service
 from headrace.service.settings import ServeConfig, ServedModel
 from headrace.service.telemetry import Telemetry
 from headrace.wiring.metrics import Outlets, model_sink

@@ -25,7 +25,7 @@ PLACES = (
     "headrace.service.hosting.host:AdapterHost.optim_step",
     "headrace.service.hosting.host:AdapterHost.sample",
     "headrace.service.hosting.host:AdapterHost.save",
-    "headrace.service.training:TrainingQueue._saved",
+    "headrace.service.model_states:ModelStates.record",
     "headrace.service.futures:RequestTable.notify",
 )
 Point = tuple[str, int]  # a place, and at which call of it

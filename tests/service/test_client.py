@@ -26,7 +26,7 @@ from headrace.service.client.codec import write_forward
 from headrace.service.client.futures import promise
 from headrace.service.fake_host import FakeHost
 from headrace.service.losses import to_loss_and_data
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from headrace.service.wire import parse_forward, read_forward
 from headrace.types import (
     CROSS_ENTROPY,

@@ -13,7 +13,7 @@ import pytest
 from headrace.service import app as app_module
 from headrace.service.fake_host import FakeHost
 from headrace.service.journal import forget_results
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from service.sdk import ADAM, DATA, Gate, datum, loss_of, prompt, table, tinker, types, until
 from service.served import BASE, Served, served
 

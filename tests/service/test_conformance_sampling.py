@@ -12,7 +12,7 @@ import pytest
 
 from headrace.service.access import Quota
 from headrace.service.fake_host import EOS, FakeHost
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from service.sdk import DATA, prompt, sampling, table, tinker, types
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 

@@ -13,7 +13,7 @@ from headrace.service.client import ServiceClient
 from headrace.service.fake_host import FakeHost
 from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.service.hosting.host import AdapterHost
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
 from service.hosts import LIMIT_S, small_model
 from service.sdk import DATA, prompt, sampling, table, tinker, types

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import RequestError
-from headrace.service.gae import VALUE, credit, run_forward, value_data
+from headrace.service.execution import run_forward
+from headrace.service.gae import VALUE, credit, value_data
 from headrace.service.host import AdapterSpec
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.losses import to_loss_and_data

@@ -12,7 +12,7 @@ from headrace.errors import ConfigError
 from headrace.service.access import Access, HashedKey, Quota, RateLimited, hash_key, new_key
 from headrace.service.records import check_name, folder_name
 from headrace.service.server import check_reach, listen
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from service.sdk import DATA, prompt, sampling
 from service.served import BASE, OTHER_KEY, Served, served
 
@@ -208,16 +208,16 @@ def test_a_bucket_fills_with_time() -> None:
     access = Access(
         [HashedKey(owner="a", sha256=hash_key("tml-a"), quota=Quota(requests_per_s=2.0, burst=2))], clock=lambda: now[0]
     )
-    user = access.tenant("tml-a")
-    access.admit(user)
-    access.admit(user)
+    user = access.authenticate("tml-a")
+    access.check_rate(user)
+    access.check_rate(user)
     with pytest.raises(RateLimited) as refused:
-        access.admit(user)
+        access.check_rate(user)
     assert refused.value.retry_s == pytest.approx(0.5)
     now[0] = 0.5
-    access.admit(user)
+    access.check_rate(user)
     with pytest.raises(RateLimited):
-        access.admit(user)
+        access.check_rate(user)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])
