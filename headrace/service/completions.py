@@ -3,9 +3,9 @@
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models
 
 `model` is a sampler checkpoint (tinker://RUN/sampler_weights/NAME), a sampling session, or the base model by any of its
-names. Nothing here is journalled: who hangs up ends the sampling, and asks again. Log-probs are at temperature 1.
-Requests and replies are those of the endpoint for agent programs. A stream is sent while its sequences are sampled;
-where tools may be called, when it is known whether they are.
+names. Nothing here is journalled: a client that hangs up ends the sampling, and may ask again. Log-probs are at
+temperature 1. Requests and replies are those of the endpoint for agent programs. A stream is sent while its sequences
+are sampled; where tools may be called, when it is known whether they are.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ Heard = Callable[[int, Completion], None]
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """A sampler of the service as the endpoint's code asks for it."""
+    """A sampler of the service with the interface that the endpoint's code samples through."""
 
     service: Service
     sampler: SamplerRecord
@@ -62,33 +62,34 @@ class _Policy:
         return self if heard is None else Piecewise(self.sample, partial(heard, index))
 
     async def tops(self, prompt: IntArray, tokens: IntArray, k: int) -> tuple[dict[int, float], ...]:
-        """Of the tokens behind a prompt; empty if k is 0."""
+        """Return the k likeliest tokens at each position behind a prompt; empty if k is 0."""
         if not k or not len(tokens):
             return ()
         most = min(k, self.service.card.vocabulary)
-        found = await self.service.sampling.tops(self.sampler, int_array([*prompt, *tokens]), most)
-        rows = zip(found.tokens.tolist(), found.logprobs.tolist(), strict=True)
+        top = await self.service.sampling.tops(self.sampler, int_array([*prompt, *tokens]), most)
+        rows = zip(top.tokens.tolist(), top.logprobs.tolist(), strict=True)
         return tuple(dict(zip(*row, strict=True)) for row in list(rows)[len(prompt) :])
 
 
 class Completions:
-    """What the endpoints do."""
+    """Answer the endpoints' requests."""
 
     def __init__(self, service: Service, renderer: Renderer) -> None:
         self._service, self._renderer = service, renderer
         self._form = find_form(renderer)
 
     def find(self, user: ApiUser, model: str) -> SamplerRecord:
-        """Raises Unknown, Gone, or Refused for a path that is not a sampler's."""
+        """Find the sampler that a request names; raises NotFound, Gone, or Refused for a path of other weights."""
         card = self._service.card
         if model in card.names:
-            return _passing(user, base_model=model)
+            return _one_request_session(user, base_model=model)
         if not model.startswith(SCHEME):
             return self._session(user, model)
         if split_path(model)[1] is not CheckpointKind.SAMPLER:
             raise Refused(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
-        found = self._service.registry.checkpoint(model, user.name)
-        return _passing(user, base_model=found.base_model, model_path=model, full=isinstance(found.spec, FullFinetune))
+        checkpoint = self._service.registry.checkpoint(model, user.name)
+        full = isinstance(checkpoint.spec, FullFinetune)
+        return _one_request_session(user, base_model=checkpoint.base_model, model_path=model, full=full)
 
     def _session(self, user: ApiUser, model: str) -> SamplerRecord:
         try:
@@ -106,10 +107,10 @@ class Completions:
         named += [(found.path, found.created) for found in saved] + [(each.id, each.created) for each in live]
         return [{"id": id, "object": "model", "created": int(when), "owned_by": "headrace"} for id, when in named]
 
-    async def chat(self, user: ApiUser, asked: ChatRequest, heard: Heard | None = None) -> list[Answer]:
-        """`heard` is told how far each choice is."""
-        policy = _Policy(self._service, self.find(user, asked.model))
-        _check_temperature(asked.temperature)
+    async def chat(self, user: ApiUser, chat_request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
+        """Answer a chat; `heard` is called with each choice as it grows."""
+        policy = _Policy(self._service, self.find(user, chat_request.model))
+        _check_temperature(chat_request.temperature)
         once = secrets.randbits(62)
         context = self._service.card.context
         sampling = SamplingParams(max_tokens=context, stop_tokens=self._renderer.eos_tokens)
@@ -121,27 +122,30 @@ class Completions:
                 renderer=self._renderer,
                 form=self._form,
                 sampling=sampling,
-                seed=index if asked.seed is not None else once + index,
+                seed=index if chat_request.seed is not None else once + index,
                 max_calls=1,
                 max_tokens=context,
                 pinned=False,
             )
-            call: Call = await record.answer(asked)
-            told = (asked.top_logprobs or 0) if asked.logprobs else 0
-            return Answer(call, await policy.tops(call.prompt, call.completion.tokens, told), raw=True)
+            call: Call = await record.answer(chat_request)
+            num_tops = (chat_request.top_logprobs or 0) if chat_request.logprobs else 0
+            return Answer(call, await policy.tops(call.prompt, call.completion.tokens, num_tops), raw=True)
 
-        return await _together([answer(index) for index in range(asked.n or 1)])
+        return await _together([answer(index) for index in range(chat_request.n or 1)])
 
-    async def text(self, user: ApiUser, asked: TextRequest, heard: Heard | None = None) -> list[TextAnswer]:
-        policy = _Policy(self._service, self.find(user, asked.model))
-        _check_temperature(asked.temperature)
-        prompts = read_prompts(asked, self._renderer, vocabulary=self._service.card.vocabulary)
-        count = asked.n or 1
+    async def text(self, user: ApiUser, text_request: TextRequest, heard: Heard | None = None) -> list[TextAnswer]:
+        policy = _Policy(self._service, self.find(user, text_request.model))
+        _check_temperature(text_request.temperature)
+        prompts = read_prompts(text_request, self._renderer, vocabulary=self._service.card.vocabulary)
+        count = text_request.n or 1
         if len(prompts) * count > MAX_CHOICES:
             raise Refused(f"prompts times n may be {MAX_CHOICES}: ask for less at once", param="n")
         once = secrets.randbits(62)
-        seeds = [derive_seed(i, "asked", asked.seed) if asked.seed is not None else once + i for i in range(count)]
-        wanted = TEXT_TOKENS if asked.max_tokens is None else asked.max_tokens
+        seeds = [
+            derive_seed(i, "asked", text_request.seed) if text_request.seed is not None else once + i
+            for i in range(count)
+        ]
+        wanted = TEXT_TOKENS if text_request.max_tokens is None else text_request.max_tokens
         context = self._service.card.context
         for prompt in prompts:
             if len(prompt) + min(wanted, 1) > context:
@@ -154,14 +158,14 @@ class Completions:
         async def answer(index: int, prompt: IntArray, seed: int) -> TextAnswer:
             params = SamplingParams(
                 max_tokens=min(wanted, context - len(prompt)),
-                temperature=1.0 if asked.temperature is None else asked.temperature,
-                top_p=1.0 if asked.top_p is None else asked.top_p,
-                stop_strings=asked.stops,
+                temperature=1.0 if text_request.temperature is None else text_request.temperature,
+                top_p=1.0 if text_request.top_p is None else text_request.top_p,
+                stop_strings=text_request.stops,
                 seed=seed,
             )
             request = SampleRequest(prompt=prompt, params=params)
             sampled = await policy.telling(heard, index).sample(request) if wanted else None
-            k, echoed = asked.logprobs or 0, bool(asked.echo) and asked.logprobs is not None
+            k, echoed = text_request.logprobs or 0, bool(text_request.echo) and text_request.logprobs is not None
             scores: FloatArray | None = None
             if echoed:  # the first token has no score, and with it alone there is nothing to compute
                 first = float_array([math.nan])
@@ -186,7 +190,7 @@ def completion_routes(
     limited_user = Depends(rate_limit)
 
     async def counted(user: ApiUser, size: int, work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """An open answer is a poll to those who count them, and a request of `size` bytes that waits."""
+        """Count the work as an open poll and as a waiting request of `size` bytes."""
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(access.polling(user))
@@ -199,26 +203,26 @@ def completion_routes(
     @routes.post("/chat/completions", openapi_extra=openapi_body(ChatRequest))
     async def chat_completions(request: Request, user: ApiUser = limited_user) -> Response:
         body = await request.body()
-        asked = parse_request(body, max_n=MAX_N, max_tops=MAX_TOPS)
-        if asked.stream:
-            stream = ChatStream(asked, renderer, **_named("chatcmpl"))
+        chat_request = parse_request(body, max_n=MAX_N, max_tops=MAX_TOPS)
+        if chat_request.stream:
+            stream = ChatStream(chat_request, renderer, **_named("chatcmpl"))
             return await _streamed(
-                request, lambda heard: counted(user, len(body), completions.chat(user, asked, heard)), stream
+                request, lambda heard: counted(user, len(body), completions.chat(user, chat_request, heard)), stream
             )
-        answers = await while_connected(request, counted(user, len(body), completions.chat(user, asked)))
-        return JSONResponse(completion_body(answers, asked, renderer, **_named("chatcmpl")))
+        answers = await while_connected(request, counted(user, len(body), completions.chat(user, chat_request)))
+        return JSONResponse(completion_body(answers, chat_request, renderer, **_named("chatcmpl")))
 
     @routes.post("/completions", openapi_extra=openapi_body(TextRequest))
     async def text_completions(request: Request, user: ApiUser = limited_user) -> Response:
         body = await request.body()
-        asked = parse_text(body, max_n=MAX_N, max_tops=MAX_TOPS)
-        if asked.stream:
-            stream = TextStream(asked, renderer, **_named("cmpl"))
+        text_request = parse_text(body, max_n=MAX_N, max_tops=MAX_TOPS)
+        if text_request.stream:
+            stream = TextStream(text_request, renderer, **_named("cmpl"))
             return await _streamed(
-                request, lambda heard: counted(user, len(body), completions.text(user, asked, heard)), stream
+                request, lambda heard: counted(user, len(body), completions.text(user, text_request, heard)), stream
             )
-        answers = await while_connected(request, counted(user, len(body), completions.text(user, asked)))
-        return JSONResponse(text_body(answers, asked, renderer, **_named("cmpl")))
+        answers = await while_connected(request, counted(user, len(body), completions.text(user, text_request)))
+        return JSONResponse(text_body(answers, text_request, renderer, **_named("cmpl")))
 
     @routes.get("/models")
     async def models(user: ApiUser = limited_user) -> dict[str, object]:
@@ -228,11 +232,11 @@ def completion_routes(
 
 
 def completion_refusal(exc: HeadraceError, headers: Mapping[str, str]) -> Response:
-    """A refusal in OpenAI's shape; `headers` say when to come again."""
+    """Answer an error in OpenAI's shape; `headers` say when to come again."""
     refused = _refused(exc)
     again = {} if refused.status == 429 else {"x-should-retry": "false"}  # what failed fails again
-    told = json.dumps(refused.body())  # in ASCII: what is refused may not even be text
-    return Response(told, refused.status, {**headers, **again}, media_type="application/json")
+    body = json.dumps(refused.body())  # in ASCII: what is refused may not even be text
+    return Response(body, refused.status, {**headers, **again}, media_type="application/json")
 
 
 def _refused(exc: HeadraceError) -> Refused:
@@ -251,18 +255,18 @@ def _refused(exc: HeadraceError) -> Refused:
             return Refused(str(exc), status=400 if to_failure(exc).category == "user" else 500)
 
 
-def _check_temperature(asked: float | None) -> None:
-    if asked is not None and asked > MAX_TEMPERATURE:
+def _check_temperature(temperature: float | None) -> None:
+    if temperature is not None and temperature > MAX_TEMPERATURE:
         raise Refused(f"temperature may be {MAX_TEMPERATURE:g} at most", param="temperature")
 
 
-def _passing(user: ApiUser, **weights: Any) -> SamplerRecord:
-    """A sampling session of one request."""
+def _one_request_session(user: ApiUser, **weights: Any) -> SamplerRecord:
+    """Make a sampling session for one request."""
     return SamplerRecord(id="", session="", owner=user.name, created=time.time(), **weights)
 
 
 async def _together(work: Sequence[Any]) -> list[Any]:
-    """All results; the first failure ends the others."""
+    """Wait for all results; the first failure ends the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]
@@ -276,14 +280,14 @@ def _named(kind: str) -> dict[str, Any]:
 
 
 class SoFar:
-    """How far each choice is: the last that was told of each, for a reader who takes it when he can."""
+    """Keep the latest state of each choice for a reader who takes it when it can."""
 
     def __init__(self) -> None:
-        self._told: dict[int, Completion] = {}
+        self._latest: dict[int, Completion] = {}
         self._news = asyncio.Event()
 
     def tell(self, index: int, completion: Completion) -> None:
-        self._told[index] = completion
+        self._latest[index] = completion
         self._news.set()
 
     def wake(self) -> None:
@@ -293,16 +297,16 @@ class SoFar:
         await self._news.wait()
 
     def take(self) -> list[tuple[int, Completion]]:
-        told, self._told = self._told, {}
+        latest, self._latest = self._latest, {}
         self._news.clear()
-        return list(told.items())
+        return list(latest.items())
 
 
 async def _streamed(
     request: Request, work: Callable[[Heard], Coroutine[Any, Any, list[Any]]], stream: ChatStream | TextStream
 ) -> Response:
-    """Events as the work goes on; what fails before the first of them is a refusal, and later the last event. Who hangs
-    up ends the work, whether anything was sent or not."""
+    """Send events while the work goes on. An error before the first event is a refusal, a later one the last event. A
+    client that hangs up ends the work, whether anything was sent or not."""
     so_far = SoFar()
     working, leaving = asyncio.ensure_future(work(so_far.tell)), asyncio.ensure_future(_hung_up(request))
     leaving.add_done_callback(lambda _: working.cancel())

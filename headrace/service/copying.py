@@ -1,6 +1,6 @@
-"""Copies of checkpoints: of one's own or of a public one, in a training run of their own that cannot be trained.
+"""Copy checkpoints, the user's or public ones, into a training run of their own that cannot be trained.
 
-The files are linked, not copied, where the file system can; what is saved never changes, so both are whole for good.
+Files are linked, not copied, where the file system can: saved files never change, so both stay whole.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from headrace.service.service import Service
 
 
 async def copy_weights(service: Service, user: ApiUser, body: bodies.CopyWeights, idempotency: str | None) -> str:
-    """The path of the copy; the same request again gives the same one."""
+    """Copy a checkpoint and return the path of the copy; the same request again gives the same one."""
     registry = service.registry
     source = registry.checkpoint(body.source_path, user.name)
     check_ttl(body.ttl_seconds)
@@ -76,7 +76,7 @@ async def copy_weights(service: Service, user: ApiUser, body: bodies.CopyWeights
 
 
 def _link_all(source: Path, target: Path) -> None:
-    """Whole or absent; a folder that is there is the same copy, made by the same request."""
+    """Link all files of a folder into a new one, whole or not at all; one that exists is the same request's copy."""
     writing = target.with_name(f".copying-{secrets.token_hex(8)}")
     with boundary(CheckpointError, "the checkpoint cannot be copied"):
         try:

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for and answers, in JSON. Unknown fields are refused: these routes are our own."""
+"""Pydantic models of evaluation requests and answers. Unknown fields are refused: these routes are our own."""
 
 import math
 from collections.abc import Sequence

@@ -56,19 +56,16 @@ class _Model:
 
 @dataclass(slots=True)
 class FakeHost:
-    """`log` names every verb as it runs; `tick` is awaited before every sampled token, so tests decide how slow it is.
-
-    `hold` is called by the worker before every training verb: a test that blocks in it blocks the worker. `spell` says
-    how tokens read where stop strings are looked for.
-    """
+    """Train and sample bigram tables."""
 
     vocabulary: int = 16
     context: int = 64
     seed: int = 0
-    tick: Callable[[], Any] | None = None
-    hold: Callable[[str], None] = lambda verb: None
+    tick: Callable[[], Any] | None = None  # awaited before every sampled token, so tests decide how slow it is
+    hold: Callable[[str], None] = lambda verb: None  # called by the worker before every training verb, and may block
+    # how tokens read where stop strings are looked for
     spell: Callable[[list[int]], str] = lambda tokens: "".join(chr(97 + token) for token in tokens)
-    log: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)  # every verb as it runs
     base: Table = field(init=False)
     _models: dict[str, _Model] = field(init=False, default_factory=dict)
     _samplers: dict[str, Table] = field(init=False, default_factory=dict)
@@ -301,7 +298,7 @@ def _log_sum_exp(table: Table) -> Table:
 
 
 def _table_gradient(table_VV: Table, inputs_T: IntArray, targets: IntArray, gradient: Table) -> Table:
-    """dL/dtable: each target adds dL/dlogp (onehot - p) to the row of the token before it."""
+    """Return dL/dtable: each target adds dL/dlogp (onehot - p) to the row of the token before it."""
     found = np.zeros_like(table_VV)
     wide, weights = targets.reshape(len(inputs_T), -1), gradient.reshape(len(inputs_T), -1)
     for alternative in range(wide.shape[1]):
@@ -311,7 +308,7 @@ def _table_gradient(table_VV: Table, inputs_T: IntArray, targets: IntArray, grad
 
 
 def _read(folder: Path) -> tuple[dict[str, Table], dict[str, Any]]:
-    """The files of a saved adapter; raises CheckpointError when they are not there."""
+    """Read the files of a saved adapter; raises CheckpointError when they are not there."""
     if not (folder / "fake.json").is_file():
         raise CheckpointError(f"{folder} holds no adapter of this host")
     with np.load(folder / "table.npz") as tables:

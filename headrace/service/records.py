@@ -1,4 +1,4 @@
-"""What the service knows of sessions, models, samplers and checkpoints: plain values, kept in the journal as JSON.
+"""Sessions, models, samplers and checkpoints: plain values, kept in the journal as JSON.
 
 Ids are made by rule from the session's, as the wire's clients expect: `{session}:train:{n}`, `{session}:sample:{n}`,
 and `tinker://{model}/{kind}/{name}` for checkpoints. Names never become file names; folders are named by hashes.
@@ -18,7 +18,7 @@ from headrace.service.host import AdapterSpec, FullFinetune
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,127}")
 SCHEME = "tinker://"
-Spec = Annotated[AdapterSpec | FullFinetune, Field(union_mode="left_to_right")]  # what has no rank is full
+Spec = Annotated[AdapterSpec | FullFinetune, Field(union_mode="left_to_right")]  # one without a rank is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ModelCard:
 
 
 class CheckpointKind(StrEnum):
-    """What a checkpoint holds, as it stands in its path."""
+    """What a checkpoint holds, as written in its path."""
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
@@ -53,7 +53,7 @@ class CheckpointKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One client. `finished` says how it ended; `silent` ones come back with their next heartbeat."""
+    """One client."""
 
     id: str
     owner: str
@@ -61,15 +61,12 @@ class Session:
     tags: tuple[str, ...] = ()
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     display_name: str | None = None
-    finished: str | None = None
+    finished: str | None = None  # how it ended; None: it is open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A training run. Its state is saved in `folder` as it was after request `saved_seq` (0: as created).
-
-    One that is `frozen` holds copied checkpoints and is never trained.
-    """
+    """A training run."""
 
     id: str
     session: str
@@ -78,29 +75,26 @@ class Model:
     spec: Spec
     created: float
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    saved_seq: int = -1
-    folder: str | None = None
+    saved_seq: int = -1  # the request behind which its state was saved; 0: as created; -1: not created yet
+    folder: str | None = None  # of the saved state
     last_request: float = 0.0
-    frozen: bool = False
+    frozen: bool = False  # it holds copied checkpoints and is never trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRecord:
-    """An immutable policy to sample from: the base model, a checkpoint's weights, or a snapshot of its own folder.
-
-    `full`: a copy of all parameters, of which few are kept; `gone`: why it is not there any more.
-    """
+    """An immutable policy to sample from: the base model, a checkpoint's weights, or a snapshot."""
 
     id: str
     session: str
     owner: str
     base_model: str
-    model_path: str | None = None
-    folder: str | None = None
-    clones: int = 0
+    model_path: str | None = None  # of a checkpoint
+    folder: str | None = None  # of a snapshot
+    clones: int = 0  # further clients of the same session
     created: float = 0.0
-    full: bool = False
-    gone: str | None = None
+    full: bool = False  # a copy of all parameters, of which few are kept
+    gone: str | None = None  # why it is not there any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +115,7 @@ class Checkpoint:
 
 
 def rank_of(spec: AdapterSpec | FullFinetune) -> int:
-    """As clients write it: 0 is a full model."""
+    """Return the rank as clients write it: 0 is a full model."""
     return spec.rank if isinstance(spec, AdapterSpec) else 0
 
 
@@ -138,7 +132,7 @@ def checkpoint_path(model: str, kind: CheckpointKind, name: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """A checkpoint's name; raises RequestError when it could be mistaken for anything else."""
+    """Return a checkpoint's name; raises RequestError for one that could be mistaken for anything else."""
     if not NAME.fullmatch(name) or ".." in name:
         raise RequestError(
             f"{name[:80]!r} is no checkpoint name: use letters, digits and . _ = + -, at most 128, not a dot first"
@@ -147,13 +141,13 @@ def check_name(name: str) -> str:
 
 
 def check_ttl(ttl_s: int | None) -> None:
-    """How long a checkpoint is kept; None: until it is deleted."""
+    """Check how long a checkpoint is to be kept (None: until it is deleted); raises RequestError."""
     if ttl_s is not None and not 0 < ttl_s <= 10 * 366 * 86400:
         raise RequestError("ttl_seconds must be above 0 and at most ten years, or null for no end")
 
 
 def split_path(path: str) -> tuple[str, CheckpointKind, str]:
-    """Model, kind and name of a checkpoint path; raises RequestError.
+    """Split a checkpoint path into model, kind and name; raises RequestError.
 
     >>> split_path("tinker://s:train:0/weights/final")
     ('s:train:0', <Kind.TRAINING: 'weights'>, 'final')
@@ -168,7 +162,7 @@ def split_path(path: str) -> tuple[str, CheckpointKind, str]:
 
 
 def folder_name(*parts: str) -> str:
-    """A folder name that no name of a client's choosing can steer.
+    """Make a folder name that no name of a client's choosing can steer.
 
     >>> len(folder_name("tinker://../../etc/weights/x")), folder_name("a", "bc") == folder_name("ab", "c")
     (32, False)

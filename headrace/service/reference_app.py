@@ -1,4 +1,4 @@
-"""A process that only scores: frozen models by name over HTTP, for trainers whose own machine has no room for them.
+"""Score data under frozen models over HTTP, for trainers whose own machine has no room for them.
 
 Bodies are those of a `forward` request of the training service: data in, log-probs of their targets out. Nothing is
 kept, so nothing is journalled, and a request may be sent again.
@@ -26,7 +26,7 @@ THREADS = 2
 
 
 def make_reference_app(models: Mapping[str, Score], access: Access, *, body_bytes: int = 64 * 2**20) -> FastAPI:
-    """`models` score on threads; each sees to it that it is asked by one at a time where it must be."""
+    """Make the application; `models` are called on threads, and lock themselves where they must."""
     app = FastAPI(title="headrace reference models", version=__version__)
     threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
@@ -39,12 +39,12 @@ def make_reference_app(models: Mapping[str, Score], access: Access, *, body_byte
 
     @app.get("/references")
     async def references(user: ApiUser = limited_user) -> dict[str, list[str]]:
-        """The names of the models."""
+        """List the names of the models."""
         return {"models": sorted(models)}
 
     @app.post("/references/{name}/score")
     async def score(name: str, request: Request, user: ApiUser = limited_user) -> Response:
-        """Log-probs of the targets of a ForwardBackwardRequest's data, at their temperatures; 0 where weights are."""
+        """Score the targets of a ForwardBackwardRequest's data at their temperatures; 0 where weights are 0."""
         if name not in models:
             raise NotFound(f"there is no reference model '{name[:80]}' here: {', '.join(sorted(models)) or 'none is'}")
         plain = decompress(await request.body(), request.headers.get("content-encoding"), limit=4 * body_bytes)
@@ -59,9 +59,9 @@ def make_reference_app(models: Mapping[str, Score], access: Access, *, body_byte
 def _scored(score: Score, body: bytes) -> bytes:
     _, data = to_loss_and_data(read_forward(parse_forward(body)))
     _check(data)
-    with boundary(ModelError, "the reference model failed"):  # ours, unless it says that the request is wrong
-        found = score(data)
-    return write_forward(ForwardOut(loss=0.0, logprobs=tuple(found), metrics={}), clock=0)
+    with boundary(ModelError, "the reference model failed"):  # our fault, unless it says that the request is wrong
+        logprobs = score(data)
+    return write_forward(ForwardOut(loss=0.0, logprobs=tuple(logprobs), metrics={}), clock=0)
 
 
 def _check(data: tuple[Datum, ...]) -> None:

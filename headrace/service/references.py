@@ -1,4 +1,4 @@
-"""Models that others are compared with, by name: the base, saved and sampled weights of this server, and frozen models
+"""Score data under reference models, by name: the base, saved and sampled weights of this server, and frozen models
 that its owner named.
 
 The base and its adapters are scored by the host, which has them already; frozen models by whoever loads them
@@ -29,7 +29,10 @@ SCORE_TOKENS = 4096  # handed to the host at a time, so that others come between
 
 
 class References:
-    """Lives on one event loop. `named`: the frozen models; each of their functions is called on a thread."""
+    """Score under reference models. Lives on one event loop.
+
+    `named`: the frozen models; each of their functions is called on a thread.
+    """
 
     def __init__(
         self, host: ModelHost, registry: Registry, samplers: SamplerCache, named: Mapping[str, Score] | None = None
@@ -40,7 +43,7 @@ class References:
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
     async def add_logprobs(self, operation: ForwardOp, owner: str) -> ForwardOp:
-        """Add the reference model's log-probs to the data of a request. Raises RequestError, OwnFault, SamplerError."""
+        """Add the reference model's log-probs to the data. Raises RequestError, ServerFault, SamplerError."""
         assert operation.reference is not None
         logprobs_of_data = await self.score(operation.reference, owner, operation.data)
         data = tuple(
@@ -50,7 +53,7 @@ class References:
         return replace(operation, data=data, reference=None)
 
     async def score(self, name: str, owner: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """Log-probs of the targets, which are the next tokens."""
+        """Return the log-probs of the targets, which are the next tokens."""
         async with self._limits[owner]:
             if name in self.named:
                 return await self._score_named(name, data)
@@ -66,15 +69,20 @@ class References:
             raise ServerFault(f"the reference model '{name}' failed: {exc}") from exc
 
     def policy(self, name: str, owner: str) -> SamplerRecord:
-        """Weights of this server that do not change: the base, a checkpoint, a sampling session. Raises Unknown."""
+        """Find weights that do not change: the base, a checkpoint, a sampling session. Raises NotFound."""
         if name == BASE:
             return SamplerRecord(id=BASE, session="", owner=owner, base_model=BASE)
         if name.startswith(SCHEME):
-            found = self._registry.checkpoint(name, owner)
+            checkpoint = self._registry.checkpoint(name, owner)
             return SamplerRecord(
-                id=name, session="", owner=owner, base_model=found.base_model, model_path=name, created=time.time(),
-                full=isinstance(found.spec, FullFinetune),
-            )  # fmt: skip
+                id=name,
+                session="",
+                owner=owner,
+                base_model=checkpoint.base_model,
+                model_path=name,
+                created=time.time(),
+                full=isinstance(checkpoint.spec, FullFinetune),
+            )
         if name in self._registry.samplers:
             return self._registry.sampler(name, owner)
         known = ", ".join(sorted(self.named)) or "none are named here"
@@ -87,18 +95,18 @@ class References:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def score_under(self, sampler: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """The same under an open sampler of the host, a few thousand tokens at a time."""
+        """Score under an open sampler of the host, a few thousand tokens at a time."""
         out: dict[int, FloatArray] = {}
         for indices in _batches(data):
             sequences = [all_tokens(data[index]) for index in indices]
             scores = await self._host.score(sampler, sequences, data[indices[0]].temperature)
-            for index, found in zip(indices, scores, strict=True):
-                out[index] = float_array(found[1:])  # nothing is before the first token
+            for index, logprobs in zip(indices, scores, strict=True):
+                out[index] = float_array(logprobs[1:])  # the first token has no log-prob
         return tuple(out[index] for index in range(len(data)))
 
 
 def state_of(model: Model) -> SamplerRecord:
-    """A model as it was when it was last saved; one that was never trained is the base."""
+    """Make a sampler of a model as it was last saved; one that was never trained is the base."""
     return SamplerRecord(
         id=f"{model.id}@{model.saved_seq}",
         session=model.session,
@@ -111,7 +119,7 @@ def state_of(model: Model) -> SamplerRecord:
 
 
 def _batches(data: Sequence[Datum]) -> list[list[int]]:
-    """Data of one temperature, a few thousand tokens at a time."""
+    """Split indices of the data into batches of one temperature and a few thousand tokens."""
     batches: list[list[int]] = []
     size = 0
     for index in sorted(range(len(data)), key=lambda place: data[place].temperature):

@@ -1,4 +1,4 @@
-"""Looking at and keeping house over what is there: training runs, checkpoints, sessions, downloads, queues, metrics.
+"""Routes that list and manage training runs, checkpoints, sessions and downloads, and report queues and metrics.
 
 Paths and shapes under /api/v1 are those of the public SDK's REST client and CLI; /runs and /metrics are our own.
 """
@@ -40,51 +40,51 @@ def rest_routes(service: Service, access: Access, rate_limit: Callable[..., Awai
     routes = APIRouter()
     links = _Links()
     user = Depends(rate_limit)
-    _runs(routes, service, user)
-    _checkpoints(routes, service, user)
-    _downloads(routes, service, links, user)
-    _sessions(routes, service, user)
-    _beside(routes, service, access, user)
+    _run_routes(routes, service, user)
+    _checkpoint_routes(routes, service, user)
+    _download_routes(routes, service, links, user)
+    _session_routes(routes, service, user)
+    _monitoring_routes(routes, service, access, user)
     return routes
 
 
 # --- training runs ---------------------------------------------------------------------------------------------------
 
 
-def _runs(routes: APIRouter, service: Service, user: Any) -> None:
+def _run_routes(routes: APIRouter, service: Service, user: Any) -> None:
     registry = service.registry
 
     @routes.get("/api/v1/training_runs")
     async def training_runs(limit: Limit = 20, offset: Offset = 0, user: ApiUser = user) -> dict[str, object]:
         owned = [model for model in registry.models.values() if model.owner == user.name]
         owned.sort(key=lambda model: model.created, reverse=True)
-        shown = [_run(service, model) for model in owned[offset : offset + limit]]
+        shown = [_run_json(service, model) for model in owned[offset : offset + limit]]
         return {"training_runs": shown, "cursor": _cursor(offset, limit, len(owned))}
 
     @routes.get("/api/v1/training_runs/{run}")
     async def training_run(run: str, user: ApiUser = user) -> dict[str, object]:
-        return _run(service, registry.model(run, user.name))
+        return _run_json(service, registry.model(run, user.name))
 
     @routes.get("/api/v1/training_runs/{run}/checkpoints")
     async def checkpoints_of(run: str, user: ApiUser = user) -> dict[str, object]:
         registry.model(run, user.name)
-        return {"checkpoints": [_shown(found) for found in registry.checkpoints_of(run)]}
+        return {"checkpoints": [_checkpoint_json(checkpoint) for checkpoint in registry.checkpoints_of(run)]}
 
     @routes.get("/api/v1/checkpoints")
     async def checkpoints(limit: Limit = 100, offset: Offset = 0, user: ApiUser = user) -> dict[str, object]:
-        owned = [found for found in registry.checkpoints.values() if found.owner == user.name]
-        owned.sort(key=lambda found: found.created, reverse=True)
-        shown = [_shown(found) for found in owned[offset : offset + limit]]
+        owned = [checkpoint for checkpoint in registry.checkpoints.values() if checkpoint.owner == user.name]
+        owned.sort(key=lambda checkpoint: checkpoint.created, reverse=True)
+        shown = [_checkpoint_json(checkpoint) for checkpoint in owned[offset : offset + limit]]
         return {"checkpoints": shown, "cursor": _cursor(offset, limit, len(owned))}
 
     @routes.post("/api/v1/weights_info")
     async def weights_info(body: bodies.WeightsInfo, user: ApiUser = user) -> dict[str, object]:
-        found = registry.checkpoint(body.tinker_path, user.name)
-        lora = found.spec if isinstance(found.spec, AdapterSpec) else None
+        checkpoint = registry.checkpoint(body.tinker_path, user.name)
+        lora = checkpoint.spec if isinstance(checkpoint.spec, AdapterSpec) else None
         return {
-            "base_model": found.base_model,
+            "base_model": checkpoint.base_model,
             "is_lora": True,  # the SDK goes on from nothing else; rank 0 is how it asks for a full model
-            "lora_rank": rank_of(found.spec),
+            "lora_rank": rank_of(checkpoint.spec),
             "train_unembed": lora is None or lora.train_unembed,
             "train_mlp": lora is None or lora.train_mlp,
             "train_attn": lora is None or lora.train_attn,
@@ -92,7 +92,7 @@ def _runs(routes: APIRouter, service: Service, user: Any) -> None:
         }
 
 
-def _run(service: Service, model: Model) -> dict[str, object]:
+def _run_json(service: Service, model: Model) -> dict[str, object]:
     trained = service.registry.latest(model.id, CheckpointKind.TRAINING)
     sampled = service.registry.latest(model.id, CheckpointKind.SAMPLER)
     return {
@@ -103,22 +103,22 @@ def _run(service: Service, model: Model) -> dict[str, object]:
         "corrupted": False,
         "lora_rank": rank_of(model.spec),
         "last_request_time": _when(model.last_request),
-        "last_checkpoint": None if trained is None else _shown(trained),
-        "last_sampler_checkpoint": None if sampled is None else _shown(sampled),
+        "last_checkpoint": None if trained is None else _checkpoint_json(trained),
+        "last_sampler_checkpoint": None if sampled is None else _checkpoint_json(sampled),
         "user_metadata": dict(model.user_metadata),
     }
 
 
-def _shown(found: Checkpoint) -> dict[str, object]:
+def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, object]:
     return {
-        "checkpoint_id": f"{found.kind}/{found.name}",
-        "checkpoint_type": TYPES[found.kind],
-        "time": _when(found.created),
-        "tinker_path": found.path,
-        "size_bytes": found.size_bytes,
-        "public": found.public,
-        "user_metadata": dict(found.user_metadata),
-        "expires_at": None if found.expires is None else _when(found.expires),
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": TYPES[checkpoint.kind],
+        "time": _when(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": dict(checkpoint.user_metadata),
+        "expires_at": None if checkpoint.expires is None else _when(checkpoint.expires),
     }
 
 
@@ -135,31 +135,31 @@ def _when(moment: float) -> str:
 ONE = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
-def _checkpoints(routes: APIRouter, service: Service, user: Any) -> None:
-    def own(run: str, kind: str, name: str, user: ApiUser) -> Checkpoint:
+def _checkpoint_routes(routes: APIRouter, service: Service, user: Any) -> None:
+    def own_checkpoint(run: str, kind: str, name: str, user: ApiUser) -> Checkpoint:
         return service.registry.own_checkpoint(_path(run, kind, name), user.name)
 
     @routes.delete(ONE, status_code=204)
     async def delete(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.checkpoints.delete(own(run, kind, name, user))
+        await service.checkpoints.delete(own_checkpoint(run, kind, name, user))
         return Response(status_code=204)
 
     @routes.post(f"{ONE}/publish", status_code=204)
     async def publish(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.checkpoints.record(replace(own(run, kind, name, user), public=True))
+        await service.checkpoints.record(replace(own_checkpoint(run, kind, name, user), public=True))
         return Response(status_code=204)
 
     @routes.delete(f"{ONE}/publish", status_code=204)
     async def unpublish(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.checkpoints.record(replace(own(run, kind, name, user), public=False))
+        await service.checkpoints.record(replace(own_checkpoint(run, kind, name, user), public=False))
         return Response(status_code=204)
 
     @routes.put(f"{ONE}/ttl", status_code=204)
     async def ttl(run: str, kind: str, name: str, body: bodies.Ttl, user: ApiUser = user) -> Response:
-        found = own(run, kind, name, user)
+        checkpoint = own_checkpoint(run, kind, name, user)
         check_ttl(body.ttl_seconds)
         expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
-        await service.checkpoints.record(replace(found, expires=expires))
+        await service.checkpoints.record(replace(checkpoint, expires=expires))
         return Response(status_code=204)
 
 
@@ -172,7 +172,7 @@ def _path(run: str, kind: str, name: str) -> str:
 
 
 class _Links:
-    """Links signed with a key of this process; after a restart clients ask for new ones."""
+    """Sign links with a key of this process; after a restart clients ask for new ones."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -181,38 +181,38 @@ class _Links:
         return hmac.new(self._secret, f"{expires}:{path}".encode(), sha256).hexdigest()
 
     def check(self, path: str, expires: int, signature: str) -> None:
-        """Raises Unknown."""
+        """Raise NotFound for a link that is not ours, or has expired."""
         if expires < time.time() or not hmac.compare_digest(self.sign(path, expires).encode(), signature.encode()):
             raise NotFound("this link is not valid, or not any more: ask for a new one")
 
 
-def _downloads(routes: APIRouter, service: Service, links: _Links, user: Any) -> None:
-    def link(request: Request, found: Checkpoint, file: str) -> tuple[str, float]:
+def _download_routes(routes: APIRouter, service: Service, links: _Links, user: Any) -> None:
+    def link(request: Request, checkpoint: Checkpoint, file: str) -> tuple[str, float]:
         expires = int(time.time() + LINK_S)
-        signature = links.sign(f"{found.path}/{file}", expires)
+        signature = links.sign(f"{checkpoint.path}/{file}", expires)
         url = request.url_for("download", signature=signature, expires=str(expires), file=file)
-        return str(url.include_query_params(path=found.path)), expires
+        return str(url.include_query_params(path=checkpoint.path)), expires
 
     @routes.get(f"{ONE}/archive")
     async def archive(request: Request, run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        found = service.registry.checkpoint(_path(run, kind, name), user.name)
-        url, expires = link(request, found, "archive.tar")
+        checkpoint = service.registry.checkpoint(_path(run, kind, name), user.name)
+        url, expires = link(request, checkpoint, "archive.tar")
         return RedirectResponse(url, status_code=302, headers={"Expires": _http_date(expires)})
 
     @routes.get(f"{ONE}/external_weights_urls")
     async def external(request: Request, run: str, kind: str, name: str, user: ApiUser = user) -> dict[str, object]:
-        found = service.registry.checkpoint(_path(run, kind, name), user.name)
-        files = await asyncio.to_thread(_files, service.checkpoints.path_of(found))
-        urls = {file: link(request, found, file) for file in files}
+        checkpoint = service.registry.checkpoint(_path(run, kind, name), user.name)
+        files = await asyncio.to_thread(_files, service.checkpoints.path_of(checkpoint))
+        urls = {file: link(request, checkpoint, file) for file in files}
         return {"urls": {file: url for file, (url, _) in urls.items()}, "expires": _when(time.time() + LINK_S)}
 
     @routes.get("/download/{signature}/{expires}/{file:path}", name="download")
     async def download(signature: str, expires: int, file: str, path: str) -> Response:
         links.check(f"{path}/{file}", expires, signature)
-        found = service.registry.checkpoints.get(path)
-        if found is None:
+        checkpoint = service.registry.checkpoints.get(path)
+        if checkpoint is None:
             raise NotFound(f"there is no checkpoint {path[:200]}")
-        folder = service.checkpoints.path_of(found)
+        folder = service.checkpoints.path_of(checkpoint)
         if file == "archive.tar":
             return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
         if file not in await asyncio.to_thread(_files, folder):
@@ -225,7 +225,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _tar(folder: Path) -> bytes:
-    """Plain files only: no links, no owners, no folders outside."""
+    """Pack a folder's plain files: no links, no owners, no folders outside."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in _files(folder):
@@ -243,7 +243,7 @@ def _http_date(moment: float) -> str:
 # --- sessions --------------------------------------------------------------------------------------------------------
 
 
-def _sessions(routes: APIRouter, service: Service, user: Any) -> None:
+def _session_routes(routes: APIRouter, service: Service, user: Any) -> None:
     registry = service.registry
 
     @routes.get("/api/v1/sessions")
@@ -254,32 +254,32 @@ def _sessions(routes: APIRouter, service: Service, user: Any) -> None:
 
     @routes.get("/api/v1/sessions/{id}")
     async def session(id: str, user: ApiUser = user) -> dict[str, object]:
-        found = registry.session(id, user.name)
+        session = registry.session(id, user.name)
         return {
             "training_run_ids": [model.id for model in registry.models.values() if model.session == id],
             "sampler_ids": [sampler.id for sampler in registry.samplers.values() if sampler.session == id],
-            "user_metadata": dict(found.user_metadata),
-            "display_name": found.display_name,
+            "user_metadata": dict(session.user_metadata),
+            "display_name": session.display_name,
         }
 
 
-# --- beside the wire -------------------------------------------------------------------------------------------------
+# --- queues and metrics ----------------------------------------------------------------------------------------------
 
 
-def _beside(routes: APIRouter, service: Service, access: Access, user: Any) -> None:
+def _monitoring_routes(routes: APIRouter, service: Service, access: Access, user: Any) -> None:
     @routes.get("/runs/{run}/requests/{id}/status")
     async def status(run: str, id: str, user: ApiUser = user) -> dict[str, object]:
-        """State and place in the queue of one request; `id` is its sequence number or its whole id."""
+        """Report the state and the queue position of one request; `id` is its sequence number or its whole id."""
         service.registry.model(run, user.name)
         pending = await service.polling.find(user, id if ":" in id else f"{run}:{id}")
         if pending.row.target != run:
             raise NotFound(f"there is no request '{id}' of {run}")
         state = "queued" if pending.outcome is None else "done" if isinstance(pending.outcome, Done) else "failed"
-        told: dict[str, object] = {"request_id": pending.row.id, "kind": pending.row.kind, "state": state}
+        answer: dict[str, object] = {"request_id": pending.row.id, "kind": pending.row.kind, "state": state}
         if pending.outcome is None:
             waited = {"running": pending.running, "waited_s": time.time() - pending.since}
-            return {**told, **waited, "position": service.trainer.position(pending)}
-        return told
+            return {**answer, **waited, "position": service.trainer.position(pending)}
+        return answer
 
     @routes.post("/runs/{run}/requests/{id}/cancel")
     async def cancel(run: str, id: str, user: ApiUser = user) -> dict[str, object]:
@@ -298,7 +298,7 @@ def _beside(routes: APIRouter, service: Service, access: Access, user: Any) -> N
 
     @routes.get("/metrics")
     async def metrics(user: ApiUser = user) -> Response:
-        """Of the whole server, and of the caller's own models."""
+        """Report metrics of the whole server and of the caller's own models."""
         text = prometheus_text(
             service, access, lambda labels: labels["owner"] == user.name and labels["model"] != SERVER
         )

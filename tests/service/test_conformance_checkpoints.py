@@ -22,7 +22,7 @@ def train(model: Any, steps: int = 2) -> float:
 
 
 @pytest.fixture
-def unload(server: Served) -> Any:
+def rest(server: Served) -> Any:
     return tinker.RestClient(base_url=server.url, api_key=KEY)
 
 
