@@ -7,6 +7,7 @@
 #   make test-slow   the tests marked slow
 #   make test-cookbook  unmodified recipes of the public tinker cookbook against `headrace serve`; some minutes
 #   make check       formatting, lint, types, import layers, then make test
+#   make proto       compile the service's wire.proto into the checked-in wire.binpb
 #   make bench       every script in bench/ but the slow one; the last line of each is JSON
 #   make bench-slow  bench/staleness_quality.py: sixty training runs, an hour or more of two cores
 #
@@ -38,7 +39,7 @@ QUANTIZERS := torchao==0.18.0
 PYTEST_ARGS ?=
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook check check-static bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook check check-static proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +69,9 @@ check-static: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+proto: $(DEV)
+	$(BIN)/python -m grpc_tools.protoc -I headrace/service --descriptor_set_out=headrace/service/wire.binpb wire.proto
 
 bench: $(DEV)
 	set -e; for script in $(filter-out $(SLOW_BENCHES),$(wildcard bench/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -24,8 +24,9 @@ from headrace.service.app import make_app
 from headrace.service.client import ServiceClient, TrainingClient
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal
+from headrace.service.records import ModelCard
 from headrace.service.server import serving
-from headrace.service.service import ModelCard, Service
+from headrace.service.service import Service
 from headrace.types import CROSS_ENTROPY, Adam, Datum, float_array, int_array
 
 UPDATE = Adam(learning_rate=1e-2)

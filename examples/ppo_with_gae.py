@@ -21,17 +21,18 @@ from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.service.access import Access
 from headrace.service.app import make_app
-from headrace.service.client import GaeSettings, Preparation, ServiceClient, TrainingClient
+from headrace.service.client import GaeSettings, ServerInputs, ServiceClient, TrainingClient
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal
+from headrace.service.records import ModelCard
 from headrace.service.server import serving
-from headrace.service.service import ModelCard, Service
+from headrace.service.service import Service
 from headrace.types import Adam, Completion, Datum, LossSpec, SamplingParams, float_array, int_array
 
 LETTERS = 8
 FIRST = 8  # token of the first word
 LOSS = LossSpec(fn="ppo + shared_value", params={"value_coef": 0.5, "value_clip": 0.0})
-GAE = Preparation(gae=GaeSettings(gamma=1.0, lam=0.95))
+GAE = ServerInputs(gae=GaeSettings(gamma=1.0, lam=0.95))
 UPDATE = Adam(learning_rate=0.03)
 
 

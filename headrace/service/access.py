@@ -1,12 +1,13 @@
-"""Who may ask, and how much: keys are kept as hashes only, and every key has its own limits.
+"""Authenticate users by API key and limit their rates: keys are kept as hashes only, and each has its own limits.
 
 A key is 32 random bytes, so a plain SHA-256 of it cannot be guessed back; nothing here ever prints or keeps a key.
 """
 
+import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError, HeadraceError, RequestError
@@ -14,11 +15,11 @@ from headrace.errors import ConfigError, HeadraceError, RequestError
 PREFIX = "tml-"  # the public SDK refuses keys without it
 
 
-class Denied(HeadraceError):
+class Unauthorized(HeadraceError):
     """The key is missing or unknown."""
 
 
-class TooMany(RequestError):
+class RateLimited(RequestError):
     """A limit of the key is reached; the request may come again after `retry_s`."""
 
     def __init__(self, message: str, *, retry_s: float) -> None:
@@ -44,8 +45,8 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """Whose requests these are."""
+class ApiUser:
+    """The owner of a key."""
 
     name: str
     quota: Quota
@@ -71,57 +72,60 @@ def hash_key(key: str) -> str:
 
 
 class Access:
-    """`keys` empty: whoever asks is "local" (the server then listens on this machine alone)."""
+    """Know the keys, and count what each of them does. Without `keys` whoever asks is the user "local" (the server then
+    listens on this machine alone)."""
 
     def __init__(self, keys: Sequence[HashedKey], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tenants: Mapping[str, Tenant] = {
-            key.sha256.lower(): Tenant(name=key.owner, quota=key.quota) for key in keys
+        self._users: Mapping[str, ApiUser] = {
+            key.sha256.lower(): ApiUser(name=key.owner, quota=key.quota) for key in keys
         }
-        self._local = None if keys else Tenant(name="local", quota=Quota())
+        self._local = None if keys else ApiUser(name="local", quota=Quota())
         self._clock = clock
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets: dict[str, _TokenBucket] = {}
         self._polls: dict[str, int] = {}
         self.num_refused = 0  # requests that came too soon
 
-    def tenant(self, key: str | None) -> Tenant:
-        """Raises Denied."""
+    def authenticate(self, key: str | None) -> ApiUser:
+        """Return the user of a key; raises Unauthorized."""
         if self._local is not None:
             return self._local
-        found = self._tenants.get(hash_key(key)) if key else None
-        if found is None:
-            raise Denied("the API key is missing or unknown: set TINKER_API_KEY to one of this server's keys")
-        return found
+        user = self._users.get(hash_key(key)) if key else None
+        if user is None:
+            raise Unauthorized("the API key is missing or unknown: set TINKER_API_KEY to one of this server's keys")
+        return user
 
-    def admit(self, tenant: Tenant) -> None:
-        """One request more; raises TooMany when it comes too soon."""
-        bucket = self._buckets.setdefault(tenant.name, _Bucket(tenant.quota.burst, self._clock()))
-        wait_s = bucket.take(self._clock(), rate=tenant.quota.requests_per_s, burst=tenant.quota.burst)
+    def check_rate(self, user: ApiUser) -> None:
+        """Count one more request; raises RateLimited when it comes too soon."""
+        bucket = self._buckets.setdefault(user.name, _TokenBucket(user.quota.burst, self._clock()))
+        wait_s = bucket.take(self._clock(), rate=user.quota.requests_per_s, burst=user.quota.burst)
         if wait_s:
             self.num_refused += 1
-            raise TooMany("this key asks too often: slow down", retry_s=wait_s)
+            raise RateLimited("this key asks too often: slow down", retry_s=wait_s)
 
-    def begin_poll(self, tenant: Tenant) -> None:
-        """Raises TooMany; otherwise `end_poll` must follow."""
-        if self._polls.get(tenant.name, 0) >= tenant.quota.open_polls:
-            raise TooMany(f"this key has {tenant.quota.open_polls} open polls already", retry_s=1.0)
-        self._polls[tenant.name] = self._polls.get(tenant.name, 0) + 1
-
-    def end_poll(self, tenant: Tenant) -> None:
-        self._polls[tenant.name] -= 1
+    @contextlib.contextmanager
+    def polling(self, user: ApiUser) -> Iterator[None]:
+        """Count an open poll inside the block; raises RateLimited when the user has too many."""
+        if self._polls.get(user.name, 0) >= user.quota.open_polls:
+            raise RateLimited(f"this key has {user.quota.open_polls} open polls already", retry_s=1.0)
+        self._polls[user.name] = self._polls.get(user.name, 0) + 1
+        try:
+            yield
+        finally:
+            self._polls[user.name] -= 1
 
     @property
     def num_polls(self) -> int:
         return sum(list(self._polls.values()))
 
 
-class _Bucket:
-    """Fills with `rate` per second up to `burst`; every request takes one."""
+class _TokenBucket:
+    """Fill with `rate` tokens per second up to `burst`; every request takes one."""
 
     def __init__(self, level: float, now: float) -> None:
         self._level, self._now = level, now
 
     def take(self, now: float, *, rate: float, burst: float) -> float:
-        """0 when there was one, else how long until there is."""
+        """Take a token: return 0, or the seconds until there is one."""
         self._level = min(burst, self._level + (now - self._now) * rate)
         self._now = now
         if self._level < 1.0:

@@ -1,4 +1,4 @@
-"""One server at a time on a folder: two would run the same requests."""
+"""Lock a server's folder: two servers on one would run the same requests."""
 
 import contextlib
 import os
@@ -11,9 +11,12 @@ NAME = "lock"
 
 
 @contextlib.contextmanager
-def only_server(folder: Path) -> Iterator[None]:
-    """Raises ConfigError when another process holds the folder. The system lets go of it when that process ends,
-    however it does; processes that it started do not hold it. Where there are no such locks, nothing is held."""
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder inside the block; raises ConfigError when another process holds it.
+
+    The system releases the lock when its process ends, however it does; processes that it started do not hold it. On a
+    system without such locks nothing is held.
+    """
     try:
         import fcntl
     except ImportError:

@@ -1,4 +1,4 @@
-"""The JSON bodies of the wire, parsed once. Clients grow fields weekly, so unknown ones are ignored here."""
+"""Pydantic models of the wire's JSON bodies. Clients grow fields weekly, so unknown ones are ignored."""
 
 from typing import Annotated, Any, Literal
 
@@ -70,7 +70,7 @@ class AdamParams(Body):
 
 
 class Numbered(Body):
-    """What a request must say to get its turn in a model's line; what else is wrong with it fails it then."""
+    """The part of a training request that gives it a place in the model's queue; what else is wrong fails it there."""
 
     model_id: Id
     seq_id: Number
@@ -194,10 +194,10 @@ class Ttl(Body):
     ttl_seconds: int | None = None
 
 
-def described(kind: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route that parses it itself, for OpenAPI, with nothing elsewhere to refer to."""
+def openapi_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Describe the body of a route that parses it itself for OpenAPI, without references to other places."""
     schema = kind.model_json_schema()
-    known = schema.pop("$defs", {})
+    definitions = schema.pop("$defs", {})
 
     def inline(value: Any) -> Any:
         if isinstance(value, list):
@@ -205,7 +205,7 @@ def described(kind: type[BaseModel]) -> dict[str, Any]:
         if not isinstance(value, dict):
             return value
         if "$ref" in value:
-            return inline(known[value["$ref"].rsplit("/", 1)[1]])
+            return inline(definitions[value["$ref"].rsplit("/", 1)[1]])
         return {key: inline(item) for key, item in value.items()}
 
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": inline(schema)}}}}

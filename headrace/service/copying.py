@@ -1,6 +1,6 @@
-"""Copies of checkpoints: of one's own or of a public one, in a training run of their own that cannot be trained.
+"""Copy checkpoints, the user's or public ones, into a training run of their own that cannot be trained.
 
-The files are linked, not copied, where the file system can; what is saved never changes, so both are whole for good.
+Files are linked, not copied, where the file system can: saved files never change, so both stay whole.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.errors import CheckpointError, RequestError, boundary
 from headrace.service import bodies
-from headrace.service.access import Tenant, TooMany
+from headrace.service.access import ApiUser, RateLimited
 from headrace.service.records import (
     Checkpoint,
     Model,
@@ -26,37 +26,37 @@ from headrace.service.records import (
 from headrace.service.service import Service
 
 
-async def copy_weights(service: Service, who: Tenant, body: bodies.CopyWeights, idempotency: str | None) -> str:
-    """The path of the copy; the same request again gives the same one."""
+async def copy_weights(service: Service, user: ApiUser, body: bodies.CopyWeights, idempotency: str | None) -> str:
+    """Copy a checkpoint and return the path of the copy; the same request again gives the same one."""
     registry = service.registry
-    source = registry.checkpoint(body.source_path, who.name)
+    source = registry.checkpoint(body.source_path, user.name)
     check_ttl(body.ttl_seconds)
     if body.session_id is not None and body.model_seq_id is not None:
-        session = registry.session(body.session_id, who.name)
+        session = registry.session(body.session_id, user.name)
         service.sessions.check_open(session)
         id = model_id(session.id, body.model_seq_id)
     else:
-        id = model_id(folder_name("copy", who.name, idempotency or secrets.token_hex(16)), 0)
-        session = Session(id=id.split(":")[0], owner=who.name, created=time.time(), finished="copied")
+        id = model_id(folder_name("copy", user.name, idempotency or secrets.token_hex(16)), 0)
+        session = Session(id=id.split(":")[0], owner=user.name, created=time.time(), finished="copied")
     path = checkpoint_path(id, source.kind, source.name)
     if path in registry.checkpoints:
         return path
     if id in registry.models:
         raise RequestError(f"there is a model '{id}' already: choose another model_seq_id")
-    if service.stored_bytes(who.name) > who.quota.checkpoint_bytes:
-        raise TooMany("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
+    if service.checkpoints.stored_bytes(user.name) > user.quota.checkpoint_bytes:
+        raise RateLimited("this key's checkpoints take all the room it has: delete some", retry_s=30.0)
     now = time.time()
     copy: Checkpoint = replace(
         source,
         path=path,
         model=id,
-        owner=who.name,
+        owner=user.name,
         folder=str(Path("checkpoints") / folder_name(path, "copy")),
         created=now,
         public=False,
         expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
     )
-    await asyncio.to_thread(_link_all, service.path_of(source), service.path_of(copy))
+    await asyncio.to_thread(_link_all, service.checkpoints.path_of(source), service.checkpoints.path_of(copy))
     if path in registry.checkpoints:  # the same request, twice at once
         return path
     if id in registry.models:
@@ -64,19 +64,19 @@ async def copy_weights(service: Service, who: Tenant, body: bodies.CopyWeights, 
     run = Model(
         id=id,
         session=session.id,
-        owner=who.name,
+        owner=user.name,
         base_model=source.base_model,
         spec=source.spec,
         created=now,
         last_request=now,
         frozen=True,
     )
-    await service.keep(*(() if session.id in registry.sessions else (session,)), run, copy)
+    await service.checkpoints.record(*(() if session.id in registry.sessions else (session,)), run, copy)
     return path
 
 
 def _link_all(source: Path, target: Path) -> None:
-    """Whole or absent; a folder that is there is the same copy, made by the same request."""
+    """Link all files of a folder into a new one, whole or not at all; one that exists is the same request's copy."""
     writing = target.with_name(f".copying-{secrets.token_hex(8)}")
     with boundary(CheckpointError, "the checkpoint cannot be copied"):
         try:

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for and answers, in JSON. Unknown fields are refused: these routes are our own."""
+"""Pydantic models of evaluation requests and answers. Unknown fields are refused: these routes are our own."""
 
 import math
 from collections.abc import Sequence
@@ -94,13 +94,13 @@ class Comparison(Strict):
     paired: dict[str, Estimate]
 
 
-class Ruled(Strict):
+class RewardEstimate(Strict):
     """Rewards by prompt."""
 
     rewards: list[list[float | None]]
 
     @classmethod
-    def of(cls, judged: Sequence[Sequence[float | None]]) -> "Ruled":
+    def of(cls, judged: Sequence[Sequence[float | None]]) -> "RewardEstimate":
         return cls(rewards=[list(group) for group in judged])
 
     def metrics(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ import torch
 
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError, boundary
-from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogprobs, made
+from headrace.service.host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
 from headrace.train.request import ReadyLoss, call_loss, check_data, ready_loss, stack
 from headrace.types import (
     Adam,
@@ -46,7 +46,7 @@ EOS = 0
 class _Model:
     """An adapter: its table, what is accumulated for it, and the optimiser's moments."""
 
-    spec: AdapterSpec | Full
+    spec: AdapterSpec | FullFinetune
     table: Table
     gradient: Table
     first: Table
@@ -56,19 +56,16 @@ class _Model:
 
 @dataclass(slots=True)
 class FakeHost:
-    """`log` names every verb as it runs; `tick` is awaited before every sampled token, so tests decide how slow it is.
-
-    `hold` is called by the worker before every training verb: a test that blocks in it blocks the worker. `spell` says
-    how tokens read where stop strings are looked for.
-    """
+    """Train and sample bigram tables."""
 
     vocabulary: int = 16
     context: int = 64
     seed: int = 0
-    tick: Callable[[], Any] | None = None
-    hold: Callable[[str], None] = lambda verb: None
+    tick: Callable[[], Any] | None = None  # awaited before every sampled token, so tests decide how slow it is
+    hold: Callable[[str], None] = lambda verb: None  # called by the worker before every training verb, and may block
+    # how tokens read where stop strings are looked for
     spell: Callable[[list[int]], str] = lambda tokens: "".join(chr(97 + token) for token in tokens)
-    log: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)  # every verb as it runs
     base: Table = field(init=False)
     _models: dict[str, _Model] = field(init=False, default_factory=dict)
     _samplers: dict[str, Table] = field(init=False, default_factory=dict)
@@ -95,9 +92,11 @@ class FakeHost:
 
     # --- training ---
 
-    def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]":
+    def create(self, model: str, spec: AdapterSpec | FullFinetune) -> "Future[None]":
         def run() -> None:
-            if isinstance(spec, Full) and any(isinstance(each.spec, Full) for each in self._models.values()):
+            if isinstance(spec, FullFinetune) and any(
+                isinstance(each.spec, FullFinetune) for each in self._models.values()
+            ):
                 raise BackendError("all parameters of one model only can be trained here: drop that one")
             empty = np.zeros_like(self.base)
             self._models[model] = _Model(spec, empty, empty.copy(), empty.copy(), empty.copy())
@@ -111,11 +110,11 @@ class FakeHost:
         return self._submit(f"drop {model}", run)
 
     def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
-        return self._submit(f"forward {model}", lambda: self._run(model, made(data), loss)[0])
+        return self._submit(f"forward {model}", lambda: self._run(model, resolve_data(data), loss)[0])
 
     def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
         def run() -> ForwardOut:
-            out, gradient = self._run(model, made(data), loss)
+            out, gradient = self._run(model, resolve_data(data), loss)
             self._model(model).gradient += gradient
             return out
 
@@ -199,7 +198,7 @@ class FakeHost:
 
     def snapshot(self, model: str, sampler: str) -> "Future[None]":
         def run() -> None:
-            self._keep(sampler, self._model(model).table.copy(), full=isinstance(self._model(model).spec, Full))
+            self._keep(sampler, self._model(model).table.copy(), full=isinstance(self._model(model).spec, FullFinetune))
 
         return self._submit(f"snapshot {model}", run)
 
@@ -299,7 +298,7 @@ def _log_sum_exp(table: Table) -> Table:
 
 
 def _table_gradient(table_VV: Table, inputs_T: IntArray, targets: IntArray, gradient: Table) -> Table:
-    """dL/dtable: each target adds dL/dlogp (onehot - p) to the row of the token before it."""
+    """Return dL/dtable: each target adds dL/dlogp (onehot - p) to the row of the token before it."""
     found = np.zeros_like(table_VV)
     wide, weights = targets.reshape(len(inputs_T), -1), gradient.reshape(len(inputs_T), -1)
     for alternative in range(wide.shape[1]):
@@ -309,7 +308,7 @@ def _table_gradient(table_VV: Table, inputs_T: IntArray, targets: IntArray, grad
 
 
 def _read(folder: Path) -> tuple[dict[str, Table], dict[str, Any]]:
-    """The files of a saved adapter; raises CheckpointError when they are not there."""
+    """Read the files of a saved adapter; raises CheckpointError when they are not there."""
     if not (folder / "fake.json").is_file():
         raise CheckpointError(f"{folder} holds no adapter of this host")
     with np.load(folder / "table.npz") as tables:

@@ -1,10 +1,11 @@
-"""Advantages that the server computes: the model's own values, generalised advantage estimation, then the loss.
+"""Compute advantages on the server: the model's values, generalised advantage estimation, then the loss.
 
-Values are those of the weights that the request finds, from one forward pass more. T positions of a datum.
+The values are those of the weights at the request's turn, from one more forward pass. T positions of a datum.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,8 @@ import numpy.typing as npt
 from headrace.algo.advantages.gae import token_gae
 from headrace.algo.advantages.groups import whitened
 from headrace.algo.scalar_data import all_tokens, scalar_datum
-from headrace.service.host import ModelHost
+from headrace.service.host import Data, ModelHost
 from headrace.service.preparation import DONES, ESTIMATED, REWARDS, WEIGHTS, GaeSettings
-from headrace.service.work import Forward
 from headrace.types import Datum, FloatArray, ForwardOut, LossSpec, Mean, Metric, float_array
 
 VALUE = LossSpec(fn="value")
@@ -24,61 +24,67 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credited:
-    """Data with advantages, returns, values and value_weights, and what is told about them."""
-
-    data: tuple[Datum, ...]
+class CreditedData:
+    data: tuple[Datum, ...]  # with advantages, returns, values and value_weights
     metrics: dict[str, Metric]
 
 
-async def run_forward(host: ModelHost, model: str, work: Forward) -> ForwardOut:
-    """A request on the host. What is submitted is submitted before the first await: that is the order."""
-    run, gae = host.forward_backward if work.backward else host.forward, work.gae
-    if gae is None:
-        return await asyncio.wrap_future(run(model, work.data, work.loss))
-    values = host.forward(model, value_data(work.data), VALUE)
-    told: dict[str, Metric] = {}
+async def forward_with_gae(
+    host: ModelHost,
+    model: str,
+    data: Sequence[Datum],
+    loss: LossSpec,
+    settings: GaeSettings,
+    run: Callable[[str, Data, LossSpec], "Future[ForwardOut]"],
+) -> ForwardOut:
+    """Compute values, then advantages, then the loss by `run`, the host's forward or forward_backward.
+
+    Both passes are submitted before the first await: no other request of the model comes between them.
+    """
+    values = host.forward(model, value_data(data), VALUE)
+    metrics: dict[str, Metric] = {}
 
     def credited() -> Sequence[Datum]:
-        found = credit(work.data, values.result().logprobs, gae)
-        told.update(found.metrics)
-        return found.data
+        result = credit(data, values.result().logprobs, settings)
+        metrics.update(result.metrics)
+        return result.data
 
-    out = await asyncio.wrap_future(run(model, credited, work.loss))
-    return replace(out, metrics={**out.metrics, **told})
+    out = await asyncio.wrap_future(run(model, credited, loss))
+    return replace(out, metrics={**out.metrics, **metrics})
 
 
 def value_data(data: Sequence[Datum]) -> tuple[Datum, ...]:
-    """What to ask the scalar head: the value at every position, and after the last token where an episode goes on."""
-    made = []
+    """Make the data that ask the scalar head for the value at every position, and after the last token where an episode
+    goes on."""
+    asking = []
     for datum in data:
         tokens = all_tokens(datum) if _goes_on(datum) else datum.inputs
-        nothing: Any = np.zeros(len(tokens))
-        made.append(scalar_datum(tokens, {"weights": nothing + 1.0, "returns": nothing}))
-    return tuple(made)
+        zeros: Any = np.zeros(len(tokens))
+        asking.append(scalar_datum(tokens, {"weights": zeros + 1.0, "returns": zeros}))
+    return tuple(asking)
 
 
-def credit(data: Sequence[Datum], values: Sequence[FloatArray], settings: GaeSettings) -> Credited:
+def credit(data: Sequence[Datum], values: Sequence[FloatArray], settings: GaeSettings) -> CreditedData:
     """A_t = delta_t + gamma lam A_{t+1} over sampled tokens, within episodes; returns = A + V (see `token_gae`).
 
     An episode ends where `dones` is 1, and with its datum's last sampled token where there are no `dones`. One that
     does not end is worth the value after the datum's last token.
     """
-    estimated = [_one(datum, own, settings) for datum, own in zip(data, values, strict=True)]
+    estimated = [_estimate(datum, values_T, settings) for datum, values_T in zip(data, values, strict=True)]
     sampled = [datum.arrays[WEIGHTS] != 0 for datum in data]
     if settings.whiten:
-        flat = np.concatenate([each["advantages"][where] for each, where in zip(estimated, sampled, strict=True)])
-        parts = np.split(whitened(flat, eps=1e-6), np.cumsum([int(where.sum()) for where in sampled])[:-1])
-        for each, where, part in zip(estimated, sampled, parts, strict=True):
-            each["advantages"][where] = part
-    made = tuple(
-        replace(datum, arrays={**datum.arrays, **{name: float_array(each[name]) for name in ESTIMATED}})
-        for datum, each in zip(data, estimated, strict=True)
+        flat = np.concatenate([arrays["advantages"][mask_T] for arrays, mask_T in zip(estimated, sampled, strict=True)])
+        parts = np.split(whitened(flat, eps=1e-6), np.cumsum([int(mask_T.sum()) for mask_T in sampled])[:-1])
+        for arrays, mask_T, part in zip(estimated, sampled, parts, strict=True):
+            arrays["advantages"][mask_T] = part
+    credited = tuple(
+        replace(datum, arrays={**datum.arrays, **{name: float_array(arrays[name]) for name in ESTIMATED}})
+        for datum, arrays in zip(data, estimated, strict=True)
     )
-    return Credited(data=made, metrics=_metrics(estimated, sampled))
+    return CreditedData(data=credited, metrics=_metrics(estimated, sampled))
 
 
-def _one(datum: Datum, values: FloatArray, settings: GaeSettings) -> dict[str, Floats]:
+def _estimate(datum: Datum, values: FloatArray, settings: GaeSettings) -> dict[str, Floats]:
     length, sampled_T = datum.num_tokens, datum.arrays[WEIGHTS] != 0
     values_T = values[:length].astype(np.float64)
     ends = np.flatnonzero(_dones(datum)) + 1
@@ -106,14 +112,14 @@ def _dones(datum: Datum) -> FloatArray:
 
 
 def _goes_on(datum: Datum) -> bool:
-    """Whether the last token that was sampled ends no episode."""
+    """Say whether the last token that was sampled ends no episode."""
     last = np.flatnonzero(datum.arrays[WEIGHTS])[-1:]
     return bool(len(last)) and not _dones(datum)[last].any()
 
 
 def _metrics(estimated: Sequence[dict[str, Floats]], sampled: Sequence[npt.NDArray[np.bool_]]) -> dict[str, Metric]:
     def over(name: str) -> Floats:
-        return np.concatenate([each[name][where] for each, where in zip(estimated, sampled, strict=True)])
+        return np.concatenate([arrays[name][mask_T] for arrays, mask_T in zip(estimated, sampled, strict=True)])
 
     returns, advantages = over("returns"), over("advantages")
     return {

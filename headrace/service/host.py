@@ -1,4 +1,4 @@
-"""What the service asks of the machine that computes: one base model, many adapters, immutable sampling snapshots.
+"""The protocol of the machine that computes: one base model, many adapters, immutable sampling snapshots.
 
 The service decides order, identity, ownership and durability; a host computes. It knows no request, session or wire.
 """
@@ -42,13 +42,13 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Full:
+class FullFinetune:
     """Every parameter is trained; its snapshots are full copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopLogprobs:
-    """The k most likely tokens at each position of a sequence given those before it; row 0 says nothing."""
+    """The k most likely tokens at each position of a sequence given those before it; row 0 means nothing."""
 
     tokens: IntArray  # [T, k]
     logprobs: FloatArray  # [T, k], at temperature 1
@@ -61,8 +61,8 @@ class TopLogprobs:
 Data = Sequence[Datum] | Callable[[], Sequence[Datum]]
 
 
-def made(data: Data) -> Sequence[Datum]:
-    """Data, or what the function that is to make them makes now."""
+def resolve_data(data: Data) -> Sequence[Datum]:
+    """Return the data, or call the function that makes them."""
     return data() if callable(data) else data
 
 
@@ -80,58 +80,61 @@ class ModelHost(Protocol):
     place of the oldest, whose calls raise SamplerGoneError.
     """
 
-    def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]": ...
+    def create(self, model: str, spec: AdapterSpec | FullFinetune) -> "Future[None]": ...
 
     def drop(self, model: str) -> "Future[None]":
-        """Forget a model; its snapshots stay. One that is not there is dropped already."""
+        """Forget a model, if it is there; its snapshots stay."""
 
     def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
-        """Loss and log-probs; gradients and optimiser are not touched. `data` may be a function: it is called on the
-        worker when the request's turn comes, so it can use what requests before it have found out."""
+        """Compute loss and log-probs; gradients and optimiser are not touched.
+
+        `data` may be a function: it is called on the worker when the request's turn comes, so it can use the results of
+        requests before it.
+        """
 
     def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]": ...
 
     def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]": ...
 
     def save(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
-        """The adapter in PEFT layout, its AdapterSpec, and (optimizer=True) moments and counters.
+        """Save the adapter in PEFT layout, its AdapterSpec, and (optimizer=True) moments and counters.
 
-        Whole or absent: a temporary name, fsync, rename. A folder that is there is replaced.
+        Whole or not at all: a temporary name, fsync, rename. A folder that is there is replaced.
         """
 
     def load(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
-        """Take saved weights of the same rank and layers (seeds may differ); moments and counters as saved, or
+        """Load saved weights of the same rank and layers (seeds may differ); moments and counters as saved, or
         (optimizer=False) as of a new model.
 
-        What was accumulated is forgotten. Raises CheckpointError, and the model is then as it was.
+        Accumulated gradients are forgotten. Raises CheckpointError, and the model is then as it was.
         """
 
     def snapshot(self, model: str, sampler: str) -> "Future[None]":
-        """An immutable copy of the model's weights as they are now, sampled under the name `sampler`."""
+        """Copy the model's weights as they are now into an immutable sampler of this name."""
 
     def open_sampler(self, sampler: str, folder: Path | None) -> "Future[None]":
-        """A sampler over a saved adapter; None: the base model as it is."""
+        """Open a sampler over a saved adapter; None: the base model as it is."""
 
     def close_sampler(self, sampler: str) -> "Future[None]":
-        """Forget a sampler; one that is not there is closed already."""
+        """Forget a sampler, if it is there."""
 
     async def sample(self, sampler: str, request: SampleRequest) -> Completion:
-        """One sequence. Cancelling the call stops its decoding. Raises SamplerError."""
+        """Sample one sequence. Cancelling the call stops its decoding. Raises SamplerError."""
 
     async def score(
         self, sampler: str, sequences: Sequence[IntArray], temperature: float = 1.0
     ) -> tuple[FloatArray, ...]:
-        """Log-prob of every token given those before it; entry 0 is NaN, so each reply has its sequence's length."""
+        """Return the log-prob of every token given those before it; entry 0 of each reply is NaN."""
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
-class RankingHost(Protocol):
-    """What a host may offer beyond: other tokens than those that are there. Without it such requests are refused."""
+class TopLogprobsHost(Protocol):
+    """A host that can also score other tokens than those of a sequence. Without it such requests are refused."""
 
     async def top_logprobs(self, sampler: str, sequence: IntArray, k: int) -> TopLogprobs:
-        """For every position of the sequence the k most likely tokens, most likely first."""
+        """Return the k most likely tokens at every position of the sequence, most likely first."""
 
     async def target_logprobs(self, sampler: str, sequence: IntArray, targets: IntArray) -> FloatArray:
-        """Row i of `targets` [T - 1, K] holds tokens asked for at position i + 1 (-1: none, answered with 0)."""
+        """Return log-probs of other tokens: row i of `targets` [T - 1, K] is for position i + 1 (-1: none, gives 0)."""

@@ -1,7 +1,7 @@
-"""What the service must not forget, in SQLite (or PostgreSQL by URL): records by kind and id, and requests.
+"""Keep records and requests durably, in SQLite (or PostgreSQL by URL).
 
-One thread writes. What is handed to it while a transaction runs is committed together in the next one, so a thousand
-promises a second need not be a thousand flushes; a future resolves when its rows are on disk. Reads have a connection
+One thread writes. Writes that come while a transaction runs are committed together in the next one, so a thousand
+requests a second need not be a thousand flushes; a future resolves when its rows are on disk. Reads have a connection
 and a thread of their own.
 """
 
@@ -25,20 +25,17 @@ MAX_WAITING = 100_000  # writes handed over and not yet committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A request: `body` as it was acknowledged (None once nothing can need it again), `result` once it has ended.
-
-    `target` is the model or the sampling session whose order `seq` is of. `state` is queued, done or failed.
-    """
+class JournalRow:
+    """A request as the journal has it."""
 
     id: str
-    target: str
+    target: str  # the model or sampling session that counts `seq`
     seq: int
     kind: str
     owner: str
-    body: bytes | None
-    state: str = "queued"
-    result: bytes | None = None
+    body: bytes | None  # as it was acknowledged; None once nothing can need it again
+    state: str = "queued"  # or done, or failed
+    result: bytes | None = None  # once it has finished, until it is forgotten
     finished: int = 0  # microseconds; later ones are larger
 
     COLUMNS = "id, target, seq, kind, owner, body, state, result, finished"
@@ -57,37 +54,38 @@ def remove(kind: str, id: str) -> Statement:
     return "DELETE FROM records WHERE kind = ? AND id = ?", (kind, id)
 
 
-def accept(row: Row) -> Statement:
-    """A request is acknowledged; one that is there already stays as it is."""
-    sql = f"INSERT INTO requests({Row.COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO NOTHING"
+def insert_request(row: JournalRow) -> Statement:
+    """Add a request; one that is there already stays as it is."""
+    sql = f"INSERT INTO requests({JournalRow.COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO NOTHING"
     return sql, (
         row.id, row.target, row.seq, row.kind, row.owner, row.body, row.state, row.result, row.finished,
     )  # fmt: skip
 
 
-def finish(id: str, *, state: str, result: bytes, finished: int, forget_body: bool = False) -> Statement:
+def finish_request(id: str, *, state: str, result: bytes, finished: int, forget_body: bool = False) -> Statement:
+    """Give a queued request its outcome."""
     dropped = ", body = NULL" if forget_body else ""
     sql = f"UPDATE requests SET state = ?, result = ?, finished = ?{dropped} WHERE id = ? AND state = 'queued'"
     return sql, (state, result, finished, id)
 
 
 def forget_bodies(target: str, *, up_to: int) -> Statement:
-    """What the saved state of a model includes is never run again."""
+    """Forget bodies of requests that the saved state of a model includes: they are never run again."""
     return "UPDATE requests SET body = NULL WHERE target = ? AND seq <= ? AND body IS NOT NULL", (target, up_to)
 
 
 def forget_results(*, before: int) -> Statement:
-    """Outcomes that nobody has asked for in time; the requests stay known."""
+    """Forget outcomes that nobody fetched in time; the requests stay known."""
     return "UPDATE requests SET result = NULL WHERE state != 'queued' AND finished < ? AND result IS NOT NULL", (
         before,
     )
 
 
-class Database(Protocol):
+class JournalDatabase(Protocol):
     """A connection used by one thread. Placeholders are question marks."""
 
     def run(self, statements: Iterable[Statement]) -> None:
-        """All of them, committed together."""
+        """Run all statements in one transaction."""
 
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]: ...
 
@@ -95,7 +93,7 @@ class Database(Protocol):
 
 
 class Journal:
-    """`url`: the path of a SQLite file, or postgresql://..."""
+    """Read and write a database; `url` is the path of a SQLite file, or postgresql://..."""
 
     def __init__(self, url: str) -> None:
         self._writer_database = connect(url)
@@ -107,9 +105,9 @@ class Journal:
         self._writing.start()
 
     def write(self, statements: Sequence[Statement]) -> "Future[None]":
-        """Resolves when all of them are on disk; either all are or none is."""
+        """Write statements, all or none; the future resolves when they are on disk."""
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # who stops waiting for it does not stop it
+        done.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the write
         try:
             self._waiting.put_nowait((statements, done))
         except queue.Full:
@@ -117,16 +115,17 @@ class Journal:
         return done
 
     def records(self, kind: str) -> dict[str, Any]:
-        found = self.query("SELECT id, value FROM records WHERE kind = ?", (kind,))
-        return {id: json.loads(value) for id, value in found}
+        """Read the records of a kind by id."""
+        rows = self.query("SELECT id, value FROM records WHERE kind = ?", (kind,))
+        return {id: json.loads(value) for id, value in rows}
 
-    def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[Row]]":
-        """Requests that meet a condition, by target and order."""
-        sql = f"SELECT {Row.COLUMNS} FROM requests WHERE {where} ORDER BY target, seq"
-        return self._reading.submit(lambda: [_row(found) for found in self._read(sql, arguments)])
+    def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[JournalRow]]":
+        """Read the requests that meet a condition, ordered by target and number."""
+        sql = f"SELECT {JournalRow.COLUMNS} FROM requests WHERE {where} ORDER BY target, seq"
+        return self._reading.submit(lambda: [_row(columns) for columns in self._read(sql, arguments)])
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Waits for the answer: for starting up, not for the event loop."""
+        """Run a query and wait for its answer: for starting up, not for the event loop."""
         return self._reading.submit(self._read, sql, arguments).result()
 
     def _read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -134,7 +133,7 @@ class Journal:
             return self._reader_database.read(sql, tuple(arguments))
 
     def close(self) -> None:
-        """What was handed over is written first."""
+        """Write what was handed over, then close."""
         self._waiting.put(None)
         self._writing.join()
         self._reading.shutdown(wait=True)
@@ -151,7 +150,7 @@ class Journal:
             self._commit([item for item in group if item is not None])
 
     def _commit(self, group: list[tuple[Sequence[Statement], "Future[None]"]]) -> None:
-        """All of them together; if that cannot be, each by itself, so that none fails for another's sake."""
+        """Commit a group of writes together; if that fails, each by itself, so that none fails for another's sake."""
         try:
             with boundary(JournalError, "the journal cannot be written"):
                 self._writer_database.run(statement for statements, _ in group for statement in statements)
@@ -167,9 +166,9 @@ class Journal:
             done.set_result(None)
 
 
-def _row(found: tuple[Any, ...]) -> Row:
-    id, target, seq, kind, owner, body, state, result, finished = found
-    return Row(
+def _row(columns: tuple[Any, ...]) -> JournalRow:
+    id, target, seq, kind, owner, body, state, result, finished = columns
+    return JournalRow(
         id=id,
         target=target,
         seq=seq,
@@ -194,7 +193,7 @@ SCHEMA = (
 )
 
 
-def connect(url: str) -> Database:
+def connect(url: str) -> JournalDatabase:
     if url.startswith(("postgresql://", "postgres://")):
         return _Postgres(url)
     return _Sqlite(Path(url.removeprefix("sqlite:///")))
@@ -226,8 +225,8 @@ class _Sqlite:
 
 
 class _Postgres:
-    """A line that was lost is opened again by the next call. What was lost with it may be written twice: every
-    statement of the journal does the second time what it did the first, or nothing."""
+    """Open a lost connection again at the next call. What was lost with it may be written twice: every statement of the
+    journal does the second time what it did the first, or nothing."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -236,11 +235,11 @@ class _Postgres:
             raise JournalError("a journal in PostgreSQL needs: pip install 'headrace[postgres]'") from exc
         self._open: Callable[[], Any] = lambda: psycopg.connect(url, autocommit=True, connect_timeout=10)
         with boundary(JournalError, "the journal's PostgreSQL server cannot be reached"):
-            self._line = self._open()
+            self._opened = self._open()
 
     def run(self, statements: Iterable[Statement]) -> None:
-        line = self._connection()
-        with line.transaction(), line.cursor() as cursor:
+        connection = self._connection()
+        with connection.transaction(), connection.cursor() as cursor:
             for sql, arguments in statements:
                 cursor.execute(_dialect(sql), arguments)
 
@@ -249,12 +248,12 @@ class _Postgres:
             return list(cursor.execute(_dialect(sql), arguments).fetchall())
 
     def _connection(self) -> Any:
-        if self._line.closed:
-            self._line = self._open()
-        return self._line
+        if self._opened.closed:
+            self._opened = self._open()
+        return self._opened
 
     def close(self) -> None:
-        self._line.close()
+        self._opened.close()
 
 
 def _dialect(sql: str) -> str:

@@ -1,4 +1,4 @@
-"""Rewards of completions by functions that the server's owner named: tokens become the conversation they read."""
+"""Reward completions by functions that the server's owner named: tokens become the conversation that they read."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,47 +10,44 @@ from headrace.types import Completion, Ended, Episode, IntArray, Message, Step, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """`data` is what the function knows of the task."""
-
+class JudgedSample:
     prompt: IntArray
     completion: Completion
-    data: Mapping[str, Any]
+    data: Mapping[str, Any]  # what the function knows of the task
 
 
-async def _nothing() -> None:
+async def _close_nothing() -> None:
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
-    """`rule` gives the rewards of one prompt's completions; None: a reward is not known. `close` ends what it runs."""
-
-    rule: Callable[[Sequence[Judged]], Awaitable[Sequence[float | None]]]
-    close: Callable[[], Awaitable[None]] = _nothing
-
-
-def judge_by(term: GroupTerm, decode: Callable[[Sequence[int]], str]) -> Judge:
-    """Completions of one prompt are one group to a function that judges groups."""
-
-    async def rule(group: Sequence[Judged]) -> Sequence[float | None]:
-        episodes = [_episode(number, each, decode) for number, each in enumerate(group)]
-        judged = await term.judge(episodes)
-        return [None if isinstance(reward, RewardError) else reward.total for reward in judged]
-
-    return Judge(rule=rule, close=term.close)
+class RewardRule:
+    # rewards of one prompt's completions; None: a reward is not known
+    judge: Callable[[Sequence[JudgedSample]], Awaitable[Sequence[float | None]]]
+    close: Callable[[], Awaitable[None]] = _close_nothing  # ends what the rule runs
 
 
-def _episode(number: int, judged: Judged, decode: Callable[[Sequence[int]], str]) -> Episode:
-    question, answer = decode(judged.prompt.tolist()), decode(judged.completion.tokens.tolist())
-    asked = (Message(role="user", content=question),)
-    truncated = judged.completion.stop is not Stop.STOP
+def reward_rule(term: GroupTerm, decode: Callable[[Sequence[int]], str]) -> RewardRule:
+    """Make a rule of a reward term; the completions of one prompt are one group to a term that judges groups."""
+
+    async def judge(group: Sequence[JudgedSample]) -> Sequence[float | None]:
+        episodes = [_episode(number, sample, decode) for number, sample in enumerate(group)]
+        rewards = await term.judge(episodes)
+        return [None if isinstance(reward, RewardError) else reward.total for reward in rewards]
+
+    return RewardRule(judge=judge, close=term.close)
+
+
+def _episode(number: int, sample: JudgedSample, decode: Callable[[Sequence[int]], str]) -> Episode:
+    question, answer = decode(sample.prompt.tolist()), decode(sample.completion.tokens.tolist())
+    prompt = (Message(role="user", content=question),)
+    truncated = sample.completion.stop is not Stop.STOP
     return Episode(
         id=f"evaluated/{number}",
-        task=Task(id="evaluated", messages=asked, data=judged.data),
+        task=Task(id="evaluated", messages=prompt, data=sample.data),
         seed=0,
-        steps=(Step(prompt=judged.prompt, completion=judged.completion, action=answer),),
-        messages=(*asked, Message(role="assistant", content=answer)),
+        steps=(Step(prompt=sample.prompt, completion=sample.completion, action=answer),),
+        messages=(*prompt, Message(role="assistant", content=answer)),
         temperature=1.0,
         truncated=truncated,
         ended=Ended.MAX_TOKENS if truncated else Ended.DONE,

@@ -1,8 +1,8 @@
-"""What a server that was killed left in its folder, and nothing needs: half-written folders, states and checkpoints
-that were replaced or deleted, snapshots of sessions that had ended.
+"""Remove what a killed server left in its folder: half-written folders, states and checkpoints that were replaced or
+deleted, snapshots of sessions that had ended.
 
-Only what the journal's own records say is removed, or names that only writing gives: a folder that some other journal
-knows of stays. Nobody else writes here meanwhile (`alone.py`).
+Only folders that the journal's own records name are removed, and those with names that only writing gives: a folder
+that some other journal knows of stays. Nobody else writes here meanwhile (`alone.py`).
 """
 
 import shutil
@@ -16,20 +16,21 @@ from headrace.service.registry import Registry
 STATES, SNAPSHOTS, CHECKPOINTS = "states", "snapshots", "checkpoints"
 HALF_WRITTEN = (".writing-*", ".copying-*")
 REPLACED = ".replaced-*"
-GOING = "going"  # the kind of the journal's records of folders that are removed when those are written
+GOING = "going"  # the kind of journal records that mark folders for deletion
 
 
-def will_go(folder: str) -> Statement:
-    """A folder that nothing needs from now on; if this server does not come to it, the next one removes it."""
+def mark_for_deletion(folder: str) -> Statement:
+    """Mark a folder for deletion; if this server does not come to it, the next one removes it."""
     return put(GOING, folder, None)
 
 
-def has_gone(folder: str) -> Statement:
+def unmark(folder: str) -> Statement:
+    """Forget the mark of a folder that is removed."""
     return remove(GOING, folder)
 
 
 def clear_leftovers(folder: Path, registry: Registry, going: Iterable[str] = ()) -> list[Statement]:
-    """Folders are gone when it returns; the statements make the journal forget what they were."""
+    """Remove leftovers; the returned statements make the journal forget them."""
     for parent in (folder / CHECKPOINTS, folder / SNAPSHOTS, *_folders(folder / STATES)):
         _clear_half_written(parent)
     for model in registry.models.values():
@@ -38,11 +39,11 @@ def clear_leftovers(folder: Path, registry: Registry, going: Iterable[str] = ())
                 shutil.rmtree(state, ignore_errors=True)
     needed = {checkpoint.folder for checkpoint in registry.checkpoints.values()}
     forgotten: list[Statement] = []
-    for each in going:
-        if each not in needed:
-            shutil.rmtree(folder / each, ignore_errors=True)
-        forgotten.append(has_gone(each))
-    for sampler in [each for each in registry.samplers.values() if each.folder is not None]:
+    for marked in going:
+        if marked not in needed:
+            shutil.rmtree(folder / marked, ignore_errors=True)
+        forgotten.append(unmark(marked))
+    for sampler in [sampler for sampler in registry.samplers.values() if sampler.folder is not None]:
         session = registry.sessions.get(sampler.session)
         ended = session is not None and session.finished is not None
         if ended or sampler.gone is not None:
@@ -54,8 +55,8 @@ def clear_leftovers(folder: Path, registry: Registry, going: Iterable[str] = ())
 
 def _clear_half_written(parent: Path) -> None:
     for pattern in HALF_WRITTEN:
-        for each in parent.glob(pattern):
-            shutil.rmtree(each, ignore_errors=True)
+        for half_written in parent.glob(pattern):
+            shutil.rmtree(half_written, ignore_errors=True)
     for aside in parent.glob(REPLACED):  # .replaced-NUMBER-NAME, which stepped aside for a new one
         name = aside.with_name(aside.name.split("-", 2)[2])
         if name.exists():
@@ -65,4 +66,4 @@ def _clear_half_written(parent: Path) -> None:
 
 
 def _folders(parent: Path) -> list[Path]:
-    return [each for each in parent.iterdir() if each.is_dir()] if parent.is_dir() else []
+    return [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []

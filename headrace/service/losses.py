@@ -1,4 +1,4 @@
-"""The losses of the wire by name, as losses of `algo` over data of the package. All are plain sums.
+"""Convert the wire's losses and data into losses of `algo` and data of the package. All losses are plain sums.
 
 Wire names and defaults are here and nowhere else: `logprobs` are the sampler's, clip thresholds are bounds on the
 ratio itself, positions whose advantage is 0 are not trained. Every other name of `headrace.algo.losses` (and a sum of
@@ -14,7 +14,7 @@ from headrace.algo.lookup import hint
 from headrace.algo.loss import LossFn, check_inputs, loss_inputs
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.errors import ConfigError, RequestError
-from headrace.service.preparation import NOTHING, Preparation, check_prepared
+from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs, check_server_inputs
 from headrace.service.wire import Array, WireDatum, WireForward
 from headrace.types import Datum, LossSpec, float_array, int_array
 
@@ -27,15 +27,15 @@ CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireLoss:
-    """A loss as the wire defines it: what it is called here, its inputs, and its numbers made ours."""
+    """A loss as the wire defines it."""
 
-    name: str
+    name: str  # in `headrace.algo.losses`
     inputs: tuple[str, ...]
-    numbers: Callable[[dict[str, float]], dict[str, float]]
+    numbers: Callable[[dict[str, float]], dict[str, float]]  # converts the wire's parameters into ours
 
 
 def _clipped(numbers: dict[str, float], *, low: float, high: float) -> dict[str, float]:
-    """Bounds on the ratio become distances from 1."""
+    """Convert bounds on the ratio into distances from 1."""
     bounds = {"clip_low": 1.0 - numbers.pop(CLIPS[0], low), "clip_high": numbers.pop(CLIPS[1], high) - 1.0}
     return {**bounds, **numbers}
 
@@ -48,13 +48,13 @@ POLICY = (TARGETS, "logprobs", ADVANTAGES)
 WIRE_LOSSES: Mapping[str, WireLoss] = {
     "cross_entropy": WireLoss(name="cross_entropy", inputs=(TARGETS, WEIGHTS), numbers=dict),
     "importance_sampling": WireLoss(name="importance_sampling", inputs=POLICY, numbers=dict),
-    "ppo": WireLoss(name="ppo", inputs=POLICY, numbers=lambda given: _clipped(given, low=0.8, high=1.2)),
+    "ppo": WireLoss(name="ppo", inputs=POLICY, numbers=lambda numbers: _clipped(numbers, low=0.8, high=1.2)),
     "cispo": WireLoss(name="cispo", inputs=POLICY, numbers=_bounded),
     "dro": WireLoss(name="dro", inputs=POLICY, numbers=dict),
     "gspo": WireLoss(
         name="gspo_token",
         inputs=(*POLICY, "sequence_ratio_mask"),
-        numbers=lambda given: _clipped(given, low=1.0 - 3e-4, high=1.0 + 4e-4),
+        numbers=lambda numbers: _clipped(numbers, low=1.0 - 3e-4, high=1.0 + 4e-4),
     ),
 }
 REFUSED = {
@@ -63,67 +63,71 @@ REFUSED = {
 }
 
 
-def to_training(asked: WireForward, preparation: Preparation = NOTHING) -> tuple[LossSpec, tuple[Datum, ...]]:
-    """What a host is asked for, but for the arrays that the `preparation` provides; raises RequestError when the loss
-    is unknown, or an input is missing or malformed."""
-    if asked.loss in REFUSED:
-        raise RequestError(f"loss '{asked.loss}' is not served: {REFUSED[asked.loss]}")
-    if not asked.data:
+def to_loss_and_data(
+    request: WireForward, server_inputs: ServerInputs = NO_SERVER_INPUTS
+) -> tuple[LossSpec, tuple[Datum, ...]]:
+    """Convert a request, but for the arrays that the server computes (`server_inputs`).
+
+    Raises RequestError when the loss is unknown, or an input is missing or malformed.
+    """
+    if request.loss in REFUSED:
+        raise RequestError(f"loss '{request.loss}' is not served: {REFUSED[request.loss]}")
+    if not request.data:
         raise RequestError("there is nothing to train on: the request has no data")
-    wire = WIRE_LOSSES.get(asked.loss)
-    numbers = _numbers(asked)
+    wire = WIRE_LOSSES.get(request.loss)
+    numbers = _numbers(request)
     spec = LossSpec(
-        fn=asked.loss.removeprefix(OWN) if wire is None else wire.name,
+        fn=request.loss.removeprefix(OWN) if wire is None else wire.name,
         params=numbers if wire is None else wire.numbers(numbers),
     )
-    fn = _find(str(spec.fn), asked.loss)
-    data = tuple(_datum(index, datum, asked.loss, wire, preparation) for index, datum in enumerate(asked.data))
+    fn = _find(str(spec.fn), request.loss)
+    data = tuple(_datum(index, datum, request.loss, wire, server_inputs) for index, datum in enumerate(request.data))
     if UNITS in loss_inputs(fn).required:
-        data = tuple(_numbered(datum) for datum in data)
-    check_prepared(preparation, fn, asked.loss, data)
+        data = tuple(_with_units(datum) for datum in data)
+    check_server_inputs(server_inputs, fn, request.loss, data)
     for index, datum in enumerate(data):
-        _check(fn, {*datum.arrays, *preparation.provides}, spec, asked, index)
+        _check(fn, {*datum.arrays, *server_inputs.provides}, spec, request, index)
     return spec, data
 
 
-def _numbers(asked: WireForward) -> dict[str, float]:
+def _numbers(request: WireForward) -> dict[str, float]:
     numbers: dict[str, float] = {}
-    for name, value in asked.config.items():
+    for name, value in request.config.items():
         if isinstance(value, str):
-            raise RequestError(f"'{name}' of loss '{asked.loss}' must be a number, not the text {value!r}")
+            raise RequestError(f"'{name}' of loss '{request.loss}' must be a number, not the text {value!r}")
         numbers[name] = float(value)
     return numbers
 
 
-def _find(name: str, asked: str) -> LossFn:
+def _find(name: str, wire_name: str) -> LossFn:
     try:
         return find_loss(name)
     except ConfigError as exc:
-        raise RequestError(f"unknown loss '{asked}': {hint(asked, {*WIRE_LOSSES, *LOSSES})}") from exc
+        raise RequestError(f"unknown loss '{wire_name}': {hint(wire_name, {*WIRE_LOSSES, *LOSSES})}") from exc
 
 
-def _check(fn: LossFn, available: Iterable[str], spec: LossSpec, asked: WireForward, index: int) -> None:
+def _check(fn: LossFn, available: Iterable[str], spec: LossSpec, request: WireForward, index: int) -> None:
     try:
         check_inputs(fn, available, spec.params)
     except ConfigError as exc:
-        raise RequestError(f"datum {index}, loss '{asked.loss}': {exc}") from exc
+        raise RequestError(f"datum {index}, loss '{request.loss}': {exc}") from exc
 
 
-def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None, preparation: Preparation) -> Datum:
+def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None, server_inputs: ServerInputs) -> Datum:
     tensors = dict(datum.tensors)
     for name in wire.inputs if wire else (TARGETS,):
-        if name not in tensors and name not in preparation.provides:
+        if name not in tensors and name not in server_inputs.provides:
             near = f" (it has {', '.join(sorted(tensors)) or 'none'})"
             raise RequestError(f"datum {index}: loss '{loss}' needs the input '{name}'{near}")
     if wire is not None:
         if any(name in tensors for name in CLIPS):
             raise RequestError(f"datum {index}: clip thresholds are numbers of loss_fn_config here, not inputs")
-        tensors = {name: tensors[name] for name in (*wire.inputs, *preparation.reads) if name in tensors}
+        tensors = {name: tensors[name] for name in (*wire.inputs, *server_inputs.reads) if name in tensors}
     unit = _unit(tensors.pop(UNIT, None), index)
     temperature = _temperature(tensors.pop(TEMPERATURE, None), index)
     targets = _targets(tensors.pop(TARGETS), len(datum.inputs), index)
     arrays = {RENAMED.get(name, name): _floats(tensor, targets.shape, name, index) for name, tensor in tensors.items()}
-    if WEIGHTS not in arrays and WEIGHTS not in preparation.reads:
+    if WEIGHTS not in arrays and WEIGHTS not in server_inputs.reads:
         trained = arrays.get(ADVANTAGES)
         arrays[WEIGHTS] = np.ones(targets.shape) if trained is None else (trained != 0).astype(np.float32)
     return Datum(
@@ -135,8 +139,8 @@ def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None, prepa
     )
 
 
-def _numbered(datum: Datum) -> Datum:
-    """Every position with the number of its pair or group, if the datum has one and does not say it itself."""
+def _with_units(datum: Datum) -> Datum:
+    """Give every position the number of its pair or group, if the datum has one and no such array."""
     if datum.unit is None or UNITS in datum.arrays:
         return datum
     units = float_array(np.full(datum.targets.shape, float(datum.unit)))
@@ -169,7 +173,7 @@ def _floats(tensor: Array, shape: Sequence[int], name: str, index: int) -> Array
 
 
 def _unit(tensor: Array | None, index: int) -> int | None:
-    """Data of the same number are one pair or group to losses that compare them."""
+    """Read the number of a pair or group: data of the same number are compared with each other."""
     if tensor is None:
         return None
     if not tensor.size or tensor.dtype.kind != "i":

@@ -1,9 +1,9 @@
-"""Which samplers the host has: opened when they are asked for, closed when nobody uses them and others need the room.
+"""Open samplers of the host when they are needed, and close them when nobody uses them and others need the room.
 
-Sampling sessions over the same weights share one sampler of the host. Copies of full models are large, so `FULL_COPIES`
-of them are there at a time: one more takes the place of the oldest that its owner has, and the sessions over that one
-are gone for good. Only the training of a full model may take the place of somebody else's. A copy for one request alone
-(an evaluation, a completion, a reference) takes no session's place, and is the first to go.
+Sampling sessions over the same weights share one sampler of the host. Copies of full models are large, so at most
+`FULL_COPIES` of them are kept: one more evicts the oldest that its owner has, and the sessions over that one are gone
+for good. Only the training of a full model may evict somebody else's. A copy for one request alone (an evaluation, a
+completion, a reference) evicts no session's, and is the first to be evicted.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import HeadraceError, RequestError
-from headrace.service.host import FULL_COPIES, Full, ModelHost
+from headrace.service.host import FULL_COPIES, FullFinetune, ModelHost
 from headrace.service.journal import Journal, Statement
 from headrace.service.records import SamplerRecord
 from headrace.service.registry import Gone, Registry
@@ -25,75 +25,75 @@ MADE_ROOM = f"{FULL_COPIES} copies of a full model are kept, and newer ones came
 
 
 @dataclass(slots=True, eq=False)
-class _Opened:
-    """A sampler of the host; `users` requests run on it. `created`: when the newest session over it was."""
+class CacheEntry:
+    """A sampler that the host has, or is opening."""
 
     ready: "asyncio.Future[None]"
     owner: str
-    created: float
-    full: bool
-    users: int = 0
+    created: float  # when the newest session over it was
+    full: bool  # a copy of all parameters
+    users: int = 0  # requests that run on it
 
 
-class OpenSamplers:
-    """Lives on one event loop."""
+class SamplerCache:
+    """Map sampler records to open samplers of the host. Lives on one event loop."""
 
     def __init__(self, host: ModelHost, registry: Registry, journal: Journal, folder: Path, *, max_open: int) -> None:
         self._host, self._registry, self._journal, self._folder = host, registry, journal, folder
         self._max_open = max_open
-        self._opened: OrderedDict[str, _Opened] = OrderedDict()  # the one used last comes last
+        self._opened: OrderedDict[str, CacheEntry] = OrderedDict()  # the one used last comes last
 
     @contextlib.asynccontextmanager
     async def using(self, sampler: SamplerRecord) -> AsyncIterator[str]:
-        """The host's name of it, open until the end of the block. Raises Gone, and whatever opening it raises."""
+        """Yield the host's name of a sampler, open inside the block. Raises Gone, and what opening it raises."""
         if sampler.gone is not None:
             raise Gone(sampler.gone)
         name, folder, full = self._weights(sampler)
-        retired: Sequence[SamplerRecord] = ()
+        evicted: Sequence[SamplerRecord] = ()
         if name not in self._opened:
             try:
                 lasting = sampler.id in self._registry.samplers
-                retired = self.make_way(sampler.owner, created=sampler.created, lasting=lasting) if full else ()
+                evicted = self.evict_full_copy(sampler.owner, created=sampler.created, lasting=lasting) if full else ()
             except Gone:
-                await self._write(self.retire([sampler], MADE_ROOM))
+                await self._write(self.mark_gone([sampler], MADE_ROOM))
                 raise
             opening = asyncio.ensure_future(self._open(name, folder))
-            self._opened[name] = _Opened(opening, sampler.owner, sampler.created, full)
+            self._opened[name] = CacheEntry(opening, sampler.owner, sampler.created, full)
             self._make_room()
         opened = self._opened[name]
         opened.created = max(opened.created, sampler.created)
         self._opened.move_to_end(name)
         opened.users += 1
         try:
-            await self._write(self.retire(retired, MADE_ROOM))
+            await self._write(self.mark_gone(evicted, MADE_ROOM))
             await asyncio.shield(opened.ready)
             yield name
         finally:
             opened.users -= 1
 
-    def snapshot_taken(self, sampler: SamplerRecord) -> None:
-        """The host has it already."""
+    def add_snapshot(self, sampler: SamplerRecord) -> None:
+        """Add a snapshot, which the host has already."""
         ready = asyncio.get_running_loop().create_future()
         ready.set_result(None)
-        self._opened[sampler.id] = _Opened(ready, sampler.owner, sampler.created, sampler.full)
+        self._opened[sampler.id] = CacheEntry(ready, sampler.owner, sampler.created, sampler.full)
         self._make_room()
 
-    def make_way(
+    def evict_full_copy(
         self, owner: str, *, created: float = math.inf, training: bool = False, lasting: bool = True
     ) -> tuple[SamplerRecord, ...]:
-        """Close the copy that has to go when there is one more; the sessions over it are to be retired.
+        """Close one copy of a full model if there is no room for another; return the sessions that lose theirs.
 
-        `lasting`: the one more is a session's. Raises Gone when it, `created` then, is the oldest itself, and
-        RequestError when it may take nobody's place.
+        `lasting`: the new copy is a session's. Raises Gone when the new one, created at `created`, is the oldest
+        itself, and RequestError when it may evict none.
         """
-        copies = {name: opened for name, opened in self._opened.items() if opened.full}
+        copies = {name: entry for name, entry in self._opened.items() if entry.full}
         if len(copies) < FULL_COPIES:
             return ()
-        own = {name: opened for name, opened in copies.items() if opened.owner == owner}
-        candidates = own or (copies if training else {})
+        of_owner = {name: entry for name, entry in copies.items() if entry.owner == owner}
+        candidates = of_owner or (copies if training else {})
         if not candidates:
             raise RequestError(f"{FULL_COPIES} copies of full models are in use here: ask again later")
-        spare = {name: each for name, each in candidates.items() if not each.users and not self._sessions_over(name)}
+        spare = {name for name, entry in candidates.items() if not entry.users and not self._sessions_over(name)}
         if not spare and not lasting:
             raise RequestError(
                 f"{FULL_COPIES} copies of a full model are kept, and sampling sessions have them: name one of those "
@@ -102,41 +102,42 @@ class OpenSamplers:
         oldest = min(spare or candidates, key=lambda name: candidates[name].created)
         if not spare and candidates[oldest].created > created:
             raise Gone(MADE_ROOM)
-        retired = self._sessions_over(oldest)
+        evicted = self._sessions_over(oldest)
         self.close(oldest)
-        return retired
+        return evicted
 
     def _sessions_over(self, name: str) -> tuple[SamplerRecord, ...]:
-        """Sampling sessions that need this copy of a full model."""
+        """Find the sampling sessions that need this copy of a full model."""
         return tuple(
             sampler
             for sampler in self._registry.samplers.values()
             if sampler.gone is None and sampler.full and self._is_over(sampler, name)
         )
 
-    def retire(self, samplers: Iterable[SamplerRecord], why: str) -> list[Statement]:
-        """They are gone; what makes it true in the journal."""
-        known = [sampler for sampler in samplers if sampler.id in self._registry.samplers]
-        return [self._registry.keep(replace(sampler, gone=why)) for sampler in known]
+    def mark_gone(self, samplers: Iterable[SamplerRecord], why: str) -> list[Statement]:
+        """Mark sampling sessions as gone; the returned statements do so in the journal."""
+        sessions = [sampler for sampler in samplers if sampler.id in self._registry.samplers]
+        return [self._registry.keep(replace(sampler, gone=why)) for sampler in sessions]
 
     def close(self, name: str) -> None:
-        """Requests that run on it fail; one that is not there is closed already."""
+        """Close a sampler, if it is open; requests that run on it fail."""
         if self._opened.pop(name, None) is not None:
             self._host.close_sampler(name)
 
     def close_unused(self, name: str) -> None:
-        """The same, unless requests run on it."""
+        """Close a sampler unless requests run on it."""
         if name in self._opened and not self._opened[name].users:
             self.close(name)
 
     def _weights(self, sampler: SamplerRecord) -> tuple[str, Path | None, bool]:
-        """The host's name for what is sampled, where it lies, and whether it is a copy of all parameters."""
+        """Return the host's name for the weights, their folder, and whether they are a copy of all parameters."""
         if sampler.folder is not None:
             return sampler.id, self._folder / sampler.folder, sampler.full
         if sampler.model_path is None:
             return BASE, None, False
-        found = self._registry.checkpoint(sampler.model_path, sampler.owner)
-        return f"{found.path}@{found.created}", self._folder / found.folder, isinstance(found.spec, Full)
+        checkpoint = self._registry.checkpoint(sampler.model_path, sampler.owner)
+        full = isinstance(checkpoint.spec, FullFinetune)
+        return f"{checkpoint.path}@{checkpoint.created}", self._folder / checkpoint.folder, full
 
     def _is_over(self, sampler: SamplerRecord, name: str) -> bool:
         return sampler.id == name or (sampler.model_path is not None and name.startswith(f"{sampler.model_path}@"))

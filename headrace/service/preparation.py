@@ -1,6 +1,6 @@
-"""What a request asks the server to find out before it trains: log-probs under a reference model, advantages by GAE.
+"""Parse and check the inputs that the server is asked to compute: log-probs of a reference model, advantages by GAE.
 
-Both are asked for in `loss_fn_config`. Here they are read and checked; `references` and `gae` compute.
+Both are asked for in `loss_fn_config`; `references` and `gae` compute them.
 """
 
 from collections.abc import Sequence
@@ -20,83 +20,80 @@ ESTIMATED = ("advantages", "returns", "values", "value_weights")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaeSettings:
-    """`whiten`: advantages of the request get mean 0 and standard deviation 1 over its sampled tokens."""
-
     gamma: float = 1.0
     lam: float = 0.95
-    whiten: bool = False
+    whiten: bool = False  # advantages get mean 0 and standard deviation 1 over the request's sampled tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """`reference`: whose log-probs; `gae`: advantages from the model's own values. None: not asked for."""
+class ServerInputs:
+    """Inputs that the server computes; None: not asked for."""
 
-    reference: str | None = None
-    gae: GaeSettings | None = None
+    reference: str | None = None  # the model whose log-probs the data get
+    gae: GaeSettings | None = None  # advantages from the model's own values
 
     @property
     def provides(self) -> tuple[str, ...]:
-        """Arrays that the data get."""
+        """Name the arrays that the server adds to the data."""
         return (*((REFERENCE_LOGPROBS,) if self.reference is not None else ()), *(ESTIMATED if self.gae else ()))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Inputs that are read here, if not by the loss."""
+        """Name the inputs that the server reads, whether the loss reads them or not."""
         return (WEIGHTS, REWARDS, DONES) if self.gae else ()
 
 
-NOTHING = Preparation()
+NO_SERVER_INPUTS = ServerInputs()
 
 
-def take_preparation(asked: WireForward) -> tuple[WireForward, Preparation]:
-    """The request without what is asked of the server, and that; raises RequestError."""
-    config = dict(asked.config)
+def parse_server_inputs(request: WireForward) -> tuple[WireForward, ServerInputs]:
+    """Split a request into itself without the server's inputs, and those; raises RequestError."""
+    config = dict(request.config)
     reference = config.pop(REFERENCE, None)
     if reference is not None and not (isinstance(reference, str) and reference):
         raise RequestError(f"'{REFERENCE}' must be a text: base, a tinker:// path, or a name that this server knows")
-    wanted = [name for name in (GAMMA, LAMBDA, WHITEN) if name in config]
     gae = None
-    if wanted:
+    if any(name in config for name in (GAMMA, LAMBDA, WHITEN)):
         gamma, lam, whiten = (
-            _share(config.pop(name, default), name)
+            _fraction(config.pop(name, default), name)
             for name, default in ((GAMMA, GaeSettings().gamma), (LAMBDA, GaeSettings().lam), (WHITEN, 0.0))
         )
         gae = GaeSettings(gamma=gamma, lam=lam, whiten=bool(whiten))
-    return replace(asked, config=config), Preparation(reference=reference, gae=gae)
+    return replace(request, config=config), ServerInputs(reference=reference, gae=gae)
 
 
-def written(preparation: Preparation) -> dict[str, float | str]:
-    """As `take_preparation` reads it."""
-    config: dict[str, float | str] = {} if preparation.reference is None else {REFERENCE: preparation.reference}
-    if preparation.gae is not None:
-        gae = preparation.gae
+def to_config(server_inputs: ServerInputs) -> dict[str, float | str]:
+    """Write them as `parse_server_inputs` reads them."""
+    config: dict[str, float | str] = {} if server_inputs.reference is None else {REFERENCE: server_inputs.reference}
+    if server_inputs.gae is not None:
+        gae = server_inputs.gae
         config |= {GAMMA: gae.gamma, LAMBDA: gae.lam, WHITEN: float(gae.whiten)}
     return config
 
 
-def check_prepared(preparation: Preparation, loss: LossFn, name: str, data: Sequence[Datum]) -> None:
-    """Raises RequestError when what is asked for is of no use to the loss, is there already, or cannot be computed."""
+def check_server_inputs(server_inputs: ServerInputs, loss: LossFn, name: str, data: Sequence[Datum]) -> None:
+    """Raise RequestError when an input is of no use to the loss, is there already, or cannot be computed."""
     inputs = loss_inputs(loss)
     read = {*inputs.required, *inputs.optional}
-    if preparation.reference is not None and REFERENCE_LOGPROBS not in read:
+    if server_inputs.reference is not None and REFERENCE_LOGPROBS not in read:
         raise RequestError(
             f"loss '{name}' reads no {REFERENCE_LOGPROBS}: leave {REFERENCE} out, or add a term, as in "
             f"'{name} + reference_kl_k3'"
         )
-    if preparation.gae is not None and not read & {"advantages", "returns"}:
+    if server_inputs.gae is not None and not read & {"advantages", "returns"}:
         raise RequestError(f"loss '{name}' reads neither advantages nor returns: leave {GAMMA} and {LAMBDA} out")
     for index, datum in enumerate(data):
-        given = [each for each in preparation.provides if each in datum.arrays]
-        if given:
-            raise RequestError(f"datum {index} has '{given[0]}', which the server was asked to compute: choose one")
-        if preparation.gae is not None:
+        present = [name for name in server_inputs.provides if name in datum.arrays]
+        if present:
+            raise RequestError(f"datum {index} has '{present[0]}', which the server was asked to compute: choose one")
+        if server_inputs.gae is not None:
             _check_rewards(datum, index)
-        if preparation.reference is not None:
+        if server_inputs.reference is not None:
             _check_next_tokens(datum, index)
 
 
 def _check_next_tokens(datum: Datum, index: int) -> None:
-    """A reference model scores a sequence of tokens, so targets have to be the next ones where they count."""
+    """Check that targets are the next tokens where they count: a reference model scores a sequence of tokens."""
     if datum.targets.ndim != 1:
         raise RequestError(f"datum {index}: a {REFERENCE} needs one target per token")
     counts = datum.arrays[WEIGHTS][:-1] != 0
@@ -119,7 +116,7 @@ def _check_rewards(datum: Datum, index: int) -> None:
         raise RequestError(f"datum {index}: dones must be 1 where an episode ends, and 0 elsewhere")
 
 
-def _share(value: float | str, name: str) -> float:
+def _fraction(value: float | str, name: str) -> float:
     if isinstance(value, str) or not 0.0 <= value <= 1.0:
         raise RequestError(f"'{name}' must be a number from 0 to 1, not {value!r}")
     return float(value)

@@ -1,4 +1,4 @@
-"""A process that only scores: frozen models by name over HTTP, for trainers whose own machine has no room for them.
+"""Score data under frozen models over HTTP, for trainers whose own machine has no room for them.
 
 Bodies are those of a `forward` request of the training service: data in, log-probs of their targets out. Nothing is
 kept, so nothing is journalled, and a request may be sent again.
@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.errors import ModelError, RequestError, boundary
-from headrace.service.access import Access, Tenant
-from headrace.service.app import BodyLimit, refusals
-from headrace.service.losses import to_training
+from headrace.service.access import Access, ApiUser
+from headrace.service.losses import to_loss_and_data
+from headrace.service.middleware import BodyLimit, add_error_handlers
 from headrace.service.references import Score
-from headrace.service.registry import Unknown
+from headrace.service.registry import NotFound
 from headrace.service.wire import PROTOBUF, decompress, parse_forward, read_forward, write_forward
 from headrace.types import Datum, ForwardOut
 
@@ -26,42 +26,42 @@ THREADS = 2
 
 
 def make_reference_app(models: Mapping[str, Score], access: Access, *, body_bytes: int = 64 * 2**20) -> FastAPI:
-    """`models` score on threads; each sees to it that it is asked by one at a time where it must be."""
+    """Make the application; `models` are called on threads, and lock themselves where they must."""
     app = FastAPI(title="headrace reference models", version=__version__)
     threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
-    async def worker(x_api_key: Annotated[str | None, Header()] = None) -> Tenant:
-        who = access.tenant(x_api_key)
-        access.admit(who)
-        return who
+    async def rate_limit(x_api_key: Annotated[str | None, Header()] = None) -> ApiUser:
+        user = access.authenticate(x_api_key)
+        access.check_rate(user)
+        return user
 
-    busy = Depends(worker)
+    limited_user = Depends(rate_limit)
 
     @app.get("/references")
-    async def references(who: Tenant = busy) -> dict[str, list[str]]:
-        """The names of the models."""
+    async def references(user: ApiUser = limited_user) -> dict[str, list[str]]:
+        """List the names of the models."""
         return {"models": sorted(models)}
 
     @app.post("/references/{name}/score")
-    async def score(name: str, request: Request, who: Tenant = busy) -> Response:
-        """Log-probs of the targets of a ForwardBackwardRequest's data, at their temperatures; 0 where weights are."""
+    async def score(name: str, request: Request, user: ApiUser = limited_user) -> Response:
+        """Score the targets of a ForwardBackwardRequest's data at their temperatures; 0 where weights are 0."""
         if name not in models:
-            raise Unknown(f"there is no reference model '{name[:80]}' here: {', '.join(sorted(models)) or 'none is'}")
+            raise NotFound(f"there is no reference model '{name[:80]}' here: {', '.join(sorted(models)) or 'none is'}")
         plain = decompress(await request.body(), request.headers.get("content-encoding"), limit=4 * body_bytes)
         body = await asyncio.get_running_loop().run_in_executor(threads, _scored, models[name], plain)
         return Response(body, media_type=PROTOBUF)
 
-    refusals(app)
+    add_error_handlers(app)
     app.add_middleware(BodyLimit, limit=body_bytes)
     return app
 
 
 def _scored(score: Score, body: bytes) -> bytes:
-    _, data = to_training(read_forward(parse_forward(body)))
+    _, data = to_loss_and_data(read_forward(parse_forward(body)))
     _check(data)
-    with boundary(ModelError, "the reference model failed"):  # ours, unless it says that the request is wrong
-        found = score(data)
-    return write_forward(ForwardOut(loss=0.0, logprobs=tuple(found), metrics={}), clock=0)
+    with boundary(ModelError, "the reference model failed"):  # our fault, unless it says that the request is wrong
+        logprobs = score(data)
+    return write_forward(ForwardOut(loss=0.0, logprobs=tuple(logprobs), metrics={}), clock=0)
 
 
 def _check(data: tuple[Datum, ...]) -> None:

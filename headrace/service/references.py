@@ -1,4 +1,4 @@
-"""Models that others are compared with, by name: the base, saved and sampled weights of this server, and frozen models
+"""Score data under reference models, by name: the base, saved and sampled weights of this server, and frozen models
 that its owner named.
 
 The base and its adapters are scored by the host, which has them already; frozen models by whoever loads them
@@ -15,12 +15,12 @@ from dataclasses import replace
 from headrace.algo.packing import consecutive_batches
 from headrace.algo.scalar_data import all_tokens
 from headrace.errors import ModelError, boundary
-from headrace.service.host import Full, ModelHost
-from headrace.service.open_samplers import BASE, OpenSamplers
+from headrace.service.host import FullFinetune, ModelHost
+from headrace.service.open_samplers import BASE, SamplerCache
 from headrace.service.preparation import REFERENCE_LOGPROBS
 from headrace.service.records import SCHEME, Model, SamplerRecord
-from headrace.service.registry import OwnFault, Registry, Unknown
-from headrace.service.work import Forward
+from headrace.service.registry import NotFound, Registry, ServerFault
+from headrace.service.work import ForwardOp
 from headrace.types import Datum, FloatArray, float_array
 
 Score = Callable[[Sequence[Datum]], Sequence[FloatArray]]  # log-probs of targets, at the data's temperatures
@@ -30,28 +30,31 @@ SCORE_TOKENS = 4096  # handed to the host at a time, so that others come between
 
 
 class References:
-    """Lives on one event loop. `named`: the frozen models; each of their functions is called on a thread."""
+    """Score under reference models. Lives on one event loop.
+
+    `named`: the frozen models; each of their functions is called on a thread.
+    """
 
     def __init__(
-        self, host: ModelHost, registry: Registry, samplers: OpenSamplers, named: Mapping[str, Score] | None = None
+        self, host: ModelHost, registry: Registry, samplers: SamplerCache, named: Mapping[str, Score] | None = None
     ) -> None:
         self._host, self._registry, self._samplers = host, registry, samplers
         self.named: Mapping[str, Score] = named or {}
         self._limits: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
-    async def filled(self, work: Forward, owner: str) -> Forward:
-        """The request with the log-probs that it lacks. Raises RequestError, OwnFault, SamplerError."""
-        assert work.reference is not None
-        found = await self.score(work.reference, owner, work.data)
+    async def add_logprobs(self, operation: ForwardOp, owner: str) -> ForwardOp:
+        """Add the reference model's log-probs to the data. Raises RequestError, ServerFault, SamplerError."""
+        assert operation.reference is not None
+        logprobs_of_data = await self.score(operation.reference, owner, operation.data)
         data = tuple(
             replace(datum, arrays={**datum.arrays, REFERENCE_LOGPROBS: logprobs})
-            for datum, logprobs in zip(work.data, found, strict=True)
+            for datum, logprobs in zip(operation.data, logprobs_of_data, strict=True)
         )
-        return replace(work, data=data, reference=None)
+        return replace(operation, data=data, reference=None)
 
     async def score(self, name: str, owner: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """Log-probs of the targets, which are the next tokens."""
+        """Return the log-probs of the targets, which are the next tokens."""
         async with self._limits[owner]:
             if name in self.named:
                 return await self._score_named(name, data)
@@ -60,26 +63,31 @@ class References:
 
     async def _score_named(self, name: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
         try:
-            with boundary(OwnFault, f"the reference model '{name}' failed"):
+            with boundary(ServerFault, f"the reference model '{name}' failed"):
                 score, loop = self.named[name], asyncio.get_running_loop()
                 return tuple(await loop.run_in_executor(self._threads, score, data))
         except ModelError as exc:  # it cannot be loaded, or its server does not answer
-            raise OwnFault(f"the reference model '{name}' failed: {exc}") from exc
+            raise ServerFault(f"the reference model '{name}' failed: {exc}") from exc
 
     def policy(self, name: str, owner: str) -> SamplerRecord:
-        """Weights of this server that do not change: the base, a checkpoint, a sampling session. Raises Unknown."""
+        """Find weights that do not change: the base, a checkpoint, a sampling session. Raises NotFound."""
         if name == BASE:
             return SamplerRecord(id=BASE, session="", owner=owner, base_model=BASE)
         if name.startswith(SCHEME):
-            found = self._registry.checkpoint(name, owner)
+            checkpoint = self._registry.checkpoint(name, owner)
             return SamplerRecord(
-                id=name, session="", owner=owner, base_model=found.base_model, model_path=name, created=time.time(),
-                full=isinstance(found.spec, Full),
-            )  # fmt: skip
+                id=name,
+                session="",
+                owner=owner,
+                base_model=checkpoint.base_model,
+                model_path=name,
+                created=time.time(),
+                full=isinstance(checkpoint.spec, FullFinetune),
+            )
         if name in self._registry.samplers:
             return self._registry.sampler(name, owner)
         known = ", ".join(sorted(self.named)) or "none are named here"
-        raise Unknown(
+        raise NotFound(
             f"there is no model '{name[:200]}' to compare with: give base, a tinker:// path, a sampling session, "
             f"or a frozen model of this server ({known})"
         )
@@ -88,18 +96,18 @@ class References:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def score_under(self, sampler: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """The same under an open sampler of the host, a few thousand tokens at a time."""
+        """Score under an open sampler of the host, a few thousand tokens at a time."""
         out: dict[int, FloatArray] = {}
         for indices in _batches(data):
             sequences = [all_tokens(data[index]) for index in indices]
             scores = await self._host.score(sampler, sequences, data[indices[0]].temperature)
-            for index, found in zip(indices, scores, strict=True):
-                out[index] = float_array(found[1:])  # nothing is before the first token
+            for index, logprobs in zip(indices, scores, strict=True):
+                out[index] = float_array(logprobs[1:])  # the first token has no log-prob
         return tuple(out[index] for index in range(len(data)))
 
 
 def state_of(model: Model) -> SamplerRecord:
-    """A model as it was when it was last saved; one that was never trained is the base."""
+    """Make a sampler of a model as it was last saved; one that was never trained is the base."""
     return SamplerRecord(
         id=f"{model.id}@{model.saved_seq}",
         session=model.session,
@@ -107,7 +115,7 @@ def state_of(model: Model) -> SamplerRecord:
         base_model=model.base_model,
         folder=model.folder,
         created=time.time(),
-        full=isinstance(model.spec, Full),
+        full=isinstance(model.spec, FullFinetune),
     )
 
 

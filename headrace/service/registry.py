@@ -1,6 +1,6 @@
-"""Sessions, models, samplers and checkpoints in memory, as the journal has them. Everything has one owner.
+"""Keep sessions, models, samplers and checkpoints in memory, as the journal has them. Everything has one owner.
 
-What belongs to somebody else is answered like what is not there; a public checkpoint is everybody's to read.
+Somebody else's things are reported as not found; a public checkpoint is everybody's to read.
 """
 
 import time
@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from headrace.errors import HeadraceError, RequestError
 from headrace.service.journal import Journal, Statement, put, remove
-from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, Session, split_path
+from headrace.service.records import Checkpoint, CheckpointKind, Model, SamplerRecord, Session, split_path
 
 Record = Session | Model | SamplerRecord | Checkpoint
 _KINDS: Mapping[type[Record], str] = {
@@ -20,19 +20,21 @@ _KINDS: Mapping[type[Record], str] = {
 _ADAPTERS: Mapping[type[Record], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
 
-class Unknown(RequestError):
-    """There is no such thing, or it is somebody else's."""
+class NotFound(RequestError):
+    """Raised for what does not exist or is somebody else's."""
 
 
 class Gone(RequestError):
-    """It was here, and is not any more."""
+    """Raised for what existed and does not any more."""
 
 
-class OwnFault(HeadraceError):
-    """What failed is this server's, or one that it asks; the request was right."""
+class ServerFault(HeadraceError):
+    """Raised when this server, or one that it asks, failed; the request was right."""
 
 
 class Registry:
+    """Look things up by id and owner."""
+
     def __init__(self, journal: Journal) -> None:
         self.sessions: dict[str, Session] = _load(journal, Session)
         self.models: dict[str, Model] = _load(journal, Model)
@@ -40,12 +42,13 @@ class Registry:
         self.checkpoints: dict[str, Checkpoint] = _load(journal, Checkpoint)
 
     def keep(self, record: Record) -> Statement:
-        """True in memory from now on; the statement makes it true in the journal."""
+        """Keep a record in memory; the returned statement keeps it in the journal."""
         self._table(record)[_id(record)] = record
         kind = type(record)
         return put(_KINDS[kind], _id(record), _ADAPTERS[kind].dump_python(record, mode="json"))
 
     def forget(self, record: Record) -> Statement:
+        """Remove a record from memory; the returned statement removes it from the journal."""
         self._table(record).pop(_id(record), None)
         return remove(_KINDS[type(record)], _id(record))
 
@@ -56,46 +59,46 @@ class Registry:
         return tables[type(record)]
 
     def session(self, id: str, owner: str) -> Session:
-        found = self.sessions.get(id)
-        if found is None or found.owner != owner:
-            raise Unknown(f"there is no session '{id}'")
-        return found
+        session = self.sessions.get(id)
+        if session is None or session.owner != owner:
+            raise NotFound(f"there is no session '{id}'")
+        return session
 
     def model(self, id: str, owner: str) -> Model:
-        found = self.models.get(id)
-        if found is None or found.owner != owner:
-            raise Unknown(f"there is no model '{id}'")
-        return found
+        model = self.models.get(id)
+        if model is None or model.owner != owner:
+            raise NotFound(f"there is no model '{id}'")
+        return model
 
     def sampler(self, id: str, owner: str) -> SamplerRecord:
-        found = self.samplers.get(id)
-        if found is None or found.owner != owner:
-            raise Unknown(f"there is no sampling session '{id}'")
-        return found
+        sampler = self.samplers.get(id)
+        if sampler is None or sampler.owner != owner:
+            raise NotFound(f"there is no sampling session '{id}'")
+        return sampler
 
     def checkpoint(self, path: str, owner: str) -> Checkpoint:
-        """One that may be read: the owner's, or a public one. Raises RequestError on a path that is none."""
+        """Find a checkpoint that the owner may read. Raises NotFound, and RequestError on a path that is none."""
         split_path(path)
-        found = self.checkpoints.get(path)
-        expired = found is not None and found.expires is not None and found.expires <= time.time()
-        if found is None or expired or not (found.owner == owner or found.public):
-            raise Unknown(f"there is no checkpoint {path}")
-        return found
+        checkpoint = self.checkpoints.get(path)
+        expired = checkpoint is not None and checkpoint.expires is not None and checkpoint.expires <= time.time()
+        if checkpoint is None or expired or not (checkpoint.owner == owner or checkpoint.public):
+            raise NotFound(f"there is no checkpoint {path}")
+        return checkpoint
 
     def own_checkpoint(self, path: str, owner: str) -> Checkpoint:
-        """One that may be changed."""
-        found = self.checkpoint(path, owner)
-        if found.owner != owner:
-            raise Unknown(f"there is no checkpoint {path}")
-        return found
+        """Find a checkpoint that may be changed."""
+        checkpoint = self.checkpoint(path, owner)
+        if checkpoint.owner != owner:
+            raise NotFound(f"there is no checkpoint {path}")
+        return checkpoint
 
     def checkpoints_of(self, model: str) -> list[Checkpoint]:
-        """Newest first."""
-        found = [checkpoint for checkpoint in self.checkpoints.values() if checkpoint.model == model]
-        return sorted(found, key=lambda checkpoint: checkpoint.created, reverse=True)
+        """List a model's checkpoints, newest first."""
+        checkpoints = [checkpoint for checkpoint in self.checkpoints.values() if checkpoint.model == model]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.created, reverse=True)
 
-    def latest(self, model: str, kind: Kind) -> Checkpoint | None:
-        return next((found for found in self.checkpoints_of(model) if found.kind is kind), None)
+    def latest(self, model: str, kind: CheckpointKind) -> Checkpoint | None:
+        return next((checkpoint for checkpoint in self.checkpoints_of(model) if checkpoint.kind is kind), None)
 
 
 def _load(journal: Journal, kind: type[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The application on a socket. Beyond this machine only with keys: whoever reaches the port could otherwise train."""
+"""Serve an application on a socket; beyond this machine only with keys, or whoever reaches the port could train."""
 
 import contextlib
 import ipaddress
@@ -16,7 +16,7 @@ CLOSE_S = 5  # how long open requests may take to end
 
 
 def check_reach(host: str, *, has_keys: bool) -> None:
-    """Raises ConfigError for an address beyond loopback without keys."""
+    """Raise ConfigError for an address beyond loopback without keys."""
     if has_keys or host == "localhost":
         return
     with contextlib.suppress(ValueError):
@@ -28,7 +28,7 @@ def check_reach(host: str, *, has_keys: bool) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises ConfigError when the port is taken."""
+    """Open a listening socket; raises ConfigError when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sends at once (TCP_NODELAY) only where the protocol is named; otherwise every answer waits 40 ms
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -57,7 +57,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 
 @contextlib.contextmanager
 def serving(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """The application on a thread of its own; yields its URL. For tests and notebooks."""
+    """Serve the application on a thread of its own and yield its URL: for tests and notebooks."""
     listening = listen(host, port)
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="headrace-serve", daemon=True)

@@ -1,7 +1,7 @@
-"""Sessions of clients: opened, heard of, ended; and what goes with them when they end.
+"""Open and end the sessions of clients, and clean up when they end.
 
-A session that ended is over: its work is refused, its snapshots are gone, its checkpoints stay. One that is not heard
-of for long loses its sampling work and its place on the host, and comes back with its next heartbeat.
+The work of an ended session is refused, its snapshots are gone, its checkpoints stay. A session that is silent for long
+loses its sampling work and its place on the host, and comes back with its next heartbeat.
 """
 
 import asyncio
@@ -10,87 +10,91 @@ import time
 from dataclasses import replace
 
 from headrace.service import bodies
-from headrace.service.access import Tenant
-from headrace.service.futures import Board, Failed
+from headrace.service.access import ApiUser
+from headrace.service.checkpoints import CheckpointStore
+from headrace.service.futures import Failed, RequestTable
 from headrace.service.journal import Journal, Statement
-from headrace.service.open_samplers import OpenSamplers
+from headrace.service.open_samplers import SamplerCache
 from headrace.service.records import SamplerRecord, Session
 from headrace.service.registry import Gone, Registry
-from headrace.service.sampling import Sampling
-from headrace.service.training import Trainer
+from headrace.service.sampling import SamplingQueue
+from headrace.service.training import TrainingQueue
 
 REMEMBERED = 10_000  # keys of sessions that a client may ask for again
 
 
 class Sessions:
-    """Lives on one event loop. `timeout_s`: how long one may be silent."""
+    """Keep track of sessions. Lives on one event loop. `timeout_s`: how long a session may be silent."""
 
     def __init__(
         self,
         registry: Registry,
         journal: Journal,
-        board: Board,
-        samplers: OpenSamplers,
-        sampling: Sampling,
-        trainer: Trainer,
+        requests: RequestTable,
+        samplers: SamplerCache,
+        sampling: SamplingQueue,
+        trainer: TrainingQueue,
+        checkpoints: CheckpointStore,
         *,
         timeout_s: float,
     ) -> None:
-        self._registry, self._journal, self._board = registry, journal, board
+        self._registry, self._journal, self._requests = registry, journal, requests
         self._samplers, self._sampling, self._trainer = samplers, sampling, trainer
+        self._checkpoints = checkpoints
         self._timeout_s = timeout_s
         self._seen: dict[str, float] = {}
         self._by_idempotency: dict[tuple[str, str], str] = {}
 
-    async def create(self, who: Tenant, body: bodies.CreateSession, idempotency: str | None) -> Session:
-        known = self._by_idempotency.get((who.name, idempotency or ""))
-        if known is not None:
-            return self._registry.sessions[known]
+    async def create(self, user: ApiUser, body: bodies.CreateSession, idempotency: str | None) -> Session:
+        """Open a session; a repeat with the same idempotency key gets the first one."""
+        repeated = self._by_idempotency.get((user.name, idempotency or ""))
+        if repeated is not None:
+            return self._registry.sessions[repeated]
         metadata = {key: value for key, value in (body.user_metadata or {}).items() if isinstance(value, str)}
         session = Session(
             id=secrets.token_hex(16),
-            owner=who.name,
+            owner=user.name,
             created=time.time(),
             tags=tuple(body.tags),
             user_metadata=metadata,
             display_name=body.display_name,
         )
         if idempotency:
-            self._by_idempotency[who.name, idempotency] = session.id
+            self._by_idempotency[user.name, idempotency] = session.id
             if len(self._by_idempotency) > REMEMBERED:
                 del self._by_idempotency[next(iter(self._by_idempotency))]
         await self._write(self._registry.keep(session))
         return session
 
-    def heartbeat(self, who: Tenant, id: str) -> None:
-        """Raises Gone for a session that has ended, which stops the client's heartbeat."""
-        self.check_open(self._registry.session(id, who.name))
+    def heartbeat(self, user: ApiUser, id: str) -> None:
+        """Note that a session is alive; raises Gone for one that has ended, which stops the client's heartbeat."""
+        self.check_open(self._registry.session(id, user.name))
         self._seen[id] = time.monotonic()
 
-    async def finish(self, who: Tenant, id: str, reason: str) -> None:
-        """The first reason counts."""
-        session = self._registry.session(id, who.name)
+    async def finish(self, user: ApiUser, id: str, reason: str) -> None:
+        """End a session; the first reason counts."""
+        session = self._registry.session(id, user.name)
         if session.finished is None:
             await self._write(self._registry.keep(replace(session, finished=reason)))
-            await self._end(id, _ended(id), snapshots=True)
+            await self._end(id, _ended_message(id), snapshots=True)
 
     def check_open(self, session: Session) -> None:
-        """Raises Gone."""
+        """Raise Gone for a session that has ended."""
         if session.finished is not None:
-            raise Gone(_ended(session.id))
+            raise Gone(_ended_message(session.id))
 
     def is_open(self, id: str) -> bool:
-        found = self._registry.sessions.get(id)
-        return found is not None and found.finished is None
+        session = self._registry.sessions.get(id)
+        return session is not None and session.finished is None
 
     def is_silent(self, id: str) -> bool:
-        """Since the server started, if it was not heard of since then."""
+        """Say whether a session has sent no heartbeat for too long; time counts from the server's start."""
         now = time.monotonic()
         return now - self._seen.setdefault(id, now) > self._timeout_s
 
-    async def tidy(self) -> None:
-        """End the work of those that are silent."""
-        working = {ticket.row.target for ticket in self._board.open_tickets()}
+    async def expire(self) -> None:
+        """End the work of silent sessions."""
+        working = {pending.row.target for pending in self._requests.open_requests()}
         models, samplers = self._registry.models.values(), self._registry.samplers.values()
         busy = {model.session for model in models if model.id in working or self._trainer.is_resident(model.id)}
         busy |= {sampler.session for sampler in samplers if sampler.id in working}
@@ -98,37 +102,39 @@ class Sessions:
             why = f"session '{id}' was not heard of for {self._timeout_s:g} s, so its sampling was stopped"
             await self._end(id, why, snapshots=False)
 
-    async def thin_snapshots(self, *, kept: int) -> None:
-        """Of every session the newest stay."""
+    async def drop_old_snapshots(self, *, kept: int) -> None:
+        """Remove all but the newest snapshots of every session."""
         by_session: dict[str, list[SamplerRecord]] = {}
         for sampler in sorted(self._registry.samplers.values(), key=lambda sampler: sampler.created):
             if sampler.folder is not None and sampler.gone is None:
                 by_session.setdefault(sampler.session, []).append(sampler)
         for old in [old for snapshots in by_session.values() for old in snapshots[:-kept]]:
             self._samplers.close(old.id)
-            await self._write(*self._samplers.retire([old], f"{kept} snapshots are kept, and newer ones came"))
-            await self._trainer.remove_folder(str(old.folder))
+            await self._write(*self._samplers.mark_gone([old], f"{kept} snapshots are kept, and newer ones came"))
+            await self._checkpoints.remove_folder(str(old.folder))
 
     async def _end(self, id: str, why: str, *, snapshots: bool) -> None:
-        """Its sampling work is dropped, what waits for numbers that never came fails, its models leave the host."""
+        """Cancel a session's sampling, fail requests that wait for numbers that never came, unload its models."""
         samplers = [sampler for sampler in self._registry.samplers.values() if sampler.session == id]
         names = {sampler.id for sampler in samplers}
-        for ticket in self._board.open_tickets():
-            if ticket.row.target in names:
-                await self._sampling.cancel(ticket, Failed(message=why, category="user"))
+        for pending in self._requests.open_requests():
+            if pending.row.target in names:
+                await self._sampling.cancel(pending, Failed(message=why, category="user"))
         for model in [model for model in self._registry.models.values() if model.session == id]:
-            await self._trainer.abandon(model.id, why)
-            await self._trainer.rest(model.id)
+            await self._trainer.fail_unreachable(model.id, why)
+            await self._trainer.unload(model.id)
         for sampler in samplers if snapshots else ():
-            self._sampling.asked.pop(sampler.id, None)
+            self._sampling.accepted_seqs.pop(sampler.id, None)
             if sampler.folder is not None:
                 self._samplers.close(sampler.id)
-                await self._trainer.remove_folder(sampler.folder)  # first: what is forgotten nobody removes any more
+                await self._checkpoints.remove_folder(
+                    sampler.folder
+                )  # first: nobody removes a folder that is forgotten
                 await self._write(self._registry.forget(sampler))
 
     async def _write(self, *statements: Statement) -> None:
         await asyncio.wrap_future(self._journal.write(statements))
 
 
-def _ended(session: str) -> str:
+def _ended_message(session: str) -> str:
     return f"session '{session}' has ended: open a new one; saved states and checkpoints are still there"

@@ -1,4 +1,4 @@
-"""serve.toml: what is served, where, to whom, and within which limits. An unknown key is answered with the nearest."""
+"""Read serve.toml: what is served, where, to whom, within which limits. Unknown keys are answered with the nearest."""
 
 import math
 import re
@@ -14,7 +14,6 @@ from headrace.config.metrics_checks import metrics_problems
 from headrace.config.tree import Metrics
 from headrace.errors import ConfigError
 from headrace.service.access import HashedKey
-from headrace.service.service import Limits
 
 COUNTS = (
     "body_bytes", "running_sequences", "resident_models", "open_samplers", "snapshots_per_model", "full_save_steps",
@@ -27,34 +26,45 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listen:
-    """`journal`: a SQLite file or postgresql://...; empty: journal.sqlite in `folder`."""
+class Limits:
+    """Limits of the whole server. Times are in seconds."""
 
+    poll_s: float = 30.0  # the longest wait of one poll
+    body_bytes: int = 64 * 2**20
+    metadata_only_bytes: int = 4 * 2**20  # larger results are sent only when they are asked for once more
+    running_sequences: int = 256
+    resident_models: int = 64
+    open_samplers: int = 64
+    snapshots_per_model: int = 64
+    full_save_steps: int = 10  # updates of a full model between two saved states
+    max_rank: int = 128
+    evaluation_sequences: int = 4096
+    session_timeout_s: float = 900.0
+    keep_results_s: float = 24 * 3600.0
+    tidy_s: float = 30.0  # between two removals of what has expired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
     __pydantic_config__ = ConfigDict(extra="forbid")
     host: str = "127.0.0.1"
     port: int = 8765
     folder: str = "headrace-serve"
-    journal: str = ""
+    journal: str = ""  # a SQLite file or postgresql://...; empty: journal.sqlite in `folder`
     sampled_logprobs: Literal["raw", "tempered"] = "raw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`path`: tiny, smollm2-135m or a Hugging Face folder; `name` and `aliases`: what clients may call it. `full`: a
-    client may train all parameters, one at a time, by asking for rank 0.
-
-    `tokenizer`: what clients load, a hub name or a folder they can see; empty: the model's own folder.
-    """
-
     __pydantic_config__ = ConfigDict(extra="forbid")
-    path: str = "tiny"
-    name: str = ""
-    aliases: tuple[str, ...] = ()
-    tokenizer: str = ""
+    path: str = "tiny"  # or smollm2-135m, or a Hugging Face folder
+    name: str = ""  # what clients call the model
+    aliases: tuple[str, ...] = ()  # other names that they may use
+    tokenizer: str = ""  # what clients load, a hub name or a folder they can see; empty: the model's own folder
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
-    full: bool = False
+    full: bool = False  # a client may train all parameters, one at a time, by asking for rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +80,15 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
-    """A frozen model that losses and evaluations may name: a folder here, or http://HOST:PORT/NAME of a
-    `headrace serve --reference`, whose key is in the environment variable `key_env`. `bits`: of its weights here;
-    `quantizer`: the package that quantises them, plain torch, or auto."""
+    """A frozen model that losses and evaluations may name: a folder, or a model of another server."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
-    path: str = ""
-    url: str = ""
-    key_env: str = "HEADRACE_REFERENCE_KEY"
-    bits: Literal[8, 4] | None = None
-    quantizer: Literal["auto", "torchao", "bitsandbytes", "plain"] = "auto"
+    path: str = ""  # a folder on this machine
+    url: str = ""  # http://HOST:PORT/NAME of a `headrace serve --reference`
+    key_env: str = "HEADRACE_REFERENCE_KEY"  # the environment variable that holds that server's key
+    bits: Literal[8, 4] | None = None  # of the weights of a model in a folder
+    quantizer: Literal["auto", "torchao", "bitsandbytes", "plain"] = "auto"  # auto: one that works on this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +104,6 @@ class RewardFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """`flags` are told to the SDK by client/config, over ours."""
-
     __pydantic_config__ = ConfigDict(extra="forbid")
     serve: Listen = Listen()
     model: ServedModel = ServedModel()
@@ -106,12 +112,12 @@ class ServeConfig:
     keys: tuple[HashedKey, ...] = ()
     references: tuple[ReferenceModel, ...] = ()
     rewards: tuple[RewardFile, ...] = ()
-    flags: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    flags: Mapping[str, bool | int | float | str] = field(default_factory=dict)  # for the SDK, over ours
     metrics: Metrics = field(default_factory=Metrics)
 
 
 def load_serve_config(text: str, *, file: str) -> ServeConfig:
-    """Raises ConfigError in one sentence.
+    """Parse and check serve.toml; raises ConfigError in one sentence.
 
     >>> load_serve_config('[serve]\\nport = 9000', file="serve.toml").serve.port
     9000
@@ -138,7 +144,7 @@ def load_serve_config(text: str, *, file: str) -> ServeConfig:
 
 
 def _check_numbers(config: ServeConfig, file: str) -> None:
-    """With others the server would begin, and hang or fail at the first request."""
+    """Check numbers with which the server would start, and hang or fail at the first request."""
     serve, engine, limits = config.serve, config.engine, config.limits
     at_least: dict[str, tuple[float, float]] = {
         "serve.port": (serve.port, 0),
@@ -166,25 +172,27 @@ def _check_numbers(config: ServeConfig, file: str) -> None:
 
 def _check_named(config: ServeConfig, file: str) -> None:
     for kind, names in (
-        ("references", [each.name for each in config.references]),
-        ("rewards", [each.name for each in config.rewards]),
+        ("references", [reference.name for reference in config.references]),
+        ("rewards", [reward.name for reward in config.rewards]),
     ):
         for name in names:
             if not NAME.fullmatch(name) or name == "base" or names.count(name) > 1:
                 raise ConfigError(
                     f"{file}: '{kind}.name' is {name!r}: use letters, digits, . _ and -, each name once, and not base"
                 )
-    for each in config.references:
-        if bool(each.path) == bool(each.url):
-            raise ConfigError(f"{file}: reference '{each.name}' needs either a path or a url")
-        if each.quantizer != "auto" and each.bits is None:
-            raise ConfigError(f"{file}: reference '{each.name}' names a quantizer: say how many bits, or leave it out")
+    for reference in config.references:
+        if bool(reference.path) == bool(reference.url):
+            raise ConfigError(f"{file}: reference '{reference.name}' needs either a path or a url")
+        if reference.quantizer != "auto" and reference.bits is None:
+            raise ConfigError(
+                f"{file}: reference '{reference.name}' names a quantizer: say how many bits, or leave it out"
+            )
     if config.engine.reference_models < 1 or config.engine.reference_bytes < 0:
         raise ConfigError(f"{file}: 'engine.reference_models' must be 1 or more, 'engine.reference_bytes' 0 or more")
 
 
 def _check_keys(tree: Any, kind: Any, file: str, before: str) -> None:
-    """Unknown keys at any depth; a list of tables is looked into as well."""
+    """Check for unknown keys at any depth, also inside lists of tables."""
     if get_origin(kind) is tuple and isinstance(tree, list):
         for item in tree:
             _check_keys(item, get_args(kind)[0], file, before)

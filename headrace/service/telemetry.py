@@ -1,4 +1,4 @@
-"""What the service measures: one record for each update of a model, one for the server now and then.
+"""Measure the service: one record for each update of a model, one for the server now and then.
 
 Numbers have the names that a run's have (docs/metrics.md). The last of each is kept for GET /metrics; records go to
 sinks on a thread of their own, so no request waits for a disk or a network, and none fails because of them.
@@ -28,10 +28,10 @@ CLOSE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Whose numbers they are: a model and its owner, or `SERVER`, whose are nobody's."""
+    """The model that was measured, or the server."""
 
-    name: str
-    owner: str = ""
+    name: str  # of the model, or `SERVER`
+    owner: str = ""  # the server's numbers have none
 
     @property
     def labels(self) -> Labels:
@@ -39,7 +39,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class MetricsRecord:
     source: Source
     step: int
     values: Mapping[str, float]
@@ -47,7 +47,7 @@ class Record:
 
 @dataclass(slots=True)
 class _Accumulated:
-    """What the forward_backward requests since the last update measured."""
+    """Sums over the forward_backward requests since the last update."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     trained: int = 0
@@ -57,7 +57,7 @@ class _Accumulated:
 
 
 class Telemetry:
-    """Measures on the event loop; `open_sink` is called, and what it gives is used, on the telemetry's own thread.
+    """Measure on the event loop; write to sinks on a thread of its own, which also calls `open_sink`.
 
     At most `max_open` sinks are open, those that were used last. When `max_waiting` records wait, new ones are lost.
     """
@@ -73,22 +73,22 @@ class Telemetry:
         self.gauges = Gauges()
         self.num_lost = 0
         self._sinks = None if open_sink is None else _Sinks(open_sink, max_open)
-        self._waiting: queue.Queue[Record | None] = queue.Queue(maxsize=max_waiting)
+        self._waiting: queue.Queue[MetricsRecord | None] = queue.Queue(maxsize=max_waiting)
         self._thread: threading.Thread | None = None
         self._accumulated: dict[str, _Accumulated] = {}
-        self._free = 0.0  # when the host had last ended something
+        self._free = 0.0  # when the host last finished something
         self._server_records = 0
 
-    # --- what the trainer says ---
+    # --- measuring ---
 
-    def spent(self, began: float) -> float:
-        """Seconds that a request which has just ended had the host, which runs one after another."""
+    def host_seconds(self, began: float) -> float:
+        """Return how long a request that has just finished had the host, which runs one after another."""
         now = time.perf_counter()
         seconds, self._free = now - max(began, self._free), now
         return seconds
 
     def forward(self, model: str, out: ForwardOut, data: Sequence[Datum], *, seconds: float) -> None:
-        """A forward_backward that has ended well; it counts with the next update."""
+        """Add a forward_backward that succeeded; it counts with the next update."""
         so_far = self._accumulated.setdefault(model, _Accumulated())
         measured = {"loss/total": Sum(out.loss), **out.metrics, **_rewards(data)}
         so_far.metrics = _merged(so_far.metrics, measured)
@@ -98,13 +98,13 @@ class Telemetry:
         so_far.requests += 1
 
     def forget(self, model: str) -> None:
-        """What was accumulated is gone: a failed update, loaded weights, a model that is brought back."""
+        """Drop what was accumulated: after a failed update, loaded weights, or when a model is brought back."""
         self._accumulated.pop(model, None)
 
     def step(
         self, model: str, owner: str, out: StepOut, update: Adam | Discard, *, seconds: float, depth: int
-    ) -> Record | None:
-        """The record of an update; None for one that was asked to discard."""
+    ) -> MetricsRecord | None:
+        """Make the record of an update; None for one that discards the gradient."""
         so_far = self._accumulated.pop(model, _Accumulated())
         if isinstance(update, Discard):
             return None
@@ -120,22 +120,22 @@ class Telemetry:
             "perf/optim_step_ms": 1000 * seconds,
             "perf/queue_depth": float(depth),
         }
-        return Record(source=Source(name=model, owner=owner), step=out.num_updates, values=values)
+        return MetricsRecord(source=Source(name=model, owner=owner), step=out.num_updates, values=values)
 
-    def log(self, record: Record) -> None:
-        """Returns at once."""
+    def log(self, record: MetricsRecord) -> None:
+        """Keep a record for GET /metrics and hand it to the sinks; returns at once."""
         self.gauges.put(record.source.labels, record.step, record.values)
         self._hand_over(record)
 
     def log_server(self, figures: Mapping[str, float]) -> None:
-        """Figures of the whole server, and of the GPU, if one is used; not for tenants."""
+        """Log numbers of the whole server, and of the GPU if one is used; users do not see them."""
         self._server_records += 1
         values = {**{f"server/{name}": float(value) for name, value in figures.items()}, **gpu_values()}
-        self.log(Record(source=Source(name=SERVER), step=self._server_records, values=values))
+        self.log(MetricsRecord(source=Source(name=SERVER), step=self._server_records, values=values))
 
     # --- sinks ---
 
-    def _hand_over(self, record: Record) -> None:
+    def _hand_over(self, record: MetricsRecord) -> None:
         if self._sinks is None:
             return
         if self._thread is None:
@@ -155,7 +155,7 @@ class Telemetry:
         self._sinks.close()
 
     def close(self) -> None:
-        """Returns when all that was logged is written, or after `CLOSE_S`."""
+        """Wait until all that was logged is written, or for `CLOSE_S`."""
         if self._thread is None:
             return
         ends = time.monotonic() + CLOSE_S
@@ -170,14 +170,14 @@ class Telemetry:
 
 
 class _Sinks:
-    """The open sinks by source. A sink that fails is told of once, and its source has none from then on."""
+    """Keep open sinks by source. A sink that fails is logged once, and its source has none from then on."""
 
     def __init__(self, open_sink: Callable[[Source], MetricSink], max_open: int) -> None:
         self._open_sink, self._max_open = open_sink, max_open
         self._sinks: OrderedDict[Source, MetricSink] = OrderedDict()
         self._broken: set[Source] = set()
 
-    def log(self, record: Record) -> None:
+    def log(self, record: MetricsRecord) -> None:
         source = record.source
         if source in self._broken:
             return
@@ -206,13 +206,13 @@ class _Sinks:
 
 
 def _rewards(data: Sequence[Datum]) -> dict[str, Metric]:
-    """Where data bring rewards of their tokens, as those do whose advantages are made here: the mean of a sequence."""
+    """Average the total reward of the sequences, if the data have rewards (for advantages computed here)."""
     totals = [float(datum.arrays["rewards"].sum()) for datum in data if "rewards" in datum.arrays]
     return {"reward/mean": Mean(sum(totals), len(totals))} if totals else {}
 
 
 def _merged(left: Metrics, right: Metrics) -> dict[str, Metric]:
-    """As `merge_metrics`; but tenants may mix losses that measure one name in different ways: then the newer counts."""
+    """Merge like `merge_metrics`; but where two losses reduce one name in different ways, the newer counts."""
     merged: dict[str, Metric] = dict(left)
     for name, metric in right.items():
         before = merged.get(name)

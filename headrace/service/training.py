@@ -1,87 +1,55 @@
-"""Training requests in order: strictly by sequence number within a model, in turn between models, each exactly once.
+"""Run training requests, each exactly once: strictly by sequence number within a model, in turn between models.
 
 A request waits until those before it are there. `window` of them are handed to the host at a time, which runs them in
 the order they were handed over, so it never idles and nobody queues far ahead of others.
 
-**Restart.** A model's state is saved after every request that changes its weights (`Model.saved_seq`, `folder`), a full
-model's after every few of them; later requests are in the journal with their bodies. A model is brought back when it is
-needed: created, loaded, and every later request run again in order. Those that had ended are run for what they do to
-the model alone; their outcome stays the one that was told.
+**Restart.** A model is brought back when it is needed: its saved state is loaded (`model_states`), and every later
+request in the journal is run again in order. Those that had finished run only for what they do to the model; their
+outcome stays the one that was reported.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import shutil
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import Any
 
 from headrace.errors import BackendError, HeadraceError, RequestError, boundary
-from headrace.service.futures import Board, Done, Outcome, Ticket, done_json, failed
-from headrace.service.gae import run_forward
-from headrace.service.host import Full, ModelHost
-from headrace.service.journal import Journal, Row, Statement, forget_bodies
-from headrace.service.leftovers import has_gone, will_go
-from headrace.service.open_samplers import MADE_ROOM, OpenSamplers
-from headrace.service.records import Checkpoint, Kind, Model, SamplerRecord, checkpoint_path, folder_name, sampler_id
+from headrace.service.checkpoints import CheckpointStore
+from headrace.service.execution import OperationRunner
+from headrace.service.futures import Outcome, PendingRequest, RequestTable, to_failure
+from headrace.service.host import ModelHost
+from headrace.service.journal import Journal, JournalRow
+from headrace.service.model_queue import ModelQueue, lacks_reference
+from headrace.service.model_states import ModelStates, SideEffects
+from headrace.service.open_samplers import SamplerCache
+from headrace.service.records import Model
 from headrace.service.references import References
-from headrace.service.registry import OwnFault, Registry
-from headrace.service.telemetry import Record, Telemetry
-from headrace.service.wire import PROTOBUF, metric_names, write_forward
-from headrace.service.work import Broken, Create, Forward, Load, Save, Snapshot, Step, Work, read_work
-from headrace.types import Discard, StepOut
+from headrace.service.registry import Registry
+from headrace.service.telemetry import Telemetry
+from headrace.service.work import CreateOp, ForwardOp, InvalidOp, Operation, OptimStepOp, parse_operation
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
+FINISHED = "SELECT target, seq FROM requests WHERE state != 'queued' AND kind != 'sample' AND body IS NOT NULL"
 
 
-@dataclass(slots=True)
-class Effects:
-    """What becomes true together with an outcome, and folders that nothing needs once it is on disk."""
-
-    statements: list[Statement] = field(default_factory=list)
-    stale: list[str] = field(default_factory=list)
-    replaced: str | None = None  # the folder of a checkpoint, which the statements say will go
-    record: Record | None = None  # of metrics
-
-
-@dataclass(slots=True, eq=False)
-class Line:
-    """The requests of one model. `settled`: numbers beyond the saved state whose outcome has been told; `unsaved`:
-    those of updates that the saved state lacks."""
-
-    model: str
-    next_seq: int = 0
-    resident: bool = False
-    restoring: bool = False
-    inflight: int = 0
-    used: float = 0.0
-    waiting: dict[int, Ticket] = field(default_factory=dict)
-    settled: set[int] = field(default_factory=set)
-    unsaved: set[int] = field(default_factory=set)
-    untold: int = 0  # requests that were begun, and whose result is not in the journal yet
-    lost: str = ""  # why what was done before a restart could not be done again: the model is not where it was
-
-
-class Trainer:
-    """Lives on one event loop; `folder` holds states and checkpoints."""
+class TrainingQueue:
+    """Hand the requests of all models to the host. Lives on one event loop; `folder` is the server's."""
 
     def __init__(
         self,
         host: ModelHost,
-        board: Board,
+        requests: RequestTable,
         registry: Registry,
         journal: Journal,
         folder: Path,
-        samplers: OpenSamplers,
+        samplers: SamplerCache,
         references: References,
+        checkpoints: CheckpointStore,
         *,
         window: int = 2,
         max_resident: int = 64,
@@ -89,483 +57,264 @@ class Trainer:
         telemetry: Telemetry | None = None,
     ) -> None:
         assert window > 0
-        assert full_save_steps > 0
-        self._host, self._board, self._registry, self._journal = host, board, registry, journal
+        self._host, self._requests, self._registry, self._journal = host, requests, registry, journal
         self._folder = folder
-        self._samplers, self._references = samplers, references
-        self._window = window
-        self._max_resident = max_resident
-        self._full_save_steps = full_save_steps
+        self._references, self._checkpoints = references, checkpoints
+        self._window, self._max_resident = window, max_resident
         self._telemetry = telemetry or Telemetry()
-        self._lines: dict[str, Line] = {}
-        self._turns: deque[Line] = deque()
+        self._states = ModelStates(host, registry, journal, folder, full_save_steps=full_save_steps)
+        self._runner = OperationRunner(
+            host, registry, samplers, self._states, folder, self._telemetry, clock=lambda: self.clock
+        )
+        self._queues: dict[str, ModelQueue] = {}
+        self._turns: deque[ModelQueue] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._inflight = 0
+        self._num_running = 0
         self._closed = False
         self.clock = 0  # requests run
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # that requests took, by kind
 
-    # --- what the service calls ---
+    # --- adding and removing ---
 
-    def start(self, unfinished: Iterable[Row]) -> None:
-        """Take up where the journal ends: `unfinished` are the queued requests of models."""
-        told = "SELECT target, seq FROM requests WHERE state != 'queued' AND kind != 'sample' AND body IS NOT NULL"
+    def start(self, unfinished: Iterable[JournalRow]) -> None:
+        """Go on where the journal ends; `unfinished` are the queued requests of models."""
         for model in self._registry.models.values():
-            self._lines[model.id] = Line(model=model.id, next_seq=model.saved_seq + 1)
-        for target, seq in self._journal.query(told):
-            if target in self._lines and seq > self._registry.models[target].saved_seq:
-                self._lines[target].settled.add(seq)
+            self._queues[model.id] = ModelQueue(model=model.id, next_seq=model.saved_seq + 1)
+        for target, seq in self._journal.query(FINISHED):
+            if target in self._queues and seq > self._registry.models[target].saved_seq:
+                self._queues[target].finished.add(seq)
         for row in unfinished:
-            ticket = self._board.adopt(row, read_work(row.kind, row.body or b""))
-            ticket.accepted.set_result(None)
-            self.offer(ticket)
+            pending = self._requests.restore(row, parse_operation(row.kind, row.body or b""))
+            pending.accepted.set_result(None)
+            self.enqueue(pending)
 
     def add(self, model: Model) -> None:
-        """A model that is about to be created: nothing needs to be brought back."""
-        if model.id not in self._lines:
-            self._lines[model.id] = Line(model=model.id, resident=True)
+        """Add a model that is about to be created: nothing needs to be brought back."""
+        if model.id not in self._queues:
+            self._queues[model.id] = ModelQueue(model=model.id, resident=True)
 
-    def told(self, model: str, seq: int) -> bool:
-        """Whether this request has ended already."""
-        line = self._lines.get(model)
-        if line is None:  # a copy, which nobody trains
+    def enqueue(self, pending: PendingRequest) -> None:
+        """Run a request when those before it have run and it is its model's turn."""
+        queue = self._queues[pending.row.target]
+        self._add(queue, pending)
+        if queue not in self._turns:
+            self._turns.append(queue)
+        self._start_ready()
+
+    def _add(self, queue: ModelQueue, pending: PendingRequest) -> None:
+        """Queue a request; log-probs of a reference model are computed while it waits."""
+        queue.waiting[pending.row.seq] = pending
+        if lacks_reference(pending):
+            assert isinstance(pending.operation, ForwardOp)
+            self._spawn(self._add_reference_logprobs(pending, pending.operation))
+
+    async def cancel(self, pending: PendingRequest) -> bool:
+        """Keep a queued request from starting; its number counts as finished. False when it has started."""
+        queue = self._queues[pending.row.target]
+        if queue.waiting.get(pending.row.seq) is not pending or pending.replay:
             return False
-        return seq <= self._registry.models[model].saved_seq or seq in line.settled
-
-    def offer(self, ticket: Ticket) -> None:
-        line = self._lines[ticket.row.target]
-        self._wait(line, ticket)
-        if line not in self._turns:
-            self._turns.append(line)
-        self._pump()
-
-    def _wait(self, line: Line, ticket: Ticket) -> None:
-        """What a request needs to know of other models is found out while it waits."""
-        line.waiting[ticket.row.seq] = ticket
-        if not _is_ready(ticket):
-            self._spawn(self._prepare(ticket, ticket.work))
-
-    def depth(self, model: str | None = None) -> int:
-        """Requests that wait or run."""
-        lines = list(self._lines.values()) if model is None else [self._lines[model]] if model in self._lines else []
-        return sum(len(line.waiting) + line.inflight for line in lines)
-
-    def position(self, ticket: Ticket) -> int:
-        """How many requests of its model are before it."""
-        line = self._lines[ticket.row.target]
-        return line.inflight + sum(seq < ticket.row.seq for seq in line.waiting)
-
-    def missing(self, ticket: Ticket) -> int | None:
-        """The number that has to come before this request can run, if it has not."""
-        line = self._lines[ticket.row.target]
-        return None if line.next_seq in line.waiting or line.inflight else line.next_seq
-
-    def is_resident(self, model: str) -> bool:
-        return model in self._lines and self._lines[model].resident
-
-    def is_behind(self, model: str) -> bool:
-        """Whether the saved state may lack updates that were made."""
-        line = self._lines[model]
-        return bool(line.unsaved) or (not line.resident and bool(line.settled))
-
-    @property
-    def num_resident(self) -> int:
-        return sum(line.resident for line in list(self._lines.values()))
-
-    async def cancel(self, ticket: Ticket) -> bool:
-        """A queued request never starts; its number counts as done. False when it has started."""
-        line = self._lines[ticket.row.target]
-        if line.waiting.get(ticket.row.seq) is not ticket or ticket.replay or isinstance(ticket.work, Create):
+        if isinstance(pending.operation, CreateOp):
             return False
-        ticket.work = Broken(message="the request was cancelled before it started")
+        pending.operation = InvalidOp(message="the request was cancelled before it started")
         return True
 
-    async def abandon(self, model: str, why: str) -> None:
-        """Fail what waits for numbers that will not come; what can run, runs."""
-        line = self._lines.get(model)
-        if line is None:
-            return
-        seq = line.next_seq
-        while seq in line.waiting:
-            seq += 1
-        for ticket in [line.waiting.pop(number) for number in list(line.waiting) if number > seq]:
-            line.settled.add(ticket.row.seq)
-            await self._board.settle(ticket, failed(RequestError(why)))
+    async def fail_unreachable(self, model: str, why: str) -> None:
+        """Fail the requests that wait for numbers that will not come; what can run, runs."""
+        queue = self._queues.get(model)
+        for pending in queue.take_unreachable() if queue is not None else ():
+            await self._requests.finish(pending, to_failure(RequestError(why)))
 
-    async def rest(self, model: str) -> None:
-        """Free the host of a model that nobody uses; it is brought back when it is needed."""
-        line = self._lines.get(model)
-        if line is None or not line.resident or line.waiting or line.inflight:
+    async def unload(self, model: str) -> None:
+        """Take a model that is idle off the host; it is brought back when it is needed."""
+        queue = self._queues.get(model)
+        if queue is None or not queue.is_idle:
             return
-        line.resident = False
+        queue.resident = False
         with contextlib.suppress(HeadraceError):
             await asyncio.wrap_future(self._host.drop(model))
 
     async def close(self) -> None:
-        """What runs is left to the journal: it is run again after the next start."""
+        """Stop; requests that run are left to the journal and run again after the next start."""
         self._closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    # --- where things stand ---
+
+    def is_finished(self, model: str, seq: int) -> bool:
+        """Say whether this request has an outcome already."""
+        queue = self._queues.get(model)
+        if queue is None:  # a copy, which nobody trains
+            return False
+        return seq <= self._registry.models[model].saved_seq or seq in queue.finished
+
+    def depth(self, model: str | None = None) -> int:
+        """Count the requests that wait or run, of one model or of all."""
+        if model is None:
+            return sum(queue.depth for queue in list(self._queues.values()))
+        return self._queues[model].depth if model in self._queues else 0
+
+    def position(self, pending: PendingRequest) -> int:
+        """Count the requests of its model before this one."""
+        return self._queues[pending.row.target].position(pending.row.seq)
+
+    def missing_seq(self, pending: PendingRequest) -> int | None:
+        """Return the number that has to come before this request can run, if it has not come."""
+        return self._queues[pending.row.target].missing_seq()
+
+    def is_resident(self, model: str) -> bool:
+        return model in self._queues and self._queues[model].resident
+
+    def is_behind(self, model: str) -> bool:
+        """Say whether the saved state may lack updates that were made."""
+        return self._queues[model].is_behind
+
+    @property
+    def num_resident(self) -> int:
+        return sum(queue.resident for queue in list(self._queues.values()))
+
     # --- order ---
 
-    def _pump(self) -> None:
-        while self._inflight < self._window and not self._closed:
-            line = self._whose_turn()
-            if line is None:
+    def _start_ready(self) -> None:
+        """Hand requests to the host while fewer than `window` are there, models taking turns."""
+        while self._num_running < self._window and not self._closed:
+            queue = self._next_queue()
+            if queue is None:
                 return
-            ticket = line.waiting.pop(line.next_seq)
-            line.next_seq += 1
-            line.inflight += 1
-            line.untold += not ticket.replay
-            line.used = time.monotonic()
-            self._inflight += 1
-            self._spawn(self._run(line, ticket))
+            pending = queue.take_next(time.monotonic())
+            self._num_running += 1
+            self._spawn(self._run_again(queue, pending) if pending.replay else self._run(queue, pending))
 
-    def _whose_turn(self) -> Line | None:
+    def _next_queue(self) -> ModelQueue | None:
+        """Choose the model whose turn it is; one that the host does not have is brought back first."""
         for _ in range(len(self._turns)):
-            line = self._turns.popleft()
-            if not line.waiting:
+            queue = self._turns.popleft()
+            if not queue.waiting:
                 continue
-            self._turns.append(line)
-            if line.restoring:
+            self._turns.append(queue)
+            if queue.restoring:
                 continue
-            if not line.resident:
-                line.restoring = True
-                self._spawn(self._restore(line))
+            if not queue.resident:
+                queue.restoring = True
+                self._spawn(self._restore(queue))
                 continue
-            while line.next_seq in line.settled and line.next_seq not in line.waiting:
-                line.next_seq += 1  # it was abandoned, and is done with
-            ticket = line.waiting.get(line.next_seq)
-            if ticket is not None and _is_ready(ticket) and not (line.untold and isinstance(ticket.work, Load)):
-                return line  # a checkpoint is there for others when its save is told
+            if queue.can_run():
+                return queue
         return None
-
-    async def _prepare(self, ticket: Ticket, work: Forward) -> None:
-        ready: Work
-        try:
-            with boundary(BackendError, f"the reference model '{work.reference}' failed"):
-                ready = await self._references.filled(work, ticket.row.owner)
-        except HeadraceError as exc:
-            ready = Broken(message=str(exc), ours=failed(exc).category == "server")
-        if ticket.work is work:  # it was not cancelled meanwhile
-            ticket.work = ready
-        self._pump()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, line: Line, ticket: Ticket) -> None:
-        """One request on the host. What is submitted is submitted before the first await: that is the order."""
-        ticket.running = True
-        also = Effects()
-        began = time.perf_counter()
+    async def _add_reference_logprobs(self, pending: PendingRequest, operation: ForwardOp) -> None:
+        ready: Operation
         try:
-            with boundary(BackendError, f"{ticket.row.kind} failed"):
-                if ticket.replay:
-                    await self._repeat(line, ticket)
-                    return
-                if line.lost:
-                    raise BackendError(f"the model is not where it was before the server's restart: {line.lost}")
-                outcome: Outcome = await self._execute(ticket, ticket.work, also)
+            with boundary(BackendError, f"the reference model '{operation.reference}' failed"):
+                ready = await self._references.add_logprobs(operation, pending.row.owner)
         except HeadraceError as exc:
-            if ticket.replay:
-                logger.error("request %s, run again after a restart, failed: %s", ticket.row.id, exc)
-                if ticket.row.state == "done":
-                    line.lost = line.lost or str(exc)
-                return
-            outcome = failed(exc, self._folder)
-            line.unsaved.discard(ticket.row.seq)
-            if isinstance(ticket.work, Step):
-                self._telemetry.forget(line.model)
-                if not line.lost:  # else the journal is all that has the way to where it was
-                    self._saved(ticket, None, also)
+            ready = InvalidOp(message=str(exc), server_fault=to_failure(exc).category == "server")
+        if pending.operation is operation:  # it was not cancelled meanwhile
+            pending.operation = ready
+        self._start_ready()
+
+    # --- running ---
+
+    async def _run(self, queue: ModelQueue, pending: PendingRequest) -> None:
+        """Run a request on the host, journal its outcome, and do what follows from it."""
+        effects = SideEffects()
+        with self._running(queue, pending):
+            outcome = await self._outcome(queue, pending, effects)
+        if pending.row.seq > self._registry.models[queue.model].saved_seq:
+            queue.finished.add(pending.row.seq)
+        try:
+            await self._requests.finish(pending, outcome, effects.statements)
         finally:
-            line.inflight -= 1
-            self._inflight -= 1
+            queue.num_unjournalled -= 1
+            self._start_ready()
+        if effects.record is not None:
+            self._telemetry.log(effects.record)
+        for folder in effects.stale:
+            await self._checkpoints.remove_folder(folder)
+        if effects.replaced is not None:
+            await self._checkpoints.remove_marked(effects.replaced)
+
+    async def _outcome(self, queue: ModelQueue, pending: PendingRequest, effects: SideEffects) -> Outcome:
+        operation = pending.operation
+        assert isinstance(operation, Operation)
+        try:
+            with boundary(BackendError, f"{pending.row.kind} failed"):
+                if queue.restore_error:
+                    raise BackendError(
+                        f"the model is not where it was before the server's restart: {queue.restore_error}"
+                    )
+                return await self._runner.run(queue, pending, operation, effects)
+        except HeadraceError as exc:
+            queue.unsaved.discard(pending.row.seq)
+            if isinstance(operation, OptimStepOp):
+                self._telemetry.forget(queue.model)
+                if not queue.restore_error:  # else only the journal still has the way to where it was
+                    self._states.record(queue, pending, None, effects)
+            return to_failure(exc, self._folder)
+
+    async def _run_again(self, queue: ModelQueue, pending: PendingRequest) -> None:
+        """Run a request that had finished before a restart once more."""
+        operation = pending.operation
+        assert isinstance(operation, Operation)
+        with self._running(queue, pending):
+            try:
+                with boundary(BackendError, f"{pending.row.kind} failed"):
+                    await self._runner.replay(queue, pending, operation)
+            except HeadraceError as exc:
+                logger.error("request %s, run again after a restart, failed: %s", pending.row.id, exc)
+                if pending.row.state == "done":
+                    queue.restore_error = queue.restore_error or str(exc)
+
+    @contextlib.contextmanager
+    def _running(self, queue: ModelQueue, pending: PendingRequest) -> Iterator[None]:
+        """Measure a request, and start the next one behind it."""
+        pending.running = True
+        kind, began = pending.row.kind, time.perf_counter()
+        try:
+            yield
+        finally:
+            queue.num_running -= 1
+            self._num_running -= 1
             self.clock += 1
-            kind = ticket.row.kind
             self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - began
-            self._pump()
-        if ticket.row.seq > self._registry.models[line.model].saved_seq:
-            line.settled.add(ticket.row.seq)
-        try:
-            await self._board.settle(ticket, outcome, also.statements)
-        finally:
-            line.untold -= 1
-            self._pump()
-        if also.record is not None:
-            self._telemetry.log(also.record)
-        for folder in also.stale:
-            await self.remove_folder(folder)
-        if also.replaced is not None:
-            await self.remove_checkpoint(also.replaced)
+            self._start_ready()
 
-    # --- what each request is ---
+    # --- restart ---
 
-    async def _execute(self, ticket: Ticket, work: Work, also: Effects) -> Outcome:
-        model = self._registry.models[ticket.row.target]
-        began = time.perf_counter()
-        match work:
-            case Create():
-                return await self._create(ticket, model, work, also)
-            case Forward():
-                out = await run_forward(self._host, model.id, work)
-                seconds = self._telemetry.spent(began)
-                if work.backward:
-                    self._telemetry.forward(model.id, out, work.data, seconds=seconds)
-                return Done(media=PROTOBUF, body=write_forward(out, clock=self.clock))
-            case Step():
-                stepped = self._host.optim_step(model.id, work.update)
-                saved = self._save_state(ticket) if self._is_due(model) else None
-                self._lines[model.id].unsaved.add(ticket.row.seq)
-                step = await self._done(stepped, saved, also)
-                also.record = self._telemetry.step(
-                    model.id,
-                    model.owner,
-                    step,
-                    work.update,
-                    seconds=self._telemetry.spent(began),
-                    depth=self.depth(model.id),
-                )
-                await self._when_saved(ticket, saved, also)
-                return done_json({"metrics": _step_metrics(step, work), "type": "optim_step"})
-            case Save():
-                return await self._save(ticket, model, work, also)
-            case Snapshot():
-                return await self._snapshot(model, work, also)
-            case Load():
-                source = self._registry.checkpoint(work.path, model.owner)
-                loaded = self._host.load(model.id, self._folder / source.folder, optimizer=work.optimizer)
-                saved = self._save_state(ticket)
-                self._lines[model.id].unsaved.add(ticket.row.seq)
-                await self._done(loaded, saved, also)
-                self._telemetry.forget(model.id)
-                await self._when_saved(ticket, saved, also)
-                return done_json({"path": work.path, "type": "load_weights"})
-            case Broken():
-                raise OwnFault(work.message) if work.ours else RequestError(work.message)
-            case _:
-                assert_never(work)
-
-    async def _create(self, ticket: Ticket, model: Model, work: Create, also: Effects) -> Outcome:
-        steps = [self._host.create(model.id, model.spec)]
-        saved = None
-        if work.source is not None:
-            source = self._registry.checkpoint(work.source, model.owner)
-            steps.append(self._host.load(model.id, self._folder / source.folder, optimizer=work.optimizer))
-            saved = self._save_state(ticket)
-        for step in steps:
-            await self._done(step, saved, also)
-        if saved is None:
-            self._saved(ticket, None, also)
-        await self._when_saved(ticket, saved, also)
-        kind = "create_model" if work.source is None else "load_weights"
-        return done_json({"model_id": model.id, "path": work.source, "type": kind})
-
-    async def _save(self, ticket: Ticket, model: Model, work: Save, also: Effects) -> Outcome:
-        path = checkpoint_path(model.id, work.kind, work.name)
-        if path in self._registry.checkpoints and not work.overwrite:
-            raise RequestError(f"{path} is there already: choose another name, or save with overwrite=True")
-        folder = Path("checkpoints") / folder_name(path, str(ticket.row.seq))
-        replaced = self._registry.checkpoints.get(path)
-        full = work.kind is Kind.TRAINING
-        await asyncio.wrap_future(self._host.save(model.id, self._folder / folder, optimizer=full))
-        size = await asyncio.to_thread(_size, self._folder / folder)
-        now = time.time()
-        checkpoint = Checkpoint(
-            path=path,
-            model=model.id,
-            owner=model.owner,
-            kind=work.kind,
-            name=work.name,
-            folder=str(folder),
-            base_model=model.base_model,
-            spec=model.spec,
-            created=now,
-            size_bytes=size,
-            expires=None if work.ttl_s is None else now + work.ttl_s,
-            user_metadata=work.user_metadata,
-        )
-        also.statements.append(self._registry.keep(checkpoint))
-        if replaced is not None and replaced.folder != checkpoint.folder:
-            also.statements.append(will_go(replaced.folder))
-            also.replaced = replaced.folder
-        told = {"path": path, "type": ticket.row.kind}
-        return done_json(told | ({"size_bytes": size} if work.kind is Kind.EXTERNAL else {}))
-
-    async def _snapshot(self, model: Model, work: Snapshot, also: Effects) -> Outcome:
-        """The snapshot is sampled from memory; its folder brings it back after a restart."""
-        id = sampler_id(model.session, work.number)
-        if id in self._registry.samplers:
-            raise RequestError(f"there is a sampling session '{id}' already")
-        folder, full = Path("snapshots") / folder_name(id), isinstance(model.spec, Full)
-        retired = self._samplers.make_way(model.owner, training=True) if full else ()
-        taken = self._host.snapshot(model.id, id)
-        saved = self._host.save(model.id, self._folder / folder, optimizer=False)
-        await asyncio.wrap_future(taken)
-        await asyncio.wrap_future(saved)
-        sampler = SamplerRecord(
-            id=id,
-            session=model.session,
-            owner=model.owner,
-            base_model=model.base_model,
-            folder=str(folder),
-            created=time.time(),
-            full=full,
-        )
-        also.statements += [self._registry.keep(sampler), *self._samplers.retire(retired, MADE_ROOM)]
-        also.stale += [old.folder for old in retired if old.folder is not None]
-        self._samplers.snapshot_taken(sampler)
-        made_of = await asyncio.to_thread(_fingerprint, self._folder / folder)
-        return done_json({"sampling_session_id": id, "fingerprint": made_of, "type": "save_weights_for_sampler"})
-
-    # --- state ---
-
-    def _save_state(self, ticket: Ticket) -> "tuple[Path, Future[None]]":
-        folder = Path("states") / folder_name(ticket.row.target) / f"{ticket.row.seq:012d}"
-        return folder, self._host.save(ticket.row.target, self._folder / folder, optimizer=True)
-
-    async def _done(self, work: "Future[R]", saving: "tuple[Path, Future[None]] | None", also: Effects) -> R:
-        """What came of it. If it failed, nobody needs the state that was to be saved behind it."""
-        try:
-            return await asyncio.wrap_future(work)
-        except HeadraceError:
-            if saving is not None:
-                await asyncio.wait([asyncio.wrap_future(saving[1])])
-                also.stale.append(str(saving[0]))
-            raise
-
-    def _is_due(self, model: Model) -> bool:
-        """Whether the state is saved after this update; one of all parameters takes long, and can be made again."""
-        steps = self._full_save_steps if isinstance(model.spec, Full) else 1
-        return len(self._lines[model.id].unsaved) + 1 >= steps
-
-    async def _when_saved(self, ticket: Ticket, saving: "tuple[Path, Future[None]] | None", also: Effects) -> None:
-        """A state that could not be saved is no failure of the request: the journal can still make it again."""
-        if saving is None:
-            return
-        folder, saved = saving
-        try:
-            with boundary(BackendError, "the state cannot be saved"):
-                await asyncio.wrap_future(saved)
-        except HeadraceError as exc:
-            logger.error("model %s: %s", ticket.row.target, exc)
-            return
-        line = self._lines[ticket.row.target]
-        line.unsaved = {seq for seq in line.unsaved if seq > ticket.row.seq}
-        self._saved(ticket, folder, also)
-
-    def _saved(self, ticket: Ticket, folder: Path | None, also: Effects) -> None:
-        """The state includes this request; None: weights are as they were, and nothing is accumulated."""
-        model, line, seq = self._registry.models[ticket.row.target], self._lines[ticket.row.target], ticket.row.seq
-        if seq <= model.saved_seq or any(update < seq for update in line.unsaved):
-            return
-        if folder is not None and model.folder is not None:
-            also.stale.append(model.folder)
-        kept = replace(model, saved_seq=seq, folder=str(folder) if folder else model.folder, last_request=time.time())
-        line.settled = {number for number in line.settled if number > seq}
-        also.statements += [self._registry.keep(kept), forget_bodies(model.id, up_to=seq)]
-
-    async def remove_folder(self, folder: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._folder / folder, ignore_errors=True)
-
-    async def remove_checkpoint(self, folder: str) -> None:
-        """Of which the journal says that it will go; that it has gone need not be waited for."""
-        await self.remove_folder(folder)
-        self._journal.write([has_gone(folder)])
-
-    async def _restore(self, line: Line) -> None:
-        model = self._registry.models[line.model]
+    async def _restore(self, queue: ModelQueue) -> None:
+        """Bring a model back to the host, and queue the requests that its saved state lacks."""
+        model = self._registry.models[queue.model]
         self._telemetry.forget(model.id)
         try:
             with boundary(BackendError, f"model {model.id} cannot be brought back"):
-                await self._make_room()
-                rows = await asyncio.wrap_future(
-                    self._journal.requests("target = ? AND seq > ? AND state != 'queued'", (model.id, model.saved_seq))
-                )
-                if model.saved_seq >= 0:
-                    steps = [self._host.drop(model.id), self._host.create(model.id, model.spec)]
-                    if model.folder is not None:
-                        steps.append(self._host.load(model.id, self._folder / model.folder, optimizer=True))
-                    for step in steps:
-                        await asyncio.wrap_future(step)
+                await self._unload_idle()
+                rows = await self._states.finished_after(model)
+                await self._states.load(model)
         except HeadraceError as exc:
-            line.restoring = False
-            for ticket in [line.waiting.pop(number) for number in sorted(line.waiting)]:
-                line.settled.add(ticket.row.seq)
-                await self._board.settle(ticket, failed(exc, self._folder))
+            queue.restoring = False
+            for pending in queue.take_all():
+                await self._requests.finish(pending, to_failure(exc, self._folder))
             return
         for row in rows:
-            ticket = Ticket(
+            pending = PendingRequest(
                 row=row,
-                work=read_work(row.kind, row.body or b""),
+                operation=parse_operation(row.kind, row.body or b""),
                 accepted=asyncio.get_running_loop().create_future(),
                 since=time.time(),
                 replay=True,
             )
-            self._wait(line, ticket)
-        line.next_seq, line.resident, line.restoring = model.saved_seq + 1, True, False
-        line.unsaved, line.lost = set(), ""
-        self._pump()
+            self._add(queue, pending)
+        queue.set_restored(model.saved_seq)
+        self._start_ready()
 
-    async def _repeat(self, line: Line, ticket: Ticket) -> None:
-        ended_well = ticket.row.state == "done"
-        match ticket.work:
-            case Forward(backward=True) if ended_well:
-                began = time.perf_counter()
-                out = await run_forward(self._host, line.model, ticket.work)
-                seconds = self._telemetry.spent(began)
-                self._telemetry.forward(line.model, out, ticket.work.data, seconds=seconds)
-            case Step():
-                update = ticket.work.update if ended_well else Discard()
-                if ended_well:
-                    line.unsaved.add(ticket.row.seq)
-                await asyncio.wrap_future(self._host.optim_step(line.model, update))
-                self._telemetry.forget(line.model)
-            case Load() if ended_well:
-                line.unsaved.add(ticket.row.seq)
-                source = self._registry.checkpoint(ticket.work.path, ticket.row.owner)
-                folder = self._folder / source.folder
-                await asyncio.wrap_future(self._host.load(line.model, folder, optimizer=ticket.work.optimizer))
-            case Broken() if ended_well and ticket.row.kind == "forward_backward":
-                raise BackendError(ticket.work.message)  # it was whole when it ran first
-            case _:
-                return
-
-    async def _make_room(self) -> None:
-        idle = [line for line in self._lines.values() if line.resident and not line.waiting and not line.inflight]
-        idle.sort(key=lambda line: line.used)
-        for line in idle[: max(0, self.num_resident + 1 - self._max_resident)]:
-            await self.rest(line.model)
-
-
-def _is_ready(ticket: Ticket) -> bool:
-    return not isinstance(ticket.work, Forward) or ticket.work.reference is None
-
-
-def _step_metrics(step: StepOut, work: Step) -> dict[str, float]:
-    """The norm before clipping is always there."""
-    return {
-        "unclipped_grad_l2:mean": step.grad_norm,
-        "learning_rate:mean": 0.0 if isinstance(work.update, Discard) else work.update.learning_rate,
-        "updated:mean": float(step.updated),
-        "num_updates:max": float(step.num_updates),
-        **metric_names(step.metrics),
-    }
-
-
-def _fingerprint(folder: Path) -> str:
-    """The same for the same weights; what is said about them beside, in JSON, does not count."""
-    digest = hashlib.sha256()
-    for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".json"):
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()[:16]
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    async def _unload_idle(self) -> None:
+        """Make room for one more model: those unused for longest go."""
+        idle = sorted((queue for queue in self._queues.values() if queue.is_idle), key=lambda queue: queue.last_used)
+        for queue in idle[: max(0, self.num_resident + 1 - self._max_resident)]:
+            await self.unload(queue.model)

@@ -1,4 +1,4 @@
-"""Protobuf bytes of the wire to values and back. Knows the message layout; which losses there are is `losses`.
+"""Convert protobuf bytes of the wire to values and back. Knows the message layout; `losses` knows the losses.
 
 Token arrays are little-endian int32, tensors float32 or int64, dense or in compressed sparse rows. T positions, K
 alternatives per position.
@@ -64,7 +64,7 @@ class WireForward:
 
 
 def decompress(body: bytes, encoding: str | None, *, limit: int) -> bytes:
-    """The body without its Content-Encoding; raises RequestError when it is broken or unfolds to more than `limit`."""
+    """Undo a body's Content-Encoding; raises RequestError when it is broken or unfolds to more than `limit`."""
     if encoding in (None, "", "identity"):
         return body
     if encoding != "zstd":
@@ -83,7 +83,7 @@ def decompress(body: bytes, encoding: str | None, *, limit: int) -> bytes:
 
 
 def parse_forward(body: bytes) -> Any:
-    """The message of a forward_backward body; raises RequestError when it is not one."""
+    """Parse the message of a forward_backward body; raises RequestError when it is not one."""
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -93,7 +93,7 @@ def parse_forward(body: bytes) -> Any:
 
 
 def read_forward(message: Any) -> WireForward:
-    """What a parsed message asks for; raises RequestError that names the datum and the tensor."""
+    """Convert a parsed message; raises RequestError that names the datum and the tensor."""
     chosen = message.loss_fn_config_v2
     config: dict[str, float | str] = {
         name: value.text if value.WhichOneof("kind") == "text" else value.number for name, value in chosen.items()
@@ -119,7 +119,7 @@ def _read_datum(index: int, datum: Any) -> WireDatum:
 
 
 def read_tensor(tensor: Any, what: str) -> Array:
-    """A dense array, whichever way it came; raises RequestError."""
+    """Read a dense or sparse tensor as a dense array; raises RequestError."""
     if tensor.dtype not in _DTYPES:
         raise RequestError(f"{what} has a data type that is not served: send float32 or int64")
     dtype, shape = _DTYPES[tensor.dtype], tuple(tensor.shape)
@@ -136,7 +136,7 @@ def read_tensor(tensor: Any, what: str) -> Array:
 
 
 def shaped(flat: Array, shape: Sequence[int], what: str) -> Array:
-    """The flat array in its shape; without one it stays flat."""
+    """Reshape a flat array; without a shape it stays flat."""
     if not shape:
         return flat
     if not _is_reasonable(shape) or math.prod(shape) != len(flat):
@@ -145,7 +145,7 @@ def shaped(flat: Array, shape: Sequence[int], what: str) -> Array:
 
 
 def unfold(values: Array, crow: Array, cols: Array, shape: Sequence[int], what: str) -> Array:
-    """Compressed sparse rows as the dense array they stand for; what is not stored is 0."""
+    """Unfold compressed sparse rows into a dense array; what is not stored is 0."""
     if len(shape) != 2 or not _is_reasonable(shape):
         raise RequestError(f"{what} in compressed rows needs two dimensions of a reasonable size, not {list(shape)}")
     rows, width = shape
@@ -165,7 +165,7 @@ def unfold(values: Array, crow: Array, cols: Array, shape: Sequence[int], what: 
 
 
 def _is_reasonable(shape: Sequence[int]) -> bool:
-    """Also where a dimension is 0, and the array empty: numpy refuses large ones beside it."""
+    """Check a shape's size, also where a dimension is 0: numpy refuses large dimensions beside it."""
     return min(shape) >= 0 and math.prod(max(size, 1) for size in shape) <= MAX_ELEMENTS
 
 
@@ -180,7 +180,7 @@ def _from_bytes(data: bytes, dtype: npt.DTypeLike, what: str) -> Array:
 
 
 def metric_names(metrics: Metrics) -> dict[str, float]:
-    """Metrics as the client merges them over chunks: every name ends in its reduction."""
+    """Name metrics as the client merges them over chunks: every name ends in its reduction."""
     named: dict[str, float] = {}
     for name, metric in metrics.items():
         match metric:
@@ -199,7 +199,7 @@ def metric_names(metrics: Metrics) -> dict[str, float]:
 
 
 def write_forward(out: ForwardOut, *, clock: int) -> bytes:
-    """One record per run of data whose log-probs have the same trailing shape."""
+    """Write a ForwardBackwardOutput: one record per run of data whose log-probs have the same trailing shape."""
     message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for trailing, arrays in groupby(out.logprobs, key=lambda array: array.shape[1:]):
         group = list(arrays)
@@ -217,7 +217,7 @@ def write_forward(out: ForwardOut, *, clock: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What a sampling request found out; None: not asked for."""
+    """The results of a sampling request; None: not asked for."""
 
     completions: tuple[Completion, ...]
     tempered: bool = False  # report the log-probs of the tempered distribution instead of the raw ones
@@ -262,7 +262,7 @@ def _write_targets(message: Any, values: FloatArray, rows: tuple[Array, Array] |
         message.dense = values.astype("<f4").tobytes()
         return
     crow, cols = rows
-    kept = values[np.repeat(np.arange(len(values)), np.diff(crow)), cols]
-    message.sparse_csr.values = kept.astype("<f4").tobytes()
+    stored = values[np.repeat(np.arange(len(values)), np.diff(crow)), cols]
+    message.sparse_csr.values = stored.astype("<f4").tobytes()
     message.sparse_csr.crow_indices = crow.astype("<i8").tobytes()
     message.sparse_csr.col_indices = cols.astype("<i8").tobytes()

@@ -1,7 +1,8 @@
-"""What a model is asked to do, read from the body of a request; the same whether it came just now or from the journal.
+"""The operations of a model, parsed from the bodies of requests; the same whether a body came just now or from the
+journal.
 
-A body that makes no sense is work too (`Broken`): it takes its turn, so that the requests behind it are not held up by
-a number that never comes, and then fails.
+A body that makes no sense is an operation too (`InvalidOp`): it takes its turn, so that the requests behind it are not
+held up by a number that never comes, and then fails.
 """
 
 from collections.abc import Mapping
@@ -12,40 +13,40 @@ from pydantic import ValidationError
 
 from headrace.errors import RequestError
 from headrace.service import bodies
-from headrace.service.losses import to_training
-from headrace.service.preparation import GaeSettings, take_preparation
-from headrace.service.records import Kind, check_name, split_path
+from headrace.service.losses import to_loss_and_data
+from headrace.service.preparation import GaeSettings, parse_server_inputs
+from headrace.service.records import CheckpointKind, check_name, split_path
 from headrace.service.wire import parse_forward, read_forward
 from headrace.types import Adam, Datum, Discard, LossSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Create:
-    """The model as its record says; `source`: with the weights of a checkpoint, and its optimiser if asked for."""
+class CreateOp:
+    """Create the model as its record says."""
 
-    source: str | None = None
-    optimizer: bool = False
+    source: str | None = None  # a checkpoint whose weights the model starts with
+    optimizer: bool = False  # take the checkpoint's optimiser as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
-    """`reference`: whose log-probs the data lack still; `gae`: how their advantages are to be made."""
+class ForwardOp:
+    """Compute a loss, and its gradient if `backward`."""
 
     loss: LossSpec
     data: tuple[Datum, ...]
     backward: bool
-    reference: str | None = None
-    gae: GaeSettings | None = None
+    reference: str | None = None  # the model whose log-probs the data still lack
+    gae: GaeSettings | None = None  # compute advantages from the model's values first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class OptimStepOp:
     update: Adam | Discard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    kind: Kind
+class SaveOp:
+    kind: CheckpointKind
     name: str
     ttl_s: int | None = None
     overwrite: bool = False
@@ -53,79 +54,84 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """Weights as they are now, under the sampling session of this number."""
+class SnapshotOp:
+    """Copy the weights as they are now for the sampling session of this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadOp:
     path: str
     optimizer: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
-    """`ours`: not by what was asked for."""
+class InvalidOp:
+    """Fail with a message when the turn comes."""
 
     message: str
-    ours: bool = False
+    server_fault: bool = False  # the request was right
 
 
-Work = Create | Forward | Step | Save | Snapshot | Load | Broken
+Operation = CreateOp | ForwardOp | OptimStepOp | SaveOp | SnapshotOp | LoadOp | InvalidOp
 
 
-def read_work(kind: str, body: bytes) -> Work:
-    """Never raises: what is wrong with a body is `Broken`."""
+def parse_operation(kind: str, body: bytes) -> Operation:
+    """Parse the body of a training request. Never raises: a wrong body gives an `InvalidOp`."""
     try:
-        return READERS[kind](body)
+        return PARSERS[kind](body)
     except RequestError as exc:
-        return Broken(message=str(exc))
+        return InvalidOp(message=str(exc))
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
-        return Broken(message=f"{kind}: {where}: {first['msg']}")
+        return InvalidOp(message=f"{kind}: {where}: {first['msg']}")
 
 
-def _create(body: bytes) -> Work:
-    return Create()
+def _parse_create(body: bytes) -> Operation:
+    return CreateOp()
 
 
-def _create_from(body: bytes) -> Work:
-    asked = bodies.LoadWeights.model_validate_json(body)
-    return Create(source=asked.path, optimizer=asked.optimizer)
+def _parse_create_from(body: bytes) -> Operation:
+    request = bodies.LoadWeights.model_validate_json(body)
+    return CreateOp(source=request.path, optimizer=request.optimizer)
 
 
-def _forward(body: bytes) -> Work:
-    return forward_work(parse_forward(body))
+def _parse_forward(body: bytes) -> Operation:
+    return forward_operation(parse_forward(body))
 
 
-def forward_work(message: Any) -> Work:
-    """From a message that is parsed already."""
+def forward_operation(message: Any) -> Operation:
+    """Convert a parsed ForwardBackwardRequest. Never raises."""
     try:
-        asked, preparation = take_preparation(read_forward(message))
-        loss, data = to_training(asked, preparation)
+        request, server_inputs = parse_server_inputs(read_forward(message))
+        loss, data = to_loss_and_data(request, server_inputs)
     except RequestError as exc:
-        return Broken(message=str(exc))
-    backward = not asked.forward_only
-    return Forward(loss=loss, data=data, backward=backward, reference=preparation.reference, gae=preparation.gae)
+        return InvalidOp(message=str(exc))
+    return ForwardOp(
+        loss=loss,
+        data=data,
+        backward=not request.forward_only,
+        reference=server_inputs.reference,
+        gae=server_inputs.gae,
+    )
 
 
-def _step(body: bytes) -> Work:
-    asked = bodies.OptimStep.model_validate_json(body)
-    if asked.discard:
-        return Step(update=Discard())
-    if asked.optimizer_params is not None or asked.adam_params is None:
+def _parse_optim_step(body: bytes) -> Operation:
+    request = bodies.OptimStep.model_validate_json(body)
+    if request.discard:
+        return OptimStepOp(update=Discard())
+    if request.optimizer_params is not None or request.adam_params is None:
         raise RequestError("only adam_params are served: this model's optimiser is AdamW")
-    adam = asked.adam_params
+    adam = request.adam_params
     numbers = {name: getattr(adam, name) for name in type(adam).model_fields}
     for name, value in numbers.items():
         if not 0.0 <= value < float("inf"):
             raise RequestError(f"{name} must be a number from 0 on, not {value}")
     if adam.beta1 >= 1.0 or adam.beta2 >= 1.0:
         raise RequestError(f"beta1 and beta2 must be below 1, not {adam.beta1} and {adam.beta2}")
-    return Step(
+    return OptimStepOp(
         update=Adam(
             learning_rate=adam.learning_rate,
             beta1=adam.beta1,
@@ -138,39 +144,39 @@ def _step(body: bytes) -> Work:
     )
 
 
-def _save(body: bytes, kind: Kind) -> Work:
-    asked = bodies.SaveWeights.model_validate_json(body)
-    if asked.age_encryption_recipients:
+def _parse_save(body: bytes, kind: CheckpointKind) -> Operation:
+    request = bodies.SaveWeights.model_validate_json(body)
+    if request.age_encryption_recipients:
         raise RequestError("encrypted weights are not served: leave age_encryption_recipients out")
-    if asked.ttl_seconds is not None and asked.ttl_seconds <= 0:
-        raise RequestError(f"ttl_seconds must be above 0, not {asked.ttl_seconds}")
-    if kind is Kind.SAMPLER and asked.path is None:
-        if asked.sampling_session_seq_id is None:
+    if request.ttl_seconds is not None and request.ttl_seconds <= 0:
+        raise RequestError(f"ttl_seconds must be above 0, not {request.ttl_seconds}")
+    if kind is CheckpointKind.SAMPLER and request.path is None:
+        if request.sampling_session_seq_id is None:
             raise RequestError("save_weights_for_sampler needs a path, or a sampling_session_seq_id for a snapshot")
-        return Snapshot(number=asked.sampling_session_seq_id)
-    return Save(
+        return SnapshotOp(number=request.sampling_session_seq_id)
+    return SaveOp(
         kind=kind,
-        name=check_name(asked.path if asked.path is not None else f"{asked.seq_id:06d}"),
-        ttl_s=asked.ttl_seconds,
-        overwrite=asked.overwrite,
-        user_metadata=asked.user_metadata or {},
+        name=check_name(request.path if request.path is not None else f"{request.seq_id:06d}"),
+        ttl_s=request.ttl_seconds,
+        overwrite=request.overwrite,
+        user_metadata=request.user_metadata or {},
     )
 
 
-def _load(body: bytes) -> Work:
-    asked = bodies.LoadWeights.model_validate_json(body)
-    split_path(asked.path)
-    return Load(path=asked.path, optimizer=asked.optimizer)
+def _parse_load(body: bytes) -> Operation:
+    request = bodies.LoadWeights.model_validate_json(body)
+    split_path(request.path)
+    return LoadOp(path=request.path, optimizer=request.optimizer)
 
 
-READERS = {
-    "create_model": _create,
-    "create_model_from": _create_from,
-    "forward_backward": _forward,
-    "forward": _forward,
-    "optim_step": _step,
-    "save_weights": lambda body: _save(body, Kind.TRAINING),
-    "save_weights_for_sampler": lambda body: _save(body, Kind.SAMPLER),
-    "save_weights_external": lambda body: _save(body, Kind.EXTERNAL),
-    "load_weights": _load,
+PARSERS = {
+    "create_model": _parse_create,
+    "create_model_from": _parse_create_from,
+    "forward_backward": _parse_forward,
+    "forward": _parse_forward,
+    "optim_step": _parse_optim_step,
+    "save_weights": lambda body: _parse_save(body, CheckpointKind.TRAINING),
+    "save_weights_for_sampler": lambda body: _parse_save(body, CheckpointKind.SAMPLER),
+    "save_weights_external": lambda body: _parse_save(body, CheckpointKind.EXTERNAL),
+    "load_weights": _parse_load,
 }

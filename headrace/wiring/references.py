@@ -18,7 +18,7 @@ from headrace.model.quiet import no_progress_bars
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, check_importable, sandboxed_term, trusted_term
 from headrace.service.access import Access
-from headrace.service.judging import Judge, judge_by
+from headrace.service.judging import RewardRule, reward_rule
 from headrace.service.reference_app import make_reference_app
 from headrace.service.reference_client import RemoteReference
 from headrace.service.references import Score
@@ -81,7 +81,7 @@ def _quantization(reference: ReferenceModel) -> Quantization | None:
     return None if reference.bits is None else Quantization(bits=reference.bits, quantizer=reference.quantizer)
 
 
-def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, Judge]:
+def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, RewardRule]:
     """The functions of [[rewards]]; they read what the tokenizer makes of tokens. Raises ConfigError when one cannot be
     imported."""
     judges = {}
@@ -93,7 +93,7 @@ def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, Judge]:
             with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
                 aside.submit(check_importable, user, Settings()).result()
             term = sandboxed_term(user, Settings())
-        judges[each.name] = judge_by(term, partial(_decoded, lm))
+        judges[each.name] = reward_rule(term, partial(_decoded, lm))
     return judges
 
 

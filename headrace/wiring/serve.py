@@ -18,14 +18,15 @@ from headrace.names import min_kv_tokens
 from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.service.access import Access, HashedKey, hash_key, new_key
-from headrace.service.alone import only_server
+from headrace.service.alone import folder_lock
 from headrace.service.app import make_app
 from headrace.service.figures import ServiceCollector
 from headrace.service.host import FULL_COPIES
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal, put
+from headrace.service.records import ModelCard
 from headrace.service.server import check_reach
-from headrace.service.service import ModelCard, Service
+from headrace.service.service import Service
 from headrace.service.settings import ServeConfig, ServedModel
 from headrace.service.telemetry import Telemetry
 from headrace.wiring.metrics import Outlets, model_sink
@@ -53,7 +54,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
         folder.mkdir(parents=True, exist_ok=True)
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
-    with contextlib.closing(journal), only_server(folder), contextlib.ExitStack() as stack:
+    with contextlib.closing(journal), folder_lock(folder), contextlib.ExitStack() as stack:
         stack.enter_context(no_progress_bars())
         keys, made = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)

@@ -11,8 +11,10 @@ from headrace.service.app import make_app
 from headrace.service.client import ServiceClient, TrainingClient
 from headrace.service.hosting.host import AdapterHost
 from headrace.service.journal import Journal
+from headrace.service.records import ModelCard
 from headrace.service.server import serving
-from headrace.service.service import Limits, ModelCard, Service
+from headrace.service.service import Service
+from headrace.service.settings import Limits
 
 _open: list[tuple[str, contextlib.ExitStack]] = []
 

@@ -11,7 +11,7 @@ from headrace.errors import BackendError, CheckpointError, HeadraceError, Sample
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.service.fake_host import FakeHost
-from headrace.service.host import AdapterSpec, ModelHost, RankingHost
+from headrace.service.host import AdapterSpec, ModelHost, TopLogprobsHost
 from headrace.service.hosting.host import AdapterHost
 from headrace.types import (
     CROSS_ENTROPY,
@@ -147,7 +147,7 @@ def test_scores_are_those_of_the_sampled_tokens(host: ModelHost) -> None:
     [scored] = asyncio.run(host.score("mine", [tokens]))
     assert np.isnan(scored[0])
     np.testing.assert_allclose(scored[3:], drawn.raw_logprobs, atol=1e-4)
-    assert isinstance(host, RankingHost)
+    assert isinstance(host, TopLogprobsHost)
     top = asyncio.run(host.top_logprobs("mine", tokens, 3))
     assert top.tokens.shape == (len(tokens), 3)
     best = asyncio.run(host.target_logprobs("mine", tokens, top.tokens[1:]))

@@ -25,8 +25,8 @@ PLACES = (
     "headrace.service.hosting.host:AdapterHost.optim_step",
     "headrace.service.hosting.host:AdapterHost.sample",
     "headrace.service.hosting.host:AdapterHost.save",
-    "headrace.service.training:Trainer._saved",
-    "headrace.service.futures:Board.conclude",
+    "headrace.service.model_states:ModelStates.record",
+    "headrace.service.futures:RequestTable.notify",
 )
 Point = tuple[str, int]  # a place, and at which call of it
 

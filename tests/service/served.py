@@ -11,8 +11,10 @@ from headrace.service.access import Access, HashedKey, Quota, hash_key
 from headrace.service.app import make_app
 from headrace.service.fake_host import FakeHost
 from headrace.service.journal import Journal
+from headrace.service.records import ModelCard
 from headrace.service.server import serving
-from headrace.service.service import Limits, ModelCard, Service
+from headrace.service.service import Service
+from headrace.service.settings import Limits
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 KEY, OTHER_KEY = "tml-alice", "tml-bob"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.service.alone import only_server
+from headrace.service.alone import folder_lock
 
 pytest.importorskip("fcntl", reason="there are no such locks on this system")
 HOLD = """
 import sys
 from pathlib import Path
-from headrace.service.alone import only_server
-with only_server(Path(sys.argv[1])):
+from headrace.service.alone import folder_lock
+with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -37,10 +37,10 @@ def other_process(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 def test_a_second_server_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     with other_process(tmp_path) as first:
         with pytest.raises(ConfigError, match=rf"another server \(process {first.pid}\) is running on"):
-            only_server(tmp_path).__enter__()
+            folder_lock(tmp_path).__enter__()
         first.kill()  # without a chance to let go
         first.wait()
-        with only_server(tmp_path):
+        with folder_lock(tmp_path):
             pass
-    with only_server(tmp_path):
+    with folder_lock(tmp_path):
         pass

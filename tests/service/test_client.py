@@ -25,8 +25,8 @@ from headrace.service.client import (
 from headrace.service.client.codec import write_forward
 from headrace.service.client.futures import promise
 from headrace.service.fake_host import FakeHost
-from headrace.service.losses import to_training
-from headrace.service.service import Limits
+from headrace.service.losses import to_loss_and_data
+from headrace.service.settings import Limits
 from headrace.service.wire import parse_forward, read_forward
 from headrace.types import (
     CROSS_ENTROPY,
@@ -427,7 +427,7 @@ def test_data_arrive_as_they_were_sent() -> None:
     )
     spec = LossSpec(fn="cross_entropy")
     sent = write_forward(data, spec, backward=True).SerializeToString()
-    loss, came = to_training(read_forward(parse_forward(sent)))
+    loss, came = to_loss_and_data(read_forward(parse_forward(sent)))
     assert loss == spec
     for before, after in zip(data, came, strict=True):
         assert (after.temperature, after.unit) == (before.temperature, before.unit)
@@ -444,7 +444,7 @@ def test_a_temperature_is_one_number_above_zero(given: list[float]) -> None:
     tensor = message.data[1].loss_fn_inputs["temperature"]
     tensor.dense, tensor.dtype = np.array(given, "<f4").tobytes(), 1
     with pytest.raises(RequestError, match="datum 1: temperature must be one number above 0"):
-        to_training(read_forward(message))
+        to_loss_and_data(read_forward(message))
 
 
 def test_what_is_unknown_and_not_read_is_no_reason_to_refuse() -> None:
@@ -455,7 +455,7 @@ def test_what_is_unknown_and_not_read_is_no_reason_to_refuse() -> None:
         "next_logprobs": float_array([np.nan, np.nan]),  # ppo does not read it
     }
     message = write_forward([replace(datum(1, 2, 3), arrays=arrays)], LossSpec(fn="ppo"), backward=True)
-    _, (came,) = to_training(read_forward(message))
+    _, (came,) = to_loss_and_data(read_forward(message))
     assert came.arrays["sampler_logprobs"].tolist() == [0.0, -1.0]
     assert set(came.arrays) == {"weights", "advantages", "sampler_logprobs"}
 

@@ -13,7 +13,7 @@ import pytest
 from headrace.service import app as app_module
 from headrace.service.fake_host import FakeHost
 from headrace.service.journal import forget_results
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from service.sdk import ADAM, DATA, Gate, datum, loss_of, prompt, table, tinker, types, until
 from service.served import BASE, Served, served
 
@@ -418,7 +418,7 @@ def test_an_unknown_future_is_final_and_a_forgotten_one_is_gone(server: Served, 
     assert http.post("/api/v1/retrieve_future", json={"request_id": "nobody:train:0:1"}).status_code == 404
     training.forward(DATA, "cross_entropy").result()
     id = f"{training._guaranteed_model_id()}:1"
-    server.service.board._recent.pop(id)  # not in memory any more: read from the journal
+    server.service.requests._recent.pop(id)  # not in memory any more: read from the journal
     assert http.post("/api/v1/retrieve_future", json={"request_id": id}).status_code == 200
     server.service._journal.write([forget_results(before=2**62)]).result()
     assert http.post("/api/v1/retrieve_future", json={"request_id": id}).status_code == 410

@@ -90,7 +90,7 @@ def test_checkpoints_are_listed_published_timed_and_deleted(server: Served, rest
 
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
     assert rest.list_checkpoints(run).result().checkpoints[-1].expires_at is None
-    folder = server.service.path_of(server.service.registry.checkpoints[state])
+    folder = server.service.checkpoints.path_of(server.service.registry.checkpoints[state])
     assert folder.is_dir()
     rest.delete_checkpoint_from_tinker_path(state).result()
     assert not folder.exists()

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.service.access import Quota
 from headrace.service.fake_host import EOS, FakeHost
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from service.sdk import DATA, prompt, sampling, table, tinker, types
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 
@@ -210,7 +210,9 @@ async def test_an_abandoned_sample_stops_decoding(tmp_path: Path) -> None:
     with served(tmp_path, host=FakeHost(context=100_000, tick=steps)) as running:
         sampler = running.client().create_sampling_client(base_model=BASE)
         waiting = asyncio.ensure_future(sampler.sample_async(prompt(1), 1, sampling(max_tokens=90_000, stop=[])))
-        await until(lambda: any(ticket.waiters for ticket in running.service.board.open_tickets()))  # the SDK polls
+        await until(
+            lambda: any(pending.waiters for pending in running.service.requests.open_requests())
+        )  # the SDK polls
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

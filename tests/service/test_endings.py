@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.service.fake_host import FakeHost
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from service.sdk import ADAM, DATA, loss_of, prompt, sampling, tinker, until
 from service.served import BASE, OTHER_KEY, Served, served
 
@@ -92,7 +92,7 @@ def test_sampling_that_is_cancelled_stops_and_its_client_sees_it(tmp_path: Path)
         http, run = running.http(), model._guaranteed_model_id()
         for seq in (1, 0):  # the one that waits first, or it would start
             id = f"{sampler._sampling_session_id}:{seq}"
-            until(lambda id=id: running.service.board.get(id))  # it has come
+            until(lambda id=id: running.service.requests.get(id))  # it has come
             assert http.post(f"/runs/{run}/requests/{id}/cancel").json() == {"cancelled": True}
         for call in calls:
             with pytest.raises(tinker.RequestFailedError, match="was cancelled") as failure:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from headrace.errors import BackendError, ModelError
-from headrace.service import evaluation
+from headrace.service import distributions, evaluation
 from headrace.service.access import Quota
 from headrace.service.client import Compare, Evaluate, Prompt, ServiceClient
 from headrace.service.fake_host import FakeHost
-from headrace.service.judging import Judge, Judged
-from headrace.service.service import Limits, Service
+from headrace.service.judging import JudgedSample, RewardRule
+from headrace.service.service import Service
+from headrace.service.settings import Limits
 from headrace.types import Datum, FloatArray
 from service.served import KEY, OTHER_KEY, Served, served
 
@@ -27,7 +28,7 @@ PROMPTS = [{"tokens": [1, 2]}, {"tokens": [3]}, {"tokens": [5, 4, 3]}]
 SEQUENCE = [2, 7, 1, 8, 2, 8]
 
 
-async def by_length(group: Sequence[Judged]) -> list[float | None]:
+async def by_length(group: Sequence[JudgedSample]) -> list[float | None]:
     """The first token of a prompt counts too; completions of nothing have no reward."""
     assert all(each.data.get("wanted", 1) == 1 for each in group)
     return [float(len(each.completion.tokens)) if len(each.completion.tokens) > 1 else None for each in group]
@@ -41,7 +42,7 @@ def half(data: Sequence[Datum]) -> list[FloatArray]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with served(
-        tmp_path_factory.mktemp("evaluation"), rewards={"long": Judge(rule=by_length)}, references={"coin": half}
+        tmp_path_factory.mktemp("evaluation"), rewards={"long": RewardRule(judge=by_length)}, references={"coin": half}
     ) as one:
         yield one
 
@@ -127,7 +128,7 @@ def test_estimates_where_distributions_are_too_large(
 ) -> None:
     asked: dict[str, Any] = {"prompts": [{"tokens": [2]}] * 40, "num_samples": 10, "max_tokens": 4}
     exact = ask(server, trained, **asked)
-    monkeypatch.setattr(evaluation, "EXACT_CELLS", 0)
+    monkeypatch.setattr(distributions, "EXACT_CELLS", 0)
     found = ask(server, trained, **asked)
     assert found["methods"] == {"kl": "k3", "entropy": "sampled"}
     assert found["metrics"]["kl"] == pytest.approx(exact["metrics"]["kl"], rel=0.15)

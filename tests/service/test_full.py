@@ -11,9 +11,9 @@ import pytest
 from headrace.errors import BackendError, SamplerGoneError
 from headrace.service.client import ServiceClient
 from headrace.service.fake_host import FakeHost
-from headrace.service.host import AdapterSpec, Full
+from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.service.hosting.host import AdapterHost
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
 from service.hosts import LIMIT_S, small_model
 from service.sdk import DATA, prompt, sampling, table, tinker, types
@@ -45,7 +45,7 @@ def test_rank_0_is_a_full_model(server: Served) -> None:
     losses = [step(model) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
     id = model._guaranteed_model_id()
-    assert server.host._models[id].spec == Full()
+    assert server.host._models[id].spec == FullFinetune()
     run = server.client().create_rest_client().get_training_run(id).result()
     assert (run.is_lora, run.lora_rank) == (False, 0)
 
@@ -255,9 +255,9 @@ def ask(host: Any, sampler: str) -> Any:
 
 
 def test_a_host_has_one_full_model_and_its_newest_copies(host: Any, tmp_path: Path) -> None:
-    host.create("full", Full()).result(LIMIT_S)
+    host.create("full", FullFinetune()).result(LIMIT_S)
     with pytest.raises(BackendError, match="one model only"):
-        host.create("other", Full()).result(LIMIT_S)
+        host.create("other", FullFinetune()).result(LIMIT_S)
     host.create("adapter", AdapterSpec(rank=2)).result(LIMIT_S)
     found = []
     for name in ("first", "second"):
@@ -274,12 +274,12 @@ def test_a_host_has_one_full_model_and_its_newest_copies(host: Any, tmp_path: Pa
     host.snapshot("adapter", "small").result(LIMIT_S)  # an adapter's takes nobody's place
     assert ask(host, "second").sampler_logprobs.tolist() == found[1]
     host.drop("full")
-    host.create("other", Full()).result(LIMIT_S)
+    host.create("other", FullFinetune()).result(LIMIT_S)
     host.load("other", tmp_path / "full", optimizer=True).result(LIMIT_S)
     assert host.optim_step("other", Adam(learning_rate=0.0)).result(LIMIT_S).num_updates == 3
 
 
-@pytest.mark.parametrize("spec", [AdapterSpec(rank=2), Full()])
+@pytest.mark.parametrize("spec", [AdapterSpec(rank=2), FullFinetune()])
 def test_an_update_that_fails_forgets_what_was_accumulated(host: Any, spec: Any) -> None:
     """The service counts on it: after a restart such a step is run again as one that discards."""
     host.create("mine", spec)
@@ -292,7 +292,7 @@ def test_an_update_that_fails_forgets_what_was_accumulated(host: Any, spec: Any)
     assert (out.grad_norm, out.updated, out.num_updates) == (0.0, True, 1)
 
 
-@pytest.mark.parametrize("spec", [AdapterSpec(rank=2), Full()])
+@pytest.mark.parametrize("spec", [AdapterSpec(rank=2), FullFinetune()])
 def test_a_skipped_update_forgets_what_was_accumulated(host: Any, spec: Any) -> None:
     host.create("mine", spec)
     host.forward_backward("mine", some_data(), CROSS_ENTROPY).result(LIMIT_S)

@@ -21,7 +21,8 @@ from headrace.model.tiny import make_tokenizer
 from headrace.render import Renderer
 from headrace.service import schema
 from headrace.service.access import Quota
-from headrace.service.service import Limits, ModelCard
+from headrace.service.records import ModelCard
+from headrace.service.settings import Limits
 from service.hosts import WORDS, opened
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from headrace.errors import RequestError
-from headrace.service.gae import VALUE, credit, run_forward, value_data
+from headrace.service.execution import run_forward
+from headrace.service.gae import VALUE, credit, value_data
 from headrace.service.host import AdapterSpec
 from headrace.service.hosting.host import AdapterHost
-from headrace.service.losses import to_training
-from headrace.service.preparation import GaeSettings, take_preparation
+from headrace.service.losses import to_loss_and_data
+from headrace.service.preparation import GaeSettings, parse_server_inputs
 from headrace.service.wire import WireDatum, WireForward
-from headrace.service.work import Forward
+from headrace.service.work import ForwardOp
 from headrace.types import Adam, Datum, ForwardOut, LossSpec, float_array, int_array
 from service.hosts import LIMIT_S, opened
 
@@ -78,8 +79,8 @@ def ask(loss: str, config: dict[str, float | str], **tensors: list[float]) -> An
     tokens = np.arange(length + 1)
     arrays["target_tokens"] = tokens[1:]
     datum = WireDatum(inputs=int_array(tokens[:-1]), tensors=arrays)
-    asked, preparation = take_preparation(WireForward(loss=loss, config=config, forward_only=False, data=(datum,)))
-    return (*to_training(asked, preparation), preparation)
+    asked, server_inputs = parse_server_inputs(WireForward(loss=loss, config=config, forward_only=False, data=(datum,)))
+    return (*to_loss_and_data(asked, server_inputs), server_inputs)
 
 
 GAE = {"gae_gamma": 0.9, "gae_lambda": 0.8}
@@ -87,8 +88,8 @@ WHOLE = {"logprobs": [-1.0], "rewards": [1.0], "weights": [1.0]}
 
 
 def test_gae_is_asked_for_by_its_numbers() -> None:
-    spec, (datum,), preparation = ask("ppo + shared_value", {**GAE, "clip_low": 0.1}, **WHOLE)
-    assert preparation.gae == GaeSettings(gamma=0.9, lam=0.8)
+    spec, (datum,), server_inputs = ask("ppo + shared_value", {**GAE, "clip_low": 0.1}, **WHOLE)
+    assert server_inputs.gae == GaeSettings(gamma=0.9, lam=0.8)
     assert spec.params == {"clip_low": 0.1}
     assert datum.arrays.keys() == {"sampler_logprobs", "rewards", "weights"}
     wire, (plain,), _ = ask("ppo", GAE, dones=[1.0], **WHOLE)  # the wire's own loss: inputs that it does not know
@@ -126,14 +127,14 @@ def test_a_reference_needs_the_next_tokens() -> None:
     config: dict[str, float | str] = {"reference_model": "base"}
     asked = WireForward(loss="reference_kl_k3", config=config, forward_only=False, data=(datum,))
     with pytest.raises(RequestError, match="the next tokens"):
-        to_training(*take_preparation(asked))
+        to_loss_and_data(*parse_server_inputs(asked))
 
 
 # --- on a real model -------------------------------------------------------------------------------------------------
 
 
 def run(host: AdapterHost, data: Sequence[Datum], gae: GaeSettings | None, *, loss: LossSpec = PPO) -> ForwardOut:
-    work = Forward(loss=loss, data=tuple(data), backward=True, gae=gae)
+    work = ForwardOp(loss=loss, data=tuple(data), backward=True, gae=gae)
     return asyncio.run(asyncio.wait_for(run_forward(host, "m", work), LIMIT_S))
 
 
@@ -192,7 +193,7 @@ def test_a_reward_model_is_trained_by_pairs() -> None:
             tensors["preferences"] = np.full(6, side, np.float32)
             wire.append(WireDatum(inputs=int_array(tokens), tensors=tensors))
     asked = WireForward(loss="bradley_terry", config={}, forward_only=False, data=tuple(wire))
-    loss, data = to_training(asked)
+    loss, data = to_loss_and_data(asked)
     with opened() as host:
         host.create("m", RANK).result(LIMIT_S)
         outs = []

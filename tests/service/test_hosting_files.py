@@ -12,23 +12,23 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import CheckpointError
 from headrace.model.tiny import make_model
-from headrace.service.host import AdapterSpec, Full
+from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.service.hosting import files
 from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
 from service.hosts import LIMIT_S, STEP, bits, data, opened, request, same, sample, saved, small_model, train
 
-SPECS = [AdapterSpec(rank=3, seed=4), AdapterSpec(rank=8, train_attn=False), Full()]
+SPECS = [AdapterSpec(rank=3, seed=4), AdapterSpec(rank=8, train_attn=False), FullFinetune()]
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_model_goes_on_exactly_where_it_was(spec: AdapterSpec | Full, tmp_path: Path) -> None:
+def test_a_model_goes_on_exactly_where_it_was(spec: AdapterSpec | FullFinetune, tmp_path: Path) -> None:
     with opened() as host:
         host.create("mine", spec)
         train(host, "mine", [0, 1])
         saved(host, "mine", tmp_path / "half")
         losses = train(host, "mine", [2, 3])
         whole = saved(host, "mine", tmp_path / "whole")
-    other = spec if isinstance(spec, Full) else AdapterSpec(rank=spec.rank, train_attn=spec.train_attn, seed=99)
+    other = spec if isinstance(spec, FullFinetune) else AdapterSpec(rank=spec.rank, train_attn=spec.train_attn, seed=99)
     with opened() as host:
         host.create("resumed", other)
         host.forward_backward("resumed", data(9), CROSS_ENTROPY)  # is forgotten
@@ -40,7 +40,9 @@ def test_a_model_goes_on_exactly_where_it_was(spec: AdapterSpec | Full, tmp_path
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_without_its_optimiser_it_begins_anew_from_the_same_weights(spec: AdapterSpec | Full, tmp_path: Path) -> None:
+def test_without_its_optimiser_it_begins_anew_from_the_same_weights(
+    spec: AdapterSpec | FullFinetune, tmp_path: Path
+) -> None:
     with opened() as host:
         host.create("mine", spec)
         train(host, "mine", [0, 1])
@@ -118,11 +120,11 @@ def test_what_cannot_be_written_leaves_what_was_there(
         (AdapterSpec(rank=4), "rank 2 .* rank 4"),
         (AdapterSpec(rank=2, alpha=16.0), "alpha 32 .* alpha 16"),
         (AdapterSpec(rank=2, train_mlp=False), "attention and head"),
-        (Full(), "a full model"),
+        (FullFinetune(), "a full model"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    other: AdapterSpec | Full, message: str, tmp_path: Path
+    other: AdapterSpec | FullFinetune, message: str, tmp_path: Path
 ) -> None:
     with opened() as host:
         host.create("mine", AdapterSpec(rank=2))
@@ -196,7 +198,7 @@ def test_another_program_s_adapter_can_be_sampled(tmp_path: Path) -> None:
 
 def test_transformers_loads_a_full_model(tmp_path: Path) -> None:
     with opened() as host:
-        host.create("full", Full())
+        host.create("full", FullFinetune())
         train(host, "full", [0])
         saved(host, "full", tmp_path / "full")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full").state_dict()

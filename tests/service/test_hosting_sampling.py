@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from headrace.errors import CheckpointError, SamplerError, SamplerGoneError
 from headrace.model import packed
 from headrace.model.worker import Worker
-from headrace.service.host import AdapterSpec, Full
+from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.service.hosting.host import AdapterHost
 from headrace.types import CROSS_ENTROPY, Completion, Datum, float_array, int_array
 from service.hosts import LIMIT_S, bits, data, opened, request, sample, saved, small_model, train
@@ -246,7 +246,7 @@ def test_names_and_folders_are_told_apart(host: AdapterHost, tmp_path: Path) -> 
 
 def test_two_copies_of_a_full_model_are_kept(tmp_path: Path) -> None:
     with opened() as host:
-        host.create("full", Full())
+        host.create("full", FullFinetune())
         found = {}
         for step, name in enumerate(("first", "second")):
             train(host, "full", [step])
@@ -270,7 +270,7 @@ def test_two_copies_of_a_full_model_are_kept(tmp_path: Path) -> None:
 
 def test_an_open_request_of_a_copy_that_makes_room_is_told() -> None:
     with opened() as host:
-        host.create("full", Full())
+        host.create("full", FullFinetune())
         host.snapshot("full", "first").result(LIMIT_S)
 
         async def run() -> BaseException | Completion:

@@ -12,7 +12,7 @@ from headrace.algo.loss import LossOut
 from headrace.errors import BackendError, HeadraceError
 from headrace.model.adapters import ATTENTION, HEAD, MLP
 from headrace.model.lora import add_lora
-from headrace.service.host import AdapterSpec, Full, ModelHost, RankingHost
+from headrace.service.host import AdapterSpec, FullFinetune, ModelHost, TopLogprobsHost
 from headrace.service.hosting.host import AdapterHost
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, Discard, LossSpec, float_array, int_array
@@ -22,11 +22,13 @@ from service.hosts import LIMIT_S, STEP, data, opened, same, saved, small_model,
 def test_it_is_a_model_host() -> None:
     with opened() as host:
         as_protocol: ModelHost = host
-        assert isinstance(as_protocol, RankingHost)
+        assert isinstance(as_protocol, TopLogprobsHost)
 
 
-@pytest.mark.parametrize("spec", [AdapterSpec(rank=3, seed=5), AdapterSpec(rank=8, train_unembed=False), Full()])
-def test_a_model_is_trained_as_by_the_backend_alone(spec: AdapterSpec | Full, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spec", [AdapterSpec(rank=3, seed=5), AdapterSpec(rank=8, train_unembed=False), FullFinetune()]
+)
+def test_a_model_is_trained_as_by_the_backend_alone(spec: AdapterSpec | FullFinetune, tmp_path: Path) -> None:
     """Bit for bit: weights, moments and losses."""
     lm = small_model()
     if isinstance(spec, AdapterSpec):
@@ -55,7 +57,7 @@ def test_a_model_is_trained_as_by_the_backend_alone(spec: AdapterSpec | Full, tm
 
 
 def test_a_model_beside_others_is_the_model_alone(tmp_path: Path) -> None:
-    specs = {"a": AdapterSpec(rank=2, seed=1), "b": AdapterSpec(rank=9, seed=2, train_mlp=False), "f": Full()}
+    specs = {"a": AdapterSpec(rank=2, seed=1), "b": AdapterSpec(rank=9, seed=2, train_mlp=False), "f": FullFinetune()}
     together: dict[str, Any] = {}
     with opened() as host:
         for name, spec in specs.items():
@@ -231,18 +233,18 @@ def test_seeds_make_adapters_and_options_choose_their_layers(tmp_path: Path) -> 
 
 def test_one_full_model_at_a_time() -> None:
     with opened() as host:
-        host.create("one", Full()).result(LIMIT_S)
+        host.create("one", FullFinetune()).result(LIMIT_S)
         with pytest.raises(BackendError, match="one model only"):
-            host.create("two", Full()).result(LIMIT_S)
+            host.create("two", FullFinetune()).result(LIMIT_S)
         host.drop("one")
-        host.create("two", Full()).result(LIMIT_S)
+        host.create("two", FullFinetune()).result(LIMIT_S)
 
 
 def test_the_base_is_never_changed() -> None:
     lm = small_model()
     before = {name: each.clone() for name, each in lm.model.state_dict().items()}
     with opened(lm) as host:
-        for name, spec in (("adapter", AdapterSpec(rank=2)), ("full", Full())):
+        for name, spec in (("adapter", AdapterSpec(rank=2)), ("full", FullFinetune())):
             host.create(name, spec)
             train(host, name, [0, 1])
     assert all(torch.equal(before[name], each) for name, each in lm.model.state_dict().items())

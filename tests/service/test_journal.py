@@ -13,11 +13,20 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import JournalError
-from headrace.service.journal import Journal, Row, accept, finish, forget_bodies, forget_results, put, remove
+from headrace.service.journal import (
+    Journal,
+    JournalRow,
+    finish_request,
+    forget_bodies,
+    forget_results,
+    insert_request,
+    put,
+    remove,
+)
 
 
-def row(seq: int, *, target: str = "m", body: bytes | None = b"\x00\xff") -> Row:
-    return Row(id=f"{target}:{seq}", target=target, seq=seq, kind="optim_step", owner="a", body=body)
+def row(seq: int, *, target: str = "m", body: bytes | None = b"\x00\xff") -> JournalRow:
+    return JournalRow(id=f"{target}:{seq}", target=target, seq=seq, kind="optim_step", owner="a", body=body)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +82,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def test_what_was_written_is_there_after_opening_it_again(url: str) -> None:
     journal = Journal(url)
-    journal.write([put("model", "m", {"a": [1, "ü"]}), put("model", "n", 1), accept(row(1)), accept(row(2))]).result()
+    journal.write(
+        [put("model", "m", {"a": [1, "ü"]}), put("model", "n", 1), insert_request(row(1)), insert_request(row(2))]
+    ).result()
     journal.write([put("model", "m", {"a": 2}), remove("model", "n")]).result()
-    journal.write([finish("m:1", state="done", result=b"\x01", finished=7)]).result()
+    journal.write([finish_request("m:1", state="done", result=b"\x01", finished=7)]).result()
     journal.close()
     again = Journal(url)
     assert again.records("model") == {"m": {"a": 2}}
@@ -87,10 +98,10 @@ def test_what_was_written_is_there_after_opening_it_again(url: str) -> None:
 
 def test_a_request_is_accepted_once_and_finished_once(url: str) -> None:
     journal = Journal(url)
-    journal.write([accept(row(1))]).result()
-    journal.write([accept(row(1, body=b"other"))]).result()
-    journal.write([finish("m:1", state="failed", result=b"first", finished=1)]).result()
-    journal.write([finish("m:1", state="done", result=b"second", finished=2)]).result()
+    journal.write([insert_request(row(1))]).result()
+    journal.write([insert_request(row(1, body=b"other"))]).result()
+    journal.write([finish_request("m:1", state="failed", result=b"first", finished=1)]).result()
+    journal.write([finish_request("m:1", state="done", result=b"second", finished=2)]).result()
     (kept,) = journal.requests("id = ?", ("m:1",)).result()
     assert (kept.body, kept.state, kept.result) == (b"\x00\xff", "failed", b"first")
     journal.close()
@@ -99,18 +110,18 @@ def test_a_request_is_accepted_once_and_finished_once(url: str) -> None:
 def test_either_all_statements_of_a_write_are_kept_or_none(url: str) -> None:
     journal = Journal(url)
     with pytest.raises(JournalError, match="cannot be written"):
-        journal.write([accept(row(1)), ("INSERT INTO nowhere VALUES(1)", ())]).result()
+        journal.write([insert_request(row(1)), ("INSERT INTO nowhere VALUES(1)", ())]).result()
     assert journal.requests("1 = 1").result() == []
-    journal.write([accept(row(2))]).result()  # and it goes on
+    journal.write([insert_request(row(2))]).result()  # and it goes on
     assert [found.seq for found in journal.requests("1 = 1").result()] == [2]
     journal.close()
 
 
 def test_bodies_and_results_are_forgotten_where_nothing_needs_them(url: str) -> None:
     journal = Journal(url)
-    journal.write([accept(row(seq)) for seq in (1, 2, 3)]).result()
-    journal.write([finish("m:1", state="done", result=b"r", finished=10)]).result()
-    journal.write([finish("m:2", state="done", result=b"r", finished=20)]).result()
+    journal.write([insert_request(row(seq)) for seq in (1, 2, 3)]).result()
+    journal.write([finish_request("m:1", state="done", result=b"r", finished=10)]).result()
+    journal.write([finish_request("m:2", state="done", result=b"r", finished=20)]).result()
     journal.write([forget_bodies("m", up_to=2), forget_results(before=15)]).result()
     found = journal.requests("target = ?", ("m",)).result()
     assert [kept.body for kept in found] == [None, None, b"\x00\xff"]
@@ -120,7 +131,7 @@ def test_bodies_and_results_are_forgotten_where_nothing_needs_them(url: str) -> 
 
 def test_many_writes_share_their_commits(url: str) -> None:
     journal = Journal(url)
-    writes = [journal.write([accept(row(seq))]) for seq in range(300)]
+    writes = [journal.write([insert_request(row(seq))]) for seq in range(300)]
     for write in writes:
         write.result()
     assert [found.seq for found in journal.requests("1 = 1").result()] == list(range(300))

@@ -8,7 +8,7 @@ import pytest
 from headrace.errors import RequestError
 from headrace.service.fake_host import FakeHost
 from headrace.service.host import AdapterSpec
-from headrace.service.losses import to_training
+from headrace.service.losses import to_loss_and_data
 from headrace.service.wire import Array, WireDatum, WireForward
 from headrace.types import Adam, int_array
 
@@ -35,7 +35,7 @@ def ask(loss: str, config: dict[str, float | str] | None = None, **tensors: list
 def loss_and_pull(asked: WireForward) -> tuple[float, float]:
     """The loss, and dL/dlogit of the target (token 0 after token 0), the sum of dL/dlogp (1 - p) = dL/dlogp / 2."""
     fake = host()
-    spec, data = to_training(asked)
+    spec, data = to_loss_and_data(asked)
     out = fake.forward_backward("m", data, spec).result()
     gradient = fake._models["m"].gradient[0, 0]
     fake.close()
@@ -149,15 +149,15 @@ def test_losses_of_the_package_are_served_by_name_and_sum() -> None:
 )
 def test_what_cannot_be_trained_is_said_in_a_sentence(asked: WireForward, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        to_training(asked)
+        to_loss_and_data(asked)
 
 
 def test_a_failed_request_leaves_what_earlier_ones_accumulated() -> None:
     fake = host()
-    spec, data = to_training(ask("cross_entropy", weights=[1.0]))
+    spec, data = to_loss_and_data(ask("cross_entropy", weights=[1.0]))
     fake.forward_backward("m", data, spec).result()
     before = fake._models["m"].gradient.copy()
-    _, wrong = to_training(ask("cross_entropy", weights=[1.0], target_tokens=np.array([7])))
+    _, wrong = to_loss_and_data(ask("cross_entropy", weights=[1.0], target_tokens=np.array([7])))
     with pytest.raises(Exception, match="vocabulary"):
         fake.forward_backward("m", wrong, spec).result()
     assert (fake._models["m"].gradient == before).all()

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 from headrace.errors import BackendError, JournalError
 from headrace.service import bodies
-from headrace.service.access import Quota, Tenant
+from headrace.service.access import ApiUser, Quota
 from headrace.service.fake_host import FakeHost
 from headrace.service.futures import Done, Failed
 from headrace.service.journal import Journal
-from headrace.service.registry import Unknown
-from headrace.service.service import Limits, ModelCard, Service
+from headrace.service.records import ModelCard
+from headrace.service.registry import NotFound
+from headrace.service.service import Service
+from headrace.service.settings import Limits
 from service.sdk import Gate, until
 from service.served import BASE, served
 
-ALICE = Tenant(name="alice", quota=Quota())
+ALICE = ApiUser(name="alice", quota=Quota())
 CARD = ModelCard(name="fake", context=64, vocabulary=16)
 
 
@@ -40,14 +42,14 @@ async def opened(folder: Path, host: FakeHost, **limits: Any) -> AsyncIterator[S
 
 async def make_model(service: Service, session: str, number: int) -> str:
     body = bodies.CreateModel(session_id=session, model_seq_id=number, base_model="fake")
-    ticket = await service.create_model(ALICE, body, body.model_dump_json().encode())
-    assert isinstance(await service.wait(ticket), Done)
-    return ticket.row.target
+    pending = await service.models.create(ALICE, body, body.model_dump_json().encode())
+    assert isinstance(await service.polling.wait(pending), Done)
+    return pending.row.target
 
 
 async def step(service: Service, model: str, seq: int) -> Any:
     raw = json.dumps({"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}).encode()
-    return await service.train(ALICE, "optim_step", model, seq, raw)
+    return await service.training.submit(ALICE, "optim_step", model, seq, raw)
 
 
 async def new_session(service: Service) -> str:
@@ -62,8 +64,8 @@ def test_numbers_run_in_order_and_once_whatever_the_arrival(arrival: list[int], 
         with TemporaryDirectory() as folder:
             async with opened(Path(folder), host) as service:
                 model = await make_model(service, await new_session(service), 0)
-                tickets = {seq: await step(service, model, seq) for seq in [*arrival, *again]}
-                outcomes = {seq: await service.wait(ticket) for seq, ticket in tickets.items()}
+                pending_requests = {seq: await step(service, model, seq) for seq in [*arrival, *again]}
+                outcomes = {seq: await service.polling.wait(pending) for seq, pending in pending_requests.items()}
         host.close()
         assert sum(verb.startswith("optim_step") for verb in host.log) == 8
         return [json.loads(outcomes[seq].body)["metrics"]["num_updates:max"] for seq in range(1, 9)]  # type: ignore[union-attr]
@@ -78,11 +80,11 @@ async def test_models_take_turns(tmp_path: Path) -> None:
         session = await new_session(service)
         busy, quiet = await make_model(service, session, 0), await make_model(service, session, 1)
         gate.close()
-        tickets = [await step(service, busy, seq) for seq in range(1, 12)]
-        tickets += [await step(service, quiet, seq) for seq in (1, 2)]
+        pending_requests = [await step(service, busy, seq) for seq in range(1, 12)]
+        pending_requests += [await step(service, quiet, seq) for seq in (1, 2)]
         gate.open()
-        for ticket in tickets:
-            await service.wait(ticket)
+        for pending in pending_requests:
+            await service.polling.wait(pending)
         order = [verb.split()[1] for verb in host.log if verb.startswith("optim_step")]
     host.close()
     first = [index for index, model in enumerate(order) if model == quiet]
@@ -105,11 +107,11 @@ async def test_a_model_that_rests_comes_back_with_its_gradient(tmp_path: Path) -
     async with opened(tmp_path, host, resident_models=1) as service:
         session = await new_session(service)
         model = await make_model(service, session, 0)
-        await service.wait(await service.forward_backward(ALICE, forward(model, 1), None))
+        await service.polling.wait(await service.training.forward_backward(ALICE, forward(model, 1), None))
         gradient = host._models[model].gradient.copy()
-        await service.trainer.rest(model)
+        await service.trainer.unload(model)
         assert model not in host._models
-        done = await service.wait(await step(service, model, 2))
+        done = await service.polling.wait(await step(service, model, 2))
         assert isinstance(done, Done)
         norm = json.loads(done.body)["metrics"]["unclipped_grad_l2:mean"]
         assert norm == pytest.approx(float((gradient**2).sum() ** 0.5))
@@ -122,12 +124,12 @@ async def test_a_cancelled_request_never_starts_and_its_number_counts(tmp_path: 
     async with opened(tmp_path, host) as service:
         model = await make_model(service, await new_session(service), 0)
         second, third = await step(service, model, 2), await step(service, model, 3)
-        assert await service.cancel(ALICE, second.row.id)
+        assert await service.polling.cancel(ALICE, second.row.id)
         first = await step(service, model, 1)
-        outcomes = [await service.wait(ticket) for ticket in (first, second, third)]
+        outcomes = [await service.polling.wait(pending) for pending in (first, second, third)]
         assert [type(outcome) for outcome in outcomes] == [Done, Failed, Done]
         assert json.loads(outcomes[2].body)["metrics"]["num_updates:max"] == 2  # type: ignore[union-attr]
-        assert not await service.cancel(ALICE, first.row.id)  # too late
+        assert not await service.polling.cancel(ALICE, first.row.id)  # too late
     host.close()
 
 
@@ -138,7 +140,7 @@ async def test_what_waits_for_a_number_that_never_came_fails_with_its_session(tm
         model = await make_model(service, session, 0)
         waiting = await step(service, model, 5)
         await service.sessions.finish(ALICE, session, "success")
-        outcome = await service.wait(waiting)
+        outcome = await service.polling.wait(waiting)
         assert isinstance(outcome, Failed)
         assert "has ended" in outcome.message
         assert model not in host._models
@@ -150,17 +152,17 @@ async def test_a_repeat_of_long_ago_is_still_a_repeat(tmp_path: Path) -> None:
     async with opened(tmp_path, host) as service:
         model = await make_model(service, await new_session(service), 0)
         for seq in (1, 2):
-            first = await service.wait(await step(service, model, seq))
-        service.board._recent.clear()  # its outcome is in the journal only
+            first = await service.polling.wait(await step(service, model, seq))
+        service.requests._recent.clear()  # its outcome is in the journal only
         again = await step(service, model, 2)
-        assert (await service.wait(again)) == first
+        assert (await service.polling.wait(again)) == first
         assert sum(verb.startswith("optim_step") for verb in host.log) == 2
     async with opened(tmp_path, after) as service:  # and after a restart
-        assert (await service.wait(await step(service, model, 2))) == first
+        assert (await service.polling.wait(await step(service, model, 2))) == first
         assert not any(verb.startswith("optim_step") for verb in after.log)
-        service.board._recent.clear()
-        with pytest.raises(Unknown):
-            await service.find(Tenant(name="bob", quota=Quota()), f"{model}:2")
+        service.requests._recent.clear()
+        with pytest.raises(NotFound):
+            await service.polling.find(ApiUser(name="bob", quota=Quota()), f"{model}:2")
     host.close()
     after.close()
 
@@ -180,10 +182,10 @@ async def test_a_state_that_cannot_be_saved_is_made_again_from_the_journal(tmp_p
     broken, host = FullDisk(), FakeHost()
     async with opened(tmp_path, broken) as service:
         model = await make_model(service, await new_session(service), 0)
-        outcomes = [await service.wait(await step(service, model, seq)) for seq in (1, 2, 3)]
+        outcomes = [await service.polling.wait(await step(service, model, seq)) for seq in (1, 2, 3)]
         assert [type(outcome) for outcome in outcomes] == [Done, Failed, Done]
     async with opened(tmp_path, host) as service:
-        done = await service.wait(await step(service, model, 4))
+        done = await service.polling.wait(await step(service, model, 4))
         assert isinstance(done, Done)
         assert json.loads(done.body)["metrics"]["num_updates:max"] == 3
     broken.close()
@@ -194,10 +196,10 @@ async def test_what_was_abandoned_holds_up_nothing_once_its_client_is_back(tmp_p
     async with opened(tmp_path, FakeHost()) as service:
         model = await make_model(service, await new_session(service), 0)
         late = [await step(service, model, seq) for seq in (2, 3)]
-        await service.trainer.abandon(model, "the client is silent")
-        assert all([isinstance(await service.wait(each), Failed) for each in late])
+        await service.trainer.fail_unreachable(model, "the client is silent")
+        assert all([isinstance(await service.polling.wait(each), Failed) for each in late])
         for seq in (1, 4):
-            assert isinstance(await service.wait(await step(service, model, seq)), Done)
+            assert isinstance(await service.polling.wait(await step(service, model, seq)), Done)
 
 
 async def test_a_crowd_that_hangs_up_while_it_waits_is_passed_over(tmp_path: Path) -> None:
@@ -222,11 +224,11 @@ async def test_a_crowd_that_hangs_up_while_it_waits_is_passed_over(tmp_path: Pat
 async def test_tidying_goes_on_after_the_journal_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: asyncio.Queue[None] = asyncio.Queue()
 
-    async def tidy(self: Service) -> None:
+    async def expire(self: Service) -> None:
         calls.put_nowait(None)
         raise JournalError("the disk is full")
 
-    monkeypatch.setattr(Service, "tidy", tidy)
+    monkeypatch.setattr(Service, "expire", expire)
     async with opened(tmp_path, FakeHost(), tidy_s=0.001):
         for _ in range(2):
             await asyncio.wait_for(calls.get(), 60)
@@ -244,11 +246,11 @@ def test_a_checkpoint_can_be_loaded_by_the_request_behind_its_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(tmp_path) as running:
-        board, trainer = running.service.board, running.service.trainer
-        real = trainer._save
+        requests, runner = running.service.requests, running.service.trainer._runner
+        real = runner._save
 
         def load_is_accepted() -> bool:
-            return any(one.row.kind == "load_weights" and one.accepted.done() for one in board.open_tickets())
+            return any(one.row.kind == "load_weights" and one.accepted.done() for one in requests.open_requests())
 
         async def slowly(*given: Any) -> Any:
             while not load_is_accepted():  # noqa: ASYNC110 (nothing tells)
@@ -257,7 +259,7 @@ def test_a_checkpoint_can_be_loaded_by_the_request_behind_its_save(
                 await asyncio.sleep(0)
             return await real(*given)
 
-        monkeypatch.setattr(trainer, "_save", slowly)
+        monkeypatch.setattr(runner, "_save", slowly)
         model = running.client().create_lora_training_client(base_model=BASE, rank=8)
         model.save_state("one")
         model.load_state(f"tinker://{model._guaranteed_model_id()}/weights/one").result(60)
@@ -282,13 +284,15 @@ async def test_a_state_behind_what_failed_is_not_kept(tmp_path: Path, kind: str)
     async with opened(tmp_path, host) as service:
         model = await make_model(service, await new_session(service), 0)
         saved = json.dumps({"model_id": model, "seq_id": 1, "path": "there"}).encode()
-        assert isinstance(await service.wait(await service.train(ALICE, "save_weights", model, 1, saved)), Done)
+        assert isinstance(
+            await service.polling.wait(await service.training.submit(ALICE, "save_weights", model, 1, saved)), Done
+        )
         if kind == "optim_step":
-            ticket = await step(service, model, 2)
+            pending = await step(service, model, 2)
         else:
             raw = {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/there", "optimizer": True}
-            ticket = await service.train(ALICE, kind, model, 2, json.dumps(raw).encode())
-        assert isinstance(await service.wait(ticket), Failed)
+            pending = await service.training.submit(ALICE, kind, model, 2, json.dumps(raw).encode())
+        assert isinstance(await service.polling.wait(pending), Failed)
         assert sum(verb.startswith("save ") for verb in host.log) == 2
         await asyncio.to_thread(until, lambda: not any((tmp_path / "states").glob("*/*")))
     host.close()

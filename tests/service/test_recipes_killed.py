@@ -98,8 +98,11 @@ def sample(client, prompt, num_samples, sampling_params, *more, **named):
 service.create_lora_training_client, service.create_lora_training_client_async = create, create_async
 tinker.SamplingClient.sample, tinker.TrainingClient.optim_step = sample, optim_step
 """  # what the recipes' Python does to the SDK when it starts
-HOST, TRAINER = "headrace.service.hosting.host:AdapterHost", "headrace.service.training:Trainer"
-BEGUN: Sequence[Point] = [(f"{TRAINER}._create", 2), (f"{HOST}.sample", 1)]  # both recipes are at work
+HOST = "headrace.service.hosting.host:AdapterHost"
+BEGUN: Sequence[Point] = [
+    ("headrace.service.execution:OperationRunner._create", 2),
+    (f"{HOST}.sample", 1),
+]  # both recipes are at work
 ASKED_TO_END: Point = ("headrace.service.evaluation:Evaluator.evaluate", 1)  # no recipe asks for it
 PLACES = {  # and at which call of it at the latest, so that all kills come before a recipe is through
     "headrace.service.journal:Journal._commit": 10,
@@ -108,8 +111,8 @@ PLACES = {  # and at which call of it at the latest, so that all kills come befo
     f"{HOST}.sample": 14,
     f"{HOST}.snapshot": 1,
     f"{HOST}.save": 3,
-    f"{TRAINER}._saved": 2,
-    "headrace.service.futures:Board.conclude": 20,
+    "headrace.service.model_states:ModelStates.record": 2,
+    "headrace.service.futures:RequestTable.notify": 20,
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import BackendError, ModelError
-from headrace.service.client import Preparation, ServiceClient, TrainingClient
+from headrace.service.client import ServerInputs, ServiceClient, TrainingClient
 from headrace.service.client.codec import write_step
 from headrace.service.fake_host import FakeHost
 from headrace.types import CROSS_ENTROPY, Adam, Datum, FloatArray, LossSpec, float_array, int_array
@@ -20,7 +20,7 @@ LIMIT_S = 60
 KL_COEF = 0.01  # of the loss, unless it is given
 KL = LossSpec(fn="reference_kl_k3")
 UPDATE = Adam(learning_rate=0.3)
-BASE, FROZEN = Preparation(reference="base"), Preparation(reference="frozen")
+BASE, FROZEN = ServerInputs(reference="base"), ServerInputs(reference="frozen")
 
 
 def datum(*tokens: int, temperature: float = 1.0) -> Datum:
@@ -110,7 +110,7 @@ def test_a_saved_model_and_a_snapshot_are_references(server: Served, model: Trai
     moved(model)
     expected = k3(table(server, model), before, DATA) * KL_COEF
     for name in (path.result(LIMIT_S), snapshot.result(LIMIT_S).sampler):
-        out = model.forward(DATA, KL, Preparation(reference=name)).result(LIMIT_S)
+        out = model.forward(DATA, KL, ServerInputs(reference=name)).result(LIMIT_S)
         assert out.loss == pytest.approx(expected, rel=1e-4)
 
 
@@ -166,11 +166,11 @@ def test_a_reference_that_is_not_there_leaves_the_gradient(
     with ServiceClient(server.url, api_key=OTHER_KEY) as bob:
         theirs = bob.create_training(rank=4).result(LIMIT_S)
         with pytest.raises(BackendError, match="no checkpoint"):
-            theirs.forward_backward(DATA, KL, Preparation(reference=path)).result(LIMIT_S)
+            theirs.forward_backward(DATA, KL, ServerInputs(reference=path)).result(LIMIT_S)
     model.forward_backward(DATA, CROSS_ENTROPY).result(LIMIT_S)
     before = server.host._models[model.model_id].gradient.copy()
     with pytest.raises(BackendError, match=r"no model 'nobody' to compare with.*frozen"):
-        model.forward_backward(DATA, KL, Preparation(reference="nobody")).result(LIMIT_S)
+        model.forward_backward(DATA, KL, ServerInputs(reference="nobody")).result(LIMIT_S)
     frozen.broken = True
     with pytest.raises(BackendError, match="its folder is gone"):
         model.forward_backward(DATA, KL, FROZEN).result(LIMIT_S)
@@ -180,7 +180,7 @@ def test_a_reference_that_is_not_there_leaves_the_gradient(
 
 def test_a_reference_that_fails_is_the_servers_doing(server: Served, model: TrainingClient, frozen: Frozen) -> None:
     frozen.broken = True
-    for asked in (FROZEN, Preparation(reference="nobody")):
+    for asked in (FROZEN, ServerInputs(reference="nobody")):
         with pytest.raises(BackendError):
             model.forward_backward(DATA, KL, asked).result(LIMIT_S)
     ids = [f"{model.model_id}:{number}" for number in (1, 2)]

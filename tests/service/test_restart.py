@@ -19,7 +19,9 @@ import pytest
 
 from headrace.service.fake_host import FakeHost
 from headrace.service.journal import Journal
-from headrace.service.service import Limits, ModelCard, Service
+from headrace.service.records import ModelCard
+from headrace.service.service import Service
+from headrace.service.settings import Limits
 from service.sdk import DATA, loss_of, prompt, sampling, types
 from service.served import BASE, KEY, served
 
@@ -97,14 +99,14 @@ async def finish(folder: Path, host: FakeHost) -> Service:
     card = ModelCard(name="fake/bigram", context=host.context, vocabulary=host.vocabulary, aliases=(BASE,))
     service = Service(host, card, journal, folder, limits=Limits(poll_s=5.0))
     async with service.running():
-        for ticket in service.board.open_tickets():
-            assert await service.board.wait(ticket, 20) is not None
+        for pending in service.requests.open_requests():
+            assert await service.requests.wait(pending, 20) is not None
         for model in service.registry.models:  # a model that nobody asks for is brought back when it is needed
-            line = service.trainer._lines[model]
-            while not line.resident or line.waiting or line.inflight:
-                if not line.resident and not line.restoring:
-                    line.restoring = True
-                    await service.trainer._restore(line)
+            queue = service.trainer._queues[model]
+            while not queue.is_idle:
+                if not queue.resident and not queue.restoring:
+                    queue.restoring = True
+                    await service.trainer._restore(queue)
                 await asyncio.sleep(0.001)
     journal.close()
     return service

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.service.access import Access, HashedKey, Quota, TooMany, hash_key, new_key
+from headrace.service.access import Access, HashedKey, Quota, RateLimited, hash_key, new_key
 from headrace.service.records import check_name, folder_name
 from headrace.service.server import check_reach, listen
-from headrace.service.service import Limits
+from headrace.service.settings import Limits
 from service.sdk import DATA, prompt, sampling
 from service.served import BASE, OTHER_KEY, Served, served
 
@@ -208,16 +208,16 @@ def test_a_bucket_fills_with_time() -> None:
     access = Access(
         [HashedKey(owner="a", sha256=hash_key("tml-a"), quota=Quota(requests_per_s=2.0, burst=2))], clock=lambda: now[0]
     )
-    who = access.tenant("tml-a")
-    access.admit(who)
-    access.admit(who)
-    with pytest.raises(TooMany) as refused:
-        access.admit(who)
+    user = access.authenticate("tml-a")
+    access.check_rate(user)
+    access.check_rate(user)
+    with pytest.raises(RateLimited) as refused:
+        access.check_rate(user)
     assert refused.value.retry_s == pytest.approx(0.5)
     now[0] = 0.5
-    access.admit(who)
-    with pytest.raises(TooMany):
-        access.admit(who)
+    access.check_rate(user)
+    with pytest.raises(RateLimited):
+        access.check_rate(user)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])

@@ -16,7 +16,7 @@ from headrace.protocols import MetricSink
 from headrace.service.fake_host import FakeHost
 from headrace.service.server import serving
 from headrace.service.settings import load_serve_config
-from headrace.service.telemetry import Record, Source, Telemetry
+from headrace.service.telemetry import MetricsRecord, Source, Telemetry
 from headrace.testing import MemorySink
 from headrace.types import Adam, Datum, Discard, ForwardOut, Max, Mean, StepOut, Sum, float_array, int_array
 from headrace.wiring.serve import open_service
@@ -54,7 +54,7 @@ def test_a_record_has_what_all_requests_since_the_last_update_measured() -> None
     telemetry.forward("other", forward(total=Sum(100.0)), [datum(1.0)], seconds=9.0)
     out = StepOut(grad_norm=1.5, updated=True, num_updates=7)
     record = telemetry.step("m", "alice", out, Adam(learning_rate=0.25), seconds=0.125, depth=3)
-    assert record == Record(
+    assert record == MetricsRecord(
         source=Source(name="m", owner="alice"),
         step=7,
         values={
@@ -119,7 +119,7 @@ def test_time_that_a_request_waited_for_the_host_is_another_requests(monkeypatch
     ends = iter((10.0, 13.0, 20.0))
     monkeypatch.setattr("headrace.service.telemetry.time.perf_counter", lambda: next(ends))
     # two are handed over at 8 and 9; the first ends at 10, so the second has the host from then on
-    assert [telemetry.spent(began) for began in (8.0, 9.0, 18.5)] == [2.0, 3.0, 1.5]
+    assert [telemetry.host_seconds(began) for began in (8.0, 9.0, 18.5)] == [2.0, 3.0, 1.5]
 
 
 # --- sinks -----------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_records_reach_the_sink_of_their_model_and_sinks_make_room(tmp_path: Pat
     telemetry = Telemetry(open_sink, max_open=1)
     for step in range(1, 4):
         for name in ("a", "b"):
-            telemetry.log(Record(source=Source(name=name), step=step, values={"loss/total": float(step)}))
+            telemetry.log(MetricsRecord(source=Source(name=name), step=step, values={"loss/total": float(step)}))
     telemetry.log_server({"models": 2})
     telemetry.close()
     for name in ("a", "b"):
@@ -152,7 +152,7 @@ def test_a_sink_that_fails_costs_its_own_model_one_line(caplog: pytest.LogCaptur
     telemetry = Telemetry(open_sink)
     for step in (1, 2, 3):
         for name in ("bad", "good"):
-            telemetry.log(Record(source=Source(name=name), step=step, values={"a/b": 1.0}))
+            telemetry.log(MetricsRecord(source=Source(name=name), step=step, values={"a/b": 1.0}))
     telemetry.close()
     assert [step for step, _ in good.records] == [1, 2, 3]
     assert [record.getMessage() for record in caplog.records] == ["the disk is full"]
@@ -175,11 +175,11 @@ def test_a_sink_that_hangs_holds_no_request_up(caplog: pytest.LogCaptureFixture)
 
     sink = Hanging()
     telemetry = Telemetry(lambda source: sink, max_waiting=3)
-    telemetry.log(Record(source=SOURCE, step=0, values={}))
+    telemetry.log(MetricsRecord(source=SOURCE, step=0, values={}))
     assert arrived.wait(LIMIT_S)
     with caplog.at_level(logging.WARNING, logger="headrace"):
         for step in range(1, 9):  # three wait, five are lost; no call waits
-            telemetry.log(Record(source=SOURCE, step=step, values={}))
+            telemetry.log(MetricsRecord(source=SOURCE, step=step, values={}))
     assert telemetry.num_lost == 5
     assert len(caplog.records) == 1
     held.set()

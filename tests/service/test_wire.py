@@ -1,17 +1,19 @@
 """Bytes of the wire: what the SDK writes is read as it is, and nothing malformed gets further than a sentence."""
 
 import contextlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
+from google.protobuf import descriptor_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import RequestError
 from headrace.service import schema
 from headrace.service.host import TopLogprobs
-from headrace.service.losses import to_training
+from headrace.service.losses import to_loss_and_data
 from headrace.service.wire import (
     Sampled,
     decompress,
@@ -22,7 +24,7 @@ from headrace.service.wire import (
     write_forward,
     write_sample,
 )
-from headrace.service.work import Broken, read_work
+from headrace.service.work import InvalidOp, parse_operation
 from headrace.types import Completion, ForwardOut, Max, Mean, Stop, Sum, float_array, int_array
 from service.sdk import datum, types
 
@@ -39,11 +41,21 @@ def test_the_schema_has_the_fields_of_the_sdk() -> None:
     from tinker.proto import tinker_public_pb2
 
     theirs = tinker_public_pb2.DESCRIPTOR.message_types_by_name
-    for name in set(schema.MESSAGES) - {"TokenSpan"}:
-        ours = schema._pool.FindMessageTypeByName(f"{schema.PACKAGE}.{name}")
-        assert {(f.name, f.number, f.type) for f in ours.fields} == {
+    messages = schema.ForwardBackwardRequest.DESCRIPTOR.file.message_types_by_name
+    assert len(messages) > 15
+    for name in set(messages) - {"TokenSpan"}:
+        assert {(f.name, f.number, f.type) for f in messages[name].fields} == {
             (f.name, f.number, f.type) for f in theirs[name].fields
         }
+
+
+def test_the_descriptors_are_what_the_proto_file_compiles_to(tmp_path: Path) -> None:
+    protoc = pytest.importorskip("grpc_tools.protoc", reason="pip install grpcio-tools")
+    compiled, source = tmp_path / "wire.binpb", schema.DESCRIPTORS.with_suffix(".proto")
+    arguments = ["protoc", f"-I{source.parent}", f"--descriptor_set_out={compiled}", source.name]
+    assert protoc.main(arguments) == 0
+    descriptors = descriptor_pb2.FileDescriptorSet.FromString(schema.DESCRIPTORS.read_bytes())
+    assert descriptors == descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes()), "run: make proto"
 
 
 def test_a_body_of_the_sdk_is_read_as_it_is() -> None:
@@ -115,8 +127,8 @@ def test_zstd_is_unfolded_up_to_a_limit() -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_work_that_fails_with_a_sentence(body: bytes) -> None:
     for kind in ("forward_backward", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler"):
-        work = read_work(kind, body)
-        assert isinstance(work, Broken)
+        work = parse_operation(kind, body)
+        assert isinstance(work, InvalidOp)
         assert work.message
 
 
@@ -127,7 +139,7 @@ def test_a_body_with_bytes_changed_never_escapes(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(RequestError):
-        to_training(read_forward(parse_forward(bytes(body))))
+        to_loss_and_data(read_forward(parse_forward(bytes(body))))
 
 
 def test_metrics_carry_their_reduction() -> None:

@@ -14,7 +14,7 @@ from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.session import ServiceClient
 from headrace.service.client.training import QueueStats, TrainingClient
 from headrace.service.evaluation_bodies import Compare, Comparison, Evaluate, Evaluation, Given, Prompt
-from headrace.service.preparation import GaeSettings, Preparation
+from headrace.service.preparation import GaeSettings, ServerInputs
 
 __all__ = [
     "Accepted",
@@ -26,10 +26,10 @@ __all__ = [
     "GaeSettings",
     "Given",
     "Pending",
-    "Preparation",
     "Prompt",
     "QueueStats",
     "SamplingClient",
+    "ServerInputs",
     "ServiceBackend",
     "ServiceClient",
     "ServiceSampler",

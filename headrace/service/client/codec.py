@@ -1,4 +1,4 @@
-"""Values of the package as bytes of the wire and back, from the client's side."""
+"""Convert values of the package to bytes of the wire and back, on the client's side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from headrace.algo.losses import find_loss
 from headrace.errors import BackendError, ConfigError, SamplerError
 from headrace.service import schema
 from headrace.service.losses import OWN, TARGETS, TEMPERATURE, UNIT, WEIGHTS
-from headrace.service.preparation import NOTHING, Preparation, written
+from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs, to_config
 from headrace.types import (
     Adam,
     Completion,
@@ -37,15 +37,17 @@ from headrace.types import (
 METRICS: Mapping[str, Any] = {"sum": Sum, "max": Max, "min": Min, "mean": lambda value: Mean(value, 1)}
 
 
-def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool, prepare: Preparation = NOTHING) -> Any:
-    """A request without its number; raises BackendError for what the wire cannot carry."""
+def write_forward(
+    data: Sequence[Datum], loss: LossSpec, *, backward: bool, prepare: ServerInputs = NO_SERVER_INPUTS
+) -> Any:
+    """Write a request without its number; raises BackendError for what the wire cannot carry."""
     if not isinstance(loss.fn, str):
         raise BackendError(f"the loss '{loss.name}' is a function, which stays on this machine: give a loss by name")
     if not data:
         raise BackendError("there is nothing to train on: the batch is empty")
     read = _read_by(loss.fn)
     message = schema.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
-    for name, value in {**loss.params, **written(prepare)}.items():
+    for name, value in {**loss.params, **to_config(prepare)}.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
         else:
@@ -63,7 +65,7 @@ def write_forward(data: Sequence[Datum], loss: LossSpec, *, backward: bool, prep
 
 
 def _read_by(loss: str) -> frozenset[str] | None:
-    """The arrays that a loss reads; others may hold what is not known. None: only the server knows this loss."""
+    """Return the arrays that a loss reads; others may hold NaN. None: only the server knows this loss."""
     try:
         inputs = loss_inputs(find_loss(loss))
     except ConfigError:
@@ -76,8 +78,8 @@ def _write_datum(message: Any, datum: Datum, arrays: Mapping[str, FloatArray]) -
     untrained = datum.arrays[WEIGHTS] == 0
     _write_tensor(message.loss_fn_inputs[TARGETS], datum.targets, "<i8", schema.INT64)
     for name, array in arrays.items():
-        said = np.where(untrained & np.isnan(array), 0.0, array)  # nobody reads what is unknown there
-        _write_tensor(message.loss_fn_inputs[name], said, "<f4", schema.FLOAT32)
+        known = np.where(untrained & np.isnan(array), 0.0, array)  # the loss ignores untrained positions
+        _write_tensor(message.loss_fn_inputs[name], known, "<f4", schema.FLOAT32)
     if datum.unit is not None:
         _write_tensor(message.loss_fn_inputs[UNIT], np.array([datum.unit]), "<i8", schema.INT64)
     if datum.temperature != 1.0:
@@ -94,21 +96,21 @@ def read_forward(body: bytes) -> ForwardOut:
     message.ParseFromString(body)
     logprobs: list[FloatArray] = []
     for record in message.loss_fn_outputs:
-        found = record.fields["logprobs"]
-        offsets = np.frombuffer(found.offsets, "<i8")
+        field = record.fields["logprobs"]
+        offsets = np.frombuffer(field.offsets, "<i8")
         for start, end in pairwise(offsets):
-            logprobs.append(float_array(np.frombuffer(found.data[start:end], "<f4").reshape(-1, *found.trailing_shape)))
-    told = dict(message.metrics)
-    loss = float(told.pop("loss:sum"))
+            logprobs.append(float_array(np.frombuffer(field.data[start:end], "<f4").reshape(-1, *field.trailing_shape)))
+    metrics = dict(message.metrics)
+    loss = float(metrics.pop("loss:sum"))
     return ForwardOut(
-        loss=loss, logprobs=tuple(logprobs), metrics={"loss/total": Sum(loss), **_read_metrics(told.items())}
+        loss=loss, logprobs=tuple(logprobs), metrics={"loss/total": Sum(loss), **_read_metrics(metrics.items())}
     )
 
 
-def _read_metrics(told: Iterable[tuple[str, float]]) -> dict[str, Metric]:
-    """A name ends in its reduction. What was counted to make a mean is not told, so every one counts as one."""
+def _read_metrics(named: Iterable[tuple[str, float]]) -> dict[str, Metric]:
+    """Read metrics whose names end in their reduction; the counts behind means are unknown, so each counts as one."""
     metrics: dict[str, Metric] = {}
-    for name, value in told:
+    for name, value in named:
         plain, _, reduction = name.rpartition(":")
         if reduction in METRICS:
             metrics[plain] = METRICS[reduction](value)
@@ -137,8 +139,8 @@ def write_step(update: Adam | Discard | ScaleBack) -> dict[str, object]:
             }
 
 
-def read_step(told: Mapping[str, Any]) -> StepOut:
-    metrics = dict(told["metrics"])
+def read_step(answer: Mapping[str, Any]) -> StepOut:
+    metrics = dict(answer["metrics"])
     return StepOut(
         grad_norm=float(metrics.pop("unclipped_grad_l2:mean")),
         updated=bool(metrics.pop("updated:mean")),
@@ -148,7 +150,7 @@ def read_step(told: Mapping[str, Any]) -> StepOut:
 
 
 def write_sample(prompt: IntArray, params: SamplingParams, *, num_samples: int, score: bool) -> dict[str, object]:
-    """Raises SamplerError for what the wire cannot carry."""
+    """Write a sampling request; raises SamplerError for what the wire cannot carry."""
     if params.min_p:
         raise SamplerError("the service samples without min_p: leave it out")
     stop: list[int] | list[str] | None = None if params.stop_tokens is None else list(params.stop_tokens)
@@ -172,11 +174,11 @@ def write_sample(prompt: IntArray, params: SamplingParams, *, num_samples: int, 
 
 
 def read_samples(body: bytes, *, version: int) -> tuple[Completion, ...]:
-    """The log-probs that the server records are those of both distributions where the temperature is 1."""
-    made = []
+    """Read completions; at temperature 1 the server's log-probs are those of both distributions."""
+    completions = []
     for sequence in _sampled(body).sequences:
         tokens, logprobs = np.frombuffer(sequence.tokens, "<i4"), float_array(np.frombuffer(sequence.logprobs, "<f4"))
-        made.append(
+        completions.append(
             Completion(
                 tokens=int_array(tokens),
                 sampler_logprobs=logprobs,
@@ -185,7 +187,7 @@ def read_samples(body: bytes, *, version: int) -> tuple[Completion, ...]:
                 stop=Stop.STOP if sequence.stop_reason == 0 else Stop.LENGTH,
             )
         )
-    return tuple(made)
+    return tuple(completions)
 
 
 def read_scores(body: bytes) -> FloatArray:

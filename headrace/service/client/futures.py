@@ -1,4 +1,4 @@
-"""Promises of the service, for threads and event loops alike.
+"""Futures of the service's requests, for threads and event loops alike.
 
 A `Pending` request is awaited twice: first until the server has it in its journal, then until it is done. A
 `FutureGroup` waits for several. Everything is built on futures of `concurrent.futures` that cannot be cancelled from
@@ -28,20 +28,20 @@ class Status:
 
 
 def promise() -> "Future[Any]":
-    """A future whose `cancel` does nothing."""
-    made: Future[Any] = Future()
-    made.set_running_or_notify_cancel()
-    return made
+    """Make a future whose `cancel` does nothing."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class Waitable(Generic[T]):
-    """What will be known: `result` waits on a thread, `await` on an event loop."""
+    """A value that will be known: `result` waits on a thread, `await` on an event loop."""
 
     def __init__(self, future: "Future[T]") -> None:
         self.future = future
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Raises TimeoutError after `timeout_s`."""
+        """Wait for the value; raises TimeoutError after `timeout_s`."""
         return self.future.result(timeout_s)
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
@@ -96,7 +96,7 @@ class FutureGroup(Generic[T]):
         self.members = tuple(members)
 
     def all(self) -> Waitable[tuple[T, ...]]:
-        """Every result, in the order of the members; the first failure fails it at once, and the others run on."""
+        """Wait for every result, in the order of the members; the first failure fails it, and the others run on."""
 
         def look(out: "Future[tuple[T, ...]]", last: "Future[T]", ended: int) -> None:
             if last.exception() is not None:
@@ -107,7 +107,7 @@ class FutureGroup(Generic[T]):
         return self._join(look, empty=())
 
     def any(self) -> Waitable[T]:
-        """The first result there is; fails when all have failed."""
+        """Wait for the first result; fails when all have failed."""
 
         def look(out: "Future[T]", last: "Future[T]", ended: int) -> None:
             if last.exception() is None:
@@ -120,7 +120,7 @@ class FutureGroup(Generic[T]):
         return self._join(look)
 
     def settled(self) -> Waitable[tuple[T | HeadraceError, ...]]:
-        """For each member its result or its error, once all have ended; fails never."""
+        """Wait until all have ended, and return each member's result or error; never fails."""
 
         def outcome(member: Pending[T]) -> T | HeadraceError:
             return member.result() if member.exception() is None else _raised(member.finished.future)
@@ -132,12 +132,12 @@ class FutureGroup(Generic[T]):
         return self._join(look, empty=())
 
     def as_completed(self, timeout_s: float | None = None) -> "AsCompleted[T]":
-        """The members with their places, in the order in which they end: `for` and `async for`."""
+        """Iterate over the members and their places in the order in which they end, by `for` or `async for`."""
         return AsCompleted(self.members, timeout_s)
 
     def cancel(self) -> Waitable[int]:
-        """Ask for all that have not ended to be cancelled; the number of those that were."""
-        asked = [member.cancel() for member in self.members if not member.done()]
+        """Cancel all members that have not ended; returns how many were."""
+        cancelling = [member.cancel() for member in self.members if not member.done()]
         out = promise()
         lock, ended = threading.Lock(), 0
 
@@ -145,18 +145,18 @@ class FutureGroup(Generic[T]):
             nonlocal ended
             with lock:
                 ended += 1
-                last = ended == len(asked)
+                last = ended == len(cancelling)
             if last:
-                out.set_result(sum(each.exception() is None and each.result() for each in asked))
+                out.set_result(sum(reply.exception() is None and reply.result() for reply in cancelling))
 
-        for each in asked:
-            each.future.add_done_callback(one_more)
-        if not asked:
+        for reply in cancelling:
+            reply.future.add_done_callback(one_more)
+        if not cancelling:
             out.set_result(0)
         return Waitable(out)
 
     def _join(self, look: "Callable[[Future[Any], Future[T], int], None]", empty: Any = None) -> Waitable[Any]:
-        """`look` is told of each member that ends, one at a time, until it has settled the outcome."""
+        """Call `look` with each member that ends, one at a time, until it has set the outcome."""
         out, lock, ended = promise(), threading.RLock(), 0
 
         def one_more(future: "Future[T]") -> None:

@@ -24,7 +24,7 @@ from headrace.service.client.futures import Pending
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.session import ServiceClient
 from headrace.service.client.training import TrainingClient, failed
-from headrace.service.records import Kind, checkpoint_path
+from headrace.service.records import CheckpointKind, checkpoint_path
 from headrace.types import (
     Adam,
     Completion,
@@ -77,11 +77,11 @@ class ServiceBackend:
         return self.client.optim_step(update, after=gradients).finished.future
 
     def save_state(self, folder: Path) -> "Future[None]":
-        """The state is kept by the server; the folder gets a file that says where."""
+        """Save the state at the server; the folder gets a file that says where."""
         self._num_saved += 1
         name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', folder.name).strip('-')[:80]}-{self._num_saved:06d}"
         saving = self.client.save_state(f"state-{name}")
-        self._saved[folder.resolve()] = checkpoint_path(self.client.model_id, Kind.TRAINING, f"state-{name}")
+        self._saved[folder.resolve()] = checkpoint_path(self.client.model_id, CheckpointKind.TRAINING, f"state-{name}")
 
         async def point() -> None:
             path = await asyncio.wrap_future(saving.finished.future)
@@ -91,11 +91,11 @@ class ServiceBackend:
         return self.client.link.spawn(point()).future
 
     def load_state(self, folder: Path) -> "Future[None]":
-        """Also of a state that another client of the same key has saved there."""
+        """Load a state that this client, or another of the same key, has saved there."""
         return self._load(folder, optimizer=True)
 
     def start_from(self, folder: Path) -> "Future[None]":
-        """The weights of a saved state, with a new optimiser."""
+        """Load the weights of a saved state, with a new optimiser."""
         return self._load(folder, optimizer=False)
 
     def _load(self, folder: Path, *, optimizer: bool) -> "Future[None]":
@@ -122,7 +122,7 @@ def _write_pointer(folder: Path, path: str) -> None:
 
 
 def read_pointer(folder: Path) -> str:
-    """Where the server has the state that was saved into this folder; raises BackendError."""
+    """Read where the server has the state that was saved into this folder; raises BackendError."""
     if not (folder / POINTER).is_file():
         raise BackendError(f"{folder} holds no state of this backend: it has no {POINTER}")
     with boundary(BackendError, f"{folder / POINTER} cannot be read"):
@@ -167,8 +167,8 @@ class ServiceSampler:
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
         if temperature != 1.0:
             raise SamplerError("the service scores at temperature 1 only")
-        asked = [self._client.logprobs(sequence) for sequence in sequences]
-        return tuple([await each.finished for each in asked])
+        requests = [self._client.logprobs(sequence) for sequence in sequences]
+        return tuple([await request.finished for request in requests])
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
         if self._open:
@@ -203,7 +203,7 @@ class ServiceSampler:
                 self._idle.set()
 
     async def _unless_interrupted(self, pending: Pending[tuple[Completion, ...]]) -> tuple[Completion, ...]:
-        """What was sampled; nothing when an interrupt came first. What nobody waits for any more is cancelled."""
+        """Return what was sampled, or None when an interrupt came first; the request is then cancelled."""
         finished: asyncio.Future[Any] = asyncio.wrap_future(pending.finished.future)
         interrupted: asyncio.Future[Any] = asyncio.ensure_future(self._interrupted.wait())
         try:
@@ -217,7 +217,7 @@ class ServiceSampler:
 
 
 def _joined(done: Completion | None, more: Completion | None) -> Completion:
-    """`more` behind what it continues; None: an interrupted completion of what there was."""
+    """Append `more` to what it continues; None: return that as an interrupted completion."""
     tail = more or _nothing(Stop.INTERRUPTED)
     if done is None:
         return tail

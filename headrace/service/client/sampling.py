@@ -1,4 +1,4 @@
-"""Sampling from weights that do not change: the base model, a saved checkpoint, or a snapshot of a training client."""
+"""Sample from weights that do not change: the base model, a saved checkpoint, or a snapshot of a training client."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ class SamplingClient:
     def sample(
         self, prompt: IntArray, params: SamplingParams, *, num_samples: int = 1, version: int = 0
     ) -> Pending[tuple[Completion, ...]]:
-        """`num_samples` sequences with the seeds from `params.seed` on. What does not fit into the context is cut."""
+        """Sample `num_samples` sequences with seeds from `params.seed` on. They are cut where the context ends."""
         room = max(self.context - len(prompt), 1)  # a prompt that leaves none is refused by the server, in its words
         fitting = replace(params, max_tokens=min(params.max_tokens, room))
         return self._submit(
@@ -44,7 +44,7 @@ class SamplingClient:
         )
 
     def logprobs(self, sequence: IntArray) -> Pending[FloatArray]:
-        """Log-prob of every token given those before it; entry 0 is NaN."""
+        """Return the log-prob of every token given those before it; entry 0 is NaN."""
         return self._submit(sequence, FIRST_TOKEN, 1, True, lambda response: read_scores(response.content))
 
     def _submit(
@@ -72,6 +72,6 @@ class SamplingClient:
 def _status(request_id: str, finished: "Future[Any]") -> Waitable[Status]:
     """What this side knows."""
     state = "queued" if not finished.done() else "done" if finished.exception() is None else "failed"
-    told = promise()
-    told.set_result(Status(state=state))
-    return Waitable(told)
+    future = promise()
+    future.set_result(Status(state=state))
+    return Waitable(future)

@@ -36,7 +36,7 @@ class ServiceClient:
         self._opening: asyncio.Task[tuple[str, dict[str, int]]] | None = None
 
     def models(self) -> Waitable[dict[str, int]]:
-        """The base models that are served, by name, with the length of their contexts."""
+        """List the base models that are served, by name, with the length of their contexts."""
 
         async def ask() -> dict[str, int]:
             return (await self._open())[1]
@@ -54,7 +54,7 @@ class ServiceClient:
         train_unembed: bool = True,
         max_open: int = 64,
     ) -> Waitable[TrainingClient]:
-        """A new adapter over the base model (None: the first that is served)."""
+        """Create an adapter over the base model (None: the first that is served)."""
         lora = {
             "rank": rank,
             "seed": seed,
@@ -69,9 +69,9 @@ class ServiceClient:
             name = base_model or next(iter(served))
             body = {"session_id": session, "model_seq_id": number, "base_model": name, "lora_config": lora}
             taken = (await self.link.call(f"{API}/create_model", json=body)).json()
-            made = (await self.link.outcome(taken["request_id"])).json()
+            answer = (await self.link.outcome(taken["request_id"])).json()
             return TrainingClient(
-                self.link, made["model_id"], next_number=lambda: next(self._samplers), max_open=max_open
+                self.link, answer["model_id"], next_number=lambda: next(self._samplers), max_open=max_open
             )
 
         return self.link.spawn(make())
@@ -84,7 +84,7 @@ class ServiceClient:
         snapshot: Snapshot | None = None,
         max_open: int = 256,
     ) -> Waitable[SamplingClient]:
-        """Of a snapshot, a saved path, or the base model."""
+        """Open a sampling client over a snapshot, a saved path, or the base model."""
         assert sum(each is not None for each in (base_model, path, snapshot)) <= 1, "these are three different weights"
         number = next(self._samplers) if snapshot is None else 0
 
@@ -99,8 +99,8 @@ class ServiceClient:
                 name = None if path is not None else base_model or next(iter(served))
                 body = {"session_id": session, "sampling_session_seq_id": number}
                 chosen = {"model_path": path} if name is None else {"base_model": name}
-                told = await self.link.call(f"{API}/create_sampling_session", json={**body, **chosen})
-                id, clone = told.json()["sampling_session_id"], 0
+                response = await self.link.call(f"{API}/create_sampling_session", json={**body, **chosen})
+                id, clone = response.json()["sampling_session_id"], 0
             return SamplingClient(
                 self.link, id, number=clone, context=min(served.values(), default=2**31), max_open=max_open
             )
@@ -108,7 +108,7 @@ class ServiceClient:
         return self.link.spawn(make(), SamplerError)
 
     def delete_checkpoint(self, path: str) -> Waitable[None]:
-        """A saved state or saved weights, by the path that saving gave; what is not there is deleted already."""
+        """Delete a saved state or saved weights, if they are there, by the path that saving gave."""
 
         async def ask() -> None:
             model, kind, name = split_path(path)
@@ -121,7 +121,7 @@ class ServiceClient:
         return self.link.spawn(ask())
 
     def metrics(self) -> Waitable[str]:
-        """The server's figures, in the text format of Prometheus."""
+        """Return the server's metrics in the text format of Prometheus."""
 
         async def ask() -> str:
             return (await self.link.read("/metrics")).text
@@ -148,15 +148,15 @@ class ServiceClient:
         self.close()
 
     async def _open(self) -> tuple[str, dict[str, int]]:
-        """The session's id and what is served; asked for by whoever comes first."""
+        """Open the session, at the first call; returns its id and what is served."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
             self._opening = asyncio.get_running_loop().create_task(self._begin())
         return await asyncio.shield(self._opening)
 
     async def _begin(self) -> tuple[str, dict[str, int]]:
         body: dict[str, Any] = {"tags": [], "sdk_version": "headrace"}
-        told = await self.link.call(f"{API}/create_session", json=body, headers={"X-Idempotency-Key": self._once})
-        session = str(told.json()["session_id"])
+        response = await self.link.call(f"{API}/create_session", json=body, headers={"X-Idempotency-Key": self._once})
+        session = str(response.json()["session_id"])
         served = await self.link.get(f"{API}/get_server_capabilities")
         names = {each["model_name"]: int(each["max_context_length"]) for each in served["supported_models"]}
         if not names:

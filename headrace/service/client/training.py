@@ -18,7 +18,7 @@ from headrace.service.client.codec import read_forward, read_step, write_forward
 from headrace.service.client.futures import Pending, Status, Waitable, promise
 from headrace.service.client.link import API, Link, Refused, Unreachable
 from headrace.service.evaluation_bodies import Compare, Comparison, Evaluate, Evaluation
-from headrace.service.preparation import NOTHING, Preparation
+from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs
 from headrace.types import Adam, Datum, Discard, ForwardOut, LossSpec, ScaleBack, Snapshot, StepOut
 
 T = TypeVar("T")
@@ -58,21 +58,25 @@ class TrainingClient:
 
     # --- verbs ---
 
-    def forward(self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation = NOTHING) -> Pending[ForwardOut]:
-        """`prepare`: arrays that the server computes: log-probs under a reference model, advantages by GAE."""
+    def forward(
+        self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs = NO_SERVER_INPUTS
+    ) -> Pending[ForwardOut]:
+        """Compute the loss. `prepare`: arrays that the server computes first."""
         return self._forward(data, loss, prepare, backward=False)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation = NOTHING
+        self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs = NO_SERVER_INPUTS
     ) -> Pending[ForwardOut]:
-        """Gradients add up until the step; a request that fails adds nothing and takes nothing away."""
+        """Accumulate a gradient until the step; a request that fails adds nothing and takes nothing away."""
         return self._forward(data, loss, prepare, backward=True)
 
     def optim_step(
         self, update: Adam | Discard | ScaleBack, *, after: Sequence[Pending[ForwardOut]] | None = None
     ) -> Pending[StepOut]:
-        """`after`: the requests whose gradients this step is for. It is then sent when they have ended, and made only
-        if the gradient is whole (see `whole`); else what there is of it is discarded, and NoGradientError raised.
+        """Update the weights with the accumulated gradient.
+
+        `after`: the requests whose gradients this step is for. It is then sent when they have ended, and made only if
+        the gradient is whole (see `whole`); else what there is of it is discarded, and NoGradientError raised.
         """
         try:
             body = write_step(update)
@@ -100,7 +104,7 @@ class TrainingClient:
         return self._post("optim_step", gated, read)
 
     def save_state(self, name: str) -> Pending[str]:
-        """Weights, optimiser and counters under this name; the path by which any client of the same key loads it."""
+        """Save weights, optimiser and counters under a name; any client of the same key can load the returned path."""
         return self._post("save_weights", {"path": name}, lambda response: str(response.json()["path"]))
 
     def load_state(self, path: str, *, optimizer: bool = True) -> Pending[str]:
@@ -108,15 +112,15 @@ class TrainingClient:
         return self._post("load_weights", body, lambda response: str(response.json()["path"]))
 
     def save_for_sampler(self, name: str) -> Pending[str]:
-        """The weights alone under this name; the path is for `ServiceClient.create_sampling`."""
+        """Save the weights alone under a name; the path is for `ServiceClient.create_sampling`."""
         return self._post("save_weights_for_sampler", {"path": name}, lambda response: str(response.json()["path"]))
 
     def snapshot(self) -> Pending[Snapshot]:
-        """The weights as they are then, to be sampled from; later updates do not change it."""
+        """Copy the weights in their turn, to sample from; later updates do not change the copy."""
 
         def read(response: httpx.Response) -> Snapshot:
-            told = response.json()
-            return Snapshot(sampler=told["sampling_session_id"], fingerprint=told["fingerprint"])
+            answer = response.json()
+            return Snapshot(sampler=answer["sampling_session_id"], fingerprint=answer["fingerprint"])
 
         return self._post("save_weights_for_sampler", {"sampling_session_seq_id": self._next_number()}, read)
 
@@ -124,58 +128,60 @@ class TrainingClient:
 
     def info(self) -> Waitable[ModelInfo]:
         async def ask() -> ModelInfo:
-            told = (await self.link.call(f"{API}/get_info", json={"model_id": self.model_id})).json()
-            tokenizer = told["model_data"].get("tokenizer_id")
-            return ModelInfo(base_model=told["model_name"], rank=int(told.get("lora_rank") or 0), tokenizer=tokenizer)
+            answer = (await self.link.call(f"{API}/get_info", json={"model_id": self.model_id})).json()
+            tokenizer = answer["model_data"].get("tokenizer_id")
+            return ModelInfo(
+                base_model=answer["model_name"], rank=int(answer.get("lora_rank") or 0), tokenizer=tokenizer
+            )
 
         return self.link.spawn(ask())
 
     def stats(self) -> Waitable[QueueStats]:
         async def ask() -> QueueStats:
-            told = await self.link.get(f"/runs/{self.model_id}/queue/stats")
+            answer = await self.link.get(f"/runs/{self.model_id}/queue/stats")
             return QueueStats(
-                open=told["waiting_or_running"],
-                all_models=told["all_models"],
-                sampling=told["sampling"],
-                saved=told["saved_seq"],
+                open=answer["waiting_or_running"],
+                all_models=answer["all_models"],
+                sampling=answer["sampling"],
+                saved=answer["saved_seq"],
             )
 
         return self.link.spawn(ask())
 
     def status(self, request_id: str) -> Waitable[Status]:
-        """Where a request of this model stands."""
+        """Ask where a request of this model stands."""
 
         async def ask() -> Status:
-            told = await self.link.get(f"/runs/{self.model_id}/requests/{request_id}/status")
-            state = "running" if told.get("running") else told["state"]
-            return Status(state=state, position=told.get("position"), waited_s=told.get("waited_s"))
+            answer = await self.link.get(f"/runs/{self.model_id}/requests/{request_id}/status")
+            state = "running" if answer.get("running") else answer["state"]
+            return Status(state=state, position=answer.get("position"), waited_s=answer.get("waited_s"))
 
         return self.link.spawn(ask())
 
-    def evaluate(self, asked: Evaluate, *, timeout_s: float = 600.0) -> Waitable[Evaluation]:
-        """What the model is like on prompts or sequences, as it was after its last update."""
+    def evaluate(self, request: Evaluate, *, timeout_s: float = 600.0) -> Waitable[Evaluation]:
+        """Evaluate the model on prompts or sequences, as it was after its last update."""
 
         async def ask() -> Evaluation:
-            body = asked.model_dump(mode="json")
-            told = await self.link.call(f"/runs/{self.model_id}/evaluate", json=body, timeout_s=timeout_s)
-            return Evaluation.model_validate(told.json())
+            body = request.model_dump(mode="json")
+            answer = await self.link.call(f"/runs/{self.model_id}/evaluate", json=body, timeout_s=timeout_s)
+            return Evaluation.model_validate(answer.json())
 
         return self.link.spawn(ask())
 
-    def compare(self, asked: Compare, *, timeout_s: float = 600.0) -> Waitable[Comparison]:
-        """The model and another policy on the same prompts."""
+    def compare(self, request: Compare, *, timeout_s: float = 600.0) -> Waitable[Comparison]:
+        """Compare the model with another policy on the same prompts."""
 
         async def ask() -> Comparison:
-            body = asked.model_dump(mode="json")
-            told = await self.link.call(f"/runs/{self.model_id}/compare", json=body, timeout_s=timeout_s)
-            return Comparison.model_validate(told.json())
+            body = request.model_dump(mode="json")
+            answer = await self.link.call(f"/runs/{self.model_id}/compare", json=body, timeout_s=timeout_s)
+            return Comparison.model_validate(answer.json())
 
         return self.link.spawn(ask())
 
     # --- sending ---
 
     def _forward(
-        self, data: Sequence[Datum], loss: LossSpec, prepare: Preparation, *, backward: bool
+        self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs, *, backward: bool
     ) -> Pending[ForwardOut]:
         try:
             message = write_forward(data, loss, backward=backward, prepare=prepare)
@@ -227,7 +233,7 @@ class TrainingClient:
             )
 
     async def _fill(self, seq: int) -> None:
-        """A step of no kind, which fails in its turn, so that the numbers behind it are not held up."""
+        """Send an empty step, which fails in its turn, so that the numbers behind it are not held up."""
         try:
             await self.link.call(f"{API}/optim_step", json={"model_id": self.model_id, "seq_id": seq})
         except (Refused, Unreachable) as exc:
@@ -235,7 +241,7 @@ class TrainingClient:
 
 
 def whole(succeeded: Sequence[bool]) -> bool:
-    """Whether what accumulated is a whole gradient: something did, and nothing failed after it.
+    """Say whether the accumulated gradient is whole: something accumulated, and nothing failed after it.
 
     >>> whole([True, True]), whole([False, True]), whole([True, False, True]), whole([False]), whole([])
     (True, True, False, False, False)
@@ -245,19 +251,19 @@ def whole(succeeded: Sequence[bool]) -> bool:
 
 
 def failed(exc: HeadraceError) -> Pending[Any]:
-    """A request that was never sent."""
+    """Make a request that was never sent and has failed."""
 
-    def made() -> "Future[Any]":
+    def failed_future() -> "Future[Any]":
         future = promise()
         future.set_exception(exc)
         return future
 
-    def nothing() -> Waitable[bool]:
+    def cancel() -> Waitable[bool]:
         future = promise()
         future.set_result(False)
         return Waitable(future)
 
-    return Pending(made(), made(), nothing)
+    return Pending(failed_future(), failed_future(), cancel)
 
 
 def _id(response: httpx.Response) -> str:

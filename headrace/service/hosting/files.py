@@ -22,7 +22,7 @@ from headrace import atomic_files
 from headrace.errors import CheckpointError, boundary
 from headrace.model.adapters import Adapter
 from headrace.model.load import LanguageModel, read_weights
-from headrace.service.host import AdapterSpec, Full
+from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.service.hosting.tenant import adapter_of_state, weights_of
 from headrace.train.torch_backend import VALUE_HEAD, VALUE_HEAD_FILE, TrainedState
 
@@ -36,7 +36,7 @@ FORMAT = 1
 class SavedModel:
     """What lies in a folder. `optimizer`: whether the moments are among the state; `base`: fingerprint of the base."""
 
-    spec: AdapterSpec | Full
+    spec: AdapterSpec | FullFinetune
     state: TrainedState
     optimizer: bool
     base: str
@@ -79,7 +79,7 @@ def read_model(folder: Path, *, optimizer: bool) -> SavedModel:
         raise CheckpointError(f"{folder} was saved without its optimiser: load it without")
     with boundary(CheckpointError, f"{folder} cannot be read"):
         record = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        spec = AdapterSpec(**record["spec"]) if record["spec"] is not None else Full()
+        spec = AdapterSpec(**record["spec"]) if record["spec"] is not None else FullFinetune()
         weights = weights_of(read_adapter(folder)) if isinstance(spec, AdapterSpec) else read_weights(folder)
         if (folder / VALUE_HEAD_FILE).is_file():
             weights = {**weights, **load_file(folder / VALUE_HEAD_FILE)}

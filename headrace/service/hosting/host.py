@@ -31,10 +31,10 @@ from headrace.model.adapters import BASE, Adapter, AdapterTable, listen
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.views import full_copy, shared_view
 from headrace.model.worker import Worker
-from headrace.service.host import FULL_COPIES, AdapterSpec, Data, Full, TopLogprobs, made
+from headrace.service.host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
 from headrace.service.hosting.files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
 from headrace.service.hosting.share import TimeShare
-from headrace.service.hosting.tenant import Tenant, adapter_of, make_tenant, on_cpu, with_weights
+from headrace.service.hosting.tenant import HostedModel, adapter_of, make_hosted_model, on_cpu, with_weights
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
     Adam,
@@ -55,8 +55,8 @@ REMEMBERED = 1000  # of those that made room
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """A sampler: an engine, and the adapter in it. A full copy has an engine of its own."""
+class OpenSampler:
+    """An engine and the adapter in it; a full copy has an engine of its own."""
 
     engine: EmbeddedEngine
     adapter: int
@@ -64,11 +64,12 @@ class _Opened:
 
 
 class AdapterHost:
-    """See `ModelHost`. `lm` is the base, which nothing changes; one full model may be trained beside the adapters.
+    """Train and sample adapters over one base model; see `ModelHost`.
 
-    `max_rows` sequences are sampled at once, with `kv_tokens` cached positions in all; more wait, and samplers take
-    turns. `micro_batch_tokens`: of one forward and backward pass. Training and sampling have the worker for equal times
-    while both have something to do, measured by `clock`.
+    `lm` is the base, which nothing changes; one full model may be trained beside the adapters. `max_rows` sequences are
+    sampled at once, with `kv_tokens` cached positions in all; more wait, and samplers take turns. `micro_batch_tokens`:
+    of one forward and backward pass. Training and sampling have the worker for equal times while both have something to
+    do, measured by `clock`.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class AdapterHost:
         self._owns_worker = worker is None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-save")
         self._written: Future[None] | None = None  # the last save that was asked for
-        self._tenants: dict[str, Tenant] = {}
-        self._samplers: dict[str, _Opened] = {}
+        self._models: dict[str, HostedModel] = {}
+        self._samplers: dict[str, OpenSampler] = {}
         self._gone: dict[str, str] = {}  # full copies that made room, and why
         self._base: str | None = None
         self._share = TimeShare(self._sample_for, clock)
@@ -111,28 +112,28 @@ class AdapterHost:
 
     # --- training ---
 
-    def create(self, model: str, spec: AdapterSpec | Full) -> "Future[None]":
+    def create(self, model: str, spec: AdapterSpec | FullFinetune) -> "Future[None]":
         return self._submit("create", lambda: self._create(model, spec))
 
     def drop(self, model: str) -> "Future[None]":
         def run() -> None:
-            self._tenants.pop(model, None)
+            self._models.pop(model, None)
 
         return self._submit("drop", run)
 
     def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
-        return self._train("forward", lambda: self._tenant(model).backend.forward(made(data), loss).result())
+        return self._train("forward", lambda: self._hosted(model).backend.forward(resolve_data(data), loss).result())
 
     def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
         return self._train(
-            "forward_backward", lambda: self._tenant(model).backend.forward_backward(made(data), loss).result()
+            "forward_backward", lambda: self._hosted(model).backend.forward_backward(resolve_data(data), loss).result()
         )
 
     def optim_step(self, model: str, update: Adam | Discard) -> "Future[StepOut]":
-        return self._train("optim_step", lambda: self._step(self._tenant(model).backend, update))
+        return self._train("optim_step", lambda: self._step(self._hosted(model).backend, update))
 
     def save(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
-        """Weights are copied in turn with other requests; the disk is waited for beside them."""
+        """Copy the weights in turn with other requests, and write them on a thread of their own."""
         copied = self._submit("save", lambda: self._copy(model, optimizer))
 
         def write() -> None:
@@ -171,10 +172,10 @@ class AdapterHost:
     async def top_logprobs(self, sampler: str, sequence: IntArray, k: int) -> TopLogprobs:
         opened = self._sampler(sampler)
         tokens, logprobs = await opened.engine.top_logprobs(sequence, k, adapter=opened.adapter)
-        nothing = np.zeros((1, k))  # nothing is before the first token
+        zeros = np.zeros((1, k))  # the first token has no distribution
         return TopLogprobs(
-            tokens=int_array(np.concatenate([nothing, tokens])),
-            logprobs=float_array(np.concatenate([nothing * np.nan, logprobs])),
+            tokens=int_array(np.concatenate([zeros, tokens])),
+            logprobs=float_array(np.concatenate([zeros * np.nan, logprobs])),
         )
 
     async def target_logprobs(self, sampler: str, sequence: IntArray, targets: IntArray) -> FloatArray:
@@ -182,9 +183,9 @@ class AdapterHost:
         return await opened.engine.target_logprobs(sequence, targets, adapter=opened.adapter)
 
     def close(self) -> None:
-        """Open calls fail; saves that were asked for are finished."""
+        """Fail open calls, and finish the saves that were asked for."""
         self._writer.shutdown(wait=True)
-        for engine in {id(each.engine): each.engine for each in self._samplers.values()}.values():
+        for engine in {id(opened.engine): opened.engine for opened in self._samplers.values()}.values():
             engine.close()
         self._engine.close()
         if self._owns_worker:
@@ -207,28 +208,30 @@ class AdapterHost:
         return self._submit(what, shared)
 
     def _sample_for(self, seconds: float, clock: Callable[[], float]) -> None:
-        engines = [self._engine, *(each.engine for each in self._samplers.values() if each.full)]
+        engines = [self._engine, *(opened.engine for opened in self._samplers.values() if opened.full)]
         for engine in engines:
             engine.go_on(seconds / len(engines), clock)
 
-    def _tenant(self, model: str) -> Tenant:
-        if model not in self._tenants:
+    def _hosted(self, model: str) -> HostedModel:
+        if model not in self._models:
             raise BackendError(f"there is no model '{model}' here: create it first")
-        return self._tenants[model]
+        return self._models[model]
 
-    def _sampler(self, sampler: str) -> _Opened:
+    def _sampler(self, sampler: str) -> OpenSampler:
         if sampler in self._gone:
             raise SamplerGoneError(self._gone[sampler])
         if sampler not in self._samplers:
             raise SamplerError(f"there is no sampler '{sampler}' here: open it first")
         return self._samplers[sampler]
 
-    def _create(self, model: str, spec: AdapterSpec | Full) -> None:
-        if model in self._tenants:
+    def _create(self, model: str, spec: AdapterSpec | FullFinetune) -> None:
+        if model in self._models:
             raise BackendError(f"there is a model '{model}' already: choose another name, or drop it first")
-        if isinstance(spec, Full) and any(isinstance(each.spec, Full) for each in self._tenants.values()):
+        if isinstance(spec, FullFinetune) and any(
+            isinstance(each.spec, FullFinetune) for each in self._models.values()
+        ):
             raise BackendError("all parameters of one model only can be trained here: drop that one, or ask for a rank")
-        self._tenants[model] = make_tenant(
+        self._models[model] = make_hosted_model(
             self._lm,
             spec,
             micro_batch_tokens=self._micro_batch_tokens,
@@ -240,27 +243,26 @@ class AdapterHost:
         try:
             return backend.optim_step(update).result()
         except HeadraceError:
-            backend.optim_step(Discard()).result()  # what it was made of is forgotten all the same
+            backend.optim_step(Discard()).result()  # the gradient is forgotten all the same
             raise
 
     def _copy(self, model: str, optimizer: bool) -> tuple[SavedModel, LanguageModel]:
-        """What is written beside others' requests lies in main memory: a GPU has no room to keep it twice."""
-        tenant = self._tenant(model)
-        state = on_cpu(tenant.state())
-        saved = SavedModel(spec=tenant.spec, state=state, optimizer=optimizer, base=self._base_fingerprint())
-        return saved, tenant.backend.lm if isinstance(tenant.spec, Full) else self._lm
+        """Copy a model into main memory for the writer thread: a GPU has no room to keep it twice."""
+        hosted = self._hosted(model)
+        state = on_cpu(hosted.state())
+        saved = SavedModel(spec=hosted.spec, state=state, optimizer=optimizer, base=self._base_fingerprint())
+        return saved, hosted.backend.lm if isinstance(hosted.spec, FullFinetune) else self._lm
 
     def _load(self, model: str, folder: Path, optimizer: bool, written: "Future[None] | None") -> None:
-        tenant = self._tenant(model)
-        _finished(written)
+        hosted = self._hosted(model)
+        _wait_for(written)
         saved = read_model(folder, optimizer=optimizer)
-        if _kind(saved.spec) != _kind(tenant.spec):
-            raise CheckpointError(
-                f"{folder} holds {_named(saved.spec)}, the model '{model}' is {_named(tenant.spec)}: make one like it"
-            )
+        if _kind(saved.spec) != _kind(hosted.spec):
+            saved_kind, kind = _describe(saved.spec), _describe(hosted.spec)
+            raise CheckpointError(f"{folder} holds {saved_kind}, the model '{model}' is {kind}: make one like it")
         self._check_base(folder, saved.spec, saved.base)
         try:
-            tenant.take(saved.state)
+            hosted.load_state(saved.state)
         except BackendError as exc:
             raise CheckpointError(f"{folder} cannot be loaded: {exc}") from exc
 
@@ -269,52 +271,52 @@ class AdapterHost:
             self._base = fingerprint(self._lm.model.named_parameters())
         return self._base
 
-    def _check_base(self, folder: Path, spec: AdapterSpec | Full, base: str | None) -> None:
+    def _check_base(self, folder: Path, spec: AdapterSpec | FullFinetune, base: str | None) -> None:
         if isinstance(spec, AdapterSpec) and base is not None and base != self._base_fingerprint():
             raise CheckpointError(f"the adapter in {folder} was trained over another base model than this one")
 
     def _snapshot(self, model: str, sampler: str) -> None:
-        tenant = self._tenant(model)
+        hosted = self._hosted(model)
         self._check_free(sampler)
-        if isinstance(tenant.spec, Full):
-            self._keep_full(sampler, full_copy(tenant.backend.lm))
+        if isinstance(hosted.spec, FullFinetune):
+            self._add_full_sampler(sampler, full_copy(hosted.backend.lm))
         else:
-            self._keep(sampler, adapter_of(tenant))
+            self._add_sampler(sampler, adapter_of(hosted))
 
     def _open(self, sampler: str, folder: Path | None, written: "Future[None] | None") -> None:
         self._check_free(sampler)
         if folder is None:
-            self._samplers[sampler] = _Opened(self._engine, BASE)
+            self._samplers[sampler] = OpenSampler(self._engine, BASE)
             return
-        _finished(written)
+        _wait_for(written)
         if is_full(folder):
-            self._keep_full(sampler, with_weights(self._lm, read_model(folder, optimizer=False).state, folder))
+            self._add_full_sampler(sampler, with_weights(self._lm, read_model(folder, optimizer=False).state, folder))
             return
         self._check_base(folder, AdapterSpec(rank=1), base_of(folder))
-        self._keep(sampler, read_adapter(folder))
+        self._add_sampler(sampler, read_adapter(folder))
 
     def _check_free(self, sampler: str) -> None:
         if sampler in self._samplers:
             raise SamplerError(f"there is a sampler '{sampler}' already: choose another name, or close it first")
 
-    def _keep(self, sampler: str, adapter: Adapter) -> None:
+    def _add_sampler(self, sampler: str, adapter: Adapter) -> None:
         try:
             key = self._table.put(adapter)
         except ModelError as exc:
             raise SamplerError(f"the sampler '{sampler}' cannot be opened: {exc}") from exc
-        self._samplers[sampler] = _Opened(self._engine, key)
+        self._samplers[sampler] = OpenSampler(self._engine, key)
 
-    def _keep_full(self, sampler: str, lm: LanguageModel) -> None:
-        """The newest take the place of the oldest."""
+    def _add_full_sampler(self, sampler: str, lm: LanguageModel) -> None:
+        """Add a copy of a full model; the oldest copy beyond the limit is closed."""
         lm.model.requires_grad_(False)
-        kept = [name for name, each in self._samplers.items() if each.full]
-        for name in kept[: len(kept) - FULL_COPIES + 1]:
+        copies = [name for name, opened in self._samplers.items() if opened.full]
+        for name in copies[: len(copies) - FULL_COPIES + 1]:
             why = f"the sampler '{name}' made room: {FULL_COPIES} copies of a full model are kept, and newer ones came"
             self._close(name, why)
             self._gone[name] = why
             if len(self._gone) > REMEMBERED:
                 del self._gone[next(iter(self._gone))]
-        self._samplers[sampler] = _Opened(self._make_engine(lm), BASE, full=True)
+        self._samplers[sampler] = OpenSampler(self._make_engine(lm), BASE, full=True)
 
     def _close(self, sampler: str, why: str) -> None:
         self._gone.pop(sampler, None)
@@ -330,19 +332,19 @@ class AdapterHost:
             self._engine.release(opened.adapter, SamplerGoneError(why))
 
 
-def _finished(written: "Future[None] | None") -> None:
-    """Wait for what was to be written before; whether that failed is told to whoever asked for it."""
+def _wait_for(written: "Future[None] | None") -> None:
+    """Wait for an earlier save; whether it failed is reported to whoever asked for it."""
     if written is not None:
         wait([written])
 
 
-def _kind(spec: AdapterSpec | Full) -> object:
-    """Specs that differ in their seeds only are of one kind."""
+def _kind(spec: AdapterSpec | FullFinetune) -> object:
+    """Return the spec without its seed: specs that differ in seeds only are of one kind."""
     return replace(spec, seed=0) if isinstance(spec, AdapterSpec) else spec
 
 
-def _named(spec: AdapterSpec | Full) -> str:
-    if isinstance(spec, Full):
+def _describe(spec: AdapterSpec | FullFinetune) -> str:
+    if isinstance(spec, FullFinetune):
         return "a full model"
     flags = {"attention": spec.train_attn, "mlp": spec.train_mlp, "head": spec.train_unembed}
     trained = " and ".join(name for name, flag in flags.items() if flag)

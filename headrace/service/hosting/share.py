@@ -1,14 +1,14 @@
-"""Training and sampling on one thread: each has it for as long as the other had it before."""
+"""Share one thread between training and sampling: each has it for as long as the other had it before."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class TimeShare:
-    """`sample(seconds, clock)` samples for that long at most, or returns at once when there is nothing to sample.
+    """Give sampling the time that training took: before the next request, so that no reply waits for it, and between
+    the micro-batches of a long request.
 
-    What training took is given to sampling before the next request, so no reply waits for it, and between the
-    micro-batches of a long request.
+    `sample(seconds, clock)` samples for that long at most, or returns at once when there is nothing to sample.
     """
 
     def __init__(self, sample: Callable[[float, Callable[[], float]], None], clock: Callable[[], float]) -> None:
@@ -18,7 +18,7 @@ class TimeShare:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A request; whether it fails or not, its time counts."""
+        """Run a training request inside the block; whether it fails or not, its time counts."""
         self._sample(self._owed_s, self._clock)
         self._started = self._clock()
         try:
@@ -27,6 +27,6 @@ class TimeShare:
             self._owed_s = self._clock() - self._started
 
     def between(self) -> None:
-        """Two micro-batches."""
+        """Sample between two micro-batches."""
         self._sample(self._clock() - self._started, self._clock)
         self._started = self._clock()

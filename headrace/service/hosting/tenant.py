@@ -1,7 +1,7 @@
-"""One tenant's model: what is trained, as an adapter over the shared base or as a copy of all of it.
+"""One trained model: an adapter over the shared base, or a copy of all of its parameters.
 
-An adapter's model is a view of the base: modules of its own over the same parameters, with LoRA layers put in. So it
-is trained by the ordinary backend, on tensors that no other model can reach.
+An adapter's model is a view of the base: modules of its own over the same parameters, with LoRA layers put in. So the
+ordinary backend trains it, on tensors that no other model can reach.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,22 +19,20 @@ from headrace.model.lora import add_lora, lora_layers
 from headrace.model.scalar import new_value_head
 from headrace.model.views import full_copy, shared_view
 from headrace.model.worker import Here
-from headrace.service.host import AdapterSpec, Full
+from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.train.torch_backend import VALUE_HEAD, TorchBackend, TrainedState
 
 DOWN, UP = ".down", ".up"  # how the parameters of a LoRA layer are called behind the layer's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """`backend` computes on the thread that calls it. Beside its own head it has a scalar one, of zeros until a loss of
-    values or scores trains it."""
-
-    spec: AdapterSpec | Full
+class HostedModel:
+    spec: AdapterSpec | FullFinetune
+    # Computes on the thread that calls it. It also has a scalar head, zero until a loss of values or scores trains it.
     backend: TorchBackend
 
     def state(self) -> TrainedState:
-        """What has been trained; of a scalar head that never was, nothing."""
+        """Return what has been trained; without the scalar head if it never was."""
         state = self.backend.read_state().result()
         if state.weights[VALUE_HEAD].any():
             return state
@@ -42,21 +40,21 @@ class Tenant:
         moments = {name: each for name, each in state.moments.items() if not name.startswith(f"{VALUE_HEAD}/")}
         return replace(state, weights=weights, moments=moments)
 
-    def take(self, state: TrainedState) -> None:
-        """Go on from there. Raises BackendError, and nothing has changed, when it is another model's."""
+    def load_state(self, state: TrainedState) -> None:
+        """Load a state. Raises BackendError, and nothing has changed, when it is another model's."""
         untrained = zeros(1, self.backend.lm.model.config.hidden_size)
         self.backend.write_state(replace(state, weights={VALUE_HEAD: untrained, **state.weights})).result()
 
 
-def make_tenant(
+def make_hosted_model(
     base: LanguageModel,
-    spec: AdapterSpec | Full,
+    spec: AdapterSpec | FullFinetune,
     *,
     micro_batch_tokens: int,
     recompute: bool = False,
     between: Callable[[], None] | None = None,
-) -> Tenant:
-    """A new model as its spec says; `between` is called between its micro-batches.
+) -> HostedModel:
+    """Make a new model as its spec says; `between` is called between its micro-batches.
 
     Raises ModelError when the base has no layers of the kind.
     """
@@ -64,7 +62,7 @@ def make_tenant(
         case AdapterSpec():
             lm = shared_view(base)
             add_lora(lm.model, rank=spec.rank, alpha=spec.alpha, targets=targets_of(spec), seed=spec.seed)
-        case Full():
+        case FullFinetune():
             lm = full_copy(base)
             lm.model.requires_grad_(True)
         case _:
@@ -81,31 +79,31 @@ def make_tenant(
         idle_steps=True,
         between=between,
     )
-    return Tenant(spec=spec, backend=backend)
+    return HostedModel(spec=spec, backend=backend)
 
 
 def targets_of(spec: AdapterSpec) -> tuple[str, ...]:
-    """The last names of the layers that are adapted."""
+    """Return the last names of the layers that are adapted."""
     attention = ATTENTION if spec.train_attn else ()
     mlp = MLP if spec.train_mlp else ()
     return (*attention, *mlp, *((HEAD,) if spec.train_unembed else ()))
 
 
-def adapter_of(tenant: Tenant) -> Adapter:
-    """The tensors of a tenant's adapter themselves; whoever keeps them copies them."""
-    assert isinstance(tenant.spec, AdapterSpec)
-    layers = dict(lora_layers(tenant.backend.lm.model))
+def adapter_of(hosted: HostedModel) -> Adapter:
+    """Return the adapter's tensors themselves; whoever keeps them copies them."""
+    assert isinstance(hosted.spec, AdapterSpec)
+    layers = dict(lora_layers(hosted.backend.lm.model))
     return Adapter(
-        rank=tenant.spec.rank,
-        alpha=tenant.spec.alpha,
+        rank=hosted.spec.rank,
+        alpha=hosted.spec.alpha,
         down={name: layer.down.detach()[0] for name, layer in layers.items()},
         up={name: layer.up.detach()[0] for name, layer in layers.items()},
-        version=tenant.backend.num_updates,
+        version=hosted.backend.num_updates,
     )
 
 
 def adapter_of_state(spec: AdapterSpec, state: TrainedState) -> Adapter:
-    """The same out of what was trained."""
+    """Return the adapter in a saved state."""
     return Adapter(
         rank=spec.rank,
         alpha=spec.alpha,
@@ -116,7 +114,7 @@ def adapter_of_state(spec: AdapterSpec, state: TrainedState) -> Adapter:
 
 
 def on_cpu(state: TrainedState) -> TrainedState:
-    """The same in main memory."""
+    """Copy a state into main memory."""
     return replace(
         state,
         weights={name: each.cpu() for name, each in state.weights.items()},
@@ -125,7 +123,7 @@ def on_cpu(state: TrainedState) -> TrainedState:
 
 
 def with_weights(base: LanguageModel, state: TrainedState, folder: Path) -> LanguageModel:
-    """A copy of the base with all parameters of a full model, from `folder`. Raises CheckpointError."""
+    """Copy the base with all parameters of a full model, read from `folder`. Raises CheckpointError."""
     lm = full_copy(base)
     with torch.no_grad():
         for name, parameter in lm.model.named_parameters():
@@ -136,6 +134,6 @@ def with_weights(base: LanguageModel, state: TrainedState, folder: Path) -> Lang
 
 
 def weights_of(adapter: Adapter) -> Mapping[str, Tensor]:
-    """The inverse: an adapter's tensors by the names of the parameters."""
+    """Return an adapter's tensors by the names of the parameters; the inverse of `adapter_of_state`."""
     down = {name + DOWN: each[None] for name, each in adapter.down.items()}
     return down | {name + UP: each[None] for name, each in adapter.up.items()}
