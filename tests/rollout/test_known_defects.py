@@ -41,10 +41,6 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from async_bench import HANDLE, HandSampler, executor_of, ids, turns
-from headrace.rollout.admission import Admission
-from headrace.rollout.buffer import ReadyBuffer
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import Interrupt, StaleAction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_groups import group
@@ -55,7 +51,11 @@ from headrace.algo.correction import Behaviour, Bound, Missing, behaviour_weight
 from headrace.algo.staleness import Counts, HeadBound, SegmentWise, Verdict
 from headrace.config import Async, load_config
 from headrace.errors import RolloutError, SamplerError
+from headrace.rollout.executor.admission import Admission
+from headrace.rollout.executor.ready_buffer import ReadyBuffer
+from headrace.rollout.executor.settings import StaleAction
 from headrace.rollout.filters import reward_spread
+from headrace.rollout.publisher import Interrupt, Publisher
 from headrace.testing import FakeSampler
 from headrace.types import Datum, FloatArray, Group, IntArray, Task, float_array, int_array
 from headrace.wiring.objective import make_correction, make_loss
@@ -321,7 +321,7 @@ def test_d14_a_sweep_keeps_every_group_it_does_not_drop(heads: list[int], versio
 def test_d17_an_import_changes_nothing() -> None:
     code = (
         "import asyncio; before = asyncio.get_event_loop_policy().__class__; "
-        "import headrace.rollout.build, sys; "
+        "import headrace.rollout.executor.build, sys; "
         "assert asyncio.get_event_loop_policy().__class__ is before; assert 'uvloop' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
