@@ -45,9 +45,9 @@ from typing import Any
 import numpy as np
 
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.journal import Journals
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings, StaleAction
+from headrace.rollout.executor.settings import AsyncSettings, StaleAction
+from headrace.rollout.partial_rollout import PartialRollouts
+from headrace.rollout.publisher import Publisher
 from headrace.testing import run_virtual
 from headrace.types import (
     Completion,
@@ -217,10 +217,12 @@ def lengths(sigma: float, task: Task, group_size: int) -> list[int]:
     return [max(1, round(MEAN_TOKENS * math.exp(sigma * z - sigma**2 / 2))) for z in normal]
 
 
-def player(engine: SleepingEngine, journals: Journals, case: Case) -> Callable[[Task, int], Awaitable[Group]]:
+def player(
+    engine: SleepingEngine, partial_rollouts: PartialRollouts, case: Case
+) -> Callable[[Task, int], Awaitable[Group]]:
     async def one(task: Task, id: int, index: int, tokens: int) -> ScoredEpisode:
         request = SampleRequest(prompt=int_array([0]), params=SamplingParams(max_tokens=tokens))
-        completion = await journals.open(id, case.group_size)[index].sample(engine, request)
+        completion = await partial_rollouts.open(id, case.group_size)[index].sample(engine, request)
         step = Step(prompt=request.prompt, completion=completion, action="")
         episode = Episode(id=f"{id}/{index}", task=task, seed=0, steps=(step,), messages=(), temperature=1.0)
         return ScoredEpisode(episode=episode, reward=Reward(total=0.0))
@@ -235,10 +237,10 @@ def player(engine: SleepingEngine, journals: Journals, case: Case) -> Callable[[
 
 async def run(case: Case, *, steps: int, scale: float) -> Timing:
     engine = SleepingEngine(slots=case.slots, scale=scale)
-    numbers, journals = count(), Journals()
+    numbers, partial_rollouts = count(), PartialRollouts()
     executor = RolloutExecutor(
-        play=player(engine, journals, case),
-        journals=journals,
+        play=player(engine, partial_rollouts, case),
+        partial_rollouts=partial_rollouts,
         next_task=lambda: Task(id=f"t{next(numbers)}"),
         batch_groups=SEQUENCES // case.group_size,
         settings=AsyncSettings(

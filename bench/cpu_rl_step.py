@@ -23,7 +23,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,8 +44,8 @@ from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import AsyncSettings, RolloutExecutor
-from headrace.rollout.group import play_group
-from headrace.rollout.publish import Publisher
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.start import SETTINGS, VARIABLE, runs_on_glibc
@@ -114,8 +113,7 @@ class Ours:
         def score(episode: Episode) -> float:
             return evenness(episode.steps[0].completion.tokens.tolist())
 
-        play = partial(
-            play_group,
+        player = GroupPlayer(
             group_size=SAMPLES,
             make_env=SingleTurnEnv,
             sampler=self.engine,
@@ -128,7 +126,7 @@ class Ours:
             run_seed=0,
         )
         self.executor = RolloutExecutor(
-            play=play,
+            play=player,
             next_task=self.source.next,
             batch_groups=PROMPTS,
             settings=AsyncSettings(),

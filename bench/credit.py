@@ -31,10 +31,9 @@ import os
 import statistics
 import time
 import tomllib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from itertools import count, islice
 from pathlib import Path
@@ -54,14 +53,14 @@ from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import BUILTIN, Term
-from headrace.rollout.group import play_group
-from headrace.rollout.publish import Publisher
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.shuffle import permutation
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.train.schedule import make_schedule
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, Group, LossSpec, SamplingParams
+from headrace.types import CROSS_ENTROPY, Adam, LossSpec, SamplingParams
 
 T = TypeVar("T")
 Weights = dict[str, np.ndarray]
@@ -145,11 +144,12 @@ def demo_adam(c: Mapping[str, Any], steps: int, *, peak: float) -> Callable[[int
     return lambda step: Adam(learning_rate=schedule(step))
 
 
-def demo_play(lm: LanguageModel, engine: EmbeddedEngine) -> Callable[..., Awaitable[Group]]:
-    """Plays a group of the demo's world; the caller adds the task, `group_id`, `group_size` and `run_seed`."""
+def demo_player(lm: LanguageModel, engine: EmbeddedEngine, *, group_size: int, run_seed: int) -> GroupPlayer:
+    """Play groups of the demo's environment."""
     c = DEMO["rl"]
-    return partial(
-        play_group,
+    return GroupPlayer(
+        group_size=group_size,
+        run_seed=run_seed,
         make_env=WORLDS[WORLD].make_env,
         sampler=engine,
         renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
@@ -166,11 +166,11 @@ def demo_tasks(seed: int) -> TaskSource:
     return TaskSource(world_tasks(WORLD, c["size"], c["seed"], {}), seed)
 
 
-async def held_out_success(play: Callable[..., Awaitable[Group]], budget: Budget) -> float:
+async def held_out_success(player: GroupPlayer, budget: Budget) -> float:
     """In rooms that are never trained on, with seeds that are the same for every run."""
     c = DEMO["eval"]["source"]
     rooms = world_tasks(WORLD, budget.eval_tasks, c["seed"], c["options"])
-    return (await evaluate(rooms, partial(play, group_size=1, run_seed=EVAL_SEED))).score
+    return (await evaluate(rooms, replace(player, group_size=1, run_seed=EVAL_SEED))).score
 
 
 def shuffled(items: Sequence[T], seed: int) -> Iterator[T]:
@@ -205,15 +205,14 @@ async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> T
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
     engine = EmbeddedEngine(lm, max_rows=DEMO["engine"]["max_rows"])
     publisher = Publisher([engine])
-    play = demo_play(lm, engine)
-    before = await held_out_success(play, budget)
+    player = demo_player(lm, engine, group_size=budget.group_size, run_seed=seed)
+    before = await held_out_success(player, budget)
     tasks = demo_tasks(seed)
     adam = demo_adam(c["optimizer"], budget.steps, peak=budget.learning_rate)
     curve = []
     for step in range(budget.steps):
         ids = range(step * budget.groups, (step + 1) * budget.groups)
-        plays = [play(tasks.next(), id, group_size=budget.group_size, run_seed=seed) for id in ids]
-        groups = await asyncio.gather(*plays)
+        groups = await asyncio.gather(*(player(tasks.next(), id) for id in ids))
         credited = credit(groups, method=method)
         data = reweight(to_data(credited.episodes), weighting=c["weighting"])
         backend.forward_backward(data, LossSpec(fn=c["loss"])).result()
@@ -221,7 +220,7 @@ async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> T
         async with publisher.publish(backend.export_weights().result()):
             pass
         curve.append(statistics.fmean(bool(scored.success) for group in groups for scored in group.episodes))
-    after = await held_out_success(play, budget)
+    after = await held_out_success(player, budget)
     engine.close()
     backend.close()
     return Trained(

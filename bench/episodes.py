@@ -33,9 +33,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.render import Renderer
-from headrace.rollout.build import build_executor
-from headrace.rollout.group import play_group
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.build import build_executor
+from headrace.rollout.executor.settings import AsyncSettings
+from headrace.rollout.group import GroupPlayer
 from headrace.testing import FakeRewardRunner, FakeSampler, FakeToolEnv
 from headrace.types import (
     Action,
@@ -160,8 +160,7 @@ async def measure(in_flight: int, renderer: Renderer, sampler: SlowSampler, thre
         AsyncSettings(max_running=in_flight),
         batch_groups=episodes,
         samplers=[sampler],
-        play=partial(
-            play_group,
+        player=GroupPlayer(
             group_size=1,
             make_env=partial(SlowTool, counted, tools),
             sampler=sampler,

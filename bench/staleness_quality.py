@@ -39,7 +39,7 @@ from credit import (
     budget_of,
     demo_adam,
     demo_model,
-    demo_play,
+    demo_player,
     demo_tasks,
     held_out_success,
     options,
@@ -57,9 +57,9 @@ from headrace.algo.losses import find_loss
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.arrays import Correction, Score, minibatches, provide, scored_by_backend, step_batch
 from headrace.model.load import prepare
-from headrace.rollout.build import build_executor
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.build import build_executor
+from headrace.rollout.executor.settings import AsyncSettings
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import LossSpec, Metric, merge_metrics, metric_values
 
@@ -108,13 +108,13 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
     sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source)  # keeps its version until a publish
     engine = EmbeddedEngine(sampled, source=lm, max_rows=DEMO["engine"]["max_rows"])
-    play = demo_play(lm, engine)
+    player = demo_player(lm, engine, group_size=budget.group_size, run_seed=seed)
     behaviour = VARIANTS[variant]
     executor = build_executor(
         AsyncSettings(max_staleness=eta, task_timeout_s=3600.0, next_logprobs=behaviour is Behaviour.ONE_STEP),
         batch_groups=budget.groups,
         samplers=[engine],
-        play=partial(play, group_size=budget.group_size, run_seed=seed),
+        player=player,
         source=demo_tasks(seed),
     )
     adam = demo_adam(c["optimizer"], budget.steps, peak=budget.learning_rate)
@@ -142,7 +142,7 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
             executor.done(groups)
             await executor.publish(backend.export_weights().result())
             curve.append(statistics.fmean(bool(scored.success) for group in groups for scored in group.episodes))
-    after = await held_out_success(play, budget)
+    after = await held_out_success(player, budget)
     engine.close()
     backend.close()
     return Trained(

@@ -7,7 +7,6 @@ makes the same numbers bit for bit (a test compares them). Copy it when a loop o
 """
 
 import asyncio
-from functools import partial
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import conversation_datum, to_data
@@ -19,8 +18,8 @@ from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term, exact_match
 from headrace.rollout.conversations import Mixture
-from headrace.rollout.group import play_group
-from headrace.rollout.publish import Publisher
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.train.schedule import make_schedule
@@ -53,8 +52,7 @@ async def main(sft_steps: int = 160, rl_steps: int = 60) -> list[float]:
     engine = EmbeddedEngine(lm, max_rows=128, kv_tokens=128 * 64)  # samples with the very tensors that are trained
     publisher = Publisher([engine])
     tasks = TaskSource(world_tasks("add", 700, 2, {"max_number": 29}), SEED)
-    play = partial(
-        play_group,
+    player = GroupPlayer(
         group_size=8,
         make_env=WORLDS["add"].make_env,
         sampler=engine,
@@ -67,7 +65,7 @@ async def main(sft_steps: int = 160, rl_steps: int = 60) -> list[float]:
         run_seed=SEED,
     )
     for step in range(rl_steps):
-        groups = await asyncio.gather(*(play(tasks.next(), step * 32 + i) for i in range(32)))  # task -> reward
+        groups = await asyncio.gather(*(player(tasks.next(), step * 32 + i) for i in range(32)))  # task -> reward
         credited = credit(groups, method="rloo")  # reward -> advantage
         data = reweight(to_data(credited.episodes), weighting="token_mean")  # advantage -> datum
         forward = backend.forward_backward(data, LossSpec(fn="ppo"))

@@ -9,9 +9,8 @@ real update is made, and the rest is the same in a loop. docs/objectives.md has 
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.algo.advantages.credit import Credited, credit
@@ -26,8 +25,8 @@ from headrace.reward.runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import Settings
 from headrace.reward.sandboxed import UserReward, sandboxed_term
 from headrace.rollout.conversations import Mixture
-from headrace.rollout.group import play_group
-from headrace.rollout.publish import Publisher
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.train.torch_backend import TorchBackend
@@ -59,8 +58,7 @@ async def main(sizes: Sizes) -> dict[str, float]:
     engine = EmbeddedEngine(lm, max_rows=sizes.groups * sizes.group_size)  # samples with the tensors that are trained
     publisher = Publisher([engine])
     term = sandboxed_term(UserReward(name="turns", spec=REWARD), Settings(), fork_groups=True)
-    play = partial(
-        play_group,
+    player = GroupPlayer(
         group_size=sizes.group_size,
         make_env=WORLDS[WORLD].make_env,
         sampler=engine,
@@ -76,11 +74,11 @@ async def main(sizes: Sizes) -> dict[str, float]:
     tasks = TaskSource(world_tasks(WORLD, 300, 2, LAKES), SEED)
     trainer = TorchBackend(lm)  # a new stage: new optimiser state on the same weights
     try:
-        before = await crossed(play, held_out)
+        before = await crossed(player, held_out)
         for step in range(sizes.rl_steps):
             first = step == 0
             ids = range(step * sizes.groups, (step + 1) * sizes.groups)
-            groups = await asyncio.gather(*(play(tasks.next(), id) for id in ids))  # task -> rollout -> reward
+            groups = await asyncio.gather(*(player(tasks.next(), id) for id in ids))  # task -> rollout -> reward
             credited = credit(groups, method="gigpo", params={"gamma": GAMMA, "omega": OMEGA})  # reward -> advantage
             data = reweight(to_data(credited.episodes), weighting="token_mean")  # advantage -> datum
             if first:
@@ -92,7 +90,7 @@ async def main(sizes: Sizes) -> dict[str, float]:
             async with publisher.publish(trainer.export_weights().result()):  # -> version + 1
                 pass
             print(f"step {step + 1:3d}  crossed {success(groups):5.1%}  loss {outs[0].loss:+.4f}")
-        after = await crossed(play, held_out)
+        after = await crossed(player, held_out)
     finally:
         await term.close()
         for closing in (engine, backend, trainer):
@@ -124,9 +122,10 @@ def update(trainer: TorchBackend, data: Sequence[Datum]) -> ForwardOut:
     return forward.result()
 
 
-async def crossed(play: Callable[..., Awaitable[Group]], tasks: Sequence[Task]) -> float:
-    """One episode for each task, always by the same seeds."""
-    groups = await asyncio.gather(*(play(task, 1_000_000 + n, group_size=1) for n, task in enumerate(tasks)))
+async def crossed(player: GroupPlayer, tasks: Sequence[Task]) -> float:
+    """Play one episode of each task, always by the same seeds."""
+    once = replace(player, group_size=1)
+    groups = await asyncio.gather(*(once(task, 1_000_000 + n) for n, task in enumerate(tasks)))
     return success(groups)
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from headrace.algo.random import derive_seed
-from headrace.errors import DataError, ModelError
+from headrace.errors import DataError, EpisodeError, ModelError
 from headrace.render import Renderer, Tools
 from headrace.types import IntArray, Message, ToolCall
 
@@ -49,6 +49,16 @@ class Parsed:
 
     content: str
     calls: tuple[ToolCall, ...] = ()
+
+
+def tool_names(tools: Tools) -> tuple[str, ...]:
+    """Return the names of described tools. Raises EpisodeError on a description that is not in OpenAI's form."""
+    try:
+        return tuple(str(tool["function"]["name"]) for tool in tools)
+    except (KeyError, TypeError) as exc:
+        raise EpisodeError(
+            'a tool is described otherwise than as {"type": "function", "function": {"name": ..., "parameters": ...}}'
+        ) from exc
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,6 @@ import asyncio
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
-from headrace.rollout.build import build_executor
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.group import play_group
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.build import build_executor
+from headrace.rollout.executor.settings import AsyncSettings
+from headrace.rollout.group import GroupPlayer
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeRewardRunner
@@ -66,8 +65,7 @@ def rig() -> Iterator[Rig]:
     lm = prepare(model, tokenizer, source="made on the spot")
     engine = Telling(replace(lm, model=copy.deepcopy(lm.model)), max_rows=8, source=lm)
     backend = TorchBackend(lm)
-    play = partial(
-        play_group,
+    player = GroupPlayer(
         group_size=2,
         make_env=WORLDS["key_door"].make_env,
         sampler=engine,
@@ -83,7 +81,7 @@ def rig() -> Iterator[Rig]:
         AsyncSettings(max_staleness=4, max_running=4, next_logprobs=True, lockstep_tokens=2),
         batch_groups=1,
         samplers=[engine],
-        play=play,
+        player=player,
         source=TaskSource(world_tasks("key_door", 9, 1, {}), 7),
     )
     yield backend, executor, engine

@@ -3,7 +3,7 @@ for byte, on CPU."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,11 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
-from headrace.rollout.build import build_executor
+from headrace.rollout.executor.build import build_executor
+from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.filters import first_rejection, reward_spread
-from headrace.rollout.group import play_group
+from headrace.rollout.group import GroupPlayer
 from headrace.rollout.group_json import group_to_json
-from headrace.rollout.settings import AsyncSettings
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeRewardRunner
@@ -48,8 +48,7 @@ class Bench:
         self.engine = EmbeddedEngine(lm, max_rows=8)
         self.backend = TorchBackend(lm)
         self.tasks = TaskSource(world_tasks("key_door", 5, 1, {}), 7)
-        self.play: Callable[..., Awaitable[Group]] = partial(
-            play_group,
+        self.player = GroupPlayer(
             group_size=2,
             make_env=WORLDS["key_door"].make_env,
             sampler=self.engine,
@@ -81,7 +80,7 @@ async def plain_loop(bench: Bench) -> list[Any]:
     for step in range(STEPS):
         groups: list[Group] = []
         while len(groups) < BATCH:
-            group = await bench.play(bench.tasks.next(), number)
+            group = await bench.player(bench.tasks.next(), number)
             number += 1
             if first_rejection(FILTERS, group) is None:
                 groups.append(group)
@@ -95,7 +94,7 @@ async def executed(bench: Bench, settings: AsyncSettings) -> list[Any]:
     """The same by the executor."""
     seen: list[Any] = []
     executor = build_executor(
-        settings, batch_groups=BATCH, samplers=[bench.engine], play=bench.play, source=bench.tasks, filters=FILTERS
+        settings, batch_groups=BATCH, samplers=[bench.engine], player=bench.player, source=bench.tasks, filters=FILTERS
     )
     started = 0.0
     async with executor:
@@ -128,7 +127,7 @@ def test_the_executor_at_eta_zero_is_the_plain_loop(settings: AsyncSettings, slo
     for run in (plain_loop, partial(executed, settings=settings)):
         bench = Bench()
         if slow:
-            bench.play = partial(bench.play, make_env=slow_world)
+            bench.player = replace(bench.player, make_env=slow_world)
         try:
             runs.append(asyncio.run(run(bench)))
         finally:

@@ -24,7 +24,6 @@ import statistics
 import tempfile
 import time
 import warnings
-from functools import partial
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -50,9 +49,9 @@ from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.group import play_group
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.settings import AsyncSettings
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.train.torch_backend import TorchBackend
@@ -182,8 +181,7 @@ class Ours:
         def score(episode: Episode) -> float:
             return evenness(episode.steps[0].completion.tokens.tolist())
 
-        play = partial(
-            play_group,
+        player = GroupPlayer(
             group_size=SAMPLES,
             make_env=SingleTurnEnv,
             sampler=self.engine,
@@ -196,7 +194,7 @@ class Ours:
             run_seed=0,
         )
         self.executor = RolloutExecutor(
-            play=play,
+            play=player,
             next_task=self.source.next,
             batch_groups=PROMPTS,
             settings=AsyncSettings(),

@@ -27,7 +27,7 @@ from headrace.loops.trust import TrustRegion
 from headrace.loops.update import Updater
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.meter import Meter
+from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.types import CreditedEpisode, Group, LossSpec, Metric, merge_metrics, metric_values
 
 NO_SCORERS: Mapping[str, Score] = {}
@@ -65,14 +65,14 @@ async def train_rl(
     scorers: Mapping[str, Score] = NO_SCORERS,
     critic: Critic | None = None,
     trust: TrustRegion | None = None,
-    meter: Meter | None = None,
+    utilization: SamplerUtilization | None = None,
     evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
 
     `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name. With a critic, advantages
-    are its own, and `credit` plays no part; `trust` may cut a step short. `meter` is the one around what is played.
+    are its own, and `credit` plays no part; `trust` may cut a step short. `utilization` is the executor's.
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
@@ -80,8 +80,8 @@ async def train_rl(
     async with executor:
         for step in range(start, c.steps):
             laps = Laps()
-            if meter is not None:
-                meter.lap()
+            if utilization is not None:
+                utilization.lap()
             taking = executor.take_batch()  # task -> rollout -> reward
             groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
@@ -126,7 +126,7 @@ async def train_rl(
             laps.lap("publish")
             counts = executor.metrics()
             values = metric_values(metrics) | counts | drop_shares(counts) | laps.values()
-            shares = {} if meter is None else meter.lap()
+            shares = {} if utilization is None else utilization.lap()
             sink.log(step + 1, values | shares | _rates(metrics, laps, shares))
             if not published:
                 continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier

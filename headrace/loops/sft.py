@@ -13,7 +13,7 @@ from headrace.loops.keeper import Keeper
 from headrace.loops.update import Updater
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.render import Renderer
-from headrace.rollout.conversations import Conversation, ToolTalk, messages_of
+from headrace.rollout.conversations import Conversation, ToolConversation, messages_of
 from headrace.types import CROSS_ENTROPY, Datum, Mean, Metric, Sum, merge_metrics, metric_values
 
 
@@ -77,7 +77,7 @@ def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, m
         part
         for talk in conversations
         for part in renderer.conversation(
-            messages_of(talk), tools=talk.tools if isinstance(talk, ToolTalk) else None, max_tokens=max_tokens
+            messages_of(talk), tools=talk.tools if isinstance(talk, ToolConversation) else None, max_tokens=max_tokens
         )
     ]
     useful = [part for part in rendered if part.num_trained and len(part.tokens) > 1]

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.render import Tools
-from headrace.rollout.policies import tool_names
-from headrace.tool_calls import call_problem, parse_reply, with_ids
+from headrace.tool_calls import call_problem, parse_reply, tool_names, with_ids
 from headrace.types import Action, Message, ToolCall
 
 

@@ -20,14 +20,14 @@ from headrace.types import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolTalk:
+class ToolConversation:
     """A conversation in which tools were offered, which the chat template has to show."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
 
 
-Conversation = tuple[Message, ...] | ToolTalk
+Conversation = tuple[Message, ...] | ToolConversation
 Item = TypeVar("Item")
 
 
@@ -66,7 +66,7 @@ def _to_conversation(row: Row, columns: Mapping[str, str], system: str | None) -
     if messages[0].role == "assistant":
         raise DataError(f"{row.place}: the conversation starts with the assistant; put a user message before it")
     tools = row.columns.get("tools")
-    return ToolTalk(messages=messages, tools=_tools(tools, row.place)) if tools else messages
+    return ToolConversation(messages=messages, tools=_tools(tools, row.place)) if tools else messages
 
 
 def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
@@ -81,13 +81,13 @@ def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def messages_of(conversation: Conversation) -> tuple[Message, ...]:
-    return conversation.messages if isinstance(conversation, ToolTalk) else conversation
+    return conversation.messages if isinstance(conversation, ToolConversation) else conversation
 
 
 def with_system_message(conversation: Conversation, system: str | None) -> Conversation:
     """The conversation with a system message before it, if it has none."""
     told = with_system(messages_of(conversation), system)
-    return replace(conversation, messages=told) if isinstance(conversation, ToolTalk) else told
+    return replace(conversation, messages=told) if isinstance(conversation, ToolConversation) else told
 
 
 def prompt_of(conversation: Conversation) -> tuple[Message, ...]:

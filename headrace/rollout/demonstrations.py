@@ -15,8 +15,8 @@ from headrace.types import Group, Observation, ScoredEpisode, Task, wire_message
 Tools = tuple[Mapping[str, Any], ...]
 
 
-class Noted:
-    """An environment as it is, of which the tools that it offers first are noted under the task's id."""
+class ToolRecordingEnv:
+    """Wrap an environment and record the tools it offers at reset, by task id."""
 
     def __init__(self, env: Env, tools: dict[str, Tools]) -> None:
         self._env, self._tools = env, tools
@@ -30,10 +30,12 @@ class Noted:
         return getattr(self._env, name)
 
 
-def noting(make_env: Callable[[], Env], tools: dict[str, Tools]) -> Callable[[], Env]:
+def record_tools(make_env: Callable[[], Env], tools: dict[str, Tools]) -> Callable[[], Env]:
+    """Let every environment of `make_env` record its tools into `tools`."""
+
     def make() -> Env:
-        noted: Any = Noted(make_env(), tools)
-        env: Env = noted
+        recording: Any = ToolRecordingEnv(make_env(), tools)
+        env: Env = recording
         return env
 
     return make

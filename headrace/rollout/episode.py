@@ -1,7 +1,7 @@
-"""One episode: a policy and an environment take turns until one of the rules of ending says so.
+"""Run one episode: a policy and an environment take turns until the environment, a rule or a limit ends it.
 
-Text, or calls of tools, go to the environment and its messages back; what the engine saw and sampled is kept by the
-policy's moves as it was. An episode that cannot be played is a value, `FailedEpisode`.
+The policy's text or tool calls go to the environment, whose messages go back to the policy; the tokens that the engine
+saw and sampled are kept unchanged in the steps. An episode that cannot be run becomes a value, `FailedEpisode`.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
 from headrace.protocols import Env, Sampler
 from headrace.render import Renderer
-from headrace.rollout.journal import EpisodeJournal
-from headrace.rollout.policies import Policy, SampledPolicy, tool_names
+from headrace.rollout.partial_rollout import PartialEpisode
+from headrace.rollout.policies import Policy, SampledPolicy
+from headrace.tool_calls import tool_names
 from headrace.types import (
     Action,
     Ended,
@@ -37,25 +38,23 @@ from headrace.types import (
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-BY_ITSELF = (Ended.DONE, Ended.END_TOOL, Ended.END_PATTERN)
+BY_ITSELF = (Ended.DONE, Ended.END_TOOL, Ended.END_PATTERN)  # endings that do not truncate the episode
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRules:
-    """What ends an episode besides its environment: `max_turns`; a call of the tool named `tool`, which is offered
-    beside the environment's own if it has none of that name; a turn in which `pattern` is found. The environment sees
-    the last turn as it sees any, before the episode ends."""
+    """Say what ends an episode besides its environment. The environment sees the last turn like any other."""
 
     max_turns: int
-    tool: str | None = None
-    pattern: re.Pattern[str] | None = None
+    tool: str | None = None  # a call of this tool, which is offered if the environment has none of that name
+    pattern: re.Pattern[str] | None = None  # a turn in which this is found
 
     def __post_init__(self) -> None:
         assert self.max_turns > 0
 
 
-async def run_episode(
+async def run_sampled_episode(
     *,
     id: str,
     task: Task,
@@ -70,18 +69,18 @@ async def run_episode(
     timeout_s: float,
     end_tool: str | None = None,
     end_pattern: re.Pattern[str] | None = None,
-    journal: EpisodeJournal | None = None,
+    partial_episode: PartialEpisode | None = None,
     threads: Executor | None = None,
 ) -> Episode | FailedEpisode:
-    """Play one task with a sampler to its end: the environment's, one of `EndRules`, or that of the tokens it may have.
+    """Run one task with a sampler until the environment, one of `EndRules` or the token limit ends it.
 
-    Turn i samples with the seed derive_seed(seed, i). An environment with a true attribute `blocking` runs off the
-    event loop, on `threads`. Turns that the journal has on record are played back in place of being sampled. What goes
-    wrong comes back as a FailedEpisode with one sentence. The environment is closed in any case.
+    Turn i samples with the seed derive_seed(seed, i). Turns recorded in `partial_episode` are played back in place of
+    being sampled. An environment whose attribute `blocking` is true runs off the event loop, on `threads`. A failure
+    is returned as a FailedEpisode with one sentence. The environment is closed in any case.
     """
-    journal = journal or EpisodeJournal()
-    journal.replayable = bool(getattr(env, "deterministic", False))
-    return await play_episode(
+    partial_episode = partial_episode or PartialEpisode()
+    partial_episode.replayable = bool(getattr(env, "deterministic", False))
+    return await run_episode(
         id=id,
         task=task,
         env=env,
@@ -91,7 +90,7 @@ async def run_episode(
             sampling=sampling,
             seed=seed,
             max_tokens=max_episode_tokens,
-            journal=journal,
+            partial_episode=partial_episode,
         ),
         temperature=sampling.temperature,
         seed=seed,
@@ -102,7 +101,7 @@ async def run_episode(
     )
 
 
-async def play_episode(
+async def run_episode(
     *,
     id: str,
     task: Task,
@@ -115,15 +114,15 @@ async def play_episode(
     timeout_s: float,
     threads: Executor | None = None,
 ) -> Episode | FailedEpisode:
-    """As `run_episode`, with any policy."""
-    world = _World(env, threads)
+    """Run one task with any policy; otherwise as `run_sampled_episode`."""
+    env_calls = _EnvCalls(env, threads)
     try:
         with boundary(EpisodeError, f"task {task.id}"):
             async with time_limit(timeout_s, f"task {task.id}"):
-                return await _play(
+                return await _take_turns(
                     id=id,
                     task=task,
-                    world=world,
+                    env_calls=env_calls,
                     policy=policy,
                     temperature=temperature,
                     seed=seed,
@@ -137,12 +136,12 @@ async def play_episode(
         logger.warning("episode %s failed: %s", id, reason)
         return FailedEpisode(id=id, task=task, reason=reason)
     finally:
-        await _close(world, task)
+        await _close(env_calls, task)
 
 
 @asynccontextmanager
 async def time_limit(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Raises EpisodeError when the body takes longer; a TimeoutError of the body's own passes through."""
+    """Raise EpisodeError when the body takes too long; a TimeoutError of the body itself passes through."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -155,45 +154,45 @@ async def time_limit(timeout_s: float, what: str) -> AsyncIterator[None]:
         ) from exc
 
 
-async def _play(
+async def _take_turns(
     *,
     id: str,
     task: Task,
-    world: "_World",
+    env_calls: "_EnvCalls",
     policy: Policy,
     temperature: float,
     seed: int,
     env_seed: int,
     rules: EndRules,
 ) -> Episode:
-    observation = await world.run(partial(world.env.reset, task, env_seed))
+    observation = await env_calls.run(partial(env_calls.env.reset, task, env_seed))
     messages = [*task.messages, *observation.messages]
     if not messages:
         raise EpisodeError(f"task {task.id}: neither the task nor its environment has a first message")
-    policy.begin(messages, _offered(observation, rules))
+    policy.reset(messages, available_tools(observation, rules))
     steps: list[Step] = []
     success: bool | None = None
     ended: Ended | None = None
     while ended is None:
-        move = await policy.move()
-        result = await _act(world, observation, move.action, rules)
+        turn = await policy.act()
+        result = await _step(env_calls, observation, turn.action, rules)
         if not math.isfinite(result.reward):
             raise EpisodeError(f"task {task.id}: the environment's reward is {result.reward}: make it a finite number")
         steps.append(
             Step(
-                prompt=move.prompt,
-                completion=move.completion,
-                action=move.action.text,
+                prompt=turn.prompt,
+                completion=turn.completion,
+                action=turn.action.text,
                 state=observation.state,
                 reward=float(result.reward),
                 valid=result.valid,
             )
         )
-        messages += [move.reply, *result.observation.messages]
+        messages += [turn.reply, *result.observation.messages]
         success = success if result.success is None else result.success
-        ended = how_it_ends(result, move.action, len(steps), rules)
+        ended = end_reason(result, turn.action, len(steps), rules)
         observation = result.observation
-        if ended is None and not policy.tell(observation.messages, _offered(observation, rules)):
+        if ended is None and not policy.observe(observation.messages, available_tools(observation, rules)):
             ended = Ended.MAX_TOKENS
     return Episode(
         id=id,
@@ -202,15 +201,18 @@ async def _play(
         steps=tuple(steps),
         messages=tuple(messages),
         temperature=temperature,
-        truncated=ended not in BY_ITSELF or move.completion.stop is not Stop.STOP,
+        truncated=ended not in BY_ITSELF or turn.completion.stop is not Stop.STOP,
         success=success,
         ended=ended,
         final_state=observation.state,
     )
 
 
-def how_it_ends(result: StepResult, action: Action, turns: int, rules: EndRules) -> Ended | None:
-    """None: it goes on. The environment's own word counts first, then the policy's, then the limit."""
+def end_reason(result: StepResult, action: Action, turns: int, rules: EndRules) -> Ended | None:
+    """Return why the episode ends after this step, or None if it goes on.
+
+    The environment decides first, then the policy's tool call or pattern, then the turn limit.
+    """
     if result.done:
         return Ended.DONE
     if result.truncated:
@@ -222,31 +224,32 @@ def how_it_ends(result: StepResult, action: Action, turns: int, rules: EndRules)
     return Ended.MAX_TURNS if turns >= rules.max_turns else None
 
 
-def _offered(observation: Observation, rules: EndRules) -> tuple[Mapping[str, Any], ...]:
-    """The environment's tools, and the one that ends the episode."""
+def available_tools(observation: Observation, rules: EndRules) -> tuple[Mapping[str, Any], ...]:
+    """Return the environment's tools and the one that ends the episode."""
     if rules.tool is None or rules.tool in tool_names(observation.tools):
         return observation.tools
     function = {"name": rules.tool, "description": "End the task.", "parameters": {"type": "object", "properties": {}}}
     return (*observation.tools, {"type": "function", "function": function})
 
 
-async def _act(world: "_World", observation: Observation, action: Action, rules: EndRules) -> StepResult:
-    """The environment's answer. It is not told of a tool that is not its own, nor of a turn that is only that."""
-    own = rules.tool in tool_names(observation.tools)
-    calls = tuple(call for call in action.calls if own or call.name != rules.tool)
+async def _step(env_calls: "_EnvCalls", observation: Observation, action: Action, rules: EndRules) -> StepResult:
+    """Step the environment. A call of the end tool is left out unless the tool is the environment's, and a turn without
+    any other call is not passed on."""
+    has_end_tool = rules.tool in tool_names(observation.tools)
+    calls = tuple(call for call in action.calls if has_end_tool or call.name != rules.tool)
     if action.calls and not calls:
         return StepResult(observation=Observation(messages=(), state=observation.state), reward=0.0, done=False)
     if not observation.tools:
-        return await world.run(partial(world.env.step, action.text))
-    call = getattr(world.env, "call", None)
+        return await env_calls.run(partial(env_calls.env.step, action.text))
+    call = getattr(env_calls.env, "call", None)
     if call is None:
         raise EpisodeError("the environment offers tools but has no method `call` that takes what is called")
-    result: StepResult = await world.run(partial(call, replace(action, calls=calls)))
+    result: StepResult = await env_calls.run(partial(call, replace(action, calls=calls)))
     return result
 
 
-class _World:
-    """An environment, and the threads it runs on if it is one that blocks."""
+class _EnvCalls:
+    """Call an environment: on the event loop, or on threads if it blocks."""
 
     def __init__(self, env: Env, threads: Executor | None) -> None:
         self.env, self._threads = env, threads
@@ -258,13 +261,13 @@ class _World:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(context.run, call))
 
 
-async def _close(world: _World, task: Task) -> None:
-    """An environment that cannot be closed in time is left behind with a warning; its episode stands."""
+async def _close(env_calls: _EnvCalls, task: Task) -> None:
+    """Close the environment. One that does not close in time is left behind with a warning; its episode stands."""
     limit = asyncio.timeout(CLOSE_TIMEOUT_S)
     try:
         with boundary(EpisodeError, f"task {task.id}: the environment cannot be closed"):
             async with limit:
-                await world.run(world.env.close)
+                await env_calls.run(env_calls.env.close)
     except EpisodeError as exc:
         late = f"task {task.id}: the environment was not closed within {CLOSE_TIMEOUT_S:g} s and is left behind"
         logger.warning("%s", late if limit.expired() else exc)

@@ -1,4 +1,4 @@
-"""Which scored groups are worth training on: pure functions of one group, each rejection with a reason.
+"""Filters: decide whether a scored group is worth training on. Pure functions of one group.
 
 A filter is any function `Group -> Keep | Reject`; a user's function may also return a bool (False rejects in the
 function's own name). Rejected groups are replaced by new ones, counted as `rollout/filtered_<reason>`.
@@ -20,12 +20,14 @@ from headrace.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Train on it."""
+    """Accept the group for training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    reason: str
+    """Reject the group."""
+
+    reason: str  # becomes part of the metric `rollout/filtered_<reason>`
 
 
 Decision = Keep | Reject
@@ -33,7 +35,7 @@ Filter = Callable[[Group], Decision | bool]
 
 
 def reward_spread(*, min_spread: float = 0.0) -> Filter:
-    """Rejects a group whose rewards differ by no more than `min_spread`: its advantages are all zero (DAPO's
+    """Reject a group whose rewards differ by no more than `min_spread`: its advantages are all zero (DAPO's
     dynamic sampling, arXiv 2503.14476)."""
 
     def decide(group: Group) -> Decision:
@@ -44,7 +46,7 @@ def reward_spread(*, min_spread: float = 0.0) -> Filter:
 
 
 def reward_range(*, low: float = -math.inf, high: float = math.inf) -> Filter:
-    """Rejects a group whose mean reward lies outside [low, high]."""
+    """Reject a group whose mean reward lies outside [low, high]."""
 
     def decide(group: Group) -> Decision:
         mean = sum(scored.reward.total for scored in group.episodes) / len(group.episodes)
@@ -56,8 +58,8 @@ def reward_range(*, low: float = -math.inf, high: float = math.inf) -> Filter:
 
 
 def diversity(*, min_share: float = 0.5) -> Filter:
-    """Rejects a group in which fewer than `min_share` of the episodes differ in what was sampled, token by token:
-    copies of one answer teach nothing by comparison."""
+    """Reject a group in which fewer than `min_share` of the episodes differ in their sampled tokens: copies of one
+    answer teach nothing by comparison."""
 
     def decide(group: Group) -> Decision:
         answers = [
@@ -69,7 +71,7 @@ def diversity(*, min_share: float = 0.5) -> Filter:
 
 
 def length(*, min_tokens: int = 0, max_tokens: int | None = None) -> Filter:
-    """Rejects a group in which an episode sampled fewer than `min_tokens` or more than `max_tokens` tokens."""
+    """Reject a group in which an episode sampled fewer than `min_tokens` or more than `max_tokens` tokens."""
 
     def decide(group: Group) -> Decision:
         sampled = [scored.episode.num_sampled for scored in group.episodes]
@@ -81,7 +83,7 @@ def length(*, min_tokens: int = 0, max_tokens: int | None = None) -> Filter:
 
 
 def success_rate(*, low: float = 0.0, high: float = 1.0) -> Filter:
-    """Rejects a group whose share of successful episodes lies outside [low, high]; episodes without a verdict do not
+    """Reject a group whose share of successful episodes lies outside [low, high]; episodes without a verdict do not
     count. Raises RolloutError when no episode has one."""
 
     def decide(group: Group) -> Decision:
@@ -110,16 +112,16 @@ assert tuple(FILTERS) == names.FILTERS
 
 
 def named_filter(name: str, options: Mapping[str, Any]) -> Filter:
-    """A filter of this module by name; raises ConfigError naming the nearest one, or the option that is wrong."""
+    """Return a built-in filter. Raises ConfigError that names the nearest one, or the option that is wrong."""
     if name not in FILTERS:
-        near = difflib.get_close_matches(name, FILTERS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"there is no filter {name!r}: the nearest is {near!r} (all: {', '.join(FILTERS)})")
+        nearest = difflib.get_close_matches(name, FILTERS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"there is no filter {name!r}: the nearest is {nearest!r} (all: {', '.join(FILTERS)})")
     with boundary(ConfigError, f"filter {name!r} does not take these options"):
         return FILTERS[name](**options)
 
 
 def first_rejection(filters: Sequence[Filter], group: Group) -> Reject | None:
-    """The first filter's objection, or None. Raises RolloutError when a filter fails or returns something else."""
+    """Return the first rejection, or None. Raises RolloutError when a filter fails or returns something else."""
     for decide in filters:
         name = getattr(decide, "__name__", type(decide).__name__)
         with boundary(RolloutError, f"filter {name} failed on group {group.id}"):

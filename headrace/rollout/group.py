@@ -1,4 +1,4 @@
-"""One group: several episodes of a task from identical starts, played at once and scored together."""
+"""Play one group: several episodes of a task from identical starts, run concurrently and scored together."""
 
 import asyncio
 import hashlib
@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -15,10 +15,10 @@ from headrace.algo.random import derive_seed
 from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
 from headrace.protocols import Env, RewardRunner, Sampler
 from headrace.render import Renderer
-from headrace.rollout.episode import EndRules, play_episode, run_episode, time_limit
-from headrace.rollout.journal import EpisodeJournal, Journals, JournalSampler
+from headrace.rollout.episode import EndRules, run_episode, run_sampled_episode, time_limit
+from headrace.rollout.episode_log import log_episode
+from headrace.rollout.partial_rollout import PartialEpisode, PartialRollouts, ResumableSampler
 from headrace.rollout.policies import Chat, RemotePolicy
-from headrace.rollout.tell import tell_episode
 from headrace.types import (
     Completion,
     Episode,
@@ -34,119 +34,135 @@ from headrace.types import (
 
 logger = logging.getLogger(__name__)
 
-# (task, sampler, renderer, seed); a plain function gets a BlockingSampler, an async one the Sampler itself
+# (task, sampler, renderer, seed); a plain function gets a BlockingSampler, an async one a ResumableSampler
 GenerateFn = Callable[[Task, Any, Renderer, int], Episode | Awaitable[Episode]]
 T = TypeVar("T")
 
 
-async def play_group(
-    task: Task,
-    group_id: int,
-    *,
-    group_size: int,
-    make_env: Callable[[], Env],
-    sampler: Sampler,
-    renderer: Renderer,
-    reward_runner: RewardRunner,
-    sampling: SamplingParams,
-    max_turns: int,
-    max_episode_tokens: int,
-    timeout_s: float,
-    run_seed: int,
-    end_tool: str | None = None,
-    end_pattern: re.Pattern[str] | None = None,
-    threads: Executor | None = None,
-    generate_fn: GenerateFn | None = None,
-    journals: Journals | None = None,
-) -> Group:
-    """Play `group_size` episodes and score them; what could not be played or scored is in `failed`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlayer:
+    """Play groups of episodes with a sampler and score them: `group = await player(task, group_id)`.
 
-    All episodes share the environment's seed and each samples with its own; both follow from (run_seed, group_id).
-    Episode i has the id "<group_id>/<i>". A user's `generate_fn`, async or plain, takes the place of `run_episode`.
-    A group that `journals` knows goes on from there. `end_tool`, `end_pattern` and `threads` are as in `run_episode`.
+    All episodes of a group share the environment's seed and each samples with its own; both follow from
+    (run_seed, group_id). Episode i has the id "<group_id>/<i>". Episodes that fail are in the group's `failed`.
     """
-    assert group_size > 0
-    started_version = sampler.version
-    kept = [EpisodeJournal() for _ in range(group_size)] if journals is None else journals.open(group_id, group_size)
 
-    async def play_kept(index: int) -> Episode | FailedEpisode:
-        journal = kept[index]
-        return journal.result if journal.result is not None else journal.ended_with(await play(index, journal))
+    group_size: int
+    make_env: Callable[[], Env]
+    sampler: Sampler
+    renderer: Renderer
+    reward_runner: RewardRunner
+    sampling: SamplingParams
+    max_turns: int
+    max_episode_tokens: int  # the prompt included
+    timeout_s: float  # of one episode
+    run_seed: int
+    end_tool: str | None = None  # a call of this tool ends the episode (`EndRules`)
+    end_pattern: re.Pattern[str] | None = None  # a turn in which this is found ends the episode
+    threads: Executor | None = None  # where environments that block run
+    generate_fn: GenerateFn | None = None  # a user's function, async or plain, in place of `run_sampled_episode`
+    partial_rollouts: PartialRollouts | None = None  # records running episodes; a restored group continues from it
 
-    async def play(index: int, journal: EpisodeJournal) -> Episode | FailedEpisode:
+    def __post_init__(self) -> None:
+        assert self.group_size > 0
+
+    async def __call__(self, task: Task, group_id: int) -> Group:
+        """Play one group of the task and score it."""
+        started_version = self.sampler.version
+        if self.partial_rollouts is None:
+            partial_episodes: Sequence[PartialEpisode] = [PartialEpisode() for _ in range(self.group_size)]
+        else:
+            partial_episodes = self.partial_rollouts.open(group_id, self.group_size)
+        ended = await _gather(
+            self._run_or_resume(task, group_id, index, partial_episode)
+            for index, partial_episode in enumerate(partial_episodes)
+        )
+        return await _score_group(task, group_id, ended, self.reward_runner, started_version)
+
+    async def _run_or_resume(
+        self, task: Task, group_id: int, index: int, partial_episode: PartialEpisode
+    ) -> Episode | FailedEpisode:
+        """Return a restored result, or run the episode from where `partial_episode` stands."""
+        if partial_episode.result is not None:
+            return partial_episode.result
+        return partial_episode.ended_with(await self._run(task, group_id, index, partial_episode))
+
+    async def _run(
+        self, task: Task, group_id: int, index: int, partial_episode: PartialEpisode
+    ) -> Episode | FailedEpisode:
         id = f"{group_id}/{index}"
-        seed = derive_seed(run_seed, "episode", group_id, index)
-        if generate_fn is not None:
-            through = JournalSampler(sampler, journal)
-            return await _generate(generate_fn, id, task, through, renderer, seed, timeout_s)
-        env = _made(make_env, id, task)
+        seed = derive_seed(self.run_seed, "episode", group_id, index)
+        if self.generate_fn is not None:
+            sampler = ResumableSampler(self.sampler, partial_episode)
+            return await _generate(self.generate_fn, id, task, sampler, self.renderer, seed, self.timeout_s)
+        env = make_env_or_fail(self.make_env, id, task)
+        if isinstance(env, FailedEpisode):
+            return env
+        return await run_sampled_episode(
+            id=id,
+            task=task,
+            env=env,
+            sampler=self.sampler,
+            renderer=self.renderer,
+            sampling=self.sampling,
+            seed=seed,
+            env_seed=derive_seed(self.run_seed, "environment", group_id),
+            max_turns=self.max_turns,
+            max_episode_tokens=self.max_episode_tokens,
+            timeout_s=self.timeout_s,
+            end_tool=self.end_tool,
+            end_pattern=self.end_pattern,
+            partial_episode=partial_episode,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteGroupPlayer:
+    """Play groups as `GroupPlayer` does, with a remote chat model. Its episodes have no tokens to train."""
+
+    group_size: int
+    make_env: Callable[[], Env]
+    chat: Chat
+    reward_runner: RewardRunner
+    temperature: float
+    max_turns: int
+    timeout_s: float  # of one episode
+    run_seed: int
+    end_tool: str | None = None
+    end_pattern: re.Pattern[str] | None = None
+    threads: Executor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.group_size > 0
+
+    async def __call__(self, task: Task, group_id: int) -> Group:
+        """Play one group of the task and score it."""
+        ended = await _gather(self._run(task, group_id, index) for index in range(self.group_size))
+        return await _score_group(task, group_id, ended, self.reward_runner, 0)
+
+    async def _run(self, task: Task, group_id: int, index: int) -> Episode | FailedEpisode:
+        id = f"{group_id}/{index}"
+        seed = derive_seed(self.run_seed, "episode", group_id, index)
+        env = make_env_or_fail(self.make_env, id, task)
         if isinstance(env, FailedEpisode):
             return env
         return await run_episode(
             id=id,
             task=task,
             env=env,
-            sampler=sampler,
-            renderer=renderer,
-            sampling=sampling,
+            policy=RemotePolicy(self.chat, seed=seed),
+            temperature=self.temperature,
             seed=seed,
-            env_seed=derive_seed(run_seed, "environment", group_id),
-            max_turns=max_turns,
-            max_episode_tokens=max_episode_tokens,
-            timeout_s=timeout_s,
-            end_tool=end_tool,
-            end_pattern=end_pattern,
-            journal=journal,
-            threads=threads,
+            env_seed=derive_seed(self.run_seed, "environment", group_id),
+            rules=EndRules(max_turns=self.max_turns, tool=self.end_tool, pattern=self.end_pattern),
+            timeout_s=self.timeout_s,
+            threads=self.threads,
         )
 
-    played = await _gather(play_kept(index) for index in range(group_size))
-    return await _scored(task, group_id, played, reward_runner, started_version)
 
-
-async def play_group_remotely(
-    task: Task,
-    group_id: int,
-    *,
-    group_size: int,
-    make_env: Callable[[], Env],
-    chat: Chat,
-    reward_runner: RewardRunner,
-    temperature: float,
-    max_turns: int,
-    timeout_s: float,
-    run_seed: int,
-    end_tool: str | None = None,
-    end_pattern: re.Pattern[str] | None = None,
-    threads: Executor | None = None,
-) -> Group:
-    """As `play_group`, played by a model elsewhere. Its episodes have no tokens: they cannot be trained on."""
-    assert group_size > 0
-
-    async def play(index: int) -> Episode | FailedEpisode:
-        id = f"{group_id}/{index}"
-        seed = derive_seed(run_seed, "episode", group_id, index)
-        env = _made(make_env, id, task)
-        if isinstance(env, FailedEpisode):
-            return env
-        return await play_episode(
-            id=id,
-            task=task,
-            env=env,
-            policy=RemotePolicy(chat, seed=seed),
-            temperature=temperature,
-            seed=seed,
-            env_seed=derive_seed(run_seed, "environment", group_id),
-            rules=EndRules(max_turns=max_turns, tool=end_tool, pattern=end_pattern),
-            timeout_s=timeout_s,
-            threads=threads,
-        )
-
-    played = await _gather(play(index) for index in range(group_size))
-    return await _scored(task, group_id, played, reward_runner, 0)
-
-
-def _made(make_env: Callable[[], Env], id: str, task: Task) -> Env | FailedEpisode:
+def make_env_or_fail(make_env: Callable[[], Env], id: str, task: Task) -> Env | FailedEpisode:
+    """Make the environment of episode `id`; return a FailedEpisode if that raises."""
     try:
         with boundary(EpisodeError, f"task {task.id}: its environment cannot be made"):
             return make_env()
@@ -155,34 +171,35 @@ def _made(make_env: Callable[[], Env], id: str, task: Task) -> Env | FailedEpiso
         return FailedEpisode(id=id, task=task, reason=str(exc))
 
 
-async def _scored(
+async def _score_group(
     task: Task,
     group_id: int,
     ended: Sequence[Episode | FailedEpisode],
     reward_runner: RewardRunner,
     started_version: int,
 ) -> Group:
-    played = same_start(ended)
-    for before, episode in zip(ended, played, strict=True):
-        if isinstance(episode, FailedEpisode) and episode is not before:
-            logger.warning("episode %s failed: %s", episode.id, episode.reason)
-    episodes = [episode for episode in played if isinstance(episode, Episode)]
+    """Reject episodes that started differently, log and score the others, and build the group."""
+    accepted = reject_different_starts(ended)
+    for before, after in zip(ended, accepted, strict=True):
+        if isinstance(after, FailedEpisode) and after is not before:
+            logger.warning("episode %s failed: %s", after.id, after.reason)
+    episodes = [episode for episode in accepted if isinstance(episode, Episode)]
     for episode in episodes:
-        tell_episode(episode)
+        log_episode(episode)
     scored = await reward_runner.score(episodes) if episodes else ()
     assert len(scored) == len(episodes)
     return Group(
         id=group_id,
         task=task,
-        episodes=tuple(item for item in scored if isinstance(item, ScoredEpisode)),
-        failed=tuple(item for item in (*played, *scored) if isinstance(item, FailedEpisode)),
+        episodes=tuple(episode for episode in scored if isinstance(episode, ScoredEpisode)),
+        failed=tuple(episode for episode in (*accepted, *scored) if isinstance(episode, FailedEpisode)),
         started_version=started_version,
     )
 
 
-def same_start(played: Sequence[Episode | FailedEpisode]) -> tuple[Episode | FailedEpisode, ...]:
-    """Episodes whose first observation hashes otherwise than that of the first one played become failed."""
-    first = next((start_hash(episode) for episode in played if isinstance(episode, Episode)), None)
+def reject_different_starts(ended: Sequence[Episode | FailedEpisode]) -> tuple[Episode | FailedEpisode, ...]:
+    """Turn every episode into a failed one whose first observation differs from the first episode's."""
+    expected = next((start_hash(episode) for episode in ended if isinstance(episode, Episode)), None)
     return tuple(
         FailedEpisode(
             id=episode.id,
@@ -190,26 +207,26 @@ def same_start(played: Sequence[Episode | FailedEpisode]) -> tuple[Episode | Fai
             reason=f"task {episode.task.id}: the episodes of a group must start alike, but this one's first "
             "observation differs: make the environment's reset depend on the task and the seed alone",
         )
-        if isinstance(episode, Episode) and start_hash(episode) != first
+        if isinstance(episode, Episode) and start_hash(episode) != expected
         else episode
-        for episode in played
+        for episode in ended
     )
 
 
-async def _gather(plays: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """All results in order; when one raises, or the caller is cancelled, the others are cancelled and waited for."""
-    running = [asyncio.ensure_future(play) for play in plays]
+async def _gather(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """Return all results in order. When one raises or the caller is cancelled, cancel the others and wait for them."""
+    running = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*running))
     finally:
-        for play in running:
-            play.cancel()
+        for future in running:
+            future.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 
 def start_hash(episode: Episode) -> str:
-    """Of what an episode began with: its state, and the tokens of its first prompt, which have messages and tools in
-    them; where a model elsewhere played, the messages before its first."""
+    """Hash an episode's start: its first state and prompt tokens, which contain messages and tools. An episode without
+    tokens, played by a remote model, is hashed by its messages before the first reply."""
     first = episode.steps[0]
     opening = tuple(takewhile(lambda message: message.role != "assistant", episode.messages))
     shown = first.prompt.tobytes() if len(first.prompt) else repr(opening).encode()
@@ -220,9 +237,9 @@ def start_hash(episode: Episode) -> str:
 
 
 class BlockingSampler:
-    """A sampler for plain functions, which run on a thread of their own: the same verbs, without `await`."""
+    """Sample without `await`, for plain functions, which run on a thread of their own."""
 
-    def __init__(self, sampler: JournalSampler, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
+    def __init__(self, sampler: ResumableSampler, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
         self._sampler, self._loop, self._timeout_s = sampler, loop, timeout_s
 
     @property
@@ -230,10 +247,11 @@ class BlockingSampler:
         return self._sampler.version
 
     def sample(self, request: SampleRequest) -> Completion:
-        """One sequence to its end, across weight updates."""
+        """Sample one sequence to its end, across weight updates."""
         return self._wait(self._sampler.sample(request))
 
     def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
+        """Return the log-probs of every sequence's tokens."""
         return self._wait(self._sampler.score(sequences, temperature))
 
     def _wait(self, call: Coroutine[object, object, T]) -> T:
@@ -244,12 +262,12 @@ async def _generate(
     generate_fn: GenerateFn,
     id: str,
     task: Task,
-    sampler: JournalSampler,
+    sampler: ResumableSampler,
     renderer: Renderer,
     seed: int,
     timeout_s: float,
 ) -> Episode | FailedEpisode:
-    """Call the user's function; its episode gets our id and seed, its failure becomes a value."""
+    """Call the user's function. Its episode gets our id and seed; a failure becomes a FailedEpisode."""
     try:
         with boundary(EpisodeError, f"task {task.id}: generate_fn failed"):
             async with time_limit(timeout_s, f"task {task.id}: generate_fn"):

@@ -1,4 +1,4 @@
-"""A group as JSON and back, exactly: tokens, log-probs and versions survive bit for bit; NaN is null.
+"""Encode groups as JSON and back, exactly: tokens, log-probs and versions survive bit for bit; NaN is null.
 
 The shape follows the dataclasses in `headrace.types`, so a field added there is written without a change here.
 """
@@ -18,25 +18,26 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """Dataclasses, arrays, tuples, mappings and enums as JSON-like values."""
+    """Encode dataclasses, arrays, tuples, mappings and enums as JSON-like values."""
     return _encode(value)
 
 
 def from_json(value: Mapping[str, Any], kind: type[T]) -> T:
-    """Raises KeyError, TypeError or ValueError on anything `to_json` did not write."""
-    made = _decode(value, kind)
-    assert isinstance(made, kind)
-    return made
+    """Decode a `kind`. Raises KeyError, TypeError or ValueError on anything `to_json` did not write."""
+    decoded = _decode(value, kind)
+    assert isinstance(decoded, kind)
+    return decoded
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
+    """Encode a group."""
     encoded = _encode(group)
     assert isinstance(encoded, dict)
     return encoded
 
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
-    """Raises KeyError, TypeError or ValueError on anything `group_to_json` did not write."""
+    """Decode a group. Raises KeyError, TypeError or ValueError on anything `group_to_json` did not write."""
     return from_json(value, Group)
 
 

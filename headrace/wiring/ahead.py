@@ -7,7 +7,7 @@ from headrace.names import SAVED_EPISODES
 from headrace.user_code import load_function
 from headrace.wiring.objective import make_correction, make_keys, make_loss
 from headrace.wiring.rewards import check_rewards
-from headrace.wiring.rollouts import make_filters, make_keep
+from headrace.wiring.rollouts import make_filters, make_selection
 from headrace.wiring.sources import make_env_of, pairs_of, tasks_of
 
 
@@ -37,7 +37,7 @@ def look_ahead(config: Config) -> None:
 def _check_functions(rl: Rl) -> None:
     make_keys(rl)
     make_filters(rl)
-    make_keep(rl.asynchronous)
+    make_selection(rl.asynchronous)
     make_env_of(rl.tasks)
     own = None if rl.save.which in SAVED_EPISODES else rl.save.which
     for name in (rl.generate_fn, rl.program, own):

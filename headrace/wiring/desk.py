@@ -22,7 +22,7 @@ from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorbo
 from headrace.observe.trajectories import save_trajectories
 from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.reward.terms import GroupTerm, Term
-from headrace.rollout.publish import Publisher
+from headrace.rollout.publisher import Publisher
 from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
 from headrace.types import Task, metric_values
 from headrace.wiring.here import Here

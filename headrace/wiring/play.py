@@ -1,15 +1,13 @@
-"""How episodes are played: sampling parameters, and the rules of a held-out group."""
+"""Build what plays episodes: sampling parameters, end rules, and the player of held-out groups."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import Any
 
 from headrace.config import Config, Rl, Sampling
 from headrace.protocols import Env, Sampler
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
-from headrace.rollout.group import play_group
+from headrace.rollout.group import GroupPlayer
 from headrace.types import Group, SamplingParams, Task
 from headrace.wiring.programs import Programs
 from headrace.wiring.rewards import make_reward_runner
@@ -26,15 +24,14 @@ def play_held_out(
     programs: Programs,
     *,
     make_env: Callable[[], Env] | None = None,
-) -> Play:
-    """Held-out tasks are played by the rules of [rl] (its defaults when there is none), at [eval]'s temperature; in
-    their own world unless another is passed."""
+) -> GroupPlayer:
+    """Build the player of held-out tasks: the rules of [rl] (its defaults when there is none), at [eval]'s temperature,
+    in the source's own environment unless `make_env` is passed."""
     source = config.eval.source
     assert source is not None
     rl = config.rl or Rl(steps=1, tasks=source)
     sampling = make_sampling(rl.sampling, config.eval.temperature)
-    return partial(
-        play_group,
+    return GroupPlayer(
         group_size=config.eval.samples,
         make_env=make_env or make_env_of(source),
         sampler=sampler,
@@ -45,18 +42,20 @@ def play_held_out(
         max_episode_tokens=rl.max_episode_tokens,
         timeout_s=rl.asynchronous.task_timeout_s,
         run_seed=config.eval.seed,
-        **ending(rl),
+        end_tool=rl.end_tool,
+        end_pattern=make_end_pattern(rl),
         threads=programs.threads(rl.env_threads),
         generate_fn=programs.generate_fn(rl, sampling),
     )
 
 
-def ending(c: Rl) -> dict[str, Any]:
-    """What ends an episode besides its world and the limits, as `play_group` takes it."""
-    return {"end_tool": c.end_tool, "end_pattern": None if c.end_pattern is None else re.compile(c.end_pattern)}
+def make_end_pattern(c: Rl) -> re.Pattern[str] | None:
+    """Compile `rl.end_pattern`: a turn in which it is found ends the episode."""
+    return None if c.end_pattern is None else re.compile(c.end_pattern)
 
 
 def make_sampling(c: Sampling, temperature: float) -> SamplingParams:
+    """Convert [rl.sampling]."""
     return SamplingParams(
         max_tokens=c.max_tokens,
         temperature=temperature,

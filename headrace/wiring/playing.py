@@ -1,11 +1,10 @@
-"""Playing tasks without training: held-out evaluation and demonstrations, by a model here or by one elsewhere."""
+"""Play tasks without training: evaluation and demonstrations, by a local model, a service or a remote chat model."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from headrace.config import Config, Rl
@@ -19,11 +18,11 @@ from headrace.model.worker import Worker
 from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
-from headrace.rollout.demonstrations import Tools, noting, write_demonstrations
-from headrace.rollout.group import play_group_remotely
+from headrace.rollout.demonstrations import Tools, record_tools, write_demonstrations
+from headrace.rollout.group import RemoteGroupPlayer
 from headrace.types import metric_values
 from headrace.wiring.models import load_policy, make_sampler, whole
-from headrace.wiring.play import Play, ending, make_sampling, play_held_out
+from headrace.wiring.play import Play, make_end_pattern, make_sampling, play_held_out
 from headrace.wiring.programs import Programs
 from headrace.wiring.remote import AtService, check_service, starting_state
 from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
@@ -31,10 +30,10 @@ from headrace.wiring.sources import make_env_of, tasks_of
 
 
 def evaluate(config: Config) -> dict[str, float]:
-    """Held-out metrics of the configured model."""
+    """Return the held-out metrics of the configured model."""
     with no_progress_bars():
-        out = asyncio.run(_evaluation(config))
-    metrics = metric_values(out.metrics)
+        evaluation = asyncio.run(_evaluate(config))
+    metrics = metric_values(evaluation.metrics)
     if remote_name(config.model.path) is not None:
         del metrics["eval/length"]  # its tokens are not known
     return metrics
@@ -42,9 +41,9 @@ def evaluate(config: Config) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrated:
-    """`written` of `played` episodes were worth showing."""
+    """Report what `demonstrate` wrote."""
 
-    written: int
+    written: int  # episodes
     played: int
     metrics: dict[str, float]
 
@@ -55,39 +54,48 @@ def demonstrate(config: Config, path: Path, *, tasks: int, samples: int, keep_al
     if config.rl is None:
         raise ConfigError("there are no tasks to demonstrate: add a table [rl] with tasks")
     temperature = config.rl.sampling.temperature
-    shown = replace(config.eval, source=config.rl.tasks, tasks=tasks, samples=samples, temperature=temperature)
+    eval_config = replace(config.eval, source=config.rl.tasks, tasks=tasks, samples=samples, temperature=temperature)
     tools: dict[str, Tools] = {}
     with no_progress_bars():
-        out = asyncio.run(_evaluation(replace(config, eval=shown), lambda make_env: noting(make_env, tools)))
-    played = sum(len(group.episodes) for group in out.groups)
+        evaluation = asyncio.run(
+            _evaluate(replace(config, eval=eval_config), lambda make_env: record_tools(make_env, tools))
+        )
+    played = sum(len(group.episodes) for group in evaluation.groups)
     if keep_all:
-        written = write_demonstrations(path, out.groups, tools, keep=lambda scored: True)
+        written = write_demonstrations(path, evaluation.groups, tools, keep=lambda scored: True)
     else:
-        written = write_demonstrations(path, out.groups, tools)
-    return Demonstrated(written=written, played=played, metrics=metric_values(out.metrics))
+        written = write_demonstrations(path, evaluation.groups, tools)
+    return Demonstrated(written=written, played=played, metrics=metric_values(evaluation.metrics))
 
 
-async def _evaluation(
-    config: Config, around: Callable[[Callable[[], Env]], Callable[[], Env]] = lambda make_env: make_env
+async def _evaluate(
+    config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]] = lambda make_env: make_env
 ) -> Evaluation:
+    """Play the tasks of [eval.source]; `wrap_env` may wrap the function that makes environments."""
     if config.eval.source is None:
         raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
     tasks = tasks_of(config.eval.source)[: config.eval.tasks]
     terms = make_terms(config, None)
     if not terms:
         raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
-    opened = _here if remote_name(config.model.path) is None else _elsewhere
-    if config.model.service is not None and opened is _here:
-        opened = _at_service
+    if remote_name(config.model.path) is not None:
+        open_player = _remote_player
+    elif config.model.service is not None:
+        open_player = _service_player
+    else:
+        open_player = _local_player
     try:
-        async with opened(config, terms, around(make_env_of(config.eval.source))) as play:
+        async with open_player(config, terms, wrap_env(make_env_of(config.eval.source))) as play:
             return await evaluate_tasks(tasks, play)
     finally:
         await close_terms(terms)
 
 
 @asynccontextmanager
-async def _here(config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]) -> AsyncIterator[Play]:
+async def _local_player(
+    config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
+) -> AsyncIterator[Play]:
+    """Load the model into this process."""
     lm = load_policy(config.model, whole(config.model.path), seed=config.run.seed)
     worker = Worker()
     sampler = make_sampler(config, lm, worker)
@@ -104,9 +112,10 @@ async def _here(config: Config, terms: list[Term | GroupTerm], make_env: Callabl
 
 
 @asynccontextmanager
-async def _at_service(
+async def _service_player(
     config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
 ) -> AsyncIterator[Play]:
+    """Sample at the training service of [model.service]."""
     check_service(config)
     place = AtService(config, start=starting_state(config.model), state=None)
     programs = Programs(place.renderer)
@@ -118,7 +127,10 @@ async def _at_service(
 
 
 @asynccontextmanager
-async def _elsewhere(config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]) -> AsyncIterator[Play]:
+async def _remote_player(
+    config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
+) -> AsyncIterator[Play]:
+    """Ask a chat model behind OpenAI's API."""
     source, name = config.eval.source, remote_name(config.model.path)
     assert source is not None
     assert name is not None
@@ -130,8 +142,7 @@ async def _elsewhere(config: Config, terms: list[Term | GroupTerm], make_env: Ca
     model = RemoteModel(name, where, make_sampling(rl.sampling, config.eval.temperature))
     threads = ThreadPoolExecutor(max_workers=rl.env_threads, thread_name_prefix="environment")
     try:
-        yield partial(
-            play_group_remotely,
+        yield RemoteGroupPlayer(
             group_size=config.eval.samples,
             make_env=make_env,
             chat=model,
@@ -140,7 +151,8 @@ async def _elsewhere(config: Config, terms: list[Term | GroupTerm], make_env: Ca
             max_turns=rl.max_turns,
             timeout_s=rl.asynchronous.task_timeout_s,
             run_seed=config.eval.seed,
-            **ending(rl),
+            end_tool=rl.end_tool,
+            end_pattern=make_end_pattern(rl),
             threads=threads,
         )
     finally:

@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 
 from headrace.config import Rl
 from headrace.render import Renderer
+from headrace.rollout.agent_program import Endpoint, program_fn
 from headrace.rollout.group import GenerateFn
-from headrace.rollout.journal import JournalSampler
-from headrace.rollout.programs import Endpoint, program_fn
+from headrace.rollout.partial_rollout import ResumableSampler
 from headrace.types import Episode, SamplingParams, Task
 from headrace.user_code import load_function
 
@@ -36,7 +36,7 @@ class Programs:
             return load_function(c.generate_fn) if c.generate_fn else None
         program = load_function(c.program)
 
-        async def generate(task: Task, sampler: JournalSampler, renderer: Renderer, seed: int) -> Episode:
+        async def generate(task: Task, sampler: ResumableSampler, renderer: Renderer, seed: int) -> Episode:
             endpoint = await self._served()
             play = program_fn(
                 program,

@@ -1,56 +1,58 @@
-"""[rl] and [rl.async] to the executor that plays its groups."""
+"""Build the executor that plays groups from [rl] and [rl.async]."""
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from headrace.config import Async, Rl
-from headrace.rollout.build import build_executor
-from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.executor import AsyncSettings, RolloutExecutor, StaleAction, build_executor
+from headrace.rollout.executor.selection import SCORES, GroupSelection, TakeBest, TakeFirst
+from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.filters import FILTERS, Filter, named_filter
-from headrace.rollout.group import play_group
-from headrace.rollout.keep import SCORES, Keep, KeepBest, KeepFirst
-from headrace.rollout.meter import Meter
-from headrace.rollout.settings import AsyncSettings, Interrupt, StaleAction
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Interrupt
 from headrace.rollout.tasks import TaskSource
 from headrace.user_code import load_function
 from headrace.wiring.desk import Desk
-from headrace.wiring.play import ending, make_sampling
+from headrace.wiring.play import make_end_pattern, make_sampling
 from headrace.wiring.rewards import make_reward_runner, make_truncation
 from headrace.wiring.sources import make_env_of
 
 
-def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter) -> RolloutExecutor:
-    play = partial(
-        play_group,
+def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, utilization: SamplerUtilization) -> RolloutExecutor:
+    """Build the executor of the [rl] stage."""
+    sampling = make_sampling(c.sampling, c.sampling.temperature)
+    player = GroupPlayer(
         group_size=c.group_size,
         make_env=make_env_of(c.tasks),
         sampler=desk.sampler,
         renderer=desk.renderer,
         reward_runner=make_reward_runner(desk.terms, c, make_truncation(c)),
-        sampling=make_sampling(c.sampling, c.sampling.temperature),
+        sampling=sampling,
         max_turns=c.max_turns,
         max_episode_tokens=c.max_episode_tokens,
         timeout_s=c.asynchronous.task_timeout_s,
         run_seed=seed,
-        **ending(c),
+        end_tool=c.end_tool,
+        end_pattern=make_end_pattern(c),
         threads=desk.programs.threads(c.env_threads),
-        generate_fn=desk.programs.generate_fn(c, make_sampling(c.sampling, c.sampling.temperature)),
+        generate_fn=desk.programs.generate_fn(c, sampling),
     )
     return build_executor(
         make_settings(c.asynchronous),
         batch_groups=c.groups,
         samplers=[desk.sampler],
-        play=play,
+        player=player,
         source=source,
         filters=make_filters(c),
-        keep=make_keep(c.asynchronous),
-        around=meter.around,
+        selection=make_selection(c.asynchronous),
+        utilization=utilization,
     )
 
 
 def make_settings(c: Async) -> AsyncSettings:
-    """Next-version log-probs are of use from a lag of 2 on: up to 1, the weights at the start of the step are them."""
+    """Convert [rl.async]. Next-version log-probs are of use from a lag of 2 on: up to a lag of 1, the weights at the
+    start of the step are those of the next version."""
     return AsyncSettings(
         max_staleness=c.max_staleness,
         max_running=c.max_running,
@@ -67,17 +69,19 @@ def make_settings(c: Async) -> AsyncSettings:
     )
 
 
-def make_keep(c: Async) -> Keep:
+def make_selection(c: Async) -> GroupSelection:
+    """Build the rule that chooses a batch among more groups than it needs."""
     if c.keep == "first":
-        return KeepFirst()
-    return KeepBest(SCORES[c.score] if c.score in SCORES else load_function(c.score))
+        return TakeFirst()
+    return TakeBest(SCORES[c.score] if c.score in SCORES else load_function(c.score))
 
 
 def make_filters(c: Rl) -> list[Filter]:
-    return [_filter(each.fn, each.options) for each in c.filters]
+    """Build the filters of [[rl.filters]], in their order."""
+    return [_make_filter(filter.fn, filter.options) for filter in c.filters]
 
 
-def _filter(name: str, options: Mapping[str, Any]) -> Filter:
+def _make_filter(name: str, options: Mapping[str, Any]) -> Filter:
     if name in FILTERS:
         return named_filter(name, options)
     fn = load_function(name)

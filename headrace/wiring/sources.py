@@ -11,7 +11,7 @@ from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.rollout.conversations import (
     Conversation,
-    ToolTalk,
+    ToolConversation,
     load_conversations,
     prompt_of,
     with_system_message,
@@ -61,7 +61,7 @@ def _with_tools(source: Source, talks: Sequence[tuple[Message, ...]]) -> Sequenc
     env = WORLDS[source.name].make_env()
     tools = env.reset(task, source.seed).tools
     env.close()
-    return [ToolTalk(messages=talk, tools=tools) for talk in talks]
+    return [ToolConversation(messages=talk, tools=tools) for talk in talks]
 
 
 def pairs_of(source: Source) -> list[Pair]:

@@ -10,7 +10,7 @@ from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
 from headrace.rollout.conversations import Mixture
-from headrace.rollout.meter import Meter
+from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.tasks import TaskSource
 from headrace.wiring.beside import make_critic, make_scorers, make_trust
 from headrace.wiring.desk import Desk, Run
@@ -79,12 +79,12 @@ async def run_rl(run: Run, desk: Desk) -> None:
     assert c is not None
     assert run.tasks is not None
     source = TaskSource(run.tasks, config.run.seed)
-    meter = Meter()
-    executor = make_executor(c, config.run.seed, desk, source, meter)
+    utilization = SamplerUtilization()
+    executor = make_executor(c, config.run.seed, desk, source, utilization)
     if desk.found is not None:
         source.load_state_dict(desk.found.state["executor"]["cursor"])
         executor.load_state_dict(desk.found.state["executor"])
-        await executor.catch_up(await asyncio.wrap_future(desk.backend.export_weights()))
+        await executor.load_current(await asyncio.wrap_future(desk.backend.export_weights()))
     evaluate_now = desk.evaluator()
     if evaluate_now is not None and config.sft is None and desk.start == 0:
         await evaluate_now(0)
@@ -130,7 +130,7 @@ async def run_rl(run: Run, desk: Desk) -> None:
         record=make_record(c, run.folder),
         critic=critic,
         trust=trust,
-        meter=meter,
+        utilization=utilization,
         scorers=make_scorers(c, desk, loss),
         evaluate=evaluate_now,
         start=desk.start,

@@ -12,11 +12,11 @@ import pytest
 
 from headrace.protocols import Env
 from headrace.rollout.actions import describe_tool
-from headrace.rollout.policies import tool_names
 from headrace.rollout.worlds import WORLDS
 from headrace.rollout.worlds.making import play_action
 from headrace.rollout.worlds.resources import Database, PythonState, ResourceEnv
 from headrace.testing import FakeEnv, FakeToolEnv
+from headrace.tool_calls import tool_names
 from headrace.types import Message, Observation, StepResult, Task
 
 MAX_STEPS = 100

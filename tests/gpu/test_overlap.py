@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import LanguageModel, prepare
-from headrace.rollout.journal import EpisodeJournal
+from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
     CROSS_ENTROPY,
@@ -104,8 +104,8 @@ def test_sampling_goes_on_beside_training_and_every_token_has_the_version_that_s
 
     async def run() -> tuple[list[Completion], list[Weights]]:
         async with asyncio.timeout(120):
-            await EpisodeJournal().sample(engine, requests[0])  # kernels are compiled and graphs captured
-            sampling = [asyncio.ensure_future(EpisodeJournal().sample(engine, request)) for request in requests]
+            await PartialEpisode().sample(engine, requests[0])  # kernels are compiled and graphs captured
+            sampling = [asyncio.ensure_future(PartialEpisode().sample(engine, request)) for request in requests]
             made = await train_meanwhile(engine, backend)
             return await asyncio.gather(*sampling), made
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import load_checked
-from headrace.rollout.episode import BY_ITSELF, run_episode
+from headrace.rollout.episode import BY_ITSELF, run_sampled_episode
 from headrace.rollout.task_files import DefinitionIn, load_task_definition
 from headrace.types import Ended, Episode, Message, SamplingParams, Task
 from headrace.user_code import load_module
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def play(module: ModuleType, name: str, task: Task, *texts: str) -> Episode:
     sampler, renderer = scripted(*texts)
-    episode = await run_episode(
+    episode = await run_sampled_episode(
         id="0/0",
         task=task,
         env=getattr(module, name)(),

@@ -16,8 +16,8 @@ from headrace.infer.endpoint import Endpoint, serve
 from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import BUILTIN, Term
-from headrace.rollout.group import play_group
-from headrace.rollout.programs import play_program, program_fn
+from headrace.rollout.agent_program import play_program, program_fn
+from headrace.rollout.group import GroupPlayer
 from headrace.testing import FakeEnv, FakeSampler
 from headrace.types import Completion, Ended, Episode, Message, SampleRequest, SamplingParams, Task
 from infer.agents import (
@@ -375,9 +375,7 @@ async def test_programs_are_played_in_groups_with_rewards_as_usual() -> None:
     sampler = KeepingSampler(by_seed)
 
     async def group_of(endpoint: Endpoint) -> list[tuple[str, str, float]]:
-        group = await play_group(
-            TASK,
-            3,
+        group = await GroupPlayer(
             group_size=6,
             make_env=FakeEnv,
             sampler=sampler,
@@ -394,7 +392,7 @@ async def test_programs_are_played_in_groups_with_rewards_as_usual() -> None:
             timeout_s=30.0,
             run_seed=1,
             generate_fn=program_fn(tool_user, endpoint, sampling=SAMPLING, max_turns=4, max_episode_tokens=2000),
-        )
+        )(TASK, 3)
         assert group.failed == ()
         return [(scored.episode.id, scored.episode.steps[0].action, scored.reward.total) for scored in group.episodes]
 

@@ -20,9 +20,9 @@ from headrace.errors import ConfigError, DataError, SamplerError
 from headrace.infer import remote
 from headrace.infer.endpoint import serve
 from headrace.infer.remote import RemoteModel, Where
-from headrace.rollout.conversations import ToolTalk, load_conversations
-from headrace.rollout.demonstrations import demonstration, noting, write_demonstrations
-from headrace.rollout.group import play_group_remotely, start_hash
+from headrace.rollout.conversations import ToolConversation, load_conversations
+from headrace.rollout.demonstrations import demonstration, record_tools, write_demonstrations
+from headrace.rollout.group import RemoteGroupPlayer, start_hash
 from headrace.rollout.worlds import world_tasks
 from headrace.rollout.worlds.calculator import CalculatorEnv
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeToolEnv, run_virtual
@@ -293,9 +293,7 @@ def test_a_key_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 async def group_of(
     model: RemoteModel, make_env: Callable[[], Any], task: Task, *, size: int = 1, **rules: Any
 ) -> Group:
-    return await play_group_remotely(
-        task,
-        4,
+    return await RemoteGroupPlayer(
         group_size=size,
         make_env=make_env,
         chat=model,
@@ -305,7 +303,7 @@ async def group_of(
         timeout_s=20.0,
         run_seed=0,
         **rules,
-    )
+    )(task, 4)
 
 
 async def test_a_remote_model_plays_a_world_with_tools_behind_our_own_endpoint() -> None:
@@ -379,11 +377,11 @@ async def test_demonstrations_are_rows_that_sft_reads_tools_and_all(tmp_path: Pa
     tools: dict[str, Any] = {}
     with Server(right) as server:
         async with model_at(server.url) as model:
-            group = await group_of(model, noting(CalculatorEnv, tools), task)
+            group = await group_of(model, record_tools(CalculatorEnv, tools), task)
     path = tmp_path / "made" / "demos.jsonl"
     assert write_demonstrations(path, [group], tools) == 1
     [talk] = load_conversations(Source(type="jsonl", path=str(path)))
-    assert isinstance(talk, ToolTalk)
+    assert isinstance(talk, ToolConversation)
     assert [message.role for message in talk.messages] == ["user", "assistant", "tool", "assistant"]
     assert talk.messages[1].tool_calls[0].arguments == '{"left": 12, "operator": "+", "right": 7}'
     assert [tool["function"]["name"] for tool in talk.tools] == ["calculate", "answer"]

@@ -15,12 +15,12 @@ from headrace.errors import EpisodeError
 from headrace.loops.sft import render_batch
 from headrace.protocols import Env
 from headrace.render import Renderer
-from headrace.rollout.conversations import ToolTalk
-from headrace.rollout.episode import EndRules, how_it_ends, run_episode
-from headrace.rollout.journal import EpisodeJournal
-from headrace.rollout.policies import tool_names
+from headrace.rollout.conversations import ToolConversation
+from headrace.rollout.episode import EndRules, end_reason, run_sampled_episode
+from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.rollout.worlds.calculator import CalculatorEnv
 from headrace.testing import FakeEnv, FakeToolEnv
+from headrace.tool_calls import tool_names
 from headrace.types import (
     Action,
     Ended,
@@ -54,9 +54,9 @@ async def play(
     end_tool: str | None = None,
     end_pattern: str | None = None,
     threads: ThreadPoolExecutor | None = None,
-    journal: EpisodeJournal | None = None,
+    partial_episode: PartialEpisode | None = None,
 ) -> Episode | FailedEpisode:
-    return await run_episode(
+    return await run_sampled_episode(
         id="0/0",
         task=task,
         env=env,
@@ -71,7 +71,7 @@ async def play(
         end_tool=end_tool,
         end_pattern=None if end_pattern is None else re.compile(end_pattern),
         threads=threads,
-        journal=journal,
+        partial_episode=partial_episode,
     )
 
 
@@ -140,12 +140,14 @@ async def test_ids_follow_from_the_seed_so_that_an_episode_can_be_played_again()
 
 async def test_an_episode_with_calls_is_played_back_from_its_journal_without_sampling() -> None:
     sampler, renderer = scripted("I add first. " + ADD, TIMES, ANSWER)
-    journal = EpisodeJournal()
-    first = await played(CalculatorEnv(), sampler, renderer, task=SUM, journal=journal)
+    partial_episode = PartialEpisode()
+    first = await played(CalculatorEnv(), sampler, renderer, task=SUM, partial_episode=partial_episode)
     silent = KeepingSampler(lambda request: pytest.fail("sampled again"))
-    again = await played(CalculatorEnv(), silent, renderer, task=SUM, journal=EpisodeJournal(turns=journal.turns))
+    again = await played(
+        CalculatorEnv(), silent, renderer, task=SUM, partial_episode=PartialEpisode(turns=partial_episode.turns)
+    )
     assert again.messages == first.messages
-    assert journal.replayable
+    assert partial_episode.replayable
     assert [step.prompt.tolist() for step in again.steps] == [step.prompt.tolist() for step in first.steps]
 
 
@@ -241,7 +243,7 @@ async def test_so_they_are_when_the_policy_says_anything_at_all(env: type[FakeEn
 def test_demonstrations_of_a_world_with_tools_show_the_tools_and_teach_the_calls() -> None:
     source = Source(type="world", name="calculator", size=1, options={"tools": True, "operations": 1}, system="reckon")
     [talk] = conversations_of(source)
-    assert isinstance(talk, ToolTalk)
+    assert isinstance(talk, ToolConversation)
     tokenizer = make_tokenizer()
     [datum] = render_batch([talk], Renderer(tokenizer), max_tokens=4000).data
     shown = tokenizer.decode(datum.inputs)
@@ -280,7 +282,7 @@ RULES = EndRules(max_turns=3, tool="finish", pattern=re.compile("FINAL"))
 def test_the_environments_word_counts_first_then_the_policys_then_the_limit(
     result: StepResult, action: Action, turns: int, ended: Ended | None
 ) -> None:
-    assert how_it_ends(result, action, turns, RULES) is ended
+    assert end_reason(result, action, turns, RULES) is ended
 
 
 async def test_a_pattern_in_the_policys_turn_ends_it_after_the_environment_has_seen_it() -> None:

@@ -11,7 +11,7 @@ from headrace.cli import load_checked, played_by
 from headrace.config import Source
 from headrace.observe.lines import read_lines
 from headrace.observe.run_folder import RunFolder
-from headrace.rollout.conversations import ToolTalk, load_conversations
+from headrace.rollout.conversations import ToolConversation, load_conversations
 from infer.agents import make_tokenizer
 
 RUN = """
@@ -89,6 +89,6 @@ def test_a_model_here_demonstrates_what_sft_reads_with_its_tools(folder: Path) -
     assert (done.written, done.played) == (2, 2)
     talks = load_conversations(Source(type="jsonl", path=str(folder / "demos.jsonl")))
     for talk in talks:
-        assert isinstance(talk, ToolTalk)
+        assert isinstance(talk, ToolConversation)
         assert [tool["function"]["name"] for tool in talk.tools] == ["calculate", "answer"]
         assert talk.messages[-1].role == "assistant"

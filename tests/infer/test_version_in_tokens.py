@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headrace.model.load import LanguageModel, fingerprint, prepare
-from headrace.rollout.journal import EpisodeJournal
-from headrace.rollout.publish import Publisher
+from headrace.rollout.partial_rollout import PartialEpisode
+from headrace.rollout.publisher import Publisher
 from headrace.types import Completion, Shared
 from infer.engines import VOCABULARY, opened, request_of, small_model
 
@@ -43,7 +43,7 @@ async def through_updates(versions: int) -> list[Completion]:
         publisher = Publisher([engine])
         prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
         requests = [request_of(prompt, LONG) for prompt in prompts]
-        open_calls = [asyncio.create_task(EpisodeJournal().sample(engine, request)) for request in requests]
+        open_calls = [asyncio.create_task(PartialEpisode().sample(engine, request)) for request in requests]
         for version in range(1, versions + 1):
             await engine.sample(request_of([9, 9], SHORT, seed=version))
             write_version(trained, version)  # the engine has a copy: nothing changes before it is published

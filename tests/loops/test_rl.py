@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.group import play_group
-from headrace.rollout.meter import Meter
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings, StaleAction
+from headrace.rollout.executor.settings import AsyncSettings, StaleAction
+from headrace.rollout.executor.stats import SamplerUtilization
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
@@ -58,8 +57,7 @@ def token_reward(episode: Episode) -> float:
 
 
 def player(lm: LanguageModel, engine: EmbeddedEngine) -> Callable[[Task, int], Awaitable[Group]]:
-    return partial(
-        play_group,
+    return GroupPlayer(
         group_size=3,
         make_env=WORLDS[WORLD].make_env,
         sampler=engine,
@@ -165,9 +163,10 @@ class Rig:
         evaluate = settings.pop("evaluate", None)
         rollouts = settings.pop("rollouts", AsyncSettings())
         numbers = count()
-        meter = Meter()
+        utilization = SamplerUtilization()
         executor = RolloutExecutor(
-            play=meter.around(self.play),
+            play=self.play,
+            utilization=utilization,
             next_task=lambda: Task(id=f"t{next(numbers)}"),
             batch_groups=groups,
             settings=rollouts,
@@ -178,7 +177,7 @@ class Rig:
             executor=executor,
             backend=self.backend,
             updater=self.updater,
-            meter=meter,
+            utilization=utilization,
             sink=self.sink,
             keeper=Keeper(
                 self.store,

@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_log_has_groups_at_info_and_steps_at_debug(run: Path) -> None:
     lines = (run / "log.txt").read_text(encoding="utf-8").splitlines()
     groups = [line for line in lines if " INFO headrace.loops.tell: group " in line]
-    steps = [line for line in lines if " DEBUG headrace.rollout.tell: episode " in line]
+    steps = [line for line in lines if " DEBUG headrace.rollout.episode_log: episode " in line]
     credit = [line for line in lines if " DEBUG headrace.loops.tell: episode " in line]
     episodes = list(iter_lines(run / "rollouts" / "step_000001.jsonl"))
     assert len(groups) == 2
@@ -96,7 +96,7 @@ def test_the_terminal_is_spared_what_is_said_of_every_group(
     cli.configure()
     logging.getLogger("headrace").setLevel(logging.DEBUG)  # as --log-level debug does
     logging.getLogger("headrace.loops.tell").info("group 1")
-    logging.getLogger("headrace.rollout.tell").debug("step 1")
+    logging.getLogger("headrace.rollout.episode_log").debug("step 1")
     logging.getLogger("headrace.wiring.run").info("run folder")
     logging.getLogger("headrace").setLevel(before)
     said = capsys.readouterr().err

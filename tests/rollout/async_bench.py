@@ -1,14 +1,14 @@
-"""What tests of asynchronous rollouts share: a sampler moved by hand, groups with journals, and an executor."""
+"""What tests of asynchronous rollouts share: a sampler moved by hand, groups with partial_rollouts, and an executor."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import count
 
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.journal import EpisodeJournal, Journals
-from headrace.rollout.keep import Keep
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.selection import GroupSelection
+from headrace.rollout.executor.settings import AsyncSettings
+from headrace.rollout.partial_rollout import PartialEpisode, PartialRollouts
+from headrace.rollout.publisher import Publisher
 from headrace.testing import FakeSampler
 from headrace.types import (
     Episode,
@@ -72,7 +72,7 @@ def tasks(names: Sequence[str] | None = None) -> Iterator[Task]:
 
 def playing(
     sampler: FakeSampler,
-    journals: Journals,
+    partial_rollouts: PartialRollouts,
     *,
     tokens: Callable[[Task], Sequence[int]] = lambda task: (4,),
     size: int = 2,
@@ -81,13 +81,13 @@ def playing(
     """Groups of `size` episodes with turns of so many tokens; each prompt goes on from all before it. What comes after
     the last token, as a slow world or score, takes `after_s`."""
 
-    async def episode(task: Task, id: str, number: int, journal: EpisodeJournal) -> ScoredEpisode:
+    async def episode(task: Task, id: str, number: int, partial_episode: PartialEpisode) -> ScoredEpisode:
         steps: list[Step] = []
         prompt = int_array([7, number])
-        journal.replayable = True
+        partial_episode.replayable = True
         for length in tokens(task):
             params = SamplingParams(max_tokens=length, seed=number)
-            completion = await journal.sample(sampler, SampleRequest(prompt=prompt, params=params))
+            completion = await partial_episode.sample(sampler, SampleRequest(prompt=prompt, params=params))
             steps.append(Step(prompt=prompt, completion=completion, action=""))
             prompt = int_array([*prompt, *completion.tokens, 9])
         await asyncio.sleep(after_s(task))
@@ -99,11 +99,11 @@ def playing(
             messages=(Message(role="user", content="x"),),
             temperature=1.0,
         )
-        journal.result = played
+        partial_episode.result = played
         return ScoredEpisode(episode=played, reward=Reward(total=float(number)))
 
     async def play(task: Task, group_id: int) -> Group:
-        kept = journals.open(group_id, size)
+        kept = partial_rollouts.open(group_id, size)
         episodes = await asyncio.gather(*(episode(task, f"{group_id}/{n}", n, kept[n]) for n in range(size)))
         return Group(id=group_id, task=task, episodes=tuple(episodes))
 
@@ -123,21 +123,23 @@ def executor_of(
     size: int = 2,
     after_s: Callable[[Task], float] = lambda task: 0.0,
     reads: bool = True,
-    keep: Keep | None = None,
+    selection: GroupSelection | None = None,
     **settings: object,
 ) -> RolloutExecutor:
     """`reads` False: next-version log-probs are not read off sequences that go on."""
-    journals = Journals(lockstep_tokens=lockstep, next_logprobs=reads and bool(settings.get("next_logprobs")))
+    partial_rollouts = PartialRollouts(
+        lockstep_tokens=lockstep, next_logprobs=reads and bool(settings.get("next_logprobs"))
+    )
     drawn = tasks(names)
     given: dict[str, object] = {"task_timeout_s": 600.0, "grace_s": 60.0, "lockstep_tokens": lockstep, **settings}
     return RolloutExecutor(
-        play=playing(sampler, journals, tokens=tokens, size=size, after_s=after_s),
+        play=playing(sampler, partial_rollouts, tokens=tokens, size=size, after_s=after_s),
         next_task=source or (lambda: next(drawn)),
         batch_groups=batch,
         settings=AsyncSettings(**given),  # type: ignore[arg-type]
         publisher=publisher or Publisher([sampler]),
-        keep=keep,
-        journals=journals,
+        selection=selection,
+        partial_rollouts=partial_rollouts,
         cursor=cursor,
     )
 

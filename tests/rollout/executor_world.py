@@ -1,7 +1,7 @@
 """A world for the executor on virtual time: a fake engine that shows versions, a trainer, and checks of what must hold.
 
-`World` plays scripted groups through the real journals, publisher and executor, counts by itself what it sees from the
-outside, and compares. It knows only what the executor says in public: batches, metrics and its state.
+`World` plays scripted groups through real partial rollouts, publisher and executor, counts by itself what it sees from
+the outside, and compares. It knows only what the executor says in public: batches, metrics and its state.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from headrace.algo.datum import to_data
 from headrace.algo.staleness import without_older
 from headrace.errors import EpisodeError
 from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.executor.settings import AsyncSettings, StaleAction
 from headrace.rollout.filters import Reject
-from headrace.rollout.journal import Journals
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings, StaleAction
+from headrace.rollout.partial_rollout import PartialRollouts
+from headrace.rollout.publisher import Publisher
 from headrace.testing import VERSION_STRIDE, FakeSampler, run_virtual
 from headrace.types import (
     Completion,
@@ -105,7 +105,10 @@ class World:
         self.executor = self._executor()
 
     def _executor(self) -> RolloutExecutor:
-        self.sampler, self.journals = self.sampler_class(), Journals(next_logprobs=self.settings.next_logprobs)
+        self.sampler, self.partial_rollouts = (
+            self.sampler_class(),
+            PartialRollouts(next_logprobs=self.settings.next_logprobs),
+        )
         return self.executor_class(
             play=self.play,
             next_task=self._next_task,
@@ -114,7 +117,7 @@ class World:
             publisher=Publisher([self.sampler]),
             filters=[not_wanted],
             limits=[lambda counts: 50],  # of a user: never in the way, so it may change nothing
-            journals=self.journals,
+            partial_rollouts=self.partial_rollouts,
             cursor=lambda: {"drawn": self.drawn},
         )
 
@@ -155,9 +158,9 @@ class World:
     async def _episode(self, task: Task, id: int, index: int, length: int, late_s: float) -> Episode:
         await asyncio.sleep(late_s)
         request = SampleRequest(prompt=int_array([7, 7]), params=SamplingParams(max_tokens=length))
-        journal = self.journals.open(id, GROUP_SIZE)[index]
-        journal.replayable = True
-        completion = await journal.sample(self.sampler, request)
+        partial_episode = self.partial_rollouts.open(id, GROUP_SIZE)[index]
+        partial_episode.replayable = True
+        completion = await partial_episode.sample(self.sampler, request)
         step = Step(prompt=request.prompt, completion=completion, action="")
         return Episode(id=f"{id}/{index}", task=task, seed=0, steps=(step,), messages=(), temperature=1.0)
 
@@ -223,7 +226,7 @@ class World:
         self.drawn = int(state["cursor"]["drawn"])
         self.executor = self._executor()
         self.executor.load_state_dict(state)
-        await self.executor.catch_up(Shared(fingerprint=f"w{state['version']}"))
+        await self.executor.load_current(Shared(fingerprint=f"w{state['version']}"))
         ledger = state["ledger"]
         totals = {"started": ledger["started"], "consumed": ledger["consumed"]}
         totals |= {_key(f"dropped_{reason}"): count for reason, count in ledger["dropped"].items()}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.algo.staleness import Counts
-from headrace.rollout.admission import Admission
+from headrace.rollout.executor.admission import Admission
 
 
 @given(st.lists(st.integers(-5, 100), max_size=3))

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import CheckpointError, EpisodeError, RolloutError, SamplerError
-from headrace.rollout import journal as journal_module
+from headrace.rollout import partial_rollout
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group_json import group_to_json
-from headrace.rollout.journal import EpisodeJournal, Gate, Journals, Turn
+from headrace.rollout.partial_rollout import PartialEpisode, PartialRollouts, SampledTurn, SamplingGate
 from headrace.testing import FakeSampler, run_virtual
 from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, Task, int_array
 
@@ -60,7 +60,7 @@ async def train(
     if state is not None:
         cursor.at = state["cursor"]["at"]
         executor.load_state_dict(state)
-        await executor.catch_up(HANDLE)
+        await executor.load_current(HANDLE)
     seen = []
     async with executor:
         for step in steps:
@@ -101,9 +101,9 @@ async def test_partial_sequences_are_in_the_state_and_go_on_where_they_were() ->
     _, state = await train(range(4), {"batch": 2, "max_staleness": 2, "lockstep": 3}, None)
     partial = [
         turn["completion"]["versions"]
-        for journals in state["journals"].values()
-        for journal in journals
-        for turn in journal["turns"]
+        for episodes in state["journals"].values()
+        for episode in episodes
+        for turn in episode["turns"]
         if not turn["ended"] and turn["completion"]
     ]
     assert any(partial)
@@ -160,7 +160,7 @@ async def test_state_is_cut_at_the_publish_although_sampling_has_gone_on() -> No
     sampler = HandSampler()
     executor = executor_of(sampler, max_staleness=2, tokens=lambda task: (8,))
     executor.load_state_dict(state)
-    await executor.catch_up(HANDLE)
+    await executor.load_current(HANDLE)
     async with executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
@@ -183,8 +183,8 @@ async def test_a_world_that_does_not_repeat_itself_is_dropped_with_that_reason()
         await asyncio.gather(taking, return_exceptions=True)
         await executor.publish(HANDLE)
         state = executor.state_dict()
-    for journals in state["journals"].values():
-        journals[1]["replayable"] = False
+    for episodes in state["journals"].values():
+        episodes[1]["replayable"] = False
     fresh = executor_of(HandSampler(), max_staleness=1)
     fresh.load_state_dict(json.loads(json.dumps(state)))
     assert fresh.metrics()["rollout/dropped_resume"] == 2
@@ -206,7 +206,7 @@ async def test_ready_groups_are_trained_after_a_restart_and_none_twice() -> None
         )
         if state is not None:
             executor.load_state_dict(state)
-            await executor.catch_up(HANDLE)
+            await executor.load_current(HANDLE)
         async with executor:
             for _ in range(2):
                 groups = await executor.take_batch()
@@ -227,7 +227,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
         executor.load_state_dict({"version": 1})
 
 
-# --- journals --------------------------------------------------------------------------------------------------------
+# --- partial episodes ------------------------------------------------------------------------------------------------
 
 
 def request(prompt: list[int], max_tokens: int = 4) -> SampleRequest:
@@ -238,29 +238,29 @@ async def test_a_recorded_turn_is_played_back_and_an_open_one_goes_on() -> None:
     sampler = FakeSampler()
     first = await sampler.sample(request([1]))
     begun = await sampler.sample(request([2], 2))
-    journal = EpisodeJournal(
-        Gate(),
+    partial_episode = PartialEpisode(
+        SamplingGate(),
         [
-            Turn(prompt=int_array([1]), temperature=1.0, completion=first, ended=True),
-            Turn(prompt=int_array([2]), temperature=1.0, completion=begun, ended=False),
+            SampledTurn(prompt=int_array([1]), temperature=1.0, completion=first, ended=True),
+            SampledTurn(prompt=int_array([2]), temperature=1.0, completion=begun, ended=False),
         ],
     )
     await sampler.load(HANDLE, 3)
-    assert await journal.sample(sampler, request([1])) is first
-    assert (await journal.sample(sampler, request([2]))).tokens.tolist() == [0, 1, 3002, 3003]
-    assert (await journal.sample(sampler, request([5], 1))).tokens.tolist() == [3000]
+    assert await partial_episode.sample(sampler, request([1])) is first
+    assert (await partial_episode.sample(sampler, request([2]))).tokens.tolist() == [0, 1, 3002, 3003]
+    assert (await partial_episode.sample(sampler, request([5], 1))).tokens.tolist() == [3000]
 
 
 async def test_an_environment_that_lied_about_repeating_itself_is_found_out() -> None:
-    journal = EpisodeJournal(Gate(), [Turn(prompt=int_array([1]), temperature=1.0)])
+    partial_episode = PartialEpisode(SamplingGate(), [SampledTurn(prompt=int_array([1]), temperature=1.0)])
     with pytest.raises(EpisodeError, match="does not repeat itself"):
-        await journal.sample(FakeSampler(), request([2]))
+        await partial_episode.sample(FakeSampler(), request([2]))
 
 
 async def test_two_updates_inside_one_sequence() -> None:
     ticks: asyncio.Queue[None] = asyncio.Queue()
     sampler = FakeSampler(tick=ticks.get)
-    sampling = asyncio.create_task(EpisodeJournal().sample(sampler, request([1, 2], 6)))
+    sampling = asyncio.create_task(PartialEpisode().sample(sampler, request([1, 2], 6)))
     for version, tokens in ((1, 2), (2, 3)):  # 2 tokens under version 0, 3 under version 1, the last under version 2
         for _ in range(tokens - 1):
             ticks.put_nowait(None)
@@ -288,44 +288,44 @@ async def test_updates_that_leave_no_time_to_sample_are_an_error(monkeypatch: py
             begun = request.continue_from or await super().sample(replace(request, params=SamplingParams(max_tokens=2)))
             return replace(begun, stop=Stop.INTERRUPTED)
 
-    monkeypatch.setattr(journal_module, "MAX_IDLE_INTERRUPTS", 5)
+    monkeypatch.setattr(partial_rollout, "MAX_IDLE_INTERRUPTS", 5)
     with pytest.raises(SamplerError, match="interrupted 6 times and is at 2 tokens: publish less often"):
-        await EpisodeJournal(Gate()).sample(Cut(), request([1]))
+        await PartialEpisode(SamplingGate()).sample(Cut(), request([1]))
 
 
 def test_a_group_that_has_not_begun_is_taken_up_whatever_its_world() -> None:
     """A world that does not repeat itself has nothing to repeat yet; with one turn on record it would have."""
-    journals = Journals()
-    begun, _ = journals.open(0, 2)
-    assert journals.resumable(0)
-    begun.turns.append(Turn(prompt=int_array([1]), temperature=1.0))
-    assert not journals.resumable(0)
+    partial_rollouts = PartialRollouts()
+    begun, _ = partial_rollouts.open(0, 2)
+    assert partial_rollouts.resumable(0)
+    begun.turns.append(SampledTurn(prompt=int_array([1]), temperature=1.0))
+    assert not partial_rollouts.resumable(0)
 
 
 async def test_nothing_is_sampled_while_the_gate_is_held() -> None:
-    sampler, journals = FakeSampler(), Journals()
-    (journal,) = journals.open(0, 1)
-    journals.gate.hold()
-    sampling = asyncio.create_task(journal.sample(sampler, request([1])))
+    sampler, partial_rollouts = FakeSampler(), PartialRollouts()
+    (partial_episode,) = partial_rollouts.open(0, 1)
+    partial_rollouts.gate.hold()
+    sampling = asyncio.create_task(partial_episode.sample(sampler, request([1])))
     await turns()
-    assert (journals.gate.inside, sampling.done()) == (0, False)
+    assert (partial_rollouts.gate.inside, sampling.done()) == (0, False)
     await sampler.load(HANDLE, 1)
-    journals.gate.release()
+    partial_rollouts.gate.release()
     assert (await sampling).versions.tolist() == [1] * 4
 
 
 async def test_the_end_of_a_round_is_not_the_end_of_a_sequence_but_its_own_limit_is() -> None:
-    sampler, journals = FakeSampler(), Journals(lockstep_tokens=2)
-    (journal,) = journals.open(0, 1)
-    sampling: asyncio.Task[Completion] = asyncio.create_task(journal.sample(sampler, request([1], 4)))
+    sampler, partial_rollouts = FakeSampler(), PartialRollouts(lockstep_tokens=2)
+    (partial_episode,) = partial_rollouts.open(0, 1)
+    sampling: asyncio.Task[Completion] = asyncio.create_task(partial_episode.sample(sampler, request([1], 4)))
     for expected in (0, 2):
         await turns()
-        assert journals.quiet(0)
-        assert journals.num_sampled(0) == expected
-        journals.gate.next_round()
-        assert not journals.quiet(0)
+        assert partial_rollouts.all_waiting(0)
+        assert partial_rollouts.num_sampled(0) == expected
+        partial_rollouts.gate.next_round()
+        assert not partial_rollouts.all_waiting(0)
     assert (await sampling).stop is Stop.LENGTH
-    assert journals.head_version(0) == 0
+    assert partial_rollouts.head_version(0) == 0
 
 
 def test_in_lockstep_the_time_a_trainer_takes_does_not_count() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_groups import completion, group
 
 from headrace.algo.staleness import Verdict
-from headrace.rollout.buffer import ReadyBuffer
+from headrace.rollout.executor.ready_buffer import ReadyBuffer
 from headrace.rollout.group_json import group_from_json, group_to_json
 from headrace.types import Group, float_array
 

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from headrace.config import Source
 from headrace.errors import CheckpointError, DataError
-from headrace.rollout.conversations import Mixture, ToolTalk, conversations_from_rows, load_conversations, prompt_of
+from headrace.rollout.conversations import (
+    Mixture,
+    ToolConversation,
+    conversations_from_rows,
+    load_conversations,
+    prompt_of,
+)
 from headrace.types import Message
 
 
@@ -118,11 +124,11 @@ def test_tools_of_a_row_come_with_its_conversation_and_malformed_ones_are_refuse
     tool = {"type": "function", "function": {"name": "add"}}
     row = {"prompt": "1 + 2", "answer": "3", "tools": [tool]}
     [talk] = conversations_from_rows([row], system="be brief")
-    assert isinstance(talk, ToolTalk)
+    assert isinstance(talk, ToolConversation)
     assert [message.role for message in talk.messages] == ["system", "user", "assistant"]
     assert talk.tools == (tool,)
     assert prompt_of(talk) == talk.messages[:2]
-    assert not isinstance(conversations_from_rows([{**row, "tools": []}])[0], ToolTalk)
+    assert not isinstance(conversations_from_rows([{**row, "tools": []}])[0], ToolConversation)
     for wrong in ("add", [{"name": "add"}], [3]):
         with pytest.raises(DataError, match="row 0: tools must be a list of"):
             conversations_from_rows([{**row, "tools": wrong}])

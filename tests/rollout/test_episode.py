@@ -15,8 +15,8 @@ from headrace.model.tiny import END_ID, make_tokenizer
 from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.rollout import episode as episode_module
-from headrace.rollout.episode import run_episode
-from headrace.rollout.group import BlockingSampler, play_group
+from headrace.rollout.episode import run_sampled_episode
+from headrace.rollout.group import BlockingSampler, GroupPlayer
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler
 from headrace.types import (
     Completion,
@@ -78,7 +78,7 @@ async def play(
     max_episode_tokens: int = 200,
     timeout_s: float = 20.0,
 ) -> Episode | FailedEpisode:
-    return await run_episode(
+    return await run_sampled_episode(
         id="0/0",
         task=task,
         env=env,
@@ -370,9 +370,7 @@ async def group_of(
     generate_fn: Callable[..., Episode | Awaitable[Episode]] | None = None,
     timeout_s: float = 20.0,
 ) -> Group:
-    return await play_group(
-        TASK,
-        group_id,
+    return await GroupPlayer(
         group_size=4,
         make_env=make_env,
         sampler=sampler or ScriptedSampler(by_seed),
@@ -384,7 +382,7 @@ async def group_of(
         timeout_s=timeout_s,
         run_seed=run_seed,
         generate_fn=generate_fn,
-    )
+    )(TASK, group_id)
 
 
 def actions(group: Group) -> list[list[str]]:

@@ -13,10 +13,10 @@ from rollout_groups import group
 
 from headrace.errors import CheckpointError, DataError, RolloutError
 from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.filters import reward_spread
-from headrace.rollout.journal import EpisodeJournal
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.partial_rollout import PartialEpisode
+from headrace.rollout.publisher import Publisher
 from headrace.testing import FakeSampler
 from headrace.types import (
     Episode,
@@ -549,7 +549,7 @@ def test_no_schedule_breaks_the_bound_or_loses_a_group(batch: int, eta: int, eve
 def sampling_play(sampler: FakeSampler, max_tokens: int = 4) -> Callable[[Task, int], Awaitable[Group]]:
     async def episode(task: Task, id: str, reward: float) -> ScoredEpisode:
         request = SampleRequest(prompt=int_array([1]), params=SamplingParams(max_tokens=max_tokens))
-        step = Step(prompt=request.prompt, completion=await EpisodeJournal().sample(sampler, request), action="")
+        step = Step(prompt=request.prompt, completion=await PartialEpisode().sample(sampler, request), action="")
         messages = (Message(role="user", content="x"),)
         played = Episode(id=id, task=task, seed=0, steps=(step,), messages=messages, temperature=1.0)
         return ScoredEpisode(episode=played, reward=Reward(total=reward))
@@ -703,9 +703,9 @@ async def test_resumed_run_goes_on_where_it_was() -> None:
     second_executor = build(cursor)
     second_executor.load_state_dict(state)
     async with second_executor:
-        with pytest.raises(RolloutError, match="catch_up"):
+        with pytest.raises(RolloutError, match="load_current"):
             await second_executor.take_batch()
-        await second_executor.catch_up(HANDLE)
+        await second_executor.load_current(HANDLE)
         second = await run(second_executor, 2)
     assert first + second == whole
     assert [batch for batch, _ in whole] == [[0, 2], [3, 5], [6, 8], [9, 11]]

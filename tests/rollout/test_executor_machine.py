@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from headrace.errors import EpisodeError, RolloutError
-from headrace.rollout.settings import StaleAction
+from headrace.rollout.executor.settings import StaleAction
 from headrace.testing import VirtualLoop, run_virtual
 from headrace.types import Group, Reward, Task
 

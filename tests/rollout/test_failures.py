@@ -10,12 +10,12 @@ from async_bench import HANDLE, HandSampler, executor_of, turns
 from headrace.errors import RolloutError, SamplerError
 from headrace.model.tiny import END_ID, make_tokenizer
 from headrace.render import Renderer
-from headrace.rollout.build import build_executor
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.failures import DropsInARow
+from headrace.rollout.executor.build import build_executor
+from headrace.rollout.executor.drops import ConsecutiveDrops
+from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.filters import Filter, length
-from headrace.rollout.group import play_group
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.group import GroupPlayer
 from headrace.rollout.tasks import TaskSource
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler, run_virtual
 from headrace.types import (
@@ -63,8 +63,7 @@ def real(
     size: int = 2,
     rewards: FakeRewardRunner | None = None,
 ) -> RolloutExecutor:
-    play = partial(
-        play_group,
+    player = GroupPlayer(
         group_size=size,
         make_env=env,
         sampler=sampler,
@@ -78,7 +77,7 @@ def real(
     )
     settings = AsyncSettings(max_staleness=eta, max_consecutive_drops=6, task_timeout_s=100.0)
     source = TaskSource([Task(id="a"), Task(id="b")], 0)
-    return build_executor(settings, batch_groups=2, samplers=[sampler], play=play, source=source, filters=filters)
+    return build_executor(settings, batch_groups=2, samplers=[sampler], player=player, source=source, filters=filters)
 
 
 class Broken(FakeEnv):
@@ -190,8 +189,7 @@ async def test_a_stall_says_what_is_pending_since_when_and_how_far_it_is() -> No
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         await sampler.step(3)
-        tickets = executor.pending()
-        assert tickets == (
+        assert executor.pending() == (
             "group 0 of task t0 (since version 0, 0 tokens sampled), "
             "group 1 of task t1 (since version 0, 0 tokens sampled)"
         )
@@ -202,11 +200,11 @@ async def test_a_stall_says_what_is_pending_since_when_and_how_far_it_is() -> No
 
 
 def test_the_error_comes_at_the_limit_and_a_useful_group_starts_anew() -> None:
-    drops = DropsInARow(limit=3)
-    assert drops.note("failed", "port 1 is closed") is None
-    assert drops.note("timeout", "") is None
+    drops = ConsecutiveDrops(limit=3)
+    assert drops.add("failed", "port 1 is closed") is None
+    assert drops.add("timeout", "") is None
     drops.clear()
-    assert [drops.note("failed", "") for _ in range(2)] == [None, None]
-    said = str(drops.note("timeout", ""))
+    assert [drops.add("failed", "") for _ in range(2)] == [None, None]
+    said = str(drops.add("timeout", ""))
     assert "3 groups in a row were of no use (failed 2 times, timeout 1 times)" in said
     assert "the last error was: port 1 is closed" in said

@@ -13,8 +13,8 @@ import pytest
 from headrace.protocols import Env
 from headrace.render import Tools
 from headrace.rollout.actions import read_action, write_call
-from headrace.rollout.episode import EndRules, play_episode
-from headrace.rollout.policies import Move
+from headrace.rollout.episode import EndRules, run_episode
+from headrace.rollout.policies import PolicyTurn
 from headrace.rollout.worlds import WORLDS
 from headrace.types import Completion, Ended, Episode, FailedEpisode, Message, Stop, Task, float_array, int_array
 
@@ -32,15 +32,15 @@ class Script:
         self._tools: Tools = ()
         self.heard: list[str] = []
 
-    def begin(self, messages: Sequence[Message], tools: Tools) -> None:
-        self.tell(messages, tools)
+    def reset(self, messages: Sequence[Message], tools: Tools) -> None:
+        self.observe(messages, tools)
 
-    def tell(self, new: Sequence[Message], tools: Tools) -> bool:
+    def observe(self, new: Sequence[Message], tools: Tools) -> bool:
         self.heard += [message.content for message in new]
         self._tools = tools
         return True
 
-    async def move(self) -> Move:
+    async def act(self) -> PolicyTurn:
         text = self._turns.pop(0)
         one = float_array([-0.5])
         completion = Completion(
@@ -48,12 +48,12 @@ class Script:
         )
         action = read_action(text, self._tools, number=len(self.heard))
         reply = Message(role="assistant", content=action.content, tool_calls=action.calls)
-        return Move(prompt=int_array([0]), completion=completion, action=action, reply=reply)
+        return PolicyTurn(prompt=int_array([0]), completion=completion, action=action, reply=reply)
 
 
 async def play(env: Env, task: Task, policy: Script, timeout_s: float = 100.0) -> Episode | FailedEpisode:
     with ThreadPoolExecutor(2) as threads:
-        return await play_episode(
+        return await run_episode(
             id="0/0",
             task=task,
             env=env,

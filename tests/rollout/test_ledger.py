@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.algo.staleness import Counts
-from headrace.rollout.admission import Admission
-from headrace.rollout.ledger import Drop, Ledger, State
+from headrace.rollout.executor.admission import Admission
+from headrace.rollout.executor.ledger import Drop, Ledger, State
 
 REASONS = [*Drop, "filtered_reward_spread"]
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """A model that counts every ticket by hand, against the ledger and the admission rule over it."""
+    """A model that counts every group by hand, against the ledger and the admission rule over it."""
 
     @initialize(batch=st.integers(1, 4), eta=st.integers(0, 3), running=st.integers(1, 20))
     def begin(self, batch: int, eta: int, running: int) -> None:
         self.batch, self.eta, self.max_running = batch, eta, running
         self.ledger = Ledger()
         self.admission = Admission(batch_groups=batch, max_staleness=eta, max_running=running)
-        self.states: dict[int, str] = {}  # of every ticket ever
+        self.states: dict[int, str] = {}  # of every group ever
         self.version = 0
 
     def ids(self, *states: str) -> list[int]:
@@ -33,9 +33,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(wanted=st.integers(1, 6))
     def start(self, wanted: int) -> None:
         for _ in range(min(wanted, self.capacity())):
-            ticket = self.ledger.start("t", version=self.version)
-            assert ticket.id not in self.states, "ids are never used twice"
-            self.states[ticket.id] = "running"
+            entry = self.ledger.start("t", version=self.version)
+            assert entry.id not in self.states, "ids are never used twice"
+            self.states[entry.id] = "running"
             counts = self.ledger.counts  # I3: right after an admission
             assert counts.running <= self.max_running
             assert counts.live <= (self.eta + 1) * self.batch
@@ -96,7 +96,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         counts, totals = self.ledger.counts, self.ledger.totals
         for state in State:
-            assert [ticket.id for ticket in self.ledger.tickets(state)] == sorted(self.ids(state))
+            assert [entry.id for entry in self.ledger.entries(state)] == sorted(self.ids(state))
         assert counts == Counts(
             running=len(self.ids("running")), ready=len(self.ids("ready")), training=len(self.ids("training"))
         )

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.algo.staleness import Counts, capacity
-from headrace.rollout.admission import Admission
-from headrace.rollout.ledger import Drop, Ledger, State
+from headrace.rollout.executor.admission import Admission
+from headrace.rollout.executor.ledger import Drop, Ledger, State
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -44,10 +44,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         for _ in range(self.admission.capacity(self.ledger.counts, batch_open=True)):
-            ticket = self.ledger.start(f"t{self.started}", version=self.version)
-            assert ticket.id == self.started, "ids are counted up and never used again"
-            self.live[ticket.id] = State.RUNNING
-            self.first_version[ticket.id] = self.version
+            entry = self.ledger.start(f"t{self.started}", version=self.version)
+            assert entry.id == self.started, "ids are counted up and never used again"
+            self.live[entry.id] = State.RUNNING
+            self.first_version[entry.id] = self.version
             self.started += 1
         assert len(self._ids(State.RUNNING)) <= self.concurrency  # I3
         assert len(self.live) <= (self.eta + 1) * self.batch  # I3
@@ -129,9 +129,9 @@ class LedgerMachine(RuleBasedStateMachine):
         dropped = sum(count for name, count in totals.items() if name.startswith(("dropped_", "filtered_")))
         assert (totals["started"], totals["consumed"], dropped) == (self.started, self.consumed, self.dropped)
         assert self.started == counts.live + self.consumed + self.dropped
-        assert {ticket.id: ticket.state for ticket in self.ledger.tickets(*State)} == self.live
-        for ticket in self.ledger.tickets(*State):
-            assert ticket.started_version == self.first_version[ticket.id]
+        assert {entry.id: entry.state for entry in self.ledger.entries(*State)} == self.live
+        for entry in self.ledger.entries(*State):
+            assert entry.started_version == self.first_version[entry.id]
 
     @invariant()
     def capacity_is_within_all_limits(self) -> None:  # I3, I5

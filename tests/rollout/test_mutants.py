@@ -24,16 +24,16 @@ from headrace.algo import datum as datum_module
 from headrace.algo.staleness import Counts, HeadBound, Verdict
 from headrace.errors import RolloutError
 from headrace.loops.arrays import Correction
-from headrace.rollout import books, next_version, unscored
-from headrace.rollout import executor as executor_module
-from headrace.rollout.admission import Admission
-from headrace.rollout.buffer import ReadyBuffer
-from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.journal import EpisodeJournal, Journals
-from headrace.rollout.keep import KeepFirst
-from headrace.rollout.ledger import Drop, Ledger
-from headrace.rollout.next_version import NextVersionScorer
-from headrace.rollout.runner import TaskRunner
+from headrace.rollout import next_logprobs
+from headrace.rollout.executor import RolloutExecutor, state
+from headrace.rollout.executor import executor as executor_module
+from headrace.rollout.executor.admission import Admission
+from headrace.rollout.executor.ledger import Drop, Ledger
+from headrace.rollout.executor.ready_buffer import ReadyBuffer
+from headrace.rollout.executor.runner import TaskRunner
+from headrace.rollout.executor.selection import TakeFirst
+from headrace.rollout.next_logprobs import NextVersionScorer
+from headrace.rollout.partial_rollout import PartialEpisode, PartialRollouts
 from headrace.testing import FakeSampler
 from headrace.types import Completion, Datum, Group, SampleRequest, float_array, int_array
 from headrace.wiring import objective
@@ -159,7 +159,7 @@ PUBLISH = RolloutExecutor.publish
 
 
 def sweep_without_credit(self: RolloutExecutor) -> None:
-    self._ready.sweep(self._decide)
+    self._state._ready.sweep(self._decide)
 
 
 async def publish_wakes_nobody(self: RolloutExecutor, handle: Any) -> None:
@@ -196,7 +196,7 @@ def shuffled(self: ReadyBuffer) -> Iterator[Group]:
     return iter(groups)
 
 
-def any_that_are_ready(self: KeepFirst, groups: Any, n: int, *, before: Any = ()) -> tuple[Group, ...]:
+def any_that_are_ready(self: TakeFirst, groups: Any, n: int, *, before: Any = ()) -> tuple[Group, ...]:
     return tuple(groups[-n:])
 
 
@@ -205,8 +205,8 @@ async def nothing_is_scored(self: NextVersionScorer, episodes: Any, *, version: 
 
 
 def first_segment_only(completion: Completion, *, version: int) -> Any:
-    found = LACKING(completion, version=version)
-    return found & (completion.versions == completion.versions[:1])
+    missing = MISSING_MASK(completion, version=version)
+    return missing & (completion.versions == completion.versions[:1])
 
 
 def last_segment_of_any_version(completion: Completion, *, version: int) -> Any:
@@ -214,35 +214,27 @@ def last_segment_of_any_version(completion: Completion, *, version: int) -> Any:
 
 
 def sampler_stands_in(completion: Completion, logprobs: Any, *, version: int) -> Completion:
-    return FILLED(completion, completion.sampler_logprobs, version=version)
+    return FILL_MISSING(completion, completion.sampler_logprobs, version=version)
 
 
-def asks_and_forgets(self: EpisodeJournal, request: Any, made: Completion, *, start: int, version: int) -> Completion:
-    """What was read off is called known, and is not."""
-    before = made.sampler_logprobs if made.next_logprobs is None else made.next_logprobs
-    return replace(made, prefix_logprobs=None, next_logprobs=before)
+def asks_and_forgets(
+    self: PartialEpisode, request: Any, completion: Completion, *, start: int, version: int
+) -> Completion:
+    """The log-probs of the prefix are dropped, and the sampler's own are called known."""
+    before = completion.sampler_logprobs if completion.next_logprobs is None else completion.next_logprobs
+    return replace(completion, prefix_logprobs=None, next_logprobs=before)
 
 
-def everywhere(name: str, value: object) -> Patch:
-    """Where scores are asked for, and where they are read off."""
-
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (next_version, unscored):
-            monkeypatch.setattr(module, name, value)
-
-    return patch
-
-
-LACKING, FILLED = unscored.lacking, unscored.filled
+MISSING_MASK, FILL_MISSING = next_logprobs.missing_mask, next_logprobs.fill_missing
 
 
 async def collects_only(self: RolloutExecutor) -> None:
     """Nothing is scored before the next version is loaded."""
-    await self._journals.collected(timeout_s=1.0)  # type: ignore[union-attr]
+    await self._partial_rollouts.wait_until_returned(timeout_s=1.0)  # type: ignore[union-attr]
 
 
-def no_such_method(self: Journals, group: Group) -> Group:
-    raise AttributeError("'Journals' has no attribute 'add_proximal_logprobs'")
+def no_such_method(self: PartialRollouts, group: Group) -> Group:
+    raise AttributeError("'PartialRollouts' has no attribute 'add_proximal_logprobs'")
 
 
 def versions_are_not_shifted(tokens: Any, arrays: Any, **more: Any) -> Datum:
@@ -289,20 +281,20 @@ EXECUTOR_MUTANTS: dict[str, Patch] = {
     "only the first of a group is looked at": patched(HeadBound, "verdict", first_member_only),
     "putting back loses a group": patched(ReadyBuffer, "put", put_that_loses),
     "shuffled before it is chosen": patched(ReadyBuffer, "__iter__", shuffled),
-    "the newest are taken first": patched(KeepFirst, "choose", any_that_are_ready),
+    "the newest are taken first": patched(TakeFirst, "choose", any_that_are_ready),
     "nothing is scored under the next version": patched(NextVersionScorer, "fill", nothing_is_scored),
-    "only the first segment is scored": everywhere("lacking", first_segment_only),
-    "a later version writes over the next": everywhere("lacking", last_segment_of_any_version),
-    "the sampler's log-prob stands for the next": everywhere("filled", sampler_stands_in),
-    "what was read off is lost": patched(EpisodeJournal, "_read_off", asks_and_forgets),
-    "scores are asked for when the version is gone": patched(RolloutExecutor, "_collect", collects_only),
-    "settling calls what is not there": patched(Journals, "refreshed", no_such_method),
+    "only the first segment is scored": patched(next_logprobs, "missing_mask", first_segment_only),
+    "a later version writes over the next": patched(next_logprobs, "missing_mask", last_segment_of_any_version),
+    "the sampler's log-prob stands for the next": patched(next_logprobs, "fill_missing", sampler_stands_in),
+    "what was read off is lost": patched(PartialEpisode, "_store_prefix_logprobs", asks_and_forgets),
+    "scores are asked for when the version is gone": patched(RolloutExecutor, "_score_before_load", collects_only),
+    "settling calls what is not there": patched(PartialRollouts, "refreshed", no_such_method),
     "versions are off by one token": patched(datum_module, "shifted", versions_are_not_shifted),
     "the version is read after the reply": patched(World, "sampler_class", LabelsAtTheEnd),
     "a continued sequence loses its beginning": patched(World, "sampler_class", LosesWhatWasCut),
     "a modifier is added after the minimum": patched(executor_module, "Admission", ModifierAfterMin),
     "groups in training are not live": patched(executor_module, "Admission", ForgetsTraining),
-    "a restart forgets what is ready": patched(books, "Ledger", ForgetsReady),
+    "a restart forgets what is ready": patched(state, "Ledger", ForgetsReady),
     "pausing does not stop admission": patched(RolloutExecutor, "pause", lambda self: None),
 }
 

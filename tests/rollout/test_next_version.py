@@ -7,9 +7,8 @@ import pytest
 from async_bench import HANDLE, HandSampler, executor_of, turns
 
 from headrace.errors import RolloutError, SamplerError
-from headrace.rollout.next_version import NextVersionScorer, Sampled, filled, lacking
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import Interrupt
+from headrace.rollout.next_logprobs import NextVersionScorer, SampledSteps, fill_missing, missing_mask
+from headrace.rollout.publisher import Interrupt, Publisher
 from headrace.testing import FakeSampler
 from headrace.types import Completion, FloatArray, IntArray, SampleRequest, Step, Stop, float_array, int_array
 
@@ -32,16 +31,19 @@ def step(prompt: list[int], made: Completion) -> Step:
 
 def test_only_tokens_of_the_version_before_are_lacking_and_only_once() -> None:
     made = completion([5, 5, 6, 7], [-1.0, np.nan, np.nan, np.nan])
-    assert lacking(made, version=6).tolist() == [False, True, False, False]
-    assert lacking(made, version=7).tolist() == [False, False, True, False]
-    assert lacking(completion([0, 1]), version=1).tolist() == [True, False]  # version 0 is a version like any other
+    assert missing_mask(made, version=6).tolist() == [False, True, False, False]
+    assert missing_mask(made, version=7).tolist() == [False, False, True, False]
+    assert missing_mask(completion([0, 1]), version=1).tolist() == [
+        True,
+        False,
+    ]  # version 0 is like any other
 
 
 def test_what_is_known_is_never_written_over() -> None:
     made = completion([5, 5, 6], [-1.0, np.nan, np.nan])
-    after = filled(made, float_array([-8.0, -8.0, -8.0]), version=6)
+    after = fill_missing(made, float_array([-8.0, -8.0, -8.0]), version=6)
     np.testing.assert_array_equal(after.next_logprobs, np.float32([-1.0, -8.0, np.nan]))
-    assert filled(after, float_array([-9.0, -9.0, -9.0]), version=6) is after
+    assert fill_missing(after, float_array([-9.0, -9.0, -9.0]), version=6) is after
 
 
 async def test_the_worked_example() -> None:
@@ -50,7 +52,7 @@ async def test_the_worked_example() -> None:
     for version in (6, 7, 8, 9):
         sampler = HandSampler()
         await sampler.load(HANDLE, version)
-        episode = Sampled(steps=(step([1, 2], made),), temperature=1.0)
+        episode = SampledSteps(steps=(step([1, 2], made),), temperature=1.0)
         [[made]] = await NextVersionScorer([sampler]).fill([episode], version=version)
         if version == 9:
             assert sampler.scored == []
@@ -64,7 +66,7 @@ async def test_turns_of_one_conversation_are_scored_as_the_model_saw_them() -> N
     steps = (step([1, 2], first), step([1, 2, 10, 11, 5], second), rewritten)
     sampler = HandSampler()
     await sampler.load(HANDLE, 1)
-    [made] = await NextVersionScorer([sampler]).fill([Sampled(steps=steps, temperature=1.0)], version=1)
+    [made] = await NextVersionScorer([sampler]).fill([SampledSteps(steps=steps, temperature=1.0)], version=1)
     assert sampler.scored == [(1, [1, 2, 10, 11, 5, 10]), (1, [1, 2, 99, 10])]
     assert [one.next_logprobs.tolist() for one in made if one.next_logprobs is not None] == [[-2, -2], [-2], [-2]]
 
@@ -74,7 +76,7 @@ async def test_scores_are_of_the_temperature_the_tokens_were_sampled_with() -> N
         async def score(self, sequences: list[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:  # type: ignore[override]
             return tuple(float_array([np.nan, *[-temperature] * (len(one) - 1)]) for one in sequences)
 
-    episodes = [Sampled(steps=(step([1], completion([0])),), temperature=t) for t in (0.5, 2.0, 0.5)]
+    episodes = [SampledSteps(steps=(step([1], completion([0])),), temperature=t) for t in (0.5, 2.0, 0.5)]
     made = await NextVersionScorer([Tempered(), Tempered()]).fill(episodes, version=1)
     assert [float(one.next_logprobs[0]) for [one] in made if one.next_logprobs is not None] == [-0.5, -2.0, -0.5]
 
@@ -86,7 +88,7 @@ async def test_a_failing_score_leaves_everything_as_it_was_and_is_named() -> Non
 
     with pytest.raises(RolloutError, match="sampler 0 could not score 1 sequences under the next version: out of mem"):
         await NextVersionScorer([Dead()]).fill(
-            [Sampled(steps=(step([1], completion([0])),), temperature=1.0)], version=1
+            [SampledSteps(steps=(step([1], completion([0])),), temperature=1.0)], version=1
         )
 
 
@@ -97,7 +99,7 @@ async def test_a_score_that_does_not_come_is_named() -> None:
 
     with pytest.raises(RolloutError, match=r"sampler 0 could not score 1 sequences .* within 0\.01 s"):
         await NextVersionScorer([Deaf()], timeout_s=0.01).fill(
-            [Sampled(steps=(step([1], completion([0])),), temperature=1.0)], version=1
+            [SampledSteps(steps=(step([1], completion([0])),), temperature=1.0)], version=1
         )
 
 
@@ -219,9 +221,9 @@ async def test_what_was_cut_off_and_is_still_on_its_way_back_is_waited_for() -> 
             await executor_publish(executor, taking)
         saved = [
             turn["completion"]
-            for journals in executor.state_dict()["journals"].values()
-            for journal in journals
-            for turn in journal["turns"]
+            for episodes in executor.state_dict()["journals"].values()
+            for episode in episodes
+            for turn in episode["turns"]
         ]
     assert saved
     for one in saved:

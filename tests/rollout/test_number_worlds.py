@@ -8,10 +8,10 @@ from hypothesis.strategies import integers
 
 from headrace.errors import ConfigError, DataError
 from headrace.rollout.actions import read_action
-from headrace.rollout.policies import tool_names
 from headrace.rollout.worlds import WORLDS, calculator, guess_number, world_tasks
 from headrace.rollout.worlds.calculator import CalculatorEnv, Known, read_answer, read_call, read_question
 from headrace.rollout.worlds.guess_number import GuessNumberEnv
+from headrace.tool_calls import tool_names
 from headrace.types import Task
 
 SUM = Task(id="sum", data={"question": "( 12 + 7 ) * 3", "max_turns": 6})

@@ -13,11 +13,11 @@ from test_executor import Script
 
 from headrace.errors import RolloutError
 from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.executor.selection import TakeBest, TakeFirst, mean_reward
+from headrace.rollout.executor.selection import reward_spread as spread
+from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.filters import reward_spread
-from headrace.rollout.keep import KeepBest, KeepFirst, mean_reward
-from headrace.rollout.keep import reward_spread as spread
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.publisher import Publisher
 from headrace.types import Group, Task
 
 
@@ -31,21 +31,21 @@ def test_best_is_the_highest_and_the_older_of_two_equal_ones(scores: list[int], 
     n = data.draw(st.integers(0, len(scores)))
     groups = [group(id, rewards=(0.0, float(score))) for id, score in enumerate(scores)]
     by_score = sorted(range(len(scores)), key=lambda id: (-scores[id], id))[:n]
-    assert ids(KeepBest(spread).choose(groups, n)) == sorted(by_score)
-    assert ids(KeepFirst().choose(groups, n)) == list(range(n))
+    assert ids(TakeBest(spread).choose(groups, n)) == sorted(by_score)
+    assert ids(TakeFirst().choose(groups, n)) == list(range(n))
 
 
 def test_groups_that_were_waited_for_go_first() -> None:
     groups = [group(id, rewards=(0.0, float(id))) for id in range(4)]
-    assert ids(KeepBest(spread).choose(groups, 2, before={0})) == [0, 3]
-    assert ids(KeepFirst().choose(groups, 2, before={3})) == [0, 3]
+    assert ids(TakeBest(spread).choose(groups, 2, before={0})) == [0, 3]
+    assert ids(TakeFirst().choose(groups, 2, before={3})) == [0, 3]
 
 
 def test_a_score_must_be_a_finite_number() -> None:
     with pytest.raises(RolloutError, match="gave nan for group 0"):
-        KeepBest(lambda group: math.nan).choose([group(0)], 1)
+        TakeBest(lambda group: math.nan).choose([group(0)], 1)
     with pytest.raises(RolloutError, match=r"failed on group 0: ZeroDivisionError"):
-        KeepBest(lambda group: 1 / 0).choose([group(0)], 1)
+        TakeBest(lambda group: 1 / 0).choose([group(0)], 1)
 
 
 # --- eta = 0 ---------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ async def test_the_first_that_pass_are_kept_and_the_others_are_surplus() -> None
 
 async def test_the_best_are_kept_when_all_have_ended() -> None:
     script = Script()
-    async with executor_over(script, keep=KeepBest(mean_reward)) as executor:
+    async with executor_over(script, selection=TakeBest(mean_reward)) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         for id, high in enumerate((0.1, 0.9, 0.2)):
@@ -201,7 +201,7 @@ async def test_a_group_that_others_were_better_than_is_not_tried_again_for_its_a
         sampler,
         max_staleness=1,
         oversampling=2.0,
-        keep=KeepBest(lambda group: group.id % 2),
+        selection=TakeBest(lambda group: group.id % 2),
         source=lambda: Task(id=f"t{next(drawn)}"),
         tokens=lambda task: (1,),
     )

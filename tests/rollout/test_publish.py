@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from headrace.errors import ConfigError, RolloutError, SamplerError
-from headrace.rollout.journal import EpisodeJournal
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import Interrupt
+from headrace.rollout.partial_rollout import PartialEpisode
+from headrace.rollout.publisher import Interrupt, Publisher
 from headrace.testing import FakeSampler
 from headrace.types import Completion, SampleRequest, SamplingParams, Shared, WeightsHandle, int_array
 
@@ -105,7 +104,7 @@ async def test_fresh_samplers_catch_up_after_a_restart() -> None:
     with pytest.raises(RolloutError, match=r"sampler 1 \(LoggedSampler\) holds version 0 and the run is at 3"):
         publisher.check()
     log.clear()
-    await publisher.catch_up(HANDLE)
+    await publisher.load_current(HANDLE)
     publisher.check()
     assert log == ["b pause True", "b load 3", "b resume"]
 
@@ -115,7 +114,7 @@ async def test_fresh_samplers_catch_up_after_a_restart() -> None:
 
 def sampling(sampler: FakeSampler, max_tokens: int) -> "asyncio.Task[Completion]":
     request = SampleRequest(prompt=int_array([1]), params=SamplingParams(max_tokens=max_tokens))
-    return asyncio.create_task(EpisodeJournal().sample(sampler, request))
+    return asyncio.create_task(PartialEpisode().sample(sampler, request))
 
 
 async def test_draining_lets_open_sequences_end() -> None:

@@ -8,7 +8,7 @@ from async_bench import HANDLE, HandSampler, executor_of, ids
 from rollout_groups import group
 
 from headrace.algo.staleness import HeadBound
-from headrace.rollout.replay import ReplayBuffer
+from headrace.rollout.executor.replay_buffer import ReplayBuffer
 from headrace.testing import FakeSampler
 
 

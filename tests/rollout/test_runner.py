@@ -5,8 +5,8 @@ import asyncio
 from rollout_groups import group
 
 from headrace.errors import SamplerError
-from headrace.rollout.ledger import Drop
-from headrace.rollout.runner import Err, Ok, Outcome, TaskRunner
+from headrace.rollout.executor.ledger import Drop
+from headrace.rollout.executor.runner import GroupDone, GroupFailed, Outcome, TaskRunner
 from headrace.types import Group
 
 
@@ -36,9 +36,9 @@ async def test_values_and_errors_arrive_in_order_of_ending() -> None:
     for id, play in enumerate((late, broken, refused)):
         runner.spawn(id, play)
     first, second, third = await collect(runner, 3)
-    assert first == Err(id=1, reason=Drop.FAILED, text="group 1: ValueError: no such room")
-    assert second == Err(id=2, reason=Drop.FAILED, text="too long")
-    assert isinstance(third, Ok)
+    assert first == GroupFailed(id=1, reason=Drop.FAILED, text="group 1: ValueError: no such room")
+    assert second == GroupFailed(id=2, reason=Drop.FAILED, text="too long")
+    assert isinstance(third, GroupDone)
     assert third.group.id == 0
 
 
@@ -55,8 +55,8 @@ async def test_timeout_is_told_from_a_timeout_error_of_the_game() -> None:
     runner.spawn(0, hangs)
     runner.spawn(1, its_own)
     outcomes = {outcome.id: outcome for outcome in await collect(runner, 2)}
-    assert outcomes[0] == Err(id=0, reason=Drop.TIMEOUT, text="group 0 was not played and scored in 0.01 s")
-    assert outcomes[1] == Err(id=1, reason=Drop.FAILED, text="group 1: TimeoutError: socket")
+    assert outcomes[0] == GroupFailed(id=0, reason=Drop.TIMEOUT, text="group 0 was not played and scored in 0.01 s")
+    assert outcomes[1] == GroupFailed(id=1, reason=Drop.FAILED, text="group 1: TimeoutError: socket")
 
 
 async def test_cancelled_before_and_after_its_first_step_is_an_outcome() -> None:
@@ -71,7 +71,7 @@ async def test_cancelled_before_and_after_its_first_step_is_an_outcome() -> None
     runner.spawn(1, hangs)  # never gets a step
     assert await runner.close(timeout_s=1) == ()
     outcomes = await collect(runner, 2)
-    assert {(outcome.id, outcome.reason) for outcome in outcomes if isinstance(outcome, Err)} == {
+    assert {(outcome.id, outcome.reason) for outcome in outcomes if isinstance(outcome, GroupFailed)} == {
         (0, Drop.CANCELLED),
         (1, Drop.CANCELLED),
     }

@@ -7,9 +7,9 @@ from async_bench import HANDLE, HandSampler, executor_of, ids, turns
 
 from headrace.errors import DataError
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.keep import KeepBest
-from headrace.rollout.settings import StaleAction
-from headrace.rollout.slow import SlowTasks
+from headrace.rollout.executor.drops import SlowTasks
+from headrace.rollout.executor.selection import TakeBest
+from headrace.rollout.executor.settings import StaleAction
 from headrace.testing import FakeSampler, run_virtual
 from headrace.types import Task
 
@@ -84,9 +84,9 @@ async def test_without_the_wait_it_never_is() -> None:
 async def test_what_was_waited_for_is_trained_although_others_score_higher() -> None:
     """It is at the bound: the next publish would make it stale, and the wait would have been in vain."""
     sampler = HandSampler()
-    keep = KeepBest(lambda group: 0.0 if group.task.id == "slow" else 1.0)
+    selection = TakeBest(lambda group: 0.0 if group.task.id == "slow" else 1.0)
     options = {"names": NAMES, "tokens": lengths, "slow_wait_s": 600.0, "oversampling": 2.0}
-    async with executor_of(sampler, max_staleness=1, keep=keep, **options) as executor:
+    async with executor_of(sampler, max_staleness=1, selection=selection, **options) as executor:
         assert "slow" in await train(executor, sampler, 14, beats=3)
 
 

@@ -14,9 +14,9 @@ from headrace.protocols import ToolEnv
 from headrace.reward.calling import pool
 from headrace.reward.rows import row_of
 from headrace.rollout.actions import read_action
-from headrace.rollout.policies import tool_names
 from headrace.rollout.task_files import TaskDefinition, load_task_definition
 from headrace.rollout.worlds.resources import Database, PythonState
+from headrace.tool_calls import tool_names
 from headrace.types import Episode, Message, Observation, StepResult
 from headrace.wiring.sources import make_env_of, tasks_of
 

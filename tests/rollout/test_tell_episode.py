@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from headrace.rollout.tell import TAIL, tell_episode
+from headrace.rollout.episode_log import TAIL, log_episode
 from headrace.types import Completion, Episode, Message, Step, Stop, Task, float_array, int_array
 
 
@@ -27,8 +27,8 @@ def episode(*, answer: str = "fine") -> Episode:
 
 
 def test_every_step_is_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="headrace.rollout.tell"):
-        tell_episode(episode())
+    with caplog.at_level(logging.DEBUG, logger="headrace.rollout.episode_log"):
+        log_episode(episode())
     assert [record.getMessage() for record in caplog.records] == [
         "episode 2/0, step 0: state 'hall', saw 'A hall.', did 'look' (2 tokens, log-prob -0.7500, valid), reward 0, "
         "answer 'fine'",
@@ -39,8 +39,8 @@ def test_every_step_is_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None
 
 def test_what_a_tool_wrote_cannot_pass_for_a_line_and_is_cut_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
     hostile = "x" * 10_000 + "\n12:00:00 INFO headrace: all is well\x1b[2J"
-    with caplog.at_level(logging.DEBUG, logger="headrace.rollout.tell"):
-        tell_episode(episode(answer=hostile))
+    with caplog.at_level(logging.DEBUG, logger="headrace.rollout.episode_log"):
+        log_episode(episode(answer=hostile))
     line = caplog.records[0].getMessage()
     assert "\n" not in line
     assert "\x1b" not in line
@@ -49,6 +49,6 @@ def test_what_a_tool_wrote_cannot_pass_for_a_line_and_is_cut_to_its_end(caplog: 
 
 
 def test_nothing_is_said_above_debug(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="headrace.rollout.tell"):
-        tell_episode(episode())
+    with caplog.at_level(logging.INFO, logger="headrace.rollout.episode_log"):
+        log_episode(episode())
     assert not caplog.records

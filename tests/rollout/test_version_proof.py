@@ -10,9 +10,9 @@ import pytest
 from executor_world import TOKEN_S, ShowingSampler, score_of
 
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.journal import Journals
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.settings import AsyncSettings
+from headrace.rollout.partial_rollout import PartialRollouts
+from headrace.rollout.publisher import Publisher
 from headrace.testing import VERSION_STRIDE, run_virtual
 from headrace.types import (
     Completion,
@@ -33,12 +33,12 @@ LONG, SHORT = 20, 2
 
 async def through_updates(publish_at_s: list[float], *, reads: bool) -> Completion:
     """One long sequence, while weights are published at the given moments for short ones that come and go."""
-    sampler, journals = ShowingSampler(), Journals(next_logprobs=reads)
+    sampler, partial_rollouts = ShowingSampler(), PartialRollouts(next_logprobs=reads)
     lengths = {"t0": LONG}
 
     async def play(task: Task, id: int) -> Group:
         request = SampleRequest(prompt=int_array([5]), params=SamplingParams(max_tokens=lengths.get(task.id, SHORT)))
-        completion = await journals.open(id, 1)[0].sample(sampler, request)
+        completion = await partial_rollouts.open(id, 1)[0].sample(sampler, request)
         step = Step(prompt=request.prompt, completion=completion, action="")
         episode = Episode(id=str(id), task=task, seed=0, steps=(step,), messages=(), temperature=1.0)
         return Group(id=id, task=task, episodes=(ScoredEpisode(episode=episode, reward=Reward(total=0.0)),))
@@ -50,7 +50,7 @@ async def through_updates(publish_at_s: list[float], *, reads: bool) -> Completi
         batch_groups=1,
         settings=AsyncSettings(max_staleness=len(publish_at_s) + 1, next_logprobs=True),
         publisher=Publisher([sampler]),
-        journals=journals,
+        partial_rollouts=partial_rollouts,
     )
     loop = asyncio.get_running_loop()
     async with executor:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.conversations import Mixture
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.group import play_group
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.settings import AsyncSettings
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.tasks import TaskSource
 from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler
@@ -93,8 +92,7 @@ async def test_supervised_and_reinforcement_learning_at_a_service(
     sampler = ServiceSampler(service, await service.create_sampling())
     await sampler.load(await asyncio.wrap_future(backend.export_weights()), 1)
     rl = stage(backend, 2, tmp_path / "rl")
-    play = partial(
-        play_group,
+    play = GroupPlayer(
         group_size=4,
         make_env=WORLDS[WORLD].make_env,
         sampler=sampler,

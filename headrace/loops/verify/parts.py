@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,9 +23,9 @@ from headrace.render import Renderer
 from headrace.reward.runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import RolloutExecutor
-from headrace.rollout.group import play_group
-from headrace.rollout.publish import Publisher
-from headrace.rollout.settings import AsyncSettings
+from headrace.rollout.executor.settings import AsyncSettings
+from headrace.rollout.group import GroupPlayer
+from headrace.rollout.publisher import Publisher
 from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.types import CreditedEpisode, Datum, Episode, Group, LossSpec, SamplingParams, Task
 
@@ -135,7 +134,7 @@ async def _play(parts: Parts) -> Played:
             return drawn[-1]
 
         executor = RolloutExecutor(
-            play=_in_reverse(partial(_play_group, parts, engine)),
+            play=_in_reverse(_player(parts, engine)),
             next_task=next_task,
             batch_groups=GROUPS,
             settings=AsyncSettings(),
@@ -150,10 +149,8 @@ async def _play(parts: Parts) -> Played:
     return Played(drawn=tuple(drawn), groups=groups, credited=credited, data=parts.to_data(credited))
 
 
-async def _play_group(parts: Parts, engine: Engine, task: Task, group_id: int) -> Group:
-    return await play_group(
-        task,
-        group_id,
+def _player(parts: Parts, engine: Engine) -> GroupPlayer:
+    return GroupPlayer(
         group_size=GROUP_SIZE,
         make_env=WORLDS[WORLD].make_env,
         sampler=engine,

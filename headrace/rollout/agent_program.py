@@ -1,9 +1,8 @@
-"""Agent programs that call the model themselves: run one against an endpoint and take what was recorded as an episode.
+"""Run an agent program that calls the model itself, and turn the calls recorded by the endpoint into an episode.
 
-A program is `agent(base_url, task)`, async or plain, and talks to the model at `base_url` by OpenAI's API. What it
-returns is its reward: None, a number, or True and False for success. `program_fn` makes of it what `play_group` calls
-in place of the episode worker, so groups, rewards and weight updates are as ever. Knows no HTTP: the endpoint is
-passed in.
+A program is `agent(base_url, task)`, async or plain, and talks to the model at `base_url` by OpenAI's API. Its return
+value is its reward: None, a number, or True and False for success. `program_fn` makes it the `generate_fn` of a
+`GroupPlayer`, so groups, rewards and weight updates work as for any episode. Knows no HTTP: the endpoint is passed in.
 """
 
 import asyncio
@@ -22,11 +21,13 @@ Program = Callable[[str, Task], Outcome | Awaitable[Outcome]]
 
 
 class Samples(Protocol):
+    """Sample one sequence to its end."""
+
     async def sample(self, request: SampleRequest) -> Completion: ...
 
 
 class Record(Protocol):
-    """What an endpoint kept of one episode (`infer.endpoint.EpisodeRecord`)."""
+    """Hold what an endpoint recorded of one episode (`infer.endpoint.EpisodeRecord`)."""
 
     @property
     def base_url(self) -> str: ...
@@ -51,7 +52,7 @@ class Record(Protocol):
 
 
 class Endpoint(Protocol):
-    """What gives an episode its base URL (`infer.endpoint.Endpoint`)."""
+    """Give each episode a base URL (`infer.endpoint.Endpoint`)."""
 
     def open(
         self, *, sampler: Samples, sampling: SamplingParams, seed: int, max_calls: int, max_tokens: int
@@ -72,11 +73,11 @@ async def play_program(
     max_episode_tokens: int,
     id: str = "",
 ) -> Episode:
-    """Run the program to its end; every call it made is a step, and what it returns is the reward of the last one.
+    """Run the program to its end. Every call it made is a step, and its return value is the reward of the last one.
 
-    A program that fails after it was refused a call for want of room, or of turns, ends as an episode does at a limit:
-    truncated. Any other failure is an EpisodeError, and a failure of the sampler is raised as it was. The caller sets
-    the time limit; when it cancels, calls that are open are cancelled too. A plain function runs on a thread.
+    A program that fails after the endpoint refused it a call, for lack of tokens or turns, ends as an episode does at a
+    limit: truncated. Any other failure raises EpisodeError, and a failure of the sampler is raised unchanged. The
+    caller sets the time limit; when it cancels, open calls are cancelled too. A plain function runs on a thread.
     """
     record: Record = endpoint.open(
         sampler=sampler, sampling=sampling, seed=seed, max_calls=max_turns, max_tokens=max_episode_tokens
@@ -98,7 +99,7 @@ async def play_program(
 def program_fn(
     program: Program, endpoint: Endpoint, *, sampling: SamplingParams, max_turns: int, max_episode_tokens: int
 ) -> Callable[[Task, Samples, Renderer, int], Awaitable[Episode]]:
-    """The program as a `generate_fn` of `play_group`."""
+    """Turn the program into a `generate_fn` of a `GroupPlayer`."""
 
     async def generate(task: Task, sampler: Samples, renderer: Renderer, seed: int) -> Episode:
         return await play_program(
@@ -124,8 +125,8 @@ async def _run(program: Program, base_url: str, task: Task) -> Outcome:
 
 
 def _checked(outcome: Outcome, task: Task) -> Outcome:
-    number = outcome is None or (isinstance(outcome, bool | int | float) and math.isfinite(outcome))
-    if not number:
+    valid = outcome is None or (isinstance(outcome, bool | int | float) and math.isfinite(outcome))
+    if not valid:
         raise EpisodeError(
             f"task {task.id}: the agent program returned {str(outcome)[:60]!r}: return None, a finite number, or True "
             "or False"

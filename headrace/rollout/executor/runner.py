@@ -1,4 +1,4 @@
-"""Runs groups as asyncio tasks and turns every ending into an outcome: a value, an error, a timeout, a cancellation.
+"""Run groups as asyncio tasks and turn every ending into an outcome: a value, an error, a timeout, a cancellation.
 
 Knows nothing of rewards, versions or counts. Every spawned id yields exactly one outcome, also when its task is
 cancelled before it ran at all, so no slot can leak.
@@ -10,31 +10,33 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.errors import EpisodeError, HeadraceError, RolloutError, boundary
-from headrace.rollout.ledger import Drop
+from headrace.rollout.executor.ledger import Drop
 from headrace.types import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ok:
+class GroupDone:
+    """Report a group that was played and scored."""
+
     id: int
     group: Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Err:
-    """`ends_run`: playing other groups would not help."""
+class GroupFailed:
+    """Report a group that raised, timed out or was cancelled."""
 
     id: int
     reason: Drop
     text: str
-    ends_run: bool = False
+    ends_run: bool = False  # playing other groups would not help
 
 
-Outcome = Ok | Err
+Outcome = GroupDone | GroupFailed
 
 
 class TaskRunner:
-    """Owns the running tasks. Outcomes are kept until asked for; there are never more than were spawned."""
+    """Own the running tasks. Outcomes are kept until the next call of `outcomes`; at most one for each spawned id."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -43,6 +45,7 @@ class TaskRunner:
         self._arrived = asyncio.Event()
 
     def spawn(self, id: int, play: Callable[[], Awaitable[Group]]) -> None:
+        """Start a task that plays group `id`."""
         assert id not in self._tasks, f"group {id} is already running"
         task = asyncio.create_task(self._run(id, play), name=f"group-{id}")
         self._tasks[id] = task
@@ -50,19 +53,20 @@ class TaskRunner:
         task.add_done_callback(partial(self._finished, id))
 
     def cancel(self, id: int) -> None:
-        """Its outcome comes as of any other, when it has ended."""
+        """Cancel a running group; its outcome arrives when its task has ended."""
         if id in self._tasks:
             self._tasks[id].cancel()
 
     async def outcomes(self) -> tuple[Outcome, ...]:
-        """What has ended since the last call, in order of ending; waits for the first. The caller sets the deadline."""
+        """Return what has ended since the last call, in order of ending; waits for the first. The caller sets the
+        deadline."""
         await self._arrived.wait()
         self._arrived.clear()
         arrived, self._outcomes = tuple(self._outcomes), []
         return arrived
 
     async def close(self, *, timeout_s: float) -> tuple[int, ...]:
-        """Cancel everything and wait for it; returns the ids of tasks that have not ended by then."""
+        """Cancel all tasks and wait for them. Returns the ids of those that have not ended after `timeout_s`."""
         tasks = dict(self._tasks)
         for task in tasks.values():
             task.cancel()
@@ -74,20 +78,21 @@ class TaskRunner:
         try:
             async with asyncio.timeout(self._timeout_s):
                 with boundary(EpisodeError, f"group {id}"):
-                    return Ok(id=id, group=await play())
+                    return GroupDone(id=id, group=await play())
         except HeadraceError as exc:
-            return Err(id=id, reason=Drop.FAILED, text=str(exc), ends_run=isinstance(exc, RolloutError))
+            return GroupFailed(id=id, reason=Drop.FAILED, text=str(exc), ends_run=isinstance(exc, RolloutError))
         except TimeoutError:
-            return Err(
+            return GroupFailed(
                 id=id, reason=Drop.TIMEOUT, text=f"group {id} was not played and scored in {self._timeout_s:g} s"
             )
 
     def _finished(self, id: int, task: "asyncio.Task[Outcome]") -> None:
+        """Store the outcome of a task that has ended, and wake `outcomes`."""
         del self._tasks[id]
         if task.cancelled():
-            outcome: Outcome = Err(id=id, reason=Drop.CANCELLED, text=f"group {id} was cancelled")
+            outcome: Outcome = GroupFailed(id=id, reason=Drop.CANCELLED, text=f"group {id} was cancelled")
         elif (exc := task.exception()) is not None:  # KeyboardInterrupt and its like: asyncio raises it as well
-            outcome = Err(id=id, reason=Drop.FAILED, text=f"group {id}: {type(exc).__name__}: {exc}")
+            outcome = GroupFailed(id=id, reason=Drop.FAILED, text=f"group {id}: {type(exc).__name__}: {exc}")
         else:
             outcome = task.result()
         self._outcomes.append(outcome)

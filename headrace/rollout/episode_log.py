@@ -1,5 +1,8 @@
-"""Episodes in the log, step by step, at DEBUG. What models and tools wrote stands there as Python literals, so that it
-cannot pass for lines of the log, and only the end of what is long."""
+"""Log episodes step by step at DEBUG level.
+
+Text of models and tools is written as Python literals, so that it cannot pass for lines of the log, and cut to its end
+where it is long.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -8,11 +11,11 @@ from headrace.algo.turns import observations, step_positions
 from headrace.types import Episode, Message
 
 logger = logging.getLogger(__name__)
-TAIL = 160  # characters
+TAIL = 160  # characters of a text that are logged
 
 
-def tell_episode(episode: Episode) -> None:
-    """One line for each step: what was seen last, what was done, how likely it was, what it earned, what came back."""
+def log_episode(episode: Episode) -> None:
+    """Log one line per step: the observation, the action, its log-prob, its reward and the environment's answer."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     answers = answers_of(episode)
@@ -33,11 +36,11 @@ def tell_episode(episode: Episode) -> None:
 
 
 def answers_of(episode: Episode) -> list[tuple[Message, ...]]:
-    """What the environment or a tool said to each step: the messages up to the assistant's next."""
+    """Return the environment's answer to each step: the messages up to the assistant's next one."""
     answers: list[tuple[Message, ...]] = []
-    for place in step_positions(episode):
-        after = () if place is None else episode.messages[place + 1 :]
-        end = next((at for at, message in enumerate(after) if message.role == "assistant"), len(after))
+    for position in step_positions(episode):
+        after = () if position is None else episode.messages[position + 1 :]
+        end = next((index for index, message in enumerate(after) if message.role == "assistant"), len(after))
         answers.append(tuple(after[:end]))
     return answers
 

@@ -1,4 +1,4 @@
-"""Finished groups that wait to be trained on: whole groups, oldest start first. It decides nothing."""
+"""Hold finished groups that wait to be trained, oldest start first. Decides nothing."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -9,6 +9,8 @@ from headrace.types import Group
 
 
 class ReadyBuffer:
+    """Hold at most `max_groups` whole groups by id."""
+
     def __init__(self, *, max_groups: int) -> None:
         self._max_groups = max_groups
         self._groups: dict[int, Group] = {}
@@ -17,23 +19,24 @@ class ReadyBuffer:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[Group]:
-        """Oldest first: by (started_version, id), so the order of completion leaves no trace."""
+        """Iterate oldest first, by (started_version, id), so that the order of completion leaves no trace."""
         return iter(sorted(self._groups.values(), key=lambda group: (group.started_version, group.id)))
 
     def put(self, group: Group) -> None:
+        """Add a finished group."""
         assert group.id not in self._groups, f"group {group.id} is already here"
         assert len(self._groups) < self._max_groups, "admission let more groups start than the buffer holds"
         self._groups[group.id] = group
 
     def sweep(self, decide: Callable[[Group], Verdict]) -> tuple[Group, ...]:
-        """Remove and return the groups that `decide` drops; the caller tells the ledger why."""
+        """Remove and return the groups that `decide` drops; the caller records why in the ledger."""
         dropped = tuple(group for group in self if decide(group) is Verdict.DROP)
         for group in dropped:
             del self._groups[group.id]
         return dropped
 
     def replace(self, group: Group) -> None:
-        """A new value of a group that is here."""
+        """Replace a group by a new value of itself."""
         assert group.id in self._groups, f"group {group.id} is not here"
         self._groups[group.id] = group
 
@@ -46,11 +49,16 @@ class ReadyBuffer:
             del self._groups[group.id]
         return taken
 
+    def take_all(self) -> tuple[Group, ...]:
+        """Remove and return every group, oldest first."""
+        return self.take(list(self._groups))
+
     def snapshot(self) -> Callable[[], list[Any]]:
-        """What is here now; the call makes JSON of it."""
+        """Capture the present content; calling the result encodes it as JSON."""
         groups = tuple(self)
         return lambda: [group_to_json(group) for group in groups]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
+        """Restore what `snapshot` encoded."""
         groups = [group_from_json(entry) for entry in state]
         self._groups = {group.id: group for group in groups}

@@ -1,4 +1,4 @@
-"""Which of more groups than a batch has are trained: those that ended first, or those that score highest. Pure."""
+"""Choose the batch when more groups are ready than needed: the first to finish, or the highest-scoring. Pure."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,12 +12,13 @@ Score = Callable[[Group], float]
 
 
 def reward_spread(group: Group) -> float:
-    """How much the rewards of a group differ: the larger, the more there is to learn from comparing them."""
+    """Return how much the group's rewards differ: the larger, the more there is to learn from comparing them."""
     rewards = [scored.reward.total for scored in group.episodes]
     return max(rewards) - min(rewards)
 
 
 def mean_reward(group: Group) -> float:
+    """Return the mean reward of the group's episodes."""
     return sum(scored.reward.total for scored in group.episodes) / len(group.episodes)
 
 
@@ -26,29 +27,34 @@ assert tuple(SCORES) == names.GROUP_SCORES
 
 
 @dataclass(frozen=True, slots=True)
-class KeepFirst:
-    """A batch is taken as soon as it is complete."""
+class TakeFirst:
+    """Take a batch as soon as it is complete."""
 
     def needed(self, batch_groups: int, oversampling: float) -> int:
+        """Return how many groups must be ready before a batch is chosen."""
         return batch_groups
 
     def choose(self, groups: Sequence[Group], n: int, *, before: Collection[int] = ()) -> tuple[Group, ...]:
-        """The `n` first of `groups`, which are oldest first; those whose ids are in `before` go before the others."""
+        """Choose the `n` first of `groups`, which are oldest first; groups with ids in `before` precede the others."""
         ids = {group.id for group in sorted(groups, key=lambda group: group.id not in before)[:n]}
         return tuple(group for group in groups if group.id in ids)
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest:
-    """A batch is taken when all that were started for it have ended; the older of two equal ones is better."""
+class TakeBest:
+    """Take a batch when all groups started for it have ended; of two equal scores the older group wins."""
 
     score: Score
 
     def needed(self, batch_groups: int, oversampling: float) -> int:
+        """Return how many groups must be ready before a batch is chosen."""
         return math.ceil(oversampling * batch_groups)
 
     def choose(self, groups: Sequence[Group], n: int, *, before: Collection[int] = ()) -> tuple[Group, ...]:
-        """The `n` highest of `groups`, in the order they are in. Raises RolloutError when there is no finite score."""
+        """Choose the `n` highest-scoring of `groups`, in their order; groups with ids in `before` precede the others.
+
+        Raises RolloutError when a score fails or is not finite.
+        """
         scores = {group.id: self._score(group) for group in groups}
         ids = {group.id for group in sorted(groups, key=lambda group: (group.id not in before, -scores[group.id]))[:n]}
         return tuple(group for group in groups if group.id in ids)
@@ -62,4 +68,4 @@ class KeepBest:
         return score
 
 
-Keep = KeepFirst | KeepBest
+GroupSelection = TakeFirst | TakeBest

@@ -1,4 +1,4 @@
-"""Decides how many groups may start now: the minimum over all limits, so that no limit can raise what another set."""
+"""Decide how many groups may start now: the minimum over all limits, so that no limit raises what another allows."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ Limit = Callable[[Counts], int]  # how many more groups this limit would let sta
 
 
 class Admission:
-    """The gate in front of the runner. Pausing is one more limit (nothing may start)."""
+    """Bound the groups that start by staleness, concurrency and further limits. While paused, none may start."""
 
     def __init__(
         self,
@@ -29,9 +29,10 @@ class Admission:
         self.paused = False
 
     def capacity(self, counts: Counts, *, batch_open: bool, waiting: bool = True) -> int:
-        """Never more than the staleness and concurrency bounds, whatever the further limits say; never negative.
+        """Return how many groups may start now: at most the staleness and concurrency bounds, and never negative.
 
-        `waiting`: a batch is being waited for; only then is there more than one group for each that is trained.
+        `batch_open`: a batch is being collected or trained. `waiting`: a batch is being waited for; only then are more
+        groups started than are trained (over-sampling).
         """
         if self.paused:
             return 0

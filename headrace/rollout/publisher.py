@@ -1,36 +1,41 @@
-"""Brings weights to every sampler; the only place that makes a version.
+"""Publish new weights to every sampler; the only place that makes a version.
 
-The phases are fixed: pause (open sequences are interrupted, or waited for), the caller's scoring under the version that
-goes, load, compare fingerprints, version + 1, the caller's sweep, resume. Samplers acknowledge each phase; nothing is
+The phases are fixed: pause (open sequences are interrupted or drained), score under the old version (the caller), load,
+compare fingerprints, version + 1, sweep stale groups (the caller), resume. Samplers acknowledge each phase; nothing is
 guessed by sleeping.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from typing import TypeVar
 
 from headrace.errors import ConfigError, HeadraceError, RolloutError, boundary
 from headrace.protocols import Sampler
-from headrace.rollout.settings import Interrupt
 from headrace.types import WeightsHandle
 
 T = TypeVar("T")
 
 
-class Publisher:
-    """Owns the version: the count of published weights. It starts at the version its samplers have.
+class Interrupt(StrEnum):
+    """Choose what happens to open sequences when the weights change."""
 
-    `drain_s`: with Interrupt.DRAIN, how long open sequences may take to end. `timeout_s` is of each phase.
-    """
+    ABORT = "abort"  # cut, and continued after computing their keys and values again under the new weights
+    INFLIGHT = "inflight"  # cut, and continued with the keys and values of the old weights
+    DRAIN = "drain"  # waited for; sequences still open at the deadline are cut
+
+
+class Publisher:
+    """Own the version: the number of published weights. It starts at the version its samplers have."""
 
     def __init__(
         self,
         samplers: Sequence[Sampler] = (),
         *,
         interrupt: Interrupt = Interrupt.ABORT,
-        drain_s: float = 60.0,
-        timeout_s: float = 600.0,
+        drain_s: float = 60.0,  # with Interrupt.DRAIN: how long open sequences may take to end
+        timeout_s: float = 600.0,  # of each phase
     ) -> None:
         self.samplers = tuple(samplers)
         self._interrupt = interrupt
@@ -49,10 +54,10 @@ class Publisher:
     async def publish(
         self, handle: WeightsHandle, *, before_load: Callable[[], Awaitable[None]] | None = None
     ) -> AsyncIterator[int]:
-        """Every sampler is paused and holds the new version inside the `with`, and samples again after it.
+        """Load new weights. Inside the `with` all samplers are paused and hold the new version; after it they sample.
 
-        `before_load` runs when all are paused and still hold the version before. When a phase fails the samplers stay
-        paused: they may hold different weights. Raises RolloutError that names the sampler.
+        `before_load` runs when all samplers are paused and still hold the old version. When a phase fails the samplers
+        stay paused, because they may hold different weights. Raises RolloutError that names the sampler.
         """
         await self._pause(self.samplers)
         if before_load is not None:
@@ -60,34 +65,34 @@ class Publisher:
         await self._load(self.samplers, handle, self.version + 1)
         self.version += 1
         yield self.version
-        await _each(self.samplers, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
+        await _call_all(self.samplers, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
 
-    async def catch_up(self, handle: WeightsHandle) -> None:
-        """Load weights of the present version into samplers that do not have it yet, as after a restart."""
+    async def load_current(self, handle: WeightsHandle) -> None:
+        """Load the weights of the current version into samplers that do not hold it yet, as after a restart."""
         behind = [sampler for sampler in self.samplers if sampler.version != self.version]
         await self._pause(behind)
         await self._load(behind, handle, self.version)
-        await _each(behind, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
+        await _call_all(behind, "resume", lambda sampler: sampler.resume(), timeout_s=self._timeout_s)
 
     def check(self) -> None:
-        """Raises RolloutError when a sampler's tokens would carry another version than the run's."""
+        """Raise RolloutError when a sampler holds another version than the run: its tokens would be mislabelled."""
         for index, sampler in enumerate(self.samplers):
             if sampler.version != self.version:
                 raise RolloutError(
                     f"{_name(index, sampler)} holds version {sampler.version} and the run is at {self.version}: "
-                    "load the weights of this version into it (catch_up) before sampling"
+                    "load the weights of this version into it (load_current) before sampling"
                 )
 
     async def _pause(self, samplers: Sequence[Sampler]) -> None:
         if self._interrupt is Interrupt.DRAIN:
             await self._drain(samplers)
-        await _each(samplers, "pause", lambda sampler: sampler.pause(interrupt=True), timeout_s=self._timeout_s)
+        await _call_all(samplers, "pause", lambda sampler: sampler.pause(interrupt=True), timeout_s=self._timeout_s)
 
     async def _load(self, samplers: Sequence[Sampler], handle: WeightsHandle, version: int) -> None:
-        prints = await _each(
+        fingerprints = await _call_all(
             samplers, "load the weights", lambda sampler: sampler.load(handle, version), timeout_s=self._timeout_s
         )
-        for index, (sampler, fingerprint) in enumerate(zip(samplers, prints, strict=True)):
+        for index, (sampler, fingerprint) in enumerate(zip(samplers, fingerprints, strict=True)):
             if fingerprint != handle.fingerprint:
                 raise RolloutError(
                     f"{_name(index, sampler)} holds weights {fingerprint} after loading version {version} and the "
@@ -95,22 +100,22 @@ class Publisher:
                 )
 
     async def _drain(self, samplers: Sequence[Sampler]) -> None:
-        """Wait for open sequences; those that take too long are left to the interruption that follows."""
+        """Wait for open sequences to end; those that take longer than `drain_s` are cut by the pause that follows."""
         try:
             async with asyncio.timeout(self._drain_s):
-                await _each(
+                await _call_all(
                     samplers, "drain", lambda sampler: sampler.pause(interrupt=False), timeout_s=self._timeout_s
                 )
         except TimeoutError:
             self.drains_cut += 1
 
 
-async def _each(
+async def _call_all(
     samplers: Sequence[Sampler], phase: str, call: Callable[[Sampler], Awaitable[T]], *, timeout_s: float
 ) -> list[T]:
-    """Run one phase on all samplers at once; waits for all of them before the first failure is raised."""
+    """Run one phase on all samplers at once. Waits for all of them before it raises the first failure."""
 
-    async def one(index: int, sampler: Sampler) -> T:
+    async def call_one(index: int, sampler: Sampler) -> T:
         try:
             async with asyncio.timeout(timeout_s):
                 with boundary(RolloutError, "unexpected failure"):
@@ -120,7 +125,7 @@ async def _each(
         except HeadraceError as exc:
             raise RolloutError(f"{_name(index, sampler)} could not {phase}: {exc}") from exc
 
-    calls = [one(index, sampler) for index, sampler in enumerate(samplers)]
+    calls = [call_one(index, sampler) for index, sampler in enumerate(samplers)]
     replies: list[T] = []
     for reply in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(reply, BaseException):
