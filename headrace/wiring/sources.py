@@ -18,6 +18,7 @@ from headrace.rollout.conversations import (
 )
 from headrace.rollout.load_function import load_function
 from headrace.rollout.preferences import Pair, load_pairs
+from headrace.rollout.rows import DataSource
 from headrace.rollout.sources import load_tasks, with_system
 from headrace.rollout.task_files import TaskDefinition, load_task_definition
 from headrace.rollout.tasks import filter_prompts, overlap
@@ -28,6 +29,21 @@ from headrace.types import Message, Task
 logger = logging.getLogger(__name__)
 
 
+def data_source(source: Source) -> DataSource:
+    """Convert a source of the configuration that has rows; a world makes its own tasks."""
+    assert source.type != "world"
+    return DataSource(
+        type=source.type,
+        path=source.path,
+        name=source.name,
+        size=source.size,
+        seed=source.seed,
+        columns=source.columns,
+        options=source.options,
+        system=source.system,
+    )
+
+
 def tasks_of(source: Source) -> list[Task]:
     if source.type == "world":
         assert source.name is not None
@@ -36,7 +52,7 @@ def tasks_of(source: Source) -> list[Task]:
     if source.type == "task":
         defined = _definition(source).tasks
         return [replace(task, messages=with_system(task.messages, source.system)) for task in defined]
-    return load_tasks(source)
+    return load_tasks(data_source(source))
 
 
 def _definition(source: Source) -> TaskDefinition:
@@ -49,7 +65,7 @@ def conversations_of(source: Source) -> list[Conversation]:
         assert source.name is not None
         talks = world_demonstrations(source.name, source.size, source.seed, source.options)
         return [with_system_message(talk, source.system) for talk in _with_tools(source, talks)]
-    return load_conversations(source)
+    return load_conversations(data_source(source))
 
 
 def _with_tools(source: Source, talks: Sequence[tuple[Message, ...]]) -> Sequence[Conversation]:
@@ -70,7 +86,7 @@ def pairs_of(source: Source) -> list[Pair]:
         made = world_pairs(source.name, source.size, source.seed, source.options)
         told = [[with_system(talk, source.system) for talk in pair] for pair in made]
         return [Pair(chosen=chosen, rejected=rejected) for chosen, rejected in told]
-    return load_pairs(source)
+    return load_pairs(data_source(source))
 
 
 def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...]:

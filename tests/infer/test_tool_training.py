@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import wiring
 from headrace.cli import load_checked, played_by
-from headrace.config import Source
 from headrace.observe.lines import read_lines
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.conversations import ToolTalk, load_conversations
+from headrace.rollout.rows import DataSource
 from infer.agents import make_tokenizer
 
 RUN = """
@@ -87,7 +87,7 @@ def test_a_model_here_demonstrates_what_sft_reads_with_its_tools(folder: Path) -
     config = load_checked(folder / "run.toml", [played_by("model")], command="demonstrate")
     done = wiring.demonstrate(config, folder / "demos.jsonl", tasks=2, samples=1, keep_all=True)
     assert (done.written, done.played) == (2, 2)
-    talks = load_conversations(Source(type="jsonl", path=str(folder / "demos.jsonl")))
+    talks = load_conversations(DataSource(type="jsonl", path=str(folder / "demos.jsonl")))
     for talk in talks:
         assert isinstance(talk, ToolTalk)
         assert [tool["function"]["name"] for tool in talk.tools] == ["calculate", "answer"]
