@@ -370,10 +370,10 @@ def recredit(
 
     from headrace.observe.recredited import tables
     from headrace.observe.view_catalog import method_text
-    from headrace.wiring.recredit import Recredit
-    from headrace.wiring.recredit import recredit as made_anew
+    from headrace.wiring.recredit import RecreditRequest
+    from headrace.wiring.recredit import recredit as recredit_file
 
-    asked = Recredit(
+    request = RecreditRequest(
         path=path,
         rewards=tuple(reward or ()),
         weights=_weights(weight or []),
@@ -384,7 +384,7 @@ def recredit(
         trusted=inprocess,
         partial=partial,
     )
-    result = made_anew(asked)
+    result = recredit_file(request)
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, emoji=False, markup=False, width=160)
