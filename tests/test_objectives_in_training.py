@@ -12,7 +12,6 @@ from headrace import wiring
 from headrace.algo.advantages.credit import METHODS
 from headrace.algo.loss import loss_inputs
 from headrace.algo.losses import LOSSES
-from headrace.cli import load_checked
 from headrace.config.async_checks import SAMPLER_RATIO
 from headrace.errors import ConfigError, ModelError
 from headrace.loops.arrays import takes_behaviour_weights
@@ -21,6 +20,7 @@ from headrace.observe.lines import read_lines
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
 from headrace.rollout.worlds import WORLDS
+from headrace.wiring.checked_config import load_checked
 from headrace.wiring.recredit import RecreditRequest, recredit
 
 WORDS = WORLDS["add"].vocabulary()

@@ -106,15 +106,21 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
     return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
 
 
-def load_model(
-    path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
-) -> LanguageModel:
-    """From a Hugging Face folder (safetensors only), or the name "smollm2-135m"."""
+def model_folder(path: str) -> Path:
+    """Return the Hugging Face folder of a path or of "smollm2-135m"; raises ModelError when it has no model."""
     folder = smollm2_folder() if path == SMOLLM2 else Path(path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder} has no tokenizer: put there what tokenizer.save_pretrained writes")
+    return folder
+
+
+def load_model(
+    path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> LanguageModel:
+    """From a Hugging Face folder (safetensors only), or the name "smollm2-135m"."""
+    folder = model_folder(path)
     with boundary(ModelError, f"the model in {folder} cannot be loaded"):
         check_supported(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
         model = AutoModelForCausalLM.from_pretrained(

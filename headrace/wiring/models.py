@@ -8,31 +8,31 @@ from pathlib import Path
 import torch
 
 from headrace.config import Config, Model
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
 from headrace.infer.generate import GenerateSampler
 from headrace.model import cuda
 from headrace.model.compiled import compile_layers
-from headrace.model.estimate import SMOLLM2_135M, place, read_shape
+from headrace.model.estimate import place, plan_memory
 from headrace.model.load import (
-    SMOLLM2,
     LanguageModel,
     choose_device,
     choose_dtype,
     load_model,
+    model_folder,
     prepare,
     recompute_layers,
 )
 from headrace.model.lora import add_lora
 from headrace.model.scalar import load_scalar_model
 from headrace.model.tiny import save_tiny
+from headrace.model.tokens import Tokens, load_tokenizer
 from headrace.model.worker import Worker
-from headrace.observe.explain import plan
 from headrace.observe.run_folder import RunFolder
-from headrace.rollout.worlds import WORLDS
 from headrace.train.checkpoint import MANIFEST, STATE, verify
 from headrace.train.torch_backend import OPTIMIZER_FILE
+from headrace.wiring.sizes import folder_shape, memory_request, tiny_words
 
 
 def whole(path: str) -> str:
@@ -81,8 +81,7 @@ def settled(config: Config, path: str) -> Config:
         return config
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     placement = place(device="cuda", dtype=config.model.dtype, gpus=(device.name,), mps=False)
-    shape = SMOLLM2_135M if path == SMOLLM2 else read_shape(Path(path))
-    planned = plan(config, shape, placement, gpu_bytes=device.total_memory)
+    planned = plan_memory(memory_request(config), folder_shape(path), placement, gpu_bytes=device.total_memory)
     return replace(
         config,
         model=replace(config.model, recompute=planned.recompute),
@@ -113,7 +112,7 @@ def starting_model(config: Config, folder: RunFolder) -> str:
         shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed here
         save_tiny(
             writing,
-            words=_tiny_words(config),
+            words=tiny_words(config),
             width=tiny.width,
             layers=tiny.layers,
             heads=tiny.heads,
@@ -125,16 +124,9 @@ def starting_model(config: Config, folder: RunFolder) -> str:
     return str(target)
 
 
-def _tiny_words(config: Config) -> tuple[str, ...]:
-    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
-    sources = [*(source for stage in staged for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
-    names = [source.name for source in sources if source.type == "world" and source.name]
-    if not names:
-        raise ConfigError('model.path = "tiny" knows only the words of a built-in world: use a source of type "world"')
-    words: list[str] = []
-    for name in dict.fromkeys(names):
-        words += [word for word in WORLDS[name].vocabulary() if word not in words]
-    return tuple(words)
+def load_tokens(c: Model, path: str) -> Tokens:
+    """Load the tokenizer of a model without its weights."""
+    return load_tokenizer(model_folder(path), trust_remote_code=c.trust_remote_code)
 
 
 def make_sampler(config: Config, lm: LanguageModel, worker: Worker) -> EmbeddedEngine | GenerateSampler:

@@ -24,8 +24,8 @@ from headrace.rollout.group import play_group_remotely
 from headrace.types import metric_values
 from headrace.wiring.models import load_policy, make_sampler, whole
 from headrace.wiring.play import Play, ending, make_sampling, play_held_out
-from headrace.wiring.programs import Programs
-from headrace.wiring.remote import AtService, check_service, starting_state
+from headrace.wiring.programs import AgentEndpoint
+from headrace.wiring.remote import ServiceRuntime, check_service, starting_state
 from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
 from headrace.wiring.sources import make_env_of, tasks_of
 
@@ -93,7 +93,7 @@ async def _here(config: Config, terms: list[Term | GroupTerm], make_env: Callabl
     sampler = make_sampler(config, lm, worker)
     try:
         renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
-        programs = Programs(renderer)
+        programs = AgentEndpoint(renderer)
         try:
             yield play_held_out(config, sampler, renderer, terms, programs, make_env=make_env)
         finally:
@@ -108,9 +108,10 @@ async def _at_service(
     config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
 ) -> AsyncIterator[Play]:
     check_service(config)
-    place = AtService(config, start=starting_state(config.model), state=None)
-    programs = Programs(place.renderer)
+    place = ServiceRuntime(config, start=starting_state(config.model), state=None, samples=True)
+    programs = AgentEndpoint(place.renderer)
     try:
+        assert place.sampler is not None
         yield play_held_out(config, place.sampler, place.renderer, terms, programs, make_env=make_env)
     finally:
         await programs.close()

@@ -14,8 +14,9 @@ from headrace.rollout.programs import Endpoint, program_fn
 from headrace.types import Episode, SamplingParams, Task
 
 
-class Programs:
-    """Owns the endpoint, which starts with the first episode that needs it and serves training and evaluation."""
+class AgentEndpoint:
+    """Owns the endpoint of agent programs, which starts with the first episode that needs it, and the threads of
+    environments that block. Training and evaluation share both."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer

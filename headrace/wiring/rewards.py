@@ -34,16 +34,24 @@ ENV = "env"  # what the world gives
 
 
 def make_terms(config: Config, reward_model_path: str | None) -> list[Term | GroupTerm]:
-    """The terms that can judge now: those of [rl] (what the world gives, if there is none), without a reward model
-    that is not there yet."""
-    rewards = (RewardTerm(fn="env"),) if config.rl is None else reward_terms(config.rl)
+    """Build the terms that can judge now: those of [rl] (what the environment gives, if there is none), without a
+    reward model that is not trained yet."""
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     runner = RewardRunner() if config.rl is None else config.rl.reward_runner
-    there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
     return [
         _term(term, config.model, reward_model_path, tokens) if _is_own(term) else _user_term(term, runner)
-        for term in there
+        for term in _usable_terms(config, reward_model_path)
     ]
+
+
+def has_terms(config: Config, reward_model_path: str | None) -> bool:
+    """Whether `make_terms` would build any."""
+    return bool(_usable_terms(config, reward_model_path))
+
+
+def _usable_terms(config: Config, reward_model_path: str | None) -> list[RewardTerm]:
+    rewards = (RewardTerm(fn=ENV),) if config.rl is None else reward_terms(config.rl)
+    return [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
 
 
 def _is_own(term: RewardTerm) -> bool:

@@ -14,13 +14,13 @@ from headrace.rollout.load_function import load_function
 from headrace.rollout.meter import Meter
 from headrace.rollout.settings import AsyncSettings, Interrupt, StaleAction
 from headrace.rollout.tasks import TaskSource
-from headrace.wiring.desk import Desk
+from headrace.wiring.desk import StageContext
 from headrace.wiring.play import ending, make_sampling
 from headrace.wiring.rewards import make_reward_runner, make_truncation
 from headrace.wiring.sources import make_env_of
 
 
-def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, meter: Meter) -> RolloutExecutor:
+def make_executor(c: Rl, seed: int, desk: StageContext, source: TaskSource, meter: Meter) -> RolloutExecutor:
     play = partial(
         play_group,
         group_size=c.group_size,

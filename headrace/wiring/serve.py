@@ -27,7 +27,7 @@ from headrace.service.server import check_reach
 from headrace.service.service import ModelCard, Service
 from headrace.service.settings import ServeConfig, ServedModel
 from headrace.service.telemetry import Telemetry
-from headrace.wiring.metrics import Outlets, model_sink
+from headrace.wiring.metrics import MetricOutputs, model_sink
 from headrace.wiring.models import fuse
 from headrace.wiring.references import make_rewards, open_references
 
@@ -35,16 +35,16 @@ KEY_KIND, FIRST_OWNER = "key", "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """`new_key` is told once, here; only its hash is kept."""
+class ServiceHandle:
+    """A service that is ready to listen."""
 
     app: FastAPI
     card: ModelCard
-    new_key: str | None
+    new_key: str | None  # shown once, here; only its hash is kept
 
 
 @contextlib.contextmanager
-def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Opened]:
+def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[ServiceHandle]:
     """Everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another."""
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
@@ -73,7 +73,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
             full=config.model.full,
         )
         tempered = config.serve.sampled_logprobs == "tempered"
-        telemetry = Telemetry(lambda source: model_sink(outlets, folder, source))
+        telemetry = Telemetry(lambda source: model_sink(outputs, folder, source))
         named = stack.enter_context(open_references(config, vocabulary=lm.vocabulary))
         rewards = make_rewards(config, lm)
         service = Service(
@@ -88,11 +88,11 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
             rewards=rewards,
         )
         access = Access(keys)
-        outlets = Outlets(config.metrics, text=lambda: prometheus_text(service, access))
-        with contextlib.closing(host), contextlib.closing(outlets), contextlib.closing(telemetry):
+        outputs = MetricOutputs(config.metrics, text=lambda: prometheus_text(service, access))
+        with contextlib.closing(host), contextlib.closing(outputs), contextlib.closing(telemetry):
             renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
             app = make_app(service, access, flags=dict(config.flags), renderer=renderer)
-            yield Opened(app=app, card=card, new_key=made)
+            yield ServiceHandle(app=app, card=card, new_key=made)
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:

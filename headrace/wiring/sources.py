@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.config import Config, Rl, Sft, Source
+from headrace.config import Rl, Sft, Source
 from headrace.errors import DataError
 from headrace.protocols import Env
 from headrace.render import Renderer
@@ -89,8 +89,8 @@ def pairs_of(source: Source) -> list[Pair]:
     return load_pairs(data_source(source))
 
 
-def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...]:
-    """The tasks that fit, with what was left out and what is also held out said aloud."""
+def training_tasks(c: Rl, renderer: Renderer, held_out: Sequence[Task]) -> tuple[Task, ...]:
+    """Load the tasks of [rl] whose prompts fit; log how many were left out, and how many are also held out."""
     filtered = filter_prompts(tasks_of(c.tasks), renderer, c.max_prompt_tokens)
     if filtered.dropped_count:
         logger.warning(
@@ -104,26 +104,26 @@ def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...
             f"no task is left: the shortest prompt has {filtered.shortest} tokens, raise rl.max_prompt_tokens to at "
             f"least {filtered.shortest}"
         )
-    if config.eval.source is not None:
-        shared = overlap(filtered.kept, tasks_of(config.eval.source)[: config.eval.tasks])
-        if shared:
-            logger.warning("%d held-out tasks are also trained on: their score says little", shared)
+    shared = overlap(filtered.kept, held_out) if held_out else 0
+    if shared:
+        logger.warning("%d held-out tasks are also trained on: their score says little", shared)
     return filtered.kept
 
 
-def training_conversations(config: Config, c: Sft) -> list[tuple[list[Conversation], float]]:
-    """The conversations of each source with its weight; what is also held out is said aloud."""
+def training_conversations(
+    c: Sft, held_out_tasks: Sequence[Task], held_out: Sequence[Conversation]
+) -> list[tuple[list[Conversation], float]]:
+    """Load the conversations of each source of [sft], with its weight; log how many prompts are also held out."""
     loaded = [conversations_of(source) for source in c.sources]
-    if c.held_out is not None or config.eval.source is not None:
+    if held_out_tasks or held_out:
         answered = [
             task for source, known in zip(c.sources, loaded, strict=True) for task in answered_by(source, known)
         ]
-        if config.eval.source is not None:
-            shared = overlap(answered, tasks_of(config.eval.source)[: config.eval.tasks])
-            if shared:
-                logger.warning("%d held-out tasks are also answered in sft.sources: their score says little", shared)
+        shared = overlap(answered, held_out_tasks)
+        if shared:
+            logger.warning("%d held-out tasks are also answered in sft.sources: their score says little", shared)
         if c.held_out is not None:
-            shared = overlap(answered, answered_by(c.held_out, conversations_of(c.held_out)))
+            shared = overlap(answered, answered_by(c.held_out, held_out))
             if shared:
                 logger.warning("%d prompts of sft.held_out are also in sft.sources: their loss says little", shared)
     return [(known, source.weight) for source, known in zip(c.sources, loaded, strict=True)]
