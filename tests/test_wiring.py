@@ -254,6 +254,22 @@ def test_the_same_rows_from_another_kind_of_source_give_the_same_run(
     assert_same_run(bench.train(f'rl.tasks={{{source(bench.folder)}, columns={{prompt="question"}}}}'), plain)
 
 
+def test_every_source_is_loaded_once(bench: Bench) -> None:
+    (bench.folder / "counted.py").write_text(
+        f"ROWS = {ROWS!r}\n"
+        "def rows(name):\n"
+        f"    with open({str(bench.folder / 'calls')!r}, 'a') as calls: calls.write(name + chr(10))\n"
+        "    return ROWS\n"
+    )
+
+    def source(name: str) -> str:
+        return f'{{type="python", path="counted.py:rows", options={{name="{name}"}}, columns={{prompt="question"}}}}'
+
+    sft = f"sft={{steps=1, batch_size=2, max_tokens=64, sources=[{source('sft')}], held_out={source('held_out')}}}"
+    bench.train(sft, f"rl.tasks={source('rl')}", f"eval={{source={source('eval')}, tasks=2}}", "rl.steps=1")
+    assert sorted((bench.folder / "calls").read_text().split()) == ["eval", "held_out", "rl", "sft"]
+
+
 def test_a_reasoning_gym_dataset_is_a_source_with_its_own_reward(bench: Bench) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra headrace[envs] is not installed")
     tasks = 'rl.tasks={type="reasoning_gym", name="chain_sum", size=8, seed=1}'

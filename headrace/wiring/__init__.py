@@ -1,6 +1,17 @@
 """Build objects from the configuration: the only package that names implementations. Tier 2, so copy what you need.
 
 The commands below are loaded when they are first used, so that a wrong file is answered before torch is imported.
+
+A run, in the order of what happens:
+- `checked_config` loads and checks the TOML file; `sizes` says how large its model is and what memory it asks for.
+- `run` makes the run folder and runs the stages; `resume` decides where each goes on; `process` handles signals.
+- `preflight` loads the data and functions of all stages once, as `inputs`; `sources` and `objective` build them.
+- `desk` opens the context of a stage; `runtime` is the protocol of what trains and samples, `here` and `remote` are it.
+- `stages` runs the loops; `models`, `rewards`, `rollouts`, `play`, `programs`, `beside`, `metrics`, `record` build its
+  parts.
+
+Commands: `playing` (eval, demonstrate), `showcase` (demo), `explaining`, `doctor`, `proofs` (verify), `recredit`,
+`serve` with `references`.
 """
 
 from importlib import import_module

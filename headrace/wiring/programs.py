@@ -1,5 +1,5 @@
-"""What plays an episode in place of the episode worker: a user's rollout, or an agent program behind an endpoint; and
-the threads of worlds that block."""
+"""Build what plays an episode in place of the episode worker: a user's function, or an agent program behind an
+endpoint; and own the threads of environments that block."""
 
 import asyncio
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -26,13 +26,13 @@ class AgentEndpoint:
         self._threads: ThreadPoolExecutor | None = None
 
     def threads(self, count: int) -> Executor:
-        """Where worlds that block run; the same threads for training and evaluation."""
+        """Return the threads that blocking environments run on; the first call says how many."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=count, thread_name_prefix="environment")
         return self._threads
 
     def generate_fn(self, c: Rl, sampling: SamplingParams) -> GenerateFn | None:
-        """What [rl] program or generate_fn names; None: the episode worker."""
+        """Load what [rl] program or generate_fn names; None if the episode worker plays."""
         if c.program is None:
             return load_function(c.generate_fn) if c.generate_fn else None
         program = load_function(c.program)
@@ -51,7 +51,7 @@ class AgentEndpoint:
         return generate
 
     async def close(self) -> None:
-        """What is still open is refused; a world that still computes is left to itself."""
+        """Close the endpoint, and the threads without waiting for environments that still compute."""
         await self._started.aclose()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

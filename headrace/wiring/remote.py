@@ -33,7 +33,7 @@ DENIED = 401
 
 
 def starting_state(model: Model) -> str:
-    """The folder of the state that the first stage starts from; "": the base model that is served."""
+    """Return the folder of the state that the first stage starts from; "" for the base model that is served."""
     is_state = model.path not in NAMED_MODELS and (Path(model.path) / SERVICE_STATE).is_file()
     return model.path if is_state else ""
 
@@ -74,43 +74,43 @@ def _key(model: Model) -> str | None:
 
 
 def new_model(service: ServiceClient, config: Config) -> ServiceBackend:
-    """A new adapter, as [model.lora] or its defaults say."""
+    """Create an adapter at the service, as [model.lora] or its defaults say."""
     lora = config.model.lora or Lora()
     layers = service_layers(lora.targets)
     assert layers is not None, "the configuration was checked"
-    made = service.create_training(
+    training = service.create_training(
         rank=lora.rank,
         seed=config.run.seed,
         train_attn=layers["train_attn"],
         train_mlp=layers["train_mlp"],
         train_unembed=layers["train_unembed"],
     )
-    return ServiceBackend(made.result())
+    return ServiceBackend(training.result())
 
 
 def tokens_of(model: Model, backend: ServiceBackend) -> Tokens:
-    """The tokenizer in the folder `model.path`, else the one that the service names; raises ConfigError."""
-    told = backend.client.info().result().tokenizer
-    folder = Path(told) if told is not None and Path(told).is_dir() else None
+    """Load the tokenizer in the folder `model.path`, else the one that the service names; raises ConfigError."""
+    name = backend.client.info().result().tokenizer
+    folder = Path(name) if name is not None and Path(name).is_dir() else None
     served = None if folder is None else load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     if model.path in NAMED_MODELS or starting_state(model):
         if served is None:
             raise ConfigError(
-                f"the tokenizer of the model at {model.service} is '{told}', which is no folder here: "
+                f"the tokenizer of the model at {model.service} is '{name}', which is no folder here: "
                 "give 'model.path' a folder with the same tokenizer"
             )
         return served
-    own = load_tokenizer(Path(model.path), trust_remote_code=model.trust_remote_code)
-    if served is not None and served.tokenizer.get_vocab() != own.tokenizer.get_vocab():
+    local = load_tokenizer(Path(model.path), trust_remote_code=model.trust_remote_code)
+    if served is not None and served.tokenizer.get_vocab() != local.tokenizer.get_vocab():
         raise ConfigError(
-            f"the tokenizer in {model.path} is not that of the model at {model.service}, which is in {told}: "
+            f"the tokenizer in {model.path} is not that of the model at {model.service}, which is in {name}: "
             "leave 'model.path' out"
         )
-    return own
+    return local
 
 
 def _check_words(config: Config, tokens: Tokens) -> None:
-    """A small model knows the words of its own world only; others would all become the same unknown token."""
+    """Raise ConfigError when words of a world are unknown: they would all become the same token."""
     unknown = tokens.tokenizer.unk_token_id
     sources = [*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ())]
     for name in dict.fromkeys(source.name for source in sources if source.type == "world" and source.name in WORLDS):

@@ -1,4 +1,4 @@
-"""serve.toml to a service: model, host, journal, keys and application."""
+"""Build a service from serve.toml: model, host, journal, keys and application."""
 
 import contextlib
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class ServiceHandle:
 
 @contextlib.contextmanager
 def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[ServiceHandle]:
-    """Everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another."""
+    """Open everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another."""
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
     with boundary(ConfigError, f"the folder {folder} cannot be made"):
@@ -96,7 +96,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
-    """The base model, and the folder of its tokenizer."""
+    """Load the base model; return it with the folder of its tokenizer."""
     path = c.path
     if path == "tiny":
         path = str(folder / "tiny")
@@ -114,7 +114,7 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
 
 
 def _kv_tokens(lm: LanguageModel, max_rows: int, *, full: bool) -> int:
-    """For contexts as long as the model's, on a GPU within what is free there."""
+    """Return the size of the cache: for contexts as long as the model's, on a GPU within its free memory."""
     wanted = default_kv_tokens(max_rows, lm.context)
     if lm.device.type != "cuda":
         return wanted
@@ -125,8 +125,8 @@ def _kv_tokens(lm: LanguageModel, max_rows: int, *, full: bool) -> int:
 
 
 def kv_room(shape: Shape, size: int, *, free_bytes: int, full: bool) -> int:
-    """Cached positions that each engine may have: half of the memory is for training. A full model needs, beside its
-    weights, 16 bytes per parameter for gradient, master and moments, and its copies have engines of their own."""
+    """Return the cached positions that each engine may have: half of the memory is for training. A full model needs,
+    beside its weights, 16 bytes per parameter for gradient, master and moments; its copies have their own engines."""
     copies = FULL_COPIES if full else 0
     training = num_parameters(shape) * (size * (1 + copies) + 16) if full else 0
     return max(0, free_bytes - training) // 2 // (kv_bytes_per_token(shape, size) * (1 + copies))
@@ -144,7 +144,7 @@ def _keys(config: ServeConfig, journal: Journal, *, make_key: bool) -> tuple[lis
 
 
 def _raise_file_limit() -> None:
-    """Every open poll is a file descriptor; where the limit cannot be raised, it stays."""
+    """Raise the limit of open files, if possible: every open poll is a file descriptor."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -1,4 +1,4 @@
-"""Sources of the configuration to tasks, conversations, pairs and environments."""
+"""Load tasks, conversations, pairs and environments from the sources of the configuration."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -45,6 +45,7 @@ def data_source(source: Source) -> DataSource:
 
 
 def tasks_of(source: Source) -> list[Task]:
+    """Load the tasks of a source, with its system message."""
     if source.type == "world":
         assert source.name is not None
         tasks = world_tasks(source.name, source.size, source.seed, source.options)
@@ -61,6 +62,7 @@ def _definition(source: Source) -> TaskDefinition:
 
 
 def conversations_of(source: Source) -> list[Conversation]:
+    """Load the conversations of a source, with its system message."""
     if source.type == "world":
         assert source.name is not None
         talks = world_demonstrations(source.name, source.size, source.seed, source.options)
@@ -69,7 +71,7 @@ def conversations_of(source: Source) -> list[Conversation]:
 
 
 def _with_tools(source: Source, talks: Sequence[tuple[Message, ...]]) -> Sequence[Conversation]:
-    """Conversations of a world that is played with calls, with the tools that it offers."""
+    """Add the tools that a world offers to its conversations, if they have tool calls."""
     if not any(message.tool_calls for talk in talks for message in talk):
         return talks
     assert source.name is not None
@@ -81,11 +83,14 @@ def _with_tools(source: Source, talks: Sequence[tuple[Message, ...]]) -> Sequenc
 
 
 def pairs_of(source: Source) -> list[Pair]:
+    """Load the pairs of a better and a worse conversation of a source, with its system message."""
     if source.type == "world":
         assert source.name is not None
-        made = world_pairs(source.name, source.size, source.seed, source.options)
-        told = [[with_system(talk, source.system) for talk in pair] for pair in made]
-        return [Pair(chosen=chosen, rejected=rejected) for chosen, rejected in told]
+        pairs = world_pairs(source.name, source.size, source.seed, source.options)
+        return [
+            Pair(chosen=with_system(chosen, source.system), rejected=with_system(rejected, source.system))
+            for chosen, rejected in pairs
+        ]
     return load_pairs(data_source(source))
 
 
@@ -130,8 +135,8 @@ def training_conversations(
 
 
 def answered_by(source: Source, conversations: Sequence[Conversation]) -> list[Task]:
-    """The task behind each conversation of a source. A world's own tasks, for two of them can begin with the same
-    words; else the prompt."""
+    """Return the task behind each conversation: a world's own tasks, because two of them can begin with the same words;
+    else the prompt."""
     if source.type == "world":
         assert source.name is not None
         return demonstrated_tasks(source.name, source.size, source.seed, source.options)
@@ -139,6 +144,7 @@ def answered_by(source: Source, conversations: Sequence[Conversation]) -> list[T
 
 
 def make_env_of(source: Source) -> Callable[[], Env]:
+    """Return the constructor of the environment that plays the tasks of a source."""
     if source.type == "world":
         assert source.name is not None
         return WORLDS[source.name].make_env
