@@ -388,8 +388,8 @@ def compared(sync: Sequence[Measured], other: Sequence[Measured], *, steps: int)
 
 def _embedded_run(steps: int, eta: int) -> Measured:
     from headrace import wiring
-    from headrace.cli import load_checked
     from headrace.observe.sinks import read_metrics
+    from headrace.wiring.checked_config import load_checked
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"

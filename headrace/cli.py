@@ -12,24 +12,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from headrace import __version__
-from headrace.errors import ConfigError, HeadraceError, Interrupted, boundary
+from headrace.errors import ConfigError, HeadraceError, Interrupted
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from rich.console import Console
 
-    from headrace.config import Config, Rl
-    from headrace.model.estimate import Shape
     from headrace.service.settings import ServeConfig
 
-SamplingCheck = tuple[bool, str, tuple[str, ...]]
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
 
 app = typer.Typer(
@@ -73,8 +68,8 @@ def exit_code(exc: HeadraceError) -> int:
             return EXIT_FAILED
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"headrace {__version__}")
         raise typer.Exit
 
@@ -129,10 +124,13 @@ def train(
         logging.getLogger("headrace").setLevel(log_level.upper())
     if run is not None and not resume:
         raise ConfigError(f"a run folder ({run}) is only given with --resume: add it, or leave the folder out")
-    config = load_checked(file, overrides or [], command="train")
-    resumed = run_to_resume(config, run) if resume else None
-    from headrace import wiring
+    from headrace.wiring.checked_config import load_checked
 
+    config = load_checked(file, overrides or [], command="train")
+    from headrace import wiring
+    from headrace.wiring.resume import run_to_resume
+
+    resumed = run_to_resume(config, run) if resume else None
     result = wiring.train(config, config_text_path=file, resume=resumed)
     print(result.text)
 
@@ -144,7 +142,9 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Play held-out tasks with a checkpoint: the file's [eval.source]."""
-    config = load_checked(file, [*(overrides or []), played_by(checkpoint)], command="eval")
+    from headrace.wiring.checked_config import load_checked, model_override
+
+    config = load_checked(file, [*(overrides or []), model_override(checkpoint)], command="eval")
     from headrace import wiring
 
     print(json.dumps(wiring.evaluate(config)))
@@ -161,7 +161,9 @@ def demonstrate(
     overrides: Overrides = None,
 ) -> None:
     """Write conversations for [sft]: what a model says when it plays the file's [rl.tasks]."""
-    config = load_checked(file, [*(overrides or []), played_by(policy)], command="demonstrate")
+    from headrace.wiring.checked_config import load_checked, model_override
+
+    config = load_checked(file, [*(overrides or []), model_override(policy)], command="demonstrate")
     from headrace import wiring
 
     done = wiring.demonstrate(config, out, tasks=tasks, samples=samples, keep_all=keep_all)
@@ -182,23 +184,12 @@ def explain(
         return
     if file is None:
         raise ConfigError("explain needs a TOML file: write  headrace explain run.toml")
-    config = load_checked(file, overrides or [], command="train")
-    from headrace.model.estimate import place
-    from headrace.observe.environment import machine_facts
-    from headrace.observe.explain import Machine, explain_served
-    from headrace.observe.explain import explain as explained
+    from headrace.wiring.checked_config import load_checked
 
-    if config.model.service is not None:
-        print(explain_served(config, file=str(file)), end="")
-        return
-    facts = machine_facts(("torch",), cwd=_existing(Path(config.run.folder)))
-    gpus = [gpu["name"] for gpu in facts["gpus"]]
-    placement = place(
-        device=config.model.device, dtype=config.model.dtype, gpus=gpus, mps=bool(facts["torch"].get("mps"))
-    )
-    memory = facts["gpus"][0]["memory_bytes"] if placement.device == "cuda" else facts["memory"]["total_bytes"]
-    machine = Machine(memory_bytes=memory, disk_free_bytes=facts["disk"]["free_bytes"])
-    print(explained(config, file=str(file), shape=shape_of_model(config), placement=placement, machine=machine), end="")
+    config = load_checked(file, overrides or [], command="train")
+    from headrace.wiring.explaining import explain_config
+
+    print(explain_config(config, file=str(file)), end="")
 
 
 @app.command()
@@ -210,49 +201,17 @@ def doctor() -> None:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
+    from headrace.wiring.doctor import check_sampling, describe_machine
+
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        tell_machine(pool.submit(sampling_check))  # under way while packages are looked at
-
-
-def tell_machine(checking: "Future[SamplingCheck]") -> None:
-    """`checking` is asked for last: what it needs may be what is broken."""
-    from headrace.model.estimate import place
-    from headrace.model.support import REFUSED, SUPPORTED
-    from headrace.observe.environment import format_facts, machine_facts
-    from headrace.observe.explain import chosen_text, support_table
-    from headrace.reward.sandboxed import sandbox_text
-
-    with waiting("looking at this machine") as tell:
-        facts = machine_facts(tell=lambda name: tell(f"importing {name}"))
-    print(f"headrace      {__version__}\n{format_facts(facts)}\n")
-    gpus = [gpu["name"] for gpu in facts["gpus"]]
-    placement = place(device="auto", dtype="auto", gpus=gpus, mps=bool(facts["torch"].get("mps")))
-    print(f"headrace would use\n{chosen_text(placement)}\n")
-    broken = [name for name in ("torch", "transformers") if not facts["packages"][name]["ok"]]
-    if broken:
-        raise HeadraceError(f"{' and '.join(broken)} cannot be imported, so nothing can run: run  pip install headrace")
-    print(f"model types\n{support_table(SUPPORTED, REFUSED)}\n")
-    with waiting("sampling alone, in a crowd and preempted"), boundary(HeadraceError, "sampling cannot be checked"):
-        ok, detail, in_graphs = checking.result()
-    print(f"decoded in CUDA graphs: {', '.join(in_graphs)}; other types step by step\n")
-    print(f"reward sandbox: {sandbox_text()}")
-    print(f"reproducible sampling: {'yes' if ok else 'NO'}, {detail}")
-    if not ok:
-        raise HeadraceError("sampled tokens depend on what else is in the batch on this machine; see the line above")
-
-
-def sampling_check() -> "SamplingCheck":
-    """Is sampling reproducible, in what respect, and which model types does CUDA decode in graphs; loads torch."""
-    from headrace.infer.cuda.weights import TYPES
-    from headrace.infer.selfcheck import check_bit_equality
-
-    result = check_bit_equality()
-    return result.ok, result.detail, TYPES
+        checking = pool.submit(check_sampling)  # under way while packages are looked at
+        for text in describe_machine(checking, waiting):
+            print(text)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """What is being waited for, on a terminal; the function that is given changes it."""
+    """Show on a terminal what is being waited for; the function that is yielded changes the text."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -317,8 +276,6 @@ def view(
     html: Annotated[Path | None, typer.Option(help="Write one page with all of this instead.")] = None,
 ) -> None:
     """Look at the rollouts of a training step."""
-    from rich.console import Console
-
     from headrace.observe.view import Asked, write_page
     from headrace.observe.view import view as shown
     from headrace.observe.view_tokens import By
@@ -336,9 +293,7 @@ def view(
     if html is not None:
         print(f"{html}: {write_page(asked, html)} episodes")
         return
-    console = Console(highlight=False, emoji=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, emoji=False, markup=False, width=160)
+    console = _console()
     colour = console.is_terminal and not console.no_color
     for part in shown(asked, width=console.width, colour=colour):
         console.print(part, soft_wrap=False)
@@ -366,14 +321,12 @@ def recredit(
     partial: Annotated[bool, typer.Option("--partial", help="Compare groups that were not saved whole.")] = False,
 ) -> None:
     """Score and credit saved rollouts anew, without a model."""
-    from rich.console import Console
-
     from headrace.observe.recredited import tables
     from headrace.observe.view_catalog import method_text
-    from headrace.wiring.recredit import Recredit
-    from headrace.wiring.recredit import recredit as made_anew
+    from headrace.wiring.recredit import RecreditRequest
+    from headrace.wiring.recredit import recredit as recredit_file
 
-    asked = Recredit(
+    request = RecreditRequest(
         path=path,
         rewards=tuple(reward or ()),
         weights=_weights(weight or []),
@@ -384,10 +337,8 @@ def recredit(
         trusted=inprocess,
         partial=partial,
     )
-    result = made_anew(asked)
-    console = Console(highlight=False, emoji=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, emoji=False, markup=False, width=160)
+    result = recredit_file(request)
+    console = _console()
     for table in tables(result.comparison):
         console.print(table)
     print(f"credit {method_text(result.method)}; written to {result.out}")
@@ -453,7 +404,7 @@ def key(
 
 
 def _numbers(texts: list[str]) -> dict[str, float | str]:
-    """KEY=VALUE, with a number where it is one."""
+    """Parse KEY=VALUE, with a number where it is one."""
     numbers: dict[str, float | str] = {}
     for text in texts:
         key, separator, value = text.partition("=")
@@ -467,7 +418,7 @@ def _numbers(texts: list[str]) -> dict[str, float | str]:
 
 
 def _weights(texts: list[str]) -> dict[str, float]:
-    """NAME=NUMBER."""
+    """Parse NAME=NUMBER."""
     weights: dict[str, float] = {}
     for text in texts:
         name, _, number = text.rpartition("=")
@@ -480,126 +431,14 @@ def _weights(texts: list[str]) -> dict[str, float]:
     return weights
 
 
-def played_by(policy: str) -> str:
-    """The override that has this model play; raises ConfigError when it is none."""
-    from headrace.config.paths import remote_name
-    from headrace.names import NAMED_MODELS
+def _console() -> "Console":
+    """Return a console for tables, 160 columns wide where there is no terminal."""
+    from rich.console import Console
 
-    here = policy not in NAMED_MODELS and remote_name(policy) is None
-    if policy == "tiny" or (here and not Path(policy).is_dir()):
-        what = "tiny is made anew for every run" if policy == "tiny" else f"there is no folder {policy}"
-        raise ConfigError(f"{what}: give a checkpoint, a Hugging Face folder, smollm2-135m or openai:NAME")
-    path = str(Path(policy).absolute()) if here else policy
-    return f"model.path={json.dumps(path, ensure_ascii=False)}"
-
-
-def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval", "demonstrate"]) -> "Config":
-    """The configuration of a file, checked, with its paths made absolute."""
-    from headrace.config import absolute_paths, check, load_config
-    from headrace.rollout.task_files import task_defaults
-
-    if not file.is_file():
-        raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
-    with boundary(ConfigError, f"{file} cannot be read"):
-        text = file.read_text(encoding="utf-8")
-    base = file.absolute().parent
-    config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
-    check(config, file=str(file), base=base, command=command)
-    if config.rl is not None:
-        _check_objective(config.rl, file=str(file))
-    config = absolute_paths(config, base=base)
-    if config.model.service is None:
-        _check_model_type(config.model.path)
-    return config
-
-
-def _check_objective(rl: "Rl", *, file: str) -> None:
-    """Raises ConfigError when a number of credit or loss is not known, or a loss needs what cannot be provided.
-
-    A user's own loss is looked at when it is loaded, before the first stage.
-    """
-    from headrace.algo.advantages.credit import check_method
-    from headrace.algo.lookup import check_numbers
-    from headrace.algo.loss import loss_inputs
-    from headrace.algo.losses import LOSSES, find_loss
-    from headrace.config.paths import split_sum
-    from headrace.loops.arrays import available_arrays, check_objective
-
-    key = "rl.credit_params"
-    try:
-        if rl.critic is None:
-            check_method(rl.credit, rl.credit_params)
-        key = "rl.loss"
-        if all(term in LOSSES for term in split_sum(rl.loss)):
-            fn = find_loss(rl.loss)
-            check_numbers(rl.loss_params, loss_inputs(fn).params, f"'rl.loss_params': loss '{rl.loss}'")
-            check_objective(fn, rl.loss_params, available=available_arrays(fn, teacher=rl.teacher is not None))
-    except ConfigError as exc:
-        place = "" if str(exc).startswith("'rl.") else f"'{key}': "
-        raise ConfigError(f"{file}: {place}{exc}") from exc
-
-
-def _check_model_type(path: str) -> None:
-    """Raises ModelError for a model folder whose config.json describes a kind that is not supported."""
-    from headrace.config.paths import remote_name
-    from headrace.model.support import check_supported
-    from headrace.names import NAMED_MODELS
-
-    if path not in NAMED_MODELS and remote_name(path) is None:
-        described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        check_supported(SimpleNamespace(**described))
-
-
-def shape_of_model(config: "Config") -> "Shape":
-    """The size of the configured model, from its config.json or what is known of the built-in ones."""
-    from headrace.model.estimate import SMOLLM2_135M, read_shape, tiny_shape
-
-    match config.model.path:
-        case "tiny":
-            from headrace.model.tiny import SPECIAL
-
-            tiny = config.model.tiny
-            return tiny_shape(
-                width=tiny.width,
-                layers=tiny.layers,
-                heads=tiny.heads,
-                kv_heads=tiny.kv_heads,
-                context=tiny.context,
-                vocabulary=len(SPECIAL) + len(_world_words(config)),
-            )
-        case "smollm2-135m":
-            return SMOLLM2_135M
-        case folder:
-            return read_shape(Path(folder))
-
-
-def _world_words(config: "Config") -> set[str]:
-    """Every word of the worlds the configuration names."""
-    from headrace.rollout.worlds import WORLDS
-
-    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
-    sources = [*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ())]
-    names = {source.name for source in sources if source.type == "world" and source.name is not None}
-    return {word for name in names for word in WORLDS[name].vocabulary()}
-
-
-def run_to_resume(config: "Config", run: Path | None) -> Path:
-    """The run folder that was named, else the newest of the configuration's name."""
-    from headrace.observe.run_folder import RunFolder, find_latest
-
-    if run is not None:
-        return RunFolder.open(run).path
-    found = find_latest(Path(config.run.folder), config.run.name)
-    if found is None:
-        raise ConfigError(
-            f"there is no run named '{config.run.name}' in {config.run.folder}: start it without --resume"
-        )
-    return found.path
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(highlight=False, emoji=False, markup=False, width=160)
+    return console
 
 
 if __name__ == "__main__":

@@ -15,21 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import (
-    SamplingCheck,
-    exit_code,
-    load_checked,
-    main,
-    run_to_resume,
-    shape_of_model,
-    tell_machine,
-    waiting,
-)
+from headrace.cli import exit_code, main, waiting
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
 from headrace.model.tiny import make_tokenizer
 from headrace.observe.environment import OPTIONAL, REQUIRED, machine_facts
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS
+from headrace.wiring.checked_config import load_checked
+from headrace.wiring.doctor import SamplingCheck, describe_machine
+from headrace.wiring.resume import run_to_resume
+from headrace.wiring.sizes import model_shape
 
 RUN = """
 [rl]
@@ -175,9 +170,9 @@ def test_the_size_of_a_model_is_read_from_where_the_model_is(file: Path) -> None
         "max_position_embeddings": 512,
     }
     (file.parent / "config.json").write_text(json.dumps(described))
-    shape = shape_of_model(load_checked(file, ["model.path=."], command="train"))
+    shape = model_shape(load_checked(file, ["model.path=."], command="train"))
     assert (shape.width, shape.vocabulary, shape.kv_heads) == (32, 7, 2)
-    tiny = shape_of_model(load_checked(file, ["model.tiny.layers=5"], command="train"))
+    tiny = model_shape(load_checked(file, ["model.tiny.layers=5"], command="train"))
     words = make_tokenizer(WORLDS["key_door"].vocabulary())
     assert (tiny.layers, tiny.vocabulary) == (5, len(words))
 
@@ -230,12 +225,17 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
     return found
 
 
+def describe(checking: "Future[SamplingCheck]") -> None:
+    for text in describe_machine(checking, waiting):
+        print(text)
+
+
 @pytest.mark.usefixtures("packages")
 def test_doctor_fails_where_sampling_is_not_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
     checked: Future[SamplingCheck] = Future()
     checked.set_result((False, "2 of 6 requests changed bits with the batch", ("llama",)))
     with pytest.raises(HeadraceError, match="depend on what else is in the batch"):
-        tell_machine(checked)
+        describe(checked)
     assert "reproducible sampling: NO, 2 of 6" in capsys.readouterr().out
 
 
@@ -244,7 +244,7 @@ def test_doctor_says_what_it_found_before_a_check_that_died(capsys: pytest.Captu
     checked: Future[SamplingCheck] = Future()
     checked.set_exception(BrokenProcessPool("a child process terminated abruptly"))
     with pytest.raises(HeadraceError, match="sampling cannot be checked: BrokenProcessPool"):
-        tell_machine(checked)
+        describe(checked)
     assert "cpu           Mill" in capsys.readouterr().out
 
 
@@ -253,7 +253,7 @@ def test_doctor_does_not_wait_for_a_check_that_cannot_be_made(
 ) -> None:
     packages["torch"] = {"ok": False, "reason": "not usable: OSError: no such library"}
     with pytest.raises(HeadraceError, match="torch cannot be imported, so nothing can run"):
-        tell_machine(Future())  # never ends
+        describe(Future())  # never ends
     assert "not usable: OSError: no such library" in capsys.readouterr().out
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from headrace import wiring
-from headrace.cli import load_checked
 from headrace.errors import ConfigError, DataError, RolloutError
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.trajectories import load_trajectories
 from headrace.types import CreditedEpisode
+from headrace.wiring.checked_config import load_checked
 
 RUN = """
 [model]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import load_checked, main
+from headrace.cli import main
 from headrace.config import load_config
 from headrace.wiring import showcase
+from headrace.wiring.checked_config import load_checked
 
 SMALL = (
     "sft.steps=2",

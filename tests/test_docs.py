@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from headrace import wiring
-from headrace.cli import load_checked
 from headrace.observe.run_folder import RunFolder
+from headrace.wiring.checked_config import load_checked
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))

@@ -12,7 +12,6 @@ from headrace import wiring
 from headrace.algo.advantages.credit import METHODS
 from headrace.algo.loss import loss_inputs
 from headrace.algo.losses import LOSSES
-from headrace.cli import load_checked
 from headrace.config.async_checks import SAMPLER_RATIO
 from headrace.errors import ConfigError, ModelError
 from headrace.loops.arrays import takes_behaviour_weights
@@ -21,7 +20,8 @@ from headrace.observe.lines import read_lines
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
 from headrace.observe.trajectories import load_trajectories
 from headrace.rollout.worlds import WORLDS
-from headrace.wiring.recredit import Recredit, recredit
+from headrace.wiring.checked_config import load_checked
+from headrace.wiring.recredit import RecreditRequest, recredit
 
 WORDS = WORLDS["add"].vocabulary()
 ADD = 'type = "world", name = "add", size = 40'
@@ -248,7 +248,7 @@ def test_the_short_name_ppo_trains_as_its_parts_do(bench: Bench) -> None:
     long = bench.train("rl.credit=token_gae", "rl.loss=ppo", "rl.critic.lam=0.95", "rl.steps=1").folder
     assert reproducible_bytes(short / "metrics.jsonl") == reproducible_bytes(long / "metrics.jsonl")
     assert records(short, "rl")[0].values["critic/value_error"] > 0
-    again = recredit(Recredit(path=short))  # from the values in its file, without the critic
+    again = recredit(RecreditRequest(path=short))  # from the values in its file, without the critic
     before, after = read_lines(short / "rollouts" / "step_000001.jsonl"), read_lines(again.out)
     assert [line.advantages for line in after] == [line.advantages for line in before]
     assert again.method.params == {"gamma": 1.0, "lam": 0.95, "whiten": 1.0, "bootstrap": 1.0, "kl_coef": 0.0}

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from headrace import wiring
-from headrace.cli import load_checked
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, RolloutError, RunFolderError
 from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
@@ -21,7 +20,8 @@ from headrace.observe.trajectories import load_trajectories
 from headrace.rollout.conversations import Mixture, prompt_of
 from headrace.rollout.worlds import WORLDS, world_demonstrations
 from headrace.types import CreditedEpisode
-from headrace.wiring.sources import conversations_of, training_conversations
+from headrace.wiring.checked_config import load_checked
+from headrace.wiring.sources import conversations_of, tasks_of, training_conversations
 
 WORDS = (*"0123456789", "+", "=", "add", "sum")
 CONFIG = """
@@ -251,6 +251,22 @@ def test_the_same_rows_from_another_kind_of_source_give_the_same_run(
     assert_same_run(bench.train(f'rl.tasks={{{source(bench.folder)}, columns={{prompt="question"}}}}'), plain)
 
 
+def test_every_source_is_loaded_once(bench: Bench) -> None:
+    (bench.folder / "counted.py").write_text(
+        f"ROWS = {ROWS!r}\n"
+        "def rows(name):\n"
+        f"    with open({str(bench.folder / 'calls')!r}, 'a') as calls: calls.write(name + chr(10))\n"
+        "    return ROWS\n"
+    )
+
+    def source(name: str) -> str:
+        return f'{{type="python", path="counted.py:rows", options={{name="{name}"}}, columns={{prompt="question"}}}}'
+
+    sft = f"sft={{steps=1, batch_size=2, max_tokens=64, sources=[{source('sft')}], held_out={source('held_out')}}}"
+    bench.train(sft, f"rl.tasks={source('rl')}", f"eval={{source={source('eval')}, tasks=2}}", "rl.steps=1")
+    assert sorted((bench.folder / "calls").read_text().split()) == ["eval", "held_out", "rl", "sft"]
+
+
 def test_a_reasoning_gym_dataset_is_a_source_with_its_own_reward(bench: Bench) -> None:
     pytest.importorskip("reasoning_gym", reason="the extra headrace[envs] is not installed")
     tasks = 'rl.tasks={type="reasoning_gym", name="chain_sum", size=8, seed=1}'
@@ -291,7 +307,7 @@ def test_sources_are_mixed_by_their_weights(bench: Bench) -> None:
     (bench.folder / "talks.jsonl").write_text(text)
     mixed = f'{{{KEY_DOOR}, size=4, weight=3.0}}, {{type="jsonl", path="talks.jsonl", weight=1.0}}'
     config = bench.config(f"sft={{steps=1, batch_size=8, max_tokens=64, sources=[{mixed}]}}")
-    drawn = Mixture(training_conversations(config, config.sft), seed=0).next_batch(8)
+    drawn = Mixture(training_conversations(config.sft, (), ()), seed=0).next_batch(8)
     assert sum(prompt_of(talk)[-1].content == "1 + 1 =" for talk in drawn) == 2  # one of four
 
 
@@ -596,7 +612,9 @@ def test_what_is_also_held_out_from_imitation_is_said_aloud(bench: Bench, caplog
         caplog.clear()
         config = bench.config(f"sft.sources=[{{{sources}}}]", *overrides, text=text)
         assert config.sft is not None
-        parts = training_conversations(config, config.sft)
+        source, held_out = config.eval.source, config.sft.held_out
+        tasks = [] if source is None else tasks_of(source)[: config.eval.tasks]
+        parts = training_conversations(config.sft, tasks, [] if held_out is None else conversations_of(held_out))
         assert [(conversations_of(source), source.weight) for source in config.sft.sources] == parts
         return [record.getMessage() for record in caplog.records if record.name.startswith("headrace")]
 

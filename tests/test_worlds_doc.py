@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from headrace import wiring
-from headrace.cli import load_checked
 from headrace.config import Source
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.tasks import overlap
 from headrace.rollout.worlds import ADAPTERS, BUILT_IN, WORLDS, world_demonstrations, world_tasks
 from headrace.types import Message
+from headrace.wiring.checked_config import load_checked
 from headrace.wiring.sources import conversations_of, pairs_of, tasks_of
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "worlds.md").read_text(encoding="utf-8")

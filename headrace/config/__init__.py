@@ -2,7 +2,7 @@
 
 `load_config` reads and types it; `check` looks for what cannot work before anything is loaded. No torch, and no I/O
 beyond the caller's text and `check`'s look at the paths a configuration names. Stages take values out of the tree;
-below `wiring/` only `observe/explain.py`, which prints it, sees the tree itself.
+below `wiring/` only what prints the tree sees it (`observe/explain.py`, `observe/key_table.py`).
 """
 
 from headrace.config.algorithms import ALGORITHMS, algorithm_text

@@ -1,4 +1,6 @@
-"""How large a model and its training are, from its config.json alone: no weights, no torch.
+"""Estimate how large a model and its training are from its config.json alone, and plan what a GPU has room for.
+
+Loads no weights and no torch.
 
 Parameters are exact for the supported model types. Memory is an estimate: activations are what the backward pass
 keeps per token without recomputation, and small buffers are left out.
@@ -20,6 +22,7 @@ HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
 USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
 CACHE_PART = 4  # keys and values that get this part of it have enough
+KV_SLOTS, KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers keep less on CUDA (`model/cuda/layers.py`)
 
 
@@ -231,56 +234,6 @@ def activation_bytes_per_token(shape: Shape, size: int, *, fused: bool = False) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvRoom:
-    """Tokens whose keys and values the engine is to hold: `wanted` if there is room, `least` in any case."""
-
-    wanted: int
-    least: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """What is decided by the size of the device."""
-
-    recompute: bool
-    kv_tokens: int
-    memory: Memory
-    without_recompute: int  # bytes in all, had nothing been recomputed
-
-
-def fit(
-    memory_of: Callable[[bool, int], Memory], kv: KvRoom, *, recompute: bool | Literal["auto"], kv_bytes: int,
-    gpu_bytes: int | None,
-) -> Fit:  # fmt: skip
-    """Decide what is left open. `memory_of(recompute, kv_tokens)`; `kv_bytes` of one token; no GPU: nothing is.
-
-    Layers are recomputed when they would not leave the cache what it wants, or a quarter of the GPU if that is less.
-    Then the cache gets what is left.
-    """
-    usable = None if gpu_bytes is None else int(USABLE * gpu_bytes)
-    enough = kv.wanted if usable is None else min(kv.wanted, max(kv.least, usable // CACHE_PART // kv_bytes))
-    plain = memory_of(False, enough).total
-    again = recompute is True or (recompute == "auto" and usable is not None and plain > usable)
-    tokens = kv.wanted
-    if usable is not None:
-        left = (usable - memory_of(again, 0).training) // kv_bytes
-        tokens = min(kv.wanted, max(kv.least, left))
-    return Fit(recompute=again, kv_tokens=tokens, memory=memory_of(again, tokens), without_recompute=plain)
-
-
-def kv_bytes_per_token(shape: Shape, size: int) -> int:
-    """A key and a value for every layer and key-value head."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_width * size
-
-
-def checkpoint_bytes(*, dtype: str, trainable: int, frozen: int) -> int:
-    """Weights in Hugging Face layout, and masters and moments of what is trained."""
-    size = DTYPE_BYTES[dtype]
-    state = max(size, FP32)
-    return (trainable + frozen) * size + trainable * ((FP32 if size < FP32 else 0) + 2 * state)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where a model runs and how its attention is computed, each with the reason in plain words."""
 
@@ -310,3 +263,148 @@ def place(*, device: str, dtype: str, gpus: Sequence[str], mps: bool) -> Placeme
     else:
         attention = "scaled_dot_product_attention for each sequence; the variable-length kernel needs CUDA"
     return Placement(device=chosen, dtype=precision, device_reason=reason, attention=attention)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """Tokens whose keys and values the engine is to hold."""
+
+    wanted: int  # if there is room
+    least: int  # in any case
+
+
+def default_kv_room(max_rows: int, longest: int) -> KvRoom:
+    """Twice `max_rows` sequences of the longest length, because slots grow by doubling; at least eight slots of it."""
+    wanted = 2 * max_rows * longest
+    if not wanted:
+        return KvRoom(wanted=0, least=0)
+    least = KV_SLOTS * -(-(longest + 1) // KV_ROUND) * KV_ROUND
+    return KvRoom(wanted=max(wanted, least), least=least)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What is decided by the size of the device."""
+
+    recompute: bool
+    kv_tokens: int
+    memory: Memory
+    without_recompute: int  # bytes in all, had nothing been recomputed
+
+
+def fit(
+    memory_of: Callable[[bool, int], Memory], kv: KvRoom, *, recompute: bool | Literal["auto"], kv_bytes: int,
+    gpu_bytes: int | None,
+) -> Fit:  # fmt: skip
+    """Decide whether layers are recomputed and how many tokens are cached; without a GPU, as was asked for.
+
+    `memory_of(recompute, kv_tokens)` sizes a choice; `kv_bytes` is the size of one cached token.
+
+    Layers are recomputed when they would not leave the cache what it wants, or a quarter of the GPU if that is less.
+    Then the cache gets what is left.
+    """
+    usable = None if gpu_bytes is None else int(USABLE * gpu_bytes)
+    enough = kv.wanted if usable is None else min(kv.wanted, max(kv.least, usable // CACHE_PART // kv_bytes))
+    plain = memory_of(False, enough).total
+    again = recompute is True or (recompute == "auto" and usable is not None and plain > usable)
+    tokens = kv.wanted
+    if usable is not None:
+        left = (usable - memory_of(again, 0).training) // kv_bytes
+        tokens = min(kv.wanted, max(kv.least, left))
+    return Fit(recompute=again, kv_tokens=tokens, memory=memory_of(again, tokens), without_recompute=plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRequest:
+    """What a run asks of the device it trains on; where stages differ, the larger counts."""
+
+    micro_batch_tokens: int  # computed at once
+    kv: KvRoom  # of the engine
+    recompute: bool | Literal["auto"]  # whether layers are computed again in the backward pass
+    lora_rank: int = 0  # 0: every parameter is trained
+    lora_targets: tuple[str, ...] = ()
+    frozen_copies: int = 0  # other models of the same size that are not trained, such as a reference
+    critic: bool = False  # a value model with a trunk of its own
+    graphs: bool = False  # the engine decodes in CUDA graphs, which hold copies of weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The sizes of a run, and what the memory of its GPU decides."""
+
+    parameters: int
+    trainable: int  # the parameters themselves, or those of the adapters beside them
+    memory: Memory
+    kv_tokens: int
+    recompute: bool
+    without_recompute: int  # bytes in all, had nothing been recomputed
+    checkpoint_bytes: int
+
+
+def plan_memory(
+    request: MemoryRequest, shape: Shape, placement: Placement, *, gpu_bytes: int | None = None
+) -> MemoryPlan:
+    """Size a run, and decide recomputation and the cache where the memory of a GPU (`gpu_bytes`) decides them."""
+    parameters = num_parameters(shape)
+    adapters = num_lora_parameters(shape, rank=request.lora_rank, targets=request.lora_targets)
+    trainable, frozen = (adapters, parameters) if request.lora_rank else (parameters, 0)
+
+    def memory_of(recompute: bool, kv_tokens: int) -> Memory:
+        return training_memory(
+            shape,
+            dtype=placement.dtype,
+            trainable=trainable,
+            frozen=frozen,
+            micro_batch_tokens=request.micro_batch_tokens,
+            kv_tokens=kv_tokens,
+            device=placement.device,
+            recompute=recompute,
+            beside=_other_models(request, parameters, placement.dtype) + _graph_copies(request, shape, placement),
+        )
+
+    fitted = fit(
+        memory_of,
+        request.kv,
+        recompute=request.recompute,
+        kv_bytes=kv_bytes_per_token(shape, DTYPE_BYTES[placement.dtype]),
+        gpu_bytes=gpu_bytes if placement.device == "cuda" else None,
+    )
+    return MemoryPlan(
+        parameters=parameters,
+        trainable=trainable,
+        memory=fitted.memory,
+        kv_tokens=fitted.kv_tokens,
+        recompute=fitted.recompute,
+        without_recompute=fitted.without_recompute,
+        checkpoint_bytes=checkpoint_bytes(dtype=placement.dtype, trainable=trainable, frozen=frozen),
+    )
+
+
+def _other_models(request: MemoryRequest, parameters: int, dtype: str) -> int:
+    """Bytes of frozen models, and of a critic with its gradients, masters and moments."""
+    size = DTYPE_BYTES[dtype]
+    critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if request.critic else 0
+    return request.frozen_copies * parameters * size + critic
+
+
+def _graph_copies(request: MemoryRequest, shape: Shape, placement: Placement) -> int:
+    """Bytes of the weights that decoding in graphs copies: in bfloat16 all of the layers', which are float16 there,
+    else queries, keys and values, and gate and up."""
+    if placement.device != "cuda" or not request.graphs or shape.model_type not in FUSED_TYPES:
+        return 0
+    joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    every = placement.dtype == "bfloat16"
+    sizes = [inputs * outputs for name, (inputs, outputs) in shape.projections.items() if every or name in joined]
+    return shape.layers * sum(sizes) * DTYPE_BYTES[placement.dtype]
+
+
+def kv_bytes_per_token(shape: Shape, size: int) -> int:
+    """A key and a value for every layer and key-value head."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_width * size
+
+
+def checkpoint_bytes(*, dtype: str, trainable: int, frozen: int) -> int:
+    """Weights in Hugging Face layout, and masters and moments of what is trained."""
+    size = DTYPE_BYTES[dtype]
+    state = max(size, FP32)
+    return (trainable + frozen) * size + trainable * ((FP32 if size < FP32 else 0) + 2 * state)

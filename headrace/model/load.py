@@ -108,6 +108,16 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
     return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
 
 
+def model_folder(path: str) -> Path:
+    """Return the Hugging Face folder of a path or of "smollm2-135m"; raises ModelError when it has no model."""
+    folder = smollm2_folder() if path == SMOLLM2 else Path(path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(f"{folder} has no tokenizer: put there what tokenizer.save_pretrained writes")
+    return folder
+
+
 def load_model(
     path: str,
     *,
@@ -120,11 +130,7 @@ def load_model(
 
     Raises ModelError. With `quantization` the model can score, not train.
     """
-    folder = smollm2_folder() if path == SMOLLM2 else Path(path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"{folder} has no tokenizer: put there what tokenizer.save_pretrained writes")
+    folder = model_folder(path)
     with boundary(ModelError, f"the model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         check_supported(config)

@@ -1,6 +1,7 @@
-"""A configuration in plain words: what a run will do, how large it is, and why it runs where it does.
+"""Print a configuration in plain words: what a run will do, how large it is, and why it runs where it does.
 
-Formatting only. Sizes come from `model/estimate.py`, facts about the machine from the caller; nothing is loaded.
+Formatting only. The memory plan (`model/estimate.py`) and facts about the machine come from the caller; nothing is
+loaded.
 """
 
 import math
@@ -10,24 +11,8 @@ from dataclasses import dataclass
 import tomli_w
 
 from headrace.config import Config, Lora, RewardModel, Rl, Sft, algorithm_text, to_mapping
-from headrace.config.paths import is_url
 from headrace.config.tree import Metrics
-from headrace.model.estimate import (
-    DTYPE_BYTES,
-    FP32,
-    FUSED_TYPES,
-    KvRoom,
-    Memory,
-    Placement,
-    Shape,
-    checkpoint_bytes,
-    fit,
-    kv_bytes_per_token,
-    num_lora_parameters,
-    num_parameters,
-    training_memory,
-)
-from headrace.names import min_kv_tokens
+from headrace.model.estimate import Memory, MemoryPlan, Placement, Shape
 from headrace.observe.alerts import AlertRule
 
 
@@ -39,113 +24,10 @@ class Machine:
     disk_free_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Every number of the explanation."""
-
-    parameters: int
-    trainable: int  # the parameters themselves, or those of the adapters beside them
-    memory: Memory
-    kv_tokens: int
-    recompute: bool
-    without_recompute: int  # bytes in all, had nothing been recomputed
-    checkpoint_bytes: int
-    max_checkpoints: int
-
-
-def plan(config: Config, shape: Shape, placement: Placement, *, gpu_bytes: int | None = None) -> Plan:
-    """The sizes of a run, and what they decide on a GPU; the larger stage counts where stages differ."""
-    parameters = num_parameters(shape)
-    lora = config.model.lora
-    adapters = 0 if lora is None else num_lora_parameters(shape, rank=lora.rank, targets=lora.targets)
-    trainable, frozen = (parameters, 0) if lora is None else (adapters, parameters)
-    stages = [stage for stage in (config.sft, config.reward_model, config.rl) if stage is not None]
-    keep_every = config.checkpoint.keep_every
-    milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
-
-    def memory_of(recompute: bool, kv_tokens: int) -> Memory:
-        return training_memory(
-            shape,
-            dtype=placement.dtype,
-            trainable=trainable,
-            frozen=frozen,
-            micro_batch_tokens=max((stage.micro_batch_tokens for stage in stages), default=0),
-            kv_tokens=kv_tokens,
-            device=placement.device,
-            recompute=recompute,
-            beside=_beside(config, parameters, placement.dtype) + _joined_copies(config, shape, placement),
-        )
-
-    fitted = fit(
-        memory_of,
-        _kv_room(config),
-        recompute=config.model.recompute,
-        kv_bytes=kv_bytes_per_token(shape, DTYPE_BYTES[placement.dtype]),
-        gpu_bytes=gpu_bytes if placement.device == "cuda" else None,
-    )
-    return Plan(
-        parameters=parameters,
-        trainable=trainable,
-        memory=fitted.memory,
-        kv_tokens=fitted.kv_tokens,
-        recompute=fitted.recompute,
-        without_recompute=fitted.without_recompute,
-        checkpoint_bytes=checkpoint_bytes(dtype=placement.dtype, trainable=trainable, frozen=frozen),
-        max_checkpoints=config.checkpoint.keep_last + (config.eval.source is not None) + milestones,
-    )
-
-
-def _beside(config: Config, parameters: int, dtype: str) -> int:
-    """Bytes of the other models of a run: what samples, if it has weights of its own, frozen ones, the critic."""
-    rl, size = config.rl, DTYPE_BYTES[dtype]
-    if rl is None:
-        return 0
-    own_weights = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
-    judges = sum(term.fn == "reward_model" for term in rl.rewards)
-    here = [path for path in (rl.reference, rl.teacher) if path is not None and not is_url(path)]
-    frozen = len(here) + judges + own_weights
-    own_trunk = rl.critic is not None and rl.critic.trunk != "shared"
-    critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if own_trunk else 0
-    return frozen * parameters * size + critic
-
-
-def _joined_copies(config: Config, shape: Shape, placement: Placement) -> int:
-    """Bytes of the weights that decoding in graphs holds copies of: in bfloat16 all of the layers', which are float16
-    there, else queries, keys and values, and gate and up."""
-    sampled = config.rl is not None or config.eval.source is not None
-    in_graphs = config.engine.type == "embedded" and config.engine.graphs is not False
-    if placement.device != "cuda" or not (sampled and in_graphs) or shape.model_type not in FUSED_TYPES:
-        return 0
-    joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    every = placement.dtype == "bfloat16"
-    sizes = [inputs * outputs for name, (inputs, outputs) in shape.projections.items() if every or name in joined]
-    return shape.layers * sum(sizes) * DTYPE_BYTES[placement.dtype]
-
-
-def _kv_room(config: Config) -> KvRoom:
-    """As configured; else what `num_kv_tokens` says, or at least eight slots of the longest episode."""
-    wanted = num_kv_tokens(config)
-    if config.engine.kv_tokens is not None or not wanted:
-        return KvRoom(wanted=wanted, least=wanted)
-    longest = wanted // (2 * config.engine.max_rows)
-    least = min_kv_tokens(longest)
-    return KvRoom(wanted=max(wanted, least), least=least)
-
-
-def num_kv_tokens(config: Config) -> int:
-    """Tokens the engine has room for: as configured, else twice `max_rows` of the longest episode; 0 when none is
-    sampled. Slots grow by doubling, hence twice."""
-    if config.rl is None and config.eval.source is None:
-        return 0
-    if config.engine.kv_tokens is not None:
-        return config.engine.kv_tokens
-    longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
-    return 2 * config.engine.max_rows * longest
-
-
-def explain(config: Config, *, file: str, shape: Shape, placement: Placement, machine: Machine) -> str:
+def explain(
+    config: Config, *, file: str, shape: Shape, placement: Placement, planned: MemoryPlan, machine: Machine
+) -> str:
     """The resolved configuration as TOML, then what it will do, section by section."""
-    planned = plan(config, shape, placement, gpu_bytes=machine.memory_bytes if placement.device == "cuda" else None)
     sections = {
         "Model": _model(config, shape, planned),
         "Device": _device(placement),
@@ -200,7 +82,7 @@ def _served_checkpoints(config: Config) -> Iterator[str]:
     yield "weights and optimiser are kept by the service, under names that the checkpoints hold"
 
 
-def _model(config: Config, shape: Shape, planned: Plan) -> Iterator[str]:
+def _model(config: Config, shape: Shape, planned: MemoryPlan) -> Iterator[str]:
     context = f", context {shape.context:,} tokens" if shape.context is not None else ""
     yield (
         f"{config.model.path} ({shape.model_type}): {shape.layers} layers, {shape.width} wide, {shape.heads} heads "
@@ -306,7 +188,7 @@ def _async_options(rl: Rl) -> Iterator[str]:
         )
 
 
-def _memory(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:
+def _memory(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[str]:
     memory = planned.memory
     rows: Mapping[str, int] = {
         "weights": memory.weights,
@@ -335,7 +217,7 @@ def _memory(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:
         yield f"the device has {size_text(machine.memory_bytes)}"
 
 
-def _recomputed(config: Config, planned: Plan) -> str:
+def _recomputed(config: Config, planned: MemoryPlan) -> str:
     if not planned.recompute:
         return "nothing is recomputed in the backward pass"
     why = "model.recompute is true"
@@ -349,15 +231,24 @@ def _largest(memory: Memory) -> str:
     return "'micro_batch_tokens'" if memory.activations >= memory.kv else "'engine.kv_tokens' or 'engine.max_rows'"
 
 
-def _checkpoints(config: Config, planned: Plan, machine: Machine) -> Iterator[str]:
+def _checkpoints(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[str]:
     yield f"{_when_written(config)}, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
-    most = planned.max_checkpoints * planned.checkpoint_bytes
+    kept = max_checkpoints(config)
+    most = kept * planned.checkpoint_bytes
     yield (
-        f"{size_text(planned.checkpoint_bytes)} each; at most {planned.max_checkpoints} are kept = {size_text(most)}, "
+        f"{size_text(planned.checkpoint_bytes)} each; at most {kept} are kept = {size_text(most)}, "
         f"and {size_text(machine.disk_free_bytes)} are free there"
     )
     if most + planned.checkpoint_bytes > machine.disk_free_bytes:  # a new one is written before an old one goes
         yield "the disk is too small for them: lower 'checkpoint.keep_last', or set 'run.folder' to a larger disk"
+
+
+def max_checkpoints(config: Config) -> int:
+    """Count the checkpoints that can be there at once: the last ones, the best, and those of `keep_every`."""
+    stages = [stage for stage in (config.sft, config.reward_model, config.rl) if stage is not None]
+    keep_every = config.checkpoint.keep_every
+    milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
+    return config.checkpoint.keep_last + (config.eval.source is not None) + milestones
 
 
 def _when_written(config: Config) -> str:

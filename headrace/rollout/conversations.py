@@ -11,9 +11,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import Source
 from headrace.errors import CheckpointError, DataError
-from headrace.rollout.rows import Row, read_rows, rows_of
+from headrace.rollout.rows import DataSource, Row, read_rows, rows_of
 from headrace.rollout.shuffle import fingerprint, permutation
 from headrace.rollout.sources import check_columns, parse_prompt, pick, prompt_column, with_system
 from headrace.types import Message
@@ -31,7 +30,7 @@ Conversation = tuple[Message, ...] | ToolConversation
 Item = TypeVar("Item")
 
 
-def load_conversations(source: Source, *, base: Path | None = None) -> list[Conversation]:
+def load_conversations(source: DataSource, *, base: Path | None = None) -> list[Conversation]:
     """The conversations of a source that is not a world: `messages`, or `prompt` with the reply in `answer`."""
     return _conversations(read_rows(source, base=base), columns=source.columns, system=source.system)
 

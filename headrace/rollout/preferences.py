@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import Source
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.rows import Row, read_rows, rows_of
+from headrace.rollout.rows import DataSource, Row, read_rows, rows_of
 from headrace.rollout.sources import parse_prompt, pick, with_system
 from headrace.types import Message
 
@@ -24,7 +23,7 @@ class Pair:
     margin: float = 0.0
 
 
-def load_pairs(source: Source, *, base: Path | None = None) -> list[Pair]:
+def load_pairs(source: DataSource, *, base: Path | None = None) -> list[Pair]:
     """The pairs of a source that is not a world: `prompt`, `chosen`, `rejected` and, if there, `margin`."""
     return _pairs(read_rows(source, base=base), columns=source.columns, system=source.system)
 

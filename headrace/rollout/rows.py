@@ -7,15 +7,29 @@ decided in `sources.py` and `conversations.py`.
 import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
-from headrace.config import Source
 from headrace.errors import ConfigError, DataError, boundary
 from headrace.user_code import load_function
 
 MAX_ROWS = 5_000_000  # an endless generator ends here, with an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """Say where rows come from; which fields count depends on the type."""
+
+    # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows; "task" has no rows
+    type: Literal["jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
+    path: str | None = None  # jsonl, parquet, dataset: the file or folder; python: "file.py:function"
+    name: str | None = None  # reasoning_gym: which dataset
+    size: int = 1000  # reasoning_gym: how many rows are made
+    seed: int = 0  # reasoning_gym: of the rows
+    columns: Mapping[str, str] = field(default_factory=dict)  # our column names to theirs
+    options: Mapping[str, Any] = field(default_factory=dict)  # passed to the reasoning-gym dataset or the function
+    system: str | None = None  # put before every conversation that has no system message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +38,8 @@ class Row:
     columns: Mapping[str, Any]
 
 
-def read_rows(source: Source, *, base: Path | None = None) -> Iterator[Row]:
+def read_rows(source: DataSource, *, base: Path | None = None) -> Iterator[Row]:
     """The rows of a file, folder, generator or function, in their own order; paths are relative to `base`."""
-    assert source.type != "world", "a world makes its own tasks"
     match source.type:
         case "jsonl":
             _refuse_options(source)
@@ -46,7 +59,7 @@ def read_rows(source: Source, *, base: Path | None = None) -> Iterator[Row]:
             assert_never(source.type)
 
 
-def _path(source: Source, base: Path | None) -> Path:
+def _path(source: DataSource, base: Path | None) -> Path:
     if source.path is None:
         raise ConfigError(f'a source of type = "{source.type}" needs a path')
     path = (base or Path()) / Path(source.path).expanduser()
@@ -55,7 +68,7 @@ def _path(source: Source, base: Path | None) -> Path:
     return path
 
 
-def _refuse_options(source: Source, allowed: tuple[str, ...] = ()) -> None:
+def _refuse_options(source: DataSource, allowed: tuple[str, ...] = ()) -> None:
     for name in source.options:
         if name not in allowed:
             known = ", ".join(allowed) or "none"
@@ -101,7 +114,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                     yield Row(place=f"{file}, row {number}", columns=_json_like(columns))
 
 
-def _read_dataset(source: Source, path: Path) -> Iterator[Row]:
+def _read_dataset(source: DataSource, path: Path) -> Iterator[Row]:
     _refuse_options(source, ("split",))
     datasets = _optional("datasets", package="datasets", extra="datasets")
     with boundary(DataError, f"{path} is not a folder written by datasets.save_to_disk"):
@@ -117,7 +130,7 @@ def _read_dataset(source: Source, path: Path) -> Iterator[Row]:
         yield Row(place=f"{path}, row {number}", columns=_json_like(columns))
 
 
-def _read_reasoning_gym(source: Source) -> Iterator[Row]:
+def _read_reasoning_gym(source: DataSource) -> Iterator[Row]:
     """`entry` stays as reasoning-gym made it (tuples and all), for that is what its `score_answer` needs."""
     gym = _optional("reasoning_gym", package="reasoning-gym", extra="envs")
     if source.name is None:
@@ -139,7 +152,7 @@ def _read_reasoning_gym(source: Source) -> Iterator[Row]:
         )
 
 
-def _read_python(source: Source, base: Path | None) -> Iterator[Row]:
+def _read_python(source: DataSource, base: Path | None) -> Iterator[Row]:
     if source.path is None:
         raise ConfigError('a source of type = "python" needs a path, "file.py:function"')
     function = load_function(source.path, base=base)

@@ -5,15 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.config import Source
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.rows import Row, read_rows, rows_of
+from headrace.rollout.rows import DataSource, Row, read_rows, rows_of
 from headrace.types import Message, Task, ToolCall
 
 OUR_COLUMNS = ("prompt", "messages", "answer", "id")
 
 
-def load_tasks(source: Source, *, base: Path | None = None) -> list[Task]:
+def load_tasks(source: DataSource, *, base: Path | None = None) -> list[Task]:
     """The tasks of a source that is not a world, in its own order; relative paths start at `base`.
 
     Raises DataError or ConfigError with the file, the line and the columns there are.

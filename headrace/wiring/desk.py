@@ -1,16 +1,15 @@
-"""A run on its way through its stages, and the desk: what every stage works with."""
+"""The context of a stage: its run, runtime, rewards, optimiser and sinks, opened and closed as one."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.config import Config, Rl
-from headrace.config.tree import Metrics
 from headrace.loops.evaluate import Evaluation
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.keeper import Keeper
@@ -21,144 +20,121 @@ from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks import JsonlSink, TeeSink, TensorBoardSink, tensorboard_installed
 from headrace.observe.trajectories import save_trajectories
 from headrace.protocols import MetricSink, Sampler, TrainBackend
+from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
-from headrace.rollout.publisher import Publisher
-from headrace.train.checkpoint import CheckpointStore, Loaded, read_checkpoint
-from headrace.types import Task, metric_values
-from headrace.wiring.here import Here
-from headrace.wiring.metrics import Outlets, told_by
+from headrace.train.checkpoint import Loaded, read_checkpoint
+from headrace.types import metric_values
+from headrace.wiring.here import LocalRuntime
+from headrace.wiring.inputs import RunInputs
+from headrace.wiring.metrics import MetricOutputs, stage_source
 from headrace.wiring.models import whole
 from headrace.wiring.objective import make_adam
 from headrace.wiring.play import play_held_out
-from headrace.wiring.programs import Programs
-from headrace.wiring.remote import AtService
-from headrace.wiring.rewards import make_terms
-from headrace.wiring.sources import tasks_of
+from headrace.wiring.programs import AgentEndpoint
+from headrace.wiring.remote import ServiceRuntime
+from headrace.wiring.resume import StageCheckpoint
+from headrace.wiring.rewards import close_terms, has_terms, make_terms
+from headrace.wiring.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Run:
-    """A run on its way through its stages."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What all stages of a run share."""
 
     config: Config
     folder: RunFolder
-    stop: asyncio.Event
-    model_path: str
-    reward_model_path: str | None = None
-    metrics_records: int = 0  # records of metrics.jsonl that belong to finished stages
-    figures: dict[str, Any] = field(default_factory=dict)
-    tasks: tuple[Task, ...] | None = None  # of [rl], made by the first stage that runs
-    threads: int | None = None  # of arithmetic, for the workers; None: as many as torch has
-    outlets: Outlets = field(default_factory=lambda: Outlets(Metrics()))  # of metrics, besides the run folder
-
-    def after_sft(self) -> str:
-        """What the stages after [sft] start from, checked: a resume may come long after it was written."""
-        if self.config.sft is None:
-            return whole(self.model_path)
-        return str(read_checkpoint(Path(self.model_path)).folder)
+    inputs: RunInputs
+    metric_outputs: MetricOutputs  # besides the run folder
+    stop: asyncio.Event  # set when the run is to end after a checkpoint
+    threads: int | None  # of arithmetic, for the compute thread; None: as many as torch has
 
 
-class Desk:
-    """What every stage works with: the model, here or at a service, the sinks, and where it left off."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What finished stages have left behind."""
 
-    def __init__(self, run: Run, name: str, steps: int, store: CheckpointStore, found: Loaded | None) -> None:
-        config = run.config
-        self.run, self.name, self.steps, self.store, self.found = run, name, steps, store, found
-        self.start = 0 if found is None else found.step
-        self.place = self._place()
-        stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
-        assert stage is not None
-        self.backend: TrainBackend = self.place.backend
-        self.renderer = self.place.renderer
-        self.programs = Programs(self.renderer)
-        self.updater = Updater(
-            backend=self.backend,
-            adam=make_adam(
-                stage.optimizer, steps, reversible=isinstance(stage, Rl) and stage.kl_action == "scale_back"
-            ),
-            max_skips=stage.optimizer.max_skips,
-            skips_in_a_row=0 if found is None else int(found.state["skips_in_a_row"]),
-        )
-        self.figures: dict[str, Any] = dict(run.figures if found is None else found.state["figures"])
-        self.jsonl = JsonlSink(run.folder.metrics, stage=name)
-        self.jsonl.truncate_after(run.metrics_records if found is None else int(found.state["metrics_records"]))
-        sinks: list[MetricSink] = [self.jsonl]
-        if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
-            sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=self.start + 1))
-        sinks += run.outlets.sinks(told_by(config, run.folder.path, stage=name, start=self.start))
-        sinks.append(Progress(name, steps, start=self.start))  # last: a failure above must not leave a bar behind
-        self.sink = MeasuredSink(TeeSink(*sinks), gpu_values)
+    model_path: str  # the model that the next stage starts from
+    reward_model_path: str | None
+    metrics_records: int  # records of metrics.jsonl that belong to finished stages
+    figures: Mapping[str, Any]  # the results that the run reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext:
+    """What a stage is built from."""
+
+    run: RunContext
+    state: RunState
+    checkpoint: StageCheckpoint
+    runtime: Runtime
+    terms: Sequence[Term | GroupTerm]  # judge episodes; none in a stage that plays none
+    programs: AgentEndpoint
+    updater: Updater
+    jsonl: JsonlSink
+    sink: MetricSink
+    figures: dict[str, Any]  # grows with every evaluation, and is saved in checkpoints
+
+    @property
+    def resumed(self) -> Loaded | None:
+        """The checkpoint that the stage goes on from."""
+        return self.checkpoint.newest
+
+    @property
+    def start(self) -> int:
+        """Training steps that are done already."""
+        return self.checkpoint.done
+
+    @property
+    def backend(self) -> TrainBackend:
+        return self.runtime.backend
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.runtime.renderer
 
     @property
     def sampler(self) -> Sampler:
-        return self.place.sampler
-
-    @property
-    def here(self) -> Here:
-        assert isinstance(self.place, Here), "a run at a service has asked for a model of its own"
-        return self.place
-
-    @cached_property
-    def terms(self) -> list[Term | GroupTerm]:
-        """What judges episodes, in training and evaluation."""
-        return make_terms(self.run.config, self.run.reward_model_path)
-
-    @cached_property
-    def publisher(self) -> Publisher:
-        return Publisher([self.sampler])
-
-    def _place(self) -> Here | AtService:
-        state = None if self.found is None else self.found.folder
-        if self.run.config.model.service is not None:
-            return AtService(self.run.config, start=self.run.model_path, state=state)
-        return Here(self.run.config, self.name, base=self._base(), state=state, threads=self.run.threads)
-
-    def _base(self) -> str:
-        """The folder whose weights are loaded first. Only adapters need those that the stage started from."""
-        if self.found is None:
-            return whole(self.run.model_path)
-        if self.run.config.model.lora is None:
-            return str(self.found.folder)
-        return whole(self.run.model_path) if self.name == "sft" else self.run.after_sft()
+        assert self.runtime.sampler is not None, "a stage that plays no episodes has asked for a sampler"
+        return self.runtime.sampler
 
     def keeper(
         self, parts: Callable[[], Mapping[str, Any]], beside: Mapping[str, TrainBackend] | None = None
     ) -> Keeper:
-        """`parts` is the stage's own state: data cursor, executor. `beside`: backends besides the policy's."""
+        """Build the checkpointer. `parts` is the stage's own state, `beside` names backends besides the policy's."""
 
         def snapshot() -> dict[str, Any]:
             self.jsonl.sync()
             return {
-                "stage": self.name,
+                "stage": self.checkpoint.name,
                 "metrics_records": self.jsonl.records,
                 "skips_in_a_row": self.updater.skips_in_a_row,
                 "figures": dict(self.figures),
                 **parts(),
             }
 
-        every = self.run.config.checkpoint.every
+        folder = self.run.folder.checkpoints / self.checkpoint.name
         return Keeper(
-            self.place.kept_in(self.store, self.run.folder.checkpoints / self.name),
+            self.runtime.checkpoint_store(self.checkpoint.store, folder),
             self.backend,
             snapshot,
-            every=every,
-            total=self.steps,
+            every=self.run.config.checkpoint.every,
+            total=self.checkpoint.steps,
             done=self.start,
             stop=self.run.stop,
             beside=beside or {},
         )
 
     def evaluator(self) -> Callable[[int], Awaitable[Evaluation]] | None:
-        """Plays the held-out tasks, logs and saves them; None when the file names none."""
-        config = self.run.config
+        """Build what plays, logs and saves the held-out tasks; None when there are none, or nothing can judge them."""
+        config, name = self.run.config, self.checkpoint.name
         if config.eval.source is None:
             return None
         if not self.terms:
-            logger.info("stage %s is not evaluated: nothing but the reward model could judge it", self.name)
+            logger.info("stage %s is not evaluated: nothing but the reward model could judge it", name)
             return None
-        tasks = tasks_of(config.eval.source)[: config.eval.tasks]
+        tasks = self.run.inputs.held_out_tasks
         play = play_held_out(config, self.sampler, self.renderer, self.terms, self.programs)
 
         async def run_evaluation(step: int) -> Evaluation:
@@ -166,7 +142,7 @@ class Desk:
             out = await evaluate_tasks(tasks, play)
             values = metric_values(out.metrics)
             self.sink.log(step, values | {"time/eval_s": time.perf_counter() - began_s})
-            label = "base" if step == 0 else self.name
+            label = "base" if step == 0 else name
             episodes = [scored for group in out.groups for scored in group.episodes]
             save_trajectories(self.run.folder.eval_rollouts(label), episodes, lean=True)
             judged = "success" if "eval/pass@1" in out.metrics else "reward"  # not every reward says what success is
@@ -176,6 +152,83 @@ class Desk:
 
         return run_evaluation
 
-    def close(self) -> None:
-        self.sink.close()
-        self.place.close()
+
+@asynccontextmanager
+async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoint) -> AsyncIterator[StageContext]:
+    """Build the context of a stage that starts, or goes on from `checkpoint`, and close what was opened for it."""
+    config, name, resumed = run.config, checkpoint.name, checkpoint.newest
+    stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
+    assert stage is not None
+    async with AsyncExitStack() as opened:
+        plays = name == "rl" or (name == "sft" and config.eval.source is not None)
+        judged = plays and has_terms(config, state.reward_model_path)
+        runtime = _open_runtime(run, state, checkpoint, samples=name == "rl" or judged)
+        opened.callback(runtime.close)
+        terms = make_terms(config, state.reward_model_path) if judged else []
+        opened.push_async_callback(close_terms, terms)
+        programs = AgentEndpoint(runtime.renderer)
+        opened.push_async_callback(programs.close)
+        reversible = isinstance(stage, Rl) and stage.kl_action == "scale_back"
+        updater = Updater(
+            backend=runtime.backend,
+            adam=make_adam(stage.optimizer, checkpoint.steps, reversible=reversible),
+            max_skips=stage.optimizer.max_skips,
+            skips_in_a_row=0 if resumed is None else int(resumed.state["skips_in_a_row"]),
+        )
+        jsonl = JsonlSink(run.folder.metrics, stage=name)
+        jsonl.truncate_after(state.metrics_records if resumed is None else int(resumed.state["metrics_records"]))
+        sink = _open_sink(run, checkpoint, jsonl)
+        opened.callback(sink.close)
+        yield StageContext(
+            run=run,
+            state=state,
+            checkpoint=checkpoint,
+            runtime=runtime,
+            terms=terms,
+            programs=programs,
+            updater=updater,
+            jsonl=jsonl,
+            sink=sink,
+            figures=dict(state.figures if resumed is None else resumed.state["figures"]),
+        )
+
+
+def stage_start(config: Config, state: RunState) -> str:
+    """Verify and return the folder that the stages after [sft] start from: a resume may come long after it was
+    written."""
+    if config.sft is None:
+        return whole(state.model_path)
+    return str(read_checkpoint(Path(state.model_path)).folder)
+
+
+def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint, *, samples: bool) -> Runtime:
+    config, resumed = run.config, checkpoint.newest
+    folder = None if resumed is None else resumed.folder
+    if config.model.service is not None:
+        return ServiceRuntime(config, start=state.model_path, state=folder, samples=samples)
+    if folder is not None and config.model.lora is None:
+        base = str(folder)
+    elif folder is None or checkpoint.name == "sft":
+        base = whole(state.model_path)
+    else:  # adapters need the weights that the stage started from
+        base = stage_start(config, state)
+    return LocalRuntime(
+        config,
+        checkpoint.name,
+        base=base,
+        start=lambda: stage_start(config, state),
+        state=folder,
+        threads=run.threads,
+        samples=samples,
+    )
+
+
+def _open_sink(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink) -> MetricSink:
+    """Open what a stage logs to: metrics.jsonl, TensorBoard, the sinks of [metrics], and the line of progress."""
+    config, name, start = run.config, checkpoint.name, checkpoint.done
+    sinks: list[MetricSink] = [jsonl]
+    if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
+        sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=start + 1))
+    sinks += run.metric_outputs.sinks(stage_source(config, run.folder.path, stage=name, start=start))
+    sinks.append(Progress(name, checkpoint.steps, start=start))  # last: a failure above must not leave a bar behind
+    return MeasuredSink(TeeSink(*sinks), gpu_values)

@@ -27,20 +27,19 @@ ENV = "env:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """Whose numbers they are. `stage`: of the run, or the served model's id; `folder`: for sinks that write files;
-    `labels`: for sinks that have some; `config`: what W&B shows beside."""
+class MetricSource:
+    """Whose metrics they are."""
 
     run: str
-    stage: str
-    folder: Path
-    labels: Labels
-    config: Mapping[str, Any]
+    stage: str  # of the run, or the id of a served model
+    folder: Path  # for sinks that write files
+    labels: Labels  # for sinks that have some
+    config: Mapping[str, Any]  # what W&B shows beside the metrics
     purge_step: int | None = None
 
 
-class Outlets:
-    """Open what [metrics] asks for, once: a scrape endpoint, webhooks. Each stage or model gets sinks over it.
+class MetricOutputs:
+    """Opens once what [metrics] names: a scrape endpoint, webhooks, an agent. Each stage or model gets sinks over them.
 
     The endpoint serves what `collector` collects; without one, the last values of what is logged. Raises ConfigError
     for what cannot be opened: a port that is taken, an environment variable that is not set.
@@ -61,13 +60,13 @@ class Outlets:
             assert scraped is not None
             self.exporter = Exporter(scraped, host=c.host, port=c.port)
 
-    def sinks(self, told: Told) -> list[MetricSink]:
-        """Those that `metrics.sinks` names, and the alerts; each can fail without the run."""
+    def sinks(self, source: MetricSource) -> list[MetricSink]:
+        """Open the sinks that `metrics.sinks` names, and the alerts; each can fail without the run."""
         names = [name for name in self._metrics.sinks if name != "prometheus" or self._gauges is not None]
-        named: list[MetricSink] = [SpareSink(self._open(name, told), name) for name in names]
+        named: list[MetricSink] = [SpareSink(self._open(name, source), name) for name in names]
         if self._rules:
-            about = {"run": told.run}
-            named.append(AlertSink(self._rules, self._webhooks, stage=told.stage, about=about, seen=self._seen))
+            about = {"run": source.run}
+            named.append(AlertSink(self._rules, self._webhooks, stage=source.stage, about=about, seen=self._seen))
         return named
 
     def close(self) -> None:
@@ -80,50 +79,52 @@ class Outlets:
         if self.exporter is not None:
             self.exporter.close()
 
-    def _open(self, name: str, told: Told) -> MetricSink:
+    def _open(self, name: str, source: MetricSource) -> MetricSink:
         c = self._metrics
         match name:
             case "tensorboard":
-                return TensorBoardSink(told.folder / "tensorboard", stage=told.stage, purge_step=told.purge_step)
+                return TensorBoardSink(source.folder / "tensorboard", stage=source.stage, purge_step=source.purge_step)
             case "wandb":
                 return WandbSink(
-                    told.folder,
+                    source.folder,
                     project=c.wandb.project,
                     entity=c.wandb.entity,
                     mode=c.wandb.mode,
-                    group=told.run,
-                    stage=told.stage,
-                    config=told.config,
+                    group=source.run,
+                    stage=source.stage,
+                    config=source.config,
                 )
             case "prometheus":
                 assert self._gauges is not None
-                return PrometheusSink(self._gauges, told.labels)
+                return PrometheusSink(self._gauges, source.labels)
             case "datadog":
-                tags = [f"{label}:{value}" for label, value in told.labels]
+                tags = [f"{label}:{value}" for label, value in source.labels]
                 assert self._datadog is not None
                 return DatadogSink(self._datadog, prefix=c.datadog.prefix, tags=[*tags, *c.datadog.tags])
             case _:
                 raise AssertionError(f"no sink is called {name}")
 
 
-def told_by(config: Config, folder: Path, *, stage: str, start: int) -> Told:
-    """The numbers of one stage of a run. Where numbers go is nothing that W&B has to show: it may name secrets."""
+def stage_source(config: Config, folder: Path, *, stage: str, start: int) -> MetricSource:
+    """Describe one stage of a run. W&B is not shown [metrics], which may name secrets."""
     shown = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
     labels = (("run", folder.name), ("stage", stage))
-    return Told(run=folder.name, stage=stage, folder=folder, labels=labels, config=shown, purge_step=start + 1)
+    return MetricSource(run=folder.name, stage=stage, folder=folder, labels=labels, config=shown, purge_step=start + 1)
 
 
-def model_sink(outlets: Outlets, folder: Path, source: Source) -> MetricSink:
-    """The records of a served model, or of the server itself: a file of its own in `folder`/metrics, and what is asked
-    for beside. What cannot be opened beside is said in the log, and the file goes on."""
+def model_sink(outputs: MetricOutputs, folder: Path, source: Source) -> MetricSink:
+    """Open the sink of a served model, or of the server itself: a file in `folder`/metrics, and what [metrics] names.
+
+    What cannot be opened besides the file is said in the log.
+    """
     file = folder / "metrics" / f"{source.name.replace(':', '_')}.jsonl"
-    told = Told(run=folder.name, stage=source.name, folder=folder, labels=source.labels, config={})
-    kept = JsonlSink(file, stage=source.name)
+    described = MetricSource(run=folder.name, stage=source.name, folder=folder, labels=source.labels, config={})
+    records = JsonlSink(file, stage=source.name)
     try:
-        return TeeSink(kept, *outlets.sinks(told))
+        return TeeSink(records, *outputs.sinks(described))
     except HeadraceError as exc:
         logger.error("%s: only %s has the metrics of this model", exc, file)
-        return kept
+        return records
 
 
 def _rule(number: int, alert: Alert) -> AlertRule:

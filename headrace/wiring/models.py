@@ -1,4 +1,4 @@
-"""[model] and [engine] to loaded models and the sampler on them."""
+"""Load models as [model] says, and build the sampler on them as [engine] says."""
 
 import copy
 import shutil
@@ -8,37 +8,37 @@ from pathlib import Path
 import torch
 
 from headrace.config import Config, Model
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
 from headrace.infer.generate import GenerateSampler
 from headrace.model import cuda
 from headrace.model.compiled import compile_layers
-from headrace.model.estimate import SMOLLM2_135M, place, read_shape
+from headrace.model.estimate import place, plan_memory
 from headrace.model.load import (
     LanguageModel,
     choose_device,
     choose_dtype,
     load_model,
+    model_folder,
     prepare,
     recompute_layers,
 )
 from headrace.model.lora import add_lora
 from headrace.model.scalar import load_scalar_model
 from headrace.model.tiny import save_tiny
+from headrace.model.tokens import Tokens, load_tokenizer
 from headrace.model.worker import Worker
-from headrace.names import SMOLLM2
-from headrace.observe.explain import plan
 from headrace.observe.run_folder import RunFolder
-from headrace.rollout.worlds import WORLDS
 from headrace.train.checkpoint import MANIFEST, STATE, verify
 from headrace.train.torch_backend import OPTIMIZER_FILE
+from headrace.wiring.sizes import folder_shape, memory_request, tiny_words
 
 
 def whole(path: str) -> str:
-    """The path of a model that is to be loaded; raises CheckpointError if it is a checkpoint and not as it was saved.
+    """Return the path; raises CheckpointError if it is a checkpoint that is not as it was saved.
 
-    The optimiser's state is not read and may be large: of it only the size is compared.
+    The optimiser's state, which may be large, is not read: only its size is compared.
     """
     folder = Path(path)
     if all((folder / name).is_file() for name in (MANIFEST, STATE)):
@@ -50,6 +50,7 @@ def whole(path: str) -> str:
 
 
 def load_policy(c: Model, path: str, *, seed: int) -> LanguageModel:
+    """Load a language model, with the adapters of [model.lora]."""
     device = choose_device(c.device)
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code)
     if c.lora is not None:
@@ -59,7 +60,7 @@ def load_policy(c: Model, path: str, *, seed: int) -> LanguageModel:
 
 
 def fuse(lm: LanguageModel) -> None:
-    """Layers as a run on CUDA has them."""
+    """Fuse layers on CUDA, where Triton is there."""
     if lm.device.type == "cuda" and cuda.available():
         from headrace.model.cuda.layers import fuse_layers  # needs Triton
 
@@ -67,7 +68,7 @@ def fuse(lm: LanguageModel) -> None:
 
 
 def _speed_up(lm: LanguageModel, c: Model) -> None:
-    """What makes training faster or smaller; `settled` has decided about recomputation, "auto" alone is no."""
+    """Make training faster or smaller; `settled` has decided about recomputation, and "auto" by itself means no."""
     fuse(lm)
     if lm.device.type == "cuda" and c.compile:
         compile_layers(lm.model)
@@ -76,13 +77,12 @@ def _speed_up(lm: LanguageModel, c: Model) -> None:
 
 
 def settled(config: Config, path: str) -> Config:
-    """The configuration with `model.recompute` and `engine.kv_tokens` decided, where a GPU's memory decides them."""
+    """Decide `model.recompute` and `engine.kv_tokens` by the memory plan, where a GPU's memory decides them."""
     if choose_device(config.model.device) != "cuda":
         return config
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     placement = place(device="cuda", dtype=config.model.dtype, gpus=(device.name,), mps=False)
-    shape = SMOLLM2_135M if path == SMOLLM2 else read_shape(Path(path))
-    planned = plan(config, shape, placement, gpu_bytes=device.total_memory)
+    planned = plan_memory(memory_request(config), folder_shape(path), placement, gpu_bytes=device.total_memory)
     return replace(
         config,
         model=replace(config.model, recompute=planned.recompute),
@@ -91,7 +91,7 @@ def settled(config: Config, path: str) -> Config:
 
 
 def load_scalar(c: Model, path: str, *, seed: int) -> LanguageModel:
-    """The same under a scalar head, which is trained beside adapters too."""
+    """Load a model under a scalar head, which is trained beside adapters too."""
     device = choose_device(c.device)
     lm = load_scalar_model(
         path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code
@@ -104,7 +104,7 @@ def load_scalar(c: Model, path: str, *, seed: int) -> LanguageModel:
 
 
 def starting_model(config: Config, folder: RunFolder) -> str:
-    """Where the first stage starts; "tiny" is written into the run folder first."""
+    """Return the model that the first stage starts from; "tiny" is written into the run folder first."""
     if config.model.path != "tiny":
         return config.model.path
     target, writing = folder.path / "start", folder.path / ".writing-start"
@@ -113,7 +113,7 @@ def starting_model(config: Config, folder: RunFolder) -> str:
         shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed here
         save_tiny(
             writing,
-            words=_tiny_words(config),
+            words=tiny_words(config),
             width=tiny.width,
             layers=tiny.layers,
             heads=tiny.heads,
@@ -125,39 +125,32 @@ def starting_model(config: Config, folder: RunFolder) -> str:
     return str(target)
 
 
-def _tiny_words(config: Config) -> tuple[str, ...]:
-    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
-    sources = [*(source for stage in staged for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
-    names = [source.name for source in sources if source.type == "world" and source.name]
-    if not names:
-        raise ConfigError('model.path = "tiny" knows only the words of a built-in world: use a source of type "world"')
-    words: list[str] = []
-    for name in dict.fromkeys(names):
-        words += [word for word in WORLDS[name].vocabulary() if word not in words]
-    return tuple(words)
+def load_tokens(c: Model, path: str) -> Tokens:
+    """Load the tokenizer of a model without its weights."""
+    return load_tokenizer(model_folder(path), trust_remote_code=c.trust_remote_code)
 
 
 def make_sampler(config: Config, lm: LanguageModel, worker: Worker) -> EmbeddedEngine | GenerateSampler:
-    """The embedded engine on the trainer's own weights and worker; on a copy of the weights and a worker of its own
-    when sampling may see other weights than training."""
+    """Build the embedded engine on the trainer's weights and worker, or, when sampling may see other weights than
+    training, on a copy of them and another worker."""
     rl, engine = config.rl, config.engine
     if engine.type == "generate":
         plain = copy.deepcopy(lm.model)
         plain.config._attn_implementation = "sdpa"
         return GenerateSampler(plain, lm.tokenizer, eos_tokens=lm.eos_tokens, source=lm.model)
     separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
-    own = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
+    sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
     longest = min(rl.max_episode_tokens if rl is not None else lm.context, lm.context)
     kv_tokens = engine.kv_tokens or default_kv_tokens(engine.max_rows, longest)
     return EmbeddedEngine(
-        own,
+        sampled,
         max_rows=engine.max_rows,
         kv_tokens=kv_tokens,
         piece_tokens=engine.piece_tokens,
         source=lm if separate else None,
         worker=None if separate else worker,
         decoder=graph_decoder(
-            own,
+            sampled,
             max_rows=engine.max_rows,
             kv_tokens=kv_tokens,
             graphs=None if engine.graphs == "auto" else engine.graphs,

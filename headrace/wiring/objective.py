@@ -1,4 +1,4 @@
-"""[rl] and [optimizer] to the loss, the correction of stale tokens and the settings of Adam, step by step."""
+"""Build the loss, the correction of stale tokens, and Adam's settings for every step."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -22,9 +22,9 @@ VALUE_TERM = "shared_value"
 
 
 def make_loss(c: Rl) -> LossSpec:
-    """The loss of [rl], its own functions loaded, with the value term of a shared trunk.
+    """Build the loss of [rl] from built-in terms and users' functions, with the value term of a shared trunk.
 
-    Raises ConfigError when it needs what cannot be provided.
+    Raises ConfigError when it needs arrays that cannot be provided.
     """
     terms = split_sum(c.loss)
     known = all(term in LOSSES for term in terms)
@@ -32,37 +32,37 @@ def make_loss(c: Rl) -> LossSpec:
     check_objective(fn, c.loss_params, available=available_arrays(fn, teacher=c.teacher is not None))
     if c.critic is None or c.critic.trunk == "own":
         return LossSpec(fn=c.loss if known else fn, params=c.loss_params)
-    numbers = {"value_coef": c.critic.value_coef, "value_clip": c.critic.value_clip}
+    params = {"value_coef": c.critic.value_coef, "value_clip": c.critic.value_clip}
     return LossSpec(
-        fn=f"{c.loss} + {VALUE_TERM}" if known else added([fn, LOSSES[VALUE_TERM]]), params={**c.loss_params, **numbers}
+        fn=f"{c.loss} + {VALUE_TERM}" if known else added([fn, LOSSES[VALUE_TERM]]), params={**c.loss_params, **params}
     )
 
 
 def own_loss(spec: str) -> LossFn:
-    """A user's function as a loss; ConfigError when it returns anything but a LossOut."""
+    """Load a user's function as a loss; it raises ConfigError when it returns anything but a LossOut."""
     fn = load_function(spec)
 
     @wraps(fn)
     def checked(*tensors: Tensor | None, **numbers: float) -> LossOut:
         out = fn(*tensors, **numbers)
         if not isinstance(out, LossOut):
-            what = f"'rl.loss': {spec} returned a {type(out).__name__}"
-            raise ConfigError(f"{what}: return LossOut(loss=..., metrics={{}}) of headrace.algo.loss")
+            problem = f"'rl.loss': {spec} returned a {type(out).__name__}"
+            raise ConfigError(f"{problem}: return LossOut(loss=..., metrics={{}}) of headrace.algo.loss")
         return out
 
     return checked
 
 
 def make_keys(c: Rl) -> KeysFn:
-    """What tells the states of steps apart; a user's function is called as anchor(step, episode)."""
+    """Return the function that keys anchor states; a user's function is called as anchor(step, episode)."""
     return KEYS[c.anchor] if c.anchor in KEYS else keys_by(load_function(c.anchor))
 
 
 def make_correction(c: Rl, loss: LossSpec) -> Correction | None:
-    """[rl.correction], or the weights of stale tokens that [rl.async] names; None: the loss has no use for any.
+    """Build [rl.correction], or the weights of stale tokens that [rl.async] names; None if the loss takes neither.
 
-    What stands in for a next-version log-prob that nobody recorded is the full weight: it is exact, if of larger
-    variance, and `correction/missing_next` counts it.
+    The full weight replaces one whose next-version log-prob was not recorded: it is exact, with a larger variance, and
+    `correction/missing_next` counts it.
     """
     if c.correction is not None:
         return Correction(
@@ -92,6 +92,7 @@ def make_correction(c: Rl, loss: LossSpec) -> Correction | None:
 
 
 def make_adam(c: Optimizer, steps: int, *, reversible: bool = False) -> Callable[[int], Adam]:
+    """Return the settings of Adam as a function of the training step."""
     schedule = make_schedule(
         steps,
         peak=c.learning_rate,

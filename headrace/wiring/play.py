@@ -9,7 +9,7 @@ from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import GroupPlayer
 from headrace.types import Group, SamplingParams, Task
-from headrace.wiring.programs import Programs
+from headrace.wiring.programs import AgentEndpoint
 from headrace.wiring.rewards import make_reward_runner
 from headrace.wiring.sources import make_env_of
 
@@ -21,7 +21,7 @@ def play_held_out(
     sampler: Sampler,
     renderer: Renderer,
     terms: Sequence[Term | GroupTerm],
-    programs: Programs,
+    programs: AgentEndpoint,
     *,
     make_env: Callable[[], Env] | None = None,
 ) -> GroupPlayer:

@@ -23,8 +23,8 @@ from headrace.rollout.group import RemoteGroupPlayer
 from headrace.types import metric_values
 from headrace.wiring.models import load_policy, make_sampler, whole
 from headrace.wiring.play import Play, make_end_pattern, make_sampling, play_held_out
-from headrace.wiring.programs import Programs
-from headrace.wiring.remote import AtService, check_service, starting_state
+from headrace.wiring.programs import AgentEndpoint
+from headrace.wiring.remote import ServiceRuntime, check_service, starting_state
 from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
 from headrace.wiring.sources import make_env_of, tasks_of
 
@@ -101,7 +101,7 @@ async def _local_player(
     sampler = make_sampler(config, lm, worker)
     try:
         renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
-        programs = Programs(renderer)
+        programs = AgentEndpoint(renderer)
         try:
             yield play_held_out(config, sampler, renderer, terms, programs, make_env=make_env)
         finally:
@@ -117,9 +117,10 @@ async def _service_player(
 ) -> AsyncIterator[Play]:
     """Sample at the training service of [model.service]."""
     check_service(config)
-    place = AtService(config, start=starting_state(config.model), state=None)
-    programs = Programs(place.renderer)
+    place = ServiceRuntime(config, start=starting_state(config.model), state=None, samples=True)
+    programs = AgentEndpoint(place.renderer)
     try:
+        assert place.sampler is not None
         yield play_held_out(config, place.sampler, place.renderer, terms, programs, make_env=make_env)
     finally:
         await programs.close()

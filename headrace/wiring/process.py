@@ -1,4 +1,4 @@
-"""The process around a run: signals that ask it to stop, its log file. Knows no stage and no model."""
+"""Handle the signals that stop a run, and its log file. Knows no stage and no model."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run 
 
 @contextlib.contextmanager
 def stop_on_signals(stop: asyncio.Event, *, deadline_s: float) -> Iterator[None]:
-    """The first SIGTERM or Ctrl-C asks for a checkpoint and a clean end; the second one ends at once.
+    """Set `stop` at the first SIGTERM or Ctrl-C, which asks for a checkpoint; end at once at the second.
 
     A run that has not ended `deadline_s` after the first is ended where it is, as by a kill: the checkpoint before
     counts. Outside of the main thread signals are the caller's business.

@@ -1,5 +1,5 @@
-"""What plays an episode in place of the episode worker: a user's rollout, or an agent program behind an endpoint; and
-the threads of worlds that block."""
+"""Build what plays an episode in place of the episode worker: a user's function, or an agent program behind an
+endpoint; and own the threads of environments that block."""
 
 import asyncio
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -14,8 +14,9 @@ from headrace.types import Episode, SamplingParams, Task
 from headrace.user_code import load_function
 
 
-class Programs:
-    """Owns the endpoint, which starts with the first episode that needs it and serves training and evaluation."""
+class AgentEndpoint:
+    """Owns the endpoint of agent programs, which starts with the first episode that needs it, and the threads of
+    environments that block. Training and evaluation share both."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -25,13 +26,13 @@ class Programs:
         self._threads: ThreadPoolExecutor | None = None
 
     def threads(self, count: int) -> Executor:
-        """Where worlds that block run; the same threads for training and evaluation."""
+        """Return the threads that blocking environments run on; the first call says how many."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=count, thread_name_prefix="environment")
         return self._threads
 
     def generate_fn(self, c: Rl, sampling: SamplingParams) -> GenerateFn | None:
-        """What [rl] program or generate_fn names; None: the episode worker."""
+        """Load what [rl] program or generate_fn names; None if the episode worker plays."""
         if c.program is None:
             return load_function(c.generate_fn) if c.generate_fn else None
         program = load_function(c.program)
@@ -50,7 +51,7 @@ class Programs:
         return generate
 
     async def close(self) -> None:
-        """What is still open is refused; a world that still computes is left to itself."""
+        """Close the endpoint, and the threads without waiting for environments that still compute."""
         await self._started.aclose()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What `loops.verify` proves its claims on: the parts that runs are made of, and a small model."""
+"""Run `headrace verify`: hand the parts that runs are made of, and a model, to `loops.verify`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -28,7 +28,7 @@ CUDA_HEAD_WIDTH = 64
 
 
 def verify(*, model: str | None, device: str) -> Iterator[Proof]:
-    """The proofs of `loops.verify`, one by one, on a model folder; None: a small model made on the spot."""
+    """Yield the proofs of `loops.verify` on a model folder; without one, on a small model made on the spot."""
     with no_progress_bars():
         place = choose_device(device)
         dtype = choose_dtype("auto", place)
@@ -38,7 +38,7 @@ def verify(*, model: str | None, device: str) -> Iterator[Proof]:
 
 
 def verify_parts(lm: LanguageModel) -> Parts:
-    """What runs are made of, for `loops.verify` to look at."""
+    """Return the parts that runs are made of, for `loops.verify` to test."""
     return Parts(
         lm=lm,
         renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
@@ -52,17 +52,17 @@ def verify_parts(lm: LanguageModel) -> Parts:
 
 
 def _make_engine(lm: LanguageModel) -> EmbeddedEngine:
-    """As a run has it: in half precision on CUDA it decodes in graphs, which are not the trainer's code."""
+    """Build the engine as a run does: in half precision on CUDA it decodes in graphs, not with the trainer's code."""
     kv_tokens = ROWS * -(-min(lm.context + 1, LONGEST) // 64) * 64
     decoder = graph_decoder(lm, max_rows=ROWS, kv_tokens=kv_tokens)
     return EmbeddedEngine(lm, max_rows=ROWS, kv_tokens=kv_tokens, decoder=decoder)
 
 
 def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
-    """The demo's, untrained; on CUDA with wider heads, so that it is decoded in graphs as larger models are."""
+    """Make the demo's model, untrained; on CUDA with wider heads, so that it is decoded in graphs as others are."""
     tiny = Tiny()
     tokenizer = make_tokenizer(WORLDS[VERIFY_WORLD].vocabulary())
-    made = make_model(
+    model = make_model(
         vocab_size=len(tokenizer),
         width=tiny.width if device != "cuda" else tiny.heads * CUDA_HEAD_WIDTH,
         layers=tiny.layers,
@@ -71,4 +71,4 @@ def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
         context=tiny.context,
         seed=0,
     )
-    return prepare(made.to(device, dtype), tokenizer, source="made on the spot")
+    return prepare(model.to(device, dtype), tokenizer, source="made on the spot")

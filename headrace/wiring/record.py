@@ -1,4 +1,4 @@
-"""What a training step was made from, on its way into the run folder: `rl.save` to a function of the loop."""
+"""Build what saves the episodes of training steps into the run folder, as `rl.save` says."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Record = Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None]
 
 
 def make_record(c: Rl, folder: RunFolder) -> Record:
-    """Saves the episodes of a step, and why others failed, as `rl.save` says; a step without any has no file."""
+    """Return the function that saves the episodes of a step, and why others failed; a step without any has no file."""
     which = c.save.which
     selection = Selection(
         every=c.save.every,
@@ -44,6 +44,6 @@ def make_record(c: Rl, folder: RunFolder) -> Record:
 
 
 def _critic_params(c: Critic) -> dict[str, float | str]:
-    """What the advantages follow from, with the critic's values."""
+    """Return the parameters of GAE that the advantages were computed with."""
     numbers = {"gamma": c.gamma, "lam": c.lam, "whiten": c.whiten, "bootstrap": c.bootstrap, "kl_coef": c.kl_coef}
     return {name: float(number) for name, number in numbers.items()}

@@ -1,4 +1,4 @@
-"""The model of a stage at a service: [model] service = "http://...". Nothing of it is computed here.
+"""The service runtime: the model of a stage at [model] service = "http://...". Nothing of it is computed here.
 
 A stage is a session with an adapter of its own. Its states are kept by the service under names that the checkpoints in
 the run folder point at; what the store of checkpoints forgets is deleted there too.
@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ from headrace.config import Config, Lora, Model, length_problems
 from headrace.config.paths import SERVICE_STATE
 from headrace.config.service_checks import service_layers
 from headrace.errors import BackendError, ConfigError
+from headrace.loops.arrays import Score, scored_by_backend
 from headrace.loops.keeper import Store
 from headrace.model.tokens import Tokens, load_tokenizer
 from headrace.names import NAMED_MODELS
+from headrace.protocols import TrainBackend
 from headrace.render import Renderer
 from headrace.rollout.worlds import WORLDS
 from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler
@@ -33,14 +34,17 @@ DENIED = 401
 
 
 def starting_state(model: Model) -> str:
-    """The folder of the state that the first stage starts from; "": the base model that is served."""
+    """Return the folder of the state that the first stage starts from; "" for the base model that is served."""
     is_state = model.path not in NAMED_MODELS and (Path(model.path) / SERVICE_STATE).is_file()
     return model.path if is_state else ""
 
 
-def check_service(config: Config) -> None:
-    """Raises ConfigError or BackendError for what would fail later: nobody answers, the key is refused, the adapter
-    cannot be made, lengths, a tokenizer that is not here or not the model's."""
+def check_service(config: Config) -> Tokens:
+    """Return the tokenizer of the model at the service.
+
+    Raises ConfigError or BackendError for what would fail later: nobody answers, the key is refused, the adapter
+    cannot be made, lengths, a tokenizer that is not here or not the model's.
+    """
     model = config.model
     assert model.service is not None
     try:
@@ -51,7 +55,9 @@ def check_service(config: Config) -> None:
             backend = new_model(service, config)
             if start := starting_state(model):
                 backend.start_from(Path(start)).result()
-            _check_words(config, tokens_of(model, backend))
+            tokens = tokens_of(model, backend)
+            _check_words(config, tokens)
+            return tokens
     except BackendError as exc:
         if isinstance(exc.__cause__, Refused) and exc.__cause__.status == DENIED:
             given = f"the key in ${model.service_key_env}" if _key(model) else f"no key (${model.service_key_env})"
@@ -69,43 +75,43 @@ def _key(model: Model) -> str | None:
 
 
 def new_model(service: ServiceClient, config: Config) -> ServiceBackend:
-    """A new adapter, as [model.lora] or its defaults say."""
+    """Create an adapter at the service, as [model.lora] or its defaults say."""
     lora = config.model.lora or Lora()
     layers = service_layers(lora.targets)
     assert layers is not None, "the configuration was checked"
-    made = service.create_training(
+    training = service.create_training(
         rank=lora.rank,
         seed=config.run.seed,
         train_attn=layers["train_attn"],
         train_mlp=layers["train_mlp"],
         train_unembed=layers["train_unembed"],
     )
-    return ServiceBackend(made.result())
+    return ServiceBackend(training.result())
 
 
 def tokens_of(model: Model, backend: ServiceBackend) -> Tokens:
-    """The tokenizer in the folder `model.path`, else the one that the service names; raises ConfigError."""
-    told = backend.client.info().result().tokenizer
-    folder = Path(told) if told is not None and Path(told).is_dir() else None
+    """Load the tokenizer in the folder `model.path`, else the one that the service names; raises ConfigError."""
+    name = backend.client.info().result().tokenizer
+    folder = Path(name) if name is not None and Path(name).is_dir() else None
     served = None if folder is None else load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     if model.path in NAMED_MODELS or starting_state(model):
         if served is None:
             raise ConfigError(
-                f"the tokenizer of the model at {model.service} is '{told}', which is no folder here: "
+                f"the tokenizer of the model at {model.service} is '{name}', which is no folder here: "
                 "give 'model.path' a folder with the same tokenizer"
             )
         return served
-    own = load_tokenizer(Path(model.path), trust_remote_code=model.trust_remote_code)
-    if served is not None and served.tokenizer.get_vocab() != own.tokenizer.get_vocab():
+    local = load_tokenizer(Path(model.path), trust_remote_code=model.trust_remote_code)
+    if served is not None and served.tokenizer.get_vocab() != local.tokenizer.get_vocab():
         raise ConfigError(
-            f"the tokenizer in {model.path} is not that of the model at {model.service}, which is in {told}: "
+            f"the tokenizer in {model.path} is not that of the model at {model.service}, which is in {name}: "
             "leave 'model.path' out"
         )
-    return own
+    return local
 
 
 def _check_words(config: Config, tokens: Tokens) -> None:
-    """A small model knows the words of its own world only; others would all become the same unknown token."""
+    """Raise ConfigError when words of a world are unknown: they would all become the same token."""
     unknown = tokens.tokenizer.unk_token_id
     sources = [*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ())]
     for name in dict.fromkeys(source.name for source in sources if source.type == "world" and source.name in WORLDS):
@@ -117,47 +123,58 @@ def _check_words(config: Config, tokens: Tokens) -> None:
             )
 
 
-class AtService:
-    """`start`: the folder of the state whose weights a new stage takes ("": the base's); `state`: to go on from."""
+class ServiceRuntime:
+    """Implements `Runtime` at a service."""
 
-    def __init__(self, config: Config, *, start: str, state: Path | None) -> None:
-        self.config, self._start = config, start
+    def __init__(
+        self,
+        config: Config,
+        *,
+        start: str,  # the folder of the state whose weights a new stage takes; "": the base model's
+        state: Path | None,  # the checkpoint to go on from
+        samples: bool,  # whether episodes are played
+    ) -> None:
+        self._config, self._start = config, start
         with contextlib.ExitStack() as opened:
-            self.service = opened.enter_context(connect(config.model))
-            self.backend = new_model(self.service, config)
+            self._service = opened.enter_context(connect(config.model))
+            self.backend = new_model(self._service, config)
             if state is not None:
                 self.backend.load_state(state).result()
             elif start:
                 self.backend.start_from(Path(start)).result()
             tokens = tokens_of(config.model, self.backend)
             self.renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
+            self.sampler = self._sampler() if samples else None
             self._opened = opened.pop_all()
 
-    @cached_property
-    def sampler(self) -> ServiceSampler:
-        """Of the weights as they are now."""
+    def _sampler(self) -> ServiceSampler:
+        """Sample from the weights as they are now."""
         handle = self.backend.client.snapshot().result()
-        return ServiceSampler(self.service, self.service.create_sampling(snapshot=handle).result())
+        return ServiceSampler(self._service, self._service.create_sampling(snapshot=handle).result())
 
-    def frozen(self) -> ServiceBackend:
-        """The model that the stage started from, which nothing trains."""
-        backend = new_model(self.service, self.config)
+    def open_frozen(self, path: str | None, *, micro_batch_tokens: int) -> Score:
+        """Score with the model that the stage started from, under another adapter, which nothing trains."""
+        assert path is None, "the configuration was checked"
+        backend = new_model(self._service, self._config)
         if self._start:
             backend.start_from(Path(self._start)).result()
-        return backend
+        return scored_by_backend(backend)
 
-    def kept_in(self, store: CheckpointStore, folder: Path) -> Store:
-        return PointingStore(store, folder, self.service)
+    def open_critic(self, path: str, *, micro_batch_tokens: int, state: Path | None) -> TrainBackend:
+        raise AssertionError("a service trains no critic, and the configuration was checked")
+
+    def checkpoint_store(self, store: CheckpointStore, folder: Path) -> Store:
+        return RemoteCheckpointStore(store, folder, self._service)
 
     def try_worst_case(self) -> None:
-        """Memory is the service's own business."""
+        """Do nothing: memory is the service's own business."""
 
     def close(self) -> None:
         self._opened.close()
 
 
-class PointingStore:
-    """A store of checkpoints that only point at states: with a checkpoint goes what it pointed at."""
+class RemoteCheckpointStore:
+    """Saves checkpoints that point at states of the service; deletes there what it deletes here."""
 
     def __init__(self, store: Store, folder: Path, service: ServiceClient) -> None:
         self._store, self._folder, self._service = store, folder, service

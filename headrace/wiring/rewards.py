@@ -1,4 +1,4 @@
-"""`rl.rewards` to terms and their runner; a reward model is one of them."""
+"""Build the reward terms of `rl.rewards`, and the runner that scores groups with them."""
 
 import asyncio
 import os
@@ -30,29 +30,37 @@ from headrace.train.scorer import FrozenScorer
 from headrace.types import IntArray, SamplingParams
 from headrace.wiring.models import load_policy, load_scalar, whole
 
-ENV = "env"  # what the world gives
+ENV = "env"  # the reward of the environment
 
 
 def make_terms(config: Config, reward_model_path: str | None) -> list[Term | GroupTerm]:
-    """The terms that can judge now: those of [rl] (what the world gives, if there is none), without a reward model
-    that is not there yet."""
-    rewards = (RewardTerm(fn="env"),) if config.rl is None else reward_terms(config.rl)
+    """Build the terms that can judge now: those of [rl] (what the environment gives, if there is none), without a
+    reward model that is not trained yet."""
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     runner = RewardRunner() if config.rl is None else config.rl.reward_runner
-    there = [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
     return [
         _term(term, config.model, reward_model_path, tokens) if _is_own(term) else _user_term(term, runner)
-        for term in there
+        for term in _usable_terms(config, reward_model_path)
     ]
 
 
+def has_terms(config: Config, reward_model_path: str | None) -> bool:
+    """Whether `make_terms` would build any."""
+    return bool(_usable_terms(config, reward_model_path))
+
+
+def _usable_terms(config: Config, reward_model_path: str | None) -> list[RewardTerm]:
+    rewards = (RewardTerm(fn=ENV),) if config.rl is None else reward_terms(config.rl)
+    return [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
+
+
 def _is_own(term: RewardTerm) -> bool:
-    """Whether it is a reward of ours that runs here; "format" looks at text as a user's function does."""
+    """Whether a built-in reward runs in this process; "format" reads text as a user's function does."""
     return term.fn in (REWARD_MODEL, JUDGE, LENGTH, *BUILTIN)
 
 
 def reward_terms(rl: Rl) -> tuple[RewardTerm, ...]:
-    """`rl.rewards` as `rl.reward_source` wants them: with what the world gives, or with nothing else that counts."""
+    """Return `rl.rewards` as `rl.reward_source` says: with the environment's reward, or with no other that counts."""
     env = (RewardTerm(fn=ENV),) if all(term.fn != ENV for term in rl.rewards) else ()
     match rl.reward_source:
         case None | "function":
@@ -67,7 +75,7 @@ def reward_terms(rl: Rl) -> tuple[RewardTerm, ...]:
 def make_reward_runner(
     terms: Sequence[Term | GroupTerm], rl: Rl, truncation: Truncation | None = None
 ) -> GroupRewardRunner:
-    """A reward model judges one episode after another: those that wait for it have as long as an episode has."""
+    """Build the runner. A reward model scores one episode at a time, so terms may take as long as an episode may."""
     waits = any(term.fn == REWARD_MODEL for term in rl.rewards)
     return GroupRewardRunner(
         terms,
@@ -78,12 +86,12 @@ def make_reward_runner(
 
 
 def make_truncation(rl: Rl) -> Truncation:
-    """For training; what is evaluated is kept as it was judged."""
+    """Build the rule for cut-off episodes in training; evaluation keeps rewards as they are."""
     return Truncation(rule=CutOff(rl.truncated), penalty=rl.truncated_penalty)
 
 
 def check_rewards(rl: Rl) -> None:
-    """Raises ConfigError when a user's function cannot be found or imported."""
+    """Raise ConfigError when a user's reward function cannot be found or imported."""
     for term in reward_terms(rl):
         if not _is_own(term):
             _user_term(term, rl.reward_runner)
@@ -97,7 +105,7 @@ async def close_terms(terms: Sequence[Term | GroupTerm]) -> None:
 
 
 def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
-    """A function of a user's file. It is imported once now, so that what cannot work ends the run before it begins."""
+    """Build the term of a user's function, which is imported once now: one that cannot work fails before the run."""
     if term.fn == FORMAT:
         _check_format(term)
     user = UserReward(
@@ -129,18 +137,18 @@ def _user_term(term: RewardTerm, c: RewardRunner) -> GroupTerm:
 
 
 def term_name(term: RewardTerm) -> str:
-    """Of its curve."""
+    """Return the name of the term's metric."""
     return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
 
 
 def _check_format(term: RewardTerm) -> None:
-    """Looked at as code that is not trusted would be: a pattern that cannot be compiled fails on no text at all."""
+    """Raise ConfigError for wrong kwargs of "format": a pattern that cannot be compiled fails on no text at all."""
     with boundary(ConfigError, 'a reward with fn = "format" needs kwargs pattern and maybe turns, and these are wrong'):
         matches([], [], **term.kwargs)
 
 
 def _judge_term(term: RewardTerm, model: Model) -> GroupTerm:
-    """Of `kwargs`, the judge's own keys go to it, the others to the endpoint, or to the sampling of a model here."""
+    """Build a judge. Keys of `kwargs` that are not the judge's go to its endpoint, or to sampling if it is local."""
     own = {field.name for field in fields(Judge)}
     judge = {key: value for key, value in term.kwargs.items() if key in own}
     rest = {key: value for key, value in term.kwargs.items() if key not in own}
@@ -176,7 +184,7 @@ def _term(term: RewardTerm, model: Model, reward_model_path: str | None, micro_b
 
 
 def _model_reward(path: str, model: Model, micro_batch_tokens: int) -> RewardFn:
-    """A saved reward model as a reward function. One episode at a time, so a reward depends on nothing beside it."""
+    """Load a reward model as a reward function. It scores episodes one at a time: no reward depends on others."""
     if not is_scalar_folder(Path(path)):
         raise ModelError(f"{path} is not a reward model: give the folder of a sequence classifier with one label")
     lm = load_scalar(replace(model, lora=None, recompute=False), whole(path), seed=0)

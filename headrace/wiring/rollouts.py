@@ -13,21 +13,23 @@ from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Interrupt
 from headrace.rollout.tasks import TaskSource
 from headrace.user_code import load_function
-from headrace.wiring.desk import Desk
+from headrace.wiring.desk import StageContext
 from headrace.wiring.play import make_end_pattern, make_sampling
 from headrace.wiring.rewards import make_reward_runner, make_truncation
 from headrace.wiring.sources import make_env_of
 
 
-def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, utilization: SamplerUtilization) -> RolloutExecutor:
+def make_executor(
+    c: Rl, seed: int, context: StageContext, source: TaskSource, utilization: SamplerUtilization
+) -> RolloutExecutor:
     """Build the executor of the [rl] stage."""
     sampling = make_sampling(c.sampling, c.sampling.temperature)
     player = GroupPlayer(
         group_size=c.group_size,
         make_env=make_env_of(c.tasks),
-        sampler=desk.sampler,
-        renderer=desk.renderer,
-        reward_runner=make_reward_runner(desk.terms, c, make_truncation(c)),
+        sampler=context.sampler,
+        renderer=context.renderer,
+        reward_runner=make_reward_runner(context.terms, c, make_truncation(c)),
         sampling=sampling,
         max_turns=c.max_turns,
         max_episode_tokens=c.max_episode_tokens,
@@ -35,13 +37,13 @@ def make_executor(c: Rl, seed: int, desk: Desk, source: TaskSource, utilization:
         run_seed=seed,
         end_tool=c.end_tool,
         end_pattern=make_end_pattern(c),
-        threads=desk.programs.threads(c.env_threads),
-        generate_fn=desk.programs.generate_fn(c, sampling),
+        threads=context.programs.threads(c.env_threads),
+        generate_fn=context.programs.generate_fn(c, sampling),
     )
     return build_executor(
         make_settings(c.asynchronous),
         batch_groups=c.groups,
-        samplers=[desk.sampler],
+        samplers=[context.sampler],
         player=player,
         source=source,
         filters=make_filters(c),

@@ -1,4 +1,4 @@
-"""serve.toml to a service: model, host, journal, keys and application."""
+"""Build a service from serve.toml: model, host, journal, keys and application."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from headrace.service.server import check_reach
 from headrace.service.service import Service
 from headrace.service.settings import ServeConfig, ServedModel
 from headrace.service.telemetry import Telemetry
-from headrace.wiring.metrics import Outlets, model_sink
+from headrace.wiring.metrics import MetricOutputs, model_sink
 from headrace.wiring.models import fuse
 from headrace.wiring.references import make_rewards, open_references
 
@@ -37,17 +37,17 @@ KEY_KIND, FIRST_OWNER = "key", "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """`new_key` is told once, here; only its hash is kept."""
+class ServiceHandle:
+    """A service that is ready to listen."""
 
     app: FastAPI
     card: ModelCard
-    new_key: str | None
+    new_key: str | None  # shown once, here; only its hash is kept
 
 
 @contextlib.contextmanager
-def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Opened]:
-    """Everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another."""
+def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[ServiceHandle]:
+    """Open everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another."""
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
     with boundary(ConfigError, f"the folder {folder} cannot be made"):
@@ -75,7 +75,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
             full=config.model.full,
         )
         tempered = config.serve.sampled_logprobs == "tempered"
-        telemetry = Telemetry(lambda source: model_sink(outlets, folder, source))
+        telemetry = Telemetry(lambda source: model_sink(outputs, folder, source))
         named = stack.enter_context(open_references(config, vocabulary=lm.vocabulary))
         rewards = make_rewards(config, lm)
         service = Service(
@@ -90,15 +90,15 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ope
             rewards=rewards,
         )
         access = Access(keys)
-        outlets = Outlets(config.metrics, collector=ServiceCollector(service, access))
-        with contextlib.closing(host), contextlib.closing(outlets), contextlib.closing(telemetry):
+        outputs = MetricOutputs(config.metrics, collector=ServiceCollector(service, access))
+        with contextlib.closing(host), contextlib.closing(outputs), contextlib.closing(telemetry):
             renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
             app = make_app(service, access, flags=dict(config.flags), renderer=renderer)
-            yield Opened(app=app, card=card, new_key=made)
+            yield ServiceHandle(app=app, card=card, new_key=made)
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
-    """The base model, and the folder of its tokenizer."""
+    """Load the base model; return it with the folder of its tokenizer."""
     path = c.path
     if path == "tiny":
         path = str(folder / "tiny")
@@ -116,7 +116,7 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
 
 
 def _kv_tokens(lm: LanguageModel, max_rows: int, *, full: bool) -> int:
-    """For contexts as long as the model's, on a GPU within what is free there."""
+    """Return the size of the cache: for contexts as long as the model's, on a GPU within its free memory."""
     wanted = default_kv_tokens(max_rows, lm.context)
     if lm.device.type != "cuda":
         return wanted
@@ -127,8 +127,8 @@ def _kv_tokens(lm: LanguageModel, max_rows: int, *, full: bool) -> int:
 
 
 def kv_room(shape: Shape, size: int, *, free_bytes: int, full: bool) -> int:
-    """Cached positions that each engine may have: half of the memory is for training. A full model needs, beside its
-    weights, 16 bytes per parameter for gradient, master and moments, and its copies have engines of their own."""
+    """Return the cached positions that each engine may have: half of the memory is for training. A full model needs,
+    beside its weights, 16 bytes per parameter for gradient, master and moments; its copies have their own engines."""
     copies = FULL_COPIES if full else 0
     training = num_parameters(shape) * (size * (1 + copies) + 16) if full else 0
     return max(0, free_bytes - training) // 2 // (kv_bytes_per_token(shape, size) * (1 + copies))
@@ -146,7 +146,7 @@ def _keys(config: ServeConfig, journal: Journal, *, make_key: bool) -> tuple[lis
 
 
 def _raise_file_limit() -> None:
-    """Every open poll is a file descriptor; where the limit cannot be raised, it stays."""
+    """Raise the limit of open files, if possible: every open poll is a file descriptor."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

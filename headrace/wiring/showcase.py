@@ -1,4 +1,4 @@
-"""The demo: SFT and RL on a text world, made on the spot, and what it says about itself."""
+"""Run `headrace demo`: SFT and RL on a text world, made on the spot, and the text about the result."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from headrace.wiring.run import RunResult, train
 
 
 def demo(*, seed: int, folder: Path) -> RunResult:
-    """SFT on imperfect demonstrations of a text world, then RL; no download. `figures` is the line for programs."""
+    """Train on imperfect demonstrations of a text world, then by RL; no download. `figures` is for programs."""
     began_s = time.monotonic()
     config = demo_config(seed=seed, folder=folder)
     result = train(config, config_text_path=Path("demo.toml"), resume=None)

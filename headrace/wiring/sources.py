@@ -1,11 +1,11 @@
-"""Sources of the configuration to tasks, conversations, pairs and environments."""
+"""Load tasks, conversations, pairs and environments from the sources of the configuration."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.config import Config, Rl, Sft, Source
+from headrace.config import Rl, Sft, Source
 from headrace.errors import DataError
 from headrace.protocols import Env
 from headrace.render import Renderer
@@ -17,6 +17,7 @@ from headrace.rollout.conversations import (
     with_system_message,
 )
 from headrace.rollout.preferences import Pair, load_pairs
+from headrace.rollout.rows import DataSource
 from headrace.rollout.sources import load_tasks, with_system
 from headrace.rollout.task_files import TaskDefinition, load_task_definition
 from headrace.rollout.tasks import filter_prompts, overlap
@@ -28,7 +29,23 @@ from headrace.user_code import load_function
 logger = logging.getLogger(__name__)
 
 
+def data_source(source: Source) -> DataSource:
+    """Convert a source of the configuration that has rows; a world makes its own tasks."""
+    assert source.type != "world"
+    return DataSource(
+        type=source.type,
+        path=source.path,
+        name=source.name,
+        size=source.size,
+        seed=source.seed,
+        columns=source.columns,
+        options=source.options,
+        system=source.system,
+    )
+
+
 def tasks_of(source: Source) -> list[Task]:
+    """Load the tasks of a source, with its system message."""
     if source.type == "world":
         assert source.name is not None
         tasks = world_tasks(source.name, source.size, source.seed, source.options)
@@ -36,7 +53,7 @@ def tasks_of(source: Source) -> list[Task]:
     if source.type == "task":
         defined = _definition(source).tasks
         return [replace(task, messages=with_system(task.messages, source.system)) for task in defined]
-    return load_tasks(source)
+    return load_tasks(data_source(source))
 
 
 def _definition(source: Source) -> TaskDefinition:
@@ -45,15 +62,16 @@ def _definition(source: Source) -> TaskDefinition:
 
 
 def conversations_of(source: Source) -> list[Conversation]:
+    """Load the conversations of a source, with its system message."""
     if source.type == "world":
         assert source.name is not None
         talks = world_demonstrations(source.name, source.size, source.seed, source.options)
         return [with_system_message(talk, source.system) for talk in _with_tools(source, talks)]
-    return load_conversations(source)
+    return load_conversations(data_source(source))
 
 
 def _with_tools(source: Source, talks: Sequence[tuple[Message, ...]]) -> Sequence[Conversation]:
-    """Conversations of a world that is played with calls, with the tools that it offers."""
+    """Add the tools that a world offers to its conversations, if they have tool calls."""
     if not any(message.tool_calls for talk in talks for message in talk):
         return talks
     assert source.name is not None
@@ -65,16 +83,19 @@ def _with_tools(source: Source, talks: Sequence[tuple[Message, ...]]) -> Sequenc
 
 
 def pairs_of(source: Source) -> list[Pair]:
+    """Load the pairs of a better and a worse conversation of a source, with its system message."""
     if source.type == "world":
         assert source.name is not None
-        made = world_pairs(source.name, source.size, source.seed, source.options)
-        told = [[with_system(talk, source.system) for talk in pair] for pair in made]
-        return [Pair(chosen=chosen, rejected=rejected) for chosen, rejected in told]
-    return load_pairs(source)
+        pairs = world_pairs(source.name, source.size, source.seed, source.options)
+        return [
+            Pair(chosen=with_system(chosen, source.system), rejected=with_system(rejected, source.system))
+            for chosen, rejected in pairs
+        ]
+    return load_pairs(data_source(source))
 
 
-def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...]:
-    """The tasks that fit, with what was left out and what is also held out said aloud."""
+def training_tasks(c: Rl, renderer: Renderer, held_out: Sequence[Task]) -> tuple[Task, ...]:
+    """Load the tasks of [rl] whose prompts fit; log how many were left out, and how many are also held out."""
     filtered = filter_prompts(tasks_of(c.tasks), renderer, c.max_prompt_tokens)
     if filtered.dropped_count:
         logger.warning(
@@ -88,34 +109,34 @@ def training_tasks(config: Config, c: Rl, renderer: Renderer) -> tuple[Task, ...
             f"no task is left: the shortest prompt has {filtered.shortest} tokens, raise rl.max_prompt_tokens to at "
             f"least {filtered.shortest}"
         )
-    if config.eval.source is not None:
-        shared = overlap(filtered.kept, tasks_of(config.eval.source)[: config.eval.tasks])
-        if shared:
-            logger.warning("%d held-out tasks are also trained on: their score says little", shared)
+    shared = overlap(filtered.kept, held_out) if held_out else 0
+    if shared:
+        logger.warning("%d held-out tasks are also trained on: their score says little", shared)
     return filtered.kept
 
 
-def training_conversations(config: Config, c: Sft) -> list[tuple[list[Conversation], float]]:
-    """The conversations of each source with its weight; what is also held out is said aloud."""
+def training_conversations(
+    c: Sft, held_out_tasks: Sequence[Task], held_out: Sequence[Conversation]
+) -> list[tuple[list[Conversation], float]]:
+    """Load the conversations of each source of [sft], with its weight; log how many prompts are also held out."""
     loaded = [conversations_of(source) for source in c.sources]
-    if c.held_out is not None or config.eval.source is not None:
+    if held_out_tasks or held_out:
         answered = [
             task for source, known in zip(c.sources, loaded, strict=True) for task in answered_by(source, known)
         ]
-        if config.eval.source is not None:
-            shared = overlap(answered, tasks_of(config.eval.source)[: config.eval.tasks])
-            if shared:
-                logger.warning("%d held-out tasks are also answered in sft.sources: their score says little", shared)
+        shared = overlap(answered, held_out_tasks)
+        if shared:
+            logger.warning("%d held-out tasks are also answered in sft.sources: their score says little", shared)
         if c.held_out is not None:
-            shared = overlap(answered, answered_by(c.held_out, conversations_of(c.held_out)))
+            shared = overlap(answered, answered_by(c.held_out, held_out))
             if shared:
                 logger.warning("%d prompts of sft.held_out are also in sft.sources: their loss says little", shared)
     return [(known, source.weight) for source, known in zip(c.sources, loaded, strict=True)]
 
 
 def answered_by(source: Source, conversations: Sequence[Conversation]) -> list[Task]:
-    """The task behind each conversation of a source. A world's own tasks, for two of them can begin with the same
-    words; else the prompt."""
+    """Return the task behind each conversation: a world's own tasks, because two of them can begin with the same words;
+    else the prompt."""
     if source.type == "world":
         assert source.name is not None
         return demonstrated_tasks(source.name, source.size, source.seed, source.options)
@@ -123,6 +144,7 @@ def answered_by(source: Source, conversations: Sequence[Conversation]) -> list[T
 
 
 def make_env_of(source: Source) -> Callable[[], Env]:
+    """Return the constructor of the environment that plays the tasks of a source."""
     if source.type == "world":
         assert source.name is not None
         return WORLDS[source.name].make_env

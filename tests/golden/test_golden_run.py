@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from headrace import wiring
-from headrace.cli import load_checked
 from headrace.observe.sinks import read_metrics
+from headrace.wiring.checked_config import load_checked
 
 GOLDEN = Path(__file__).with_name("tiny_run.json")
 CONFIG = """

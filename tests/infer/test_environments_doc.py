@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import load_checked
 from headrace.rollout.episode import BY_ITSELF, run_sampled_episode
 from headrace.rollout.task_files import DefinitionIn, load_task_definition
 from headrace.types import Ended, Episode, Message, SamplingParams, Task
 from headrace.user_code import load_module
+from headrace.wiring.checked_config import load_checked
 from headrace.wiring.sources import make_env_of, tasks_of
 from infer.agents import heard_spans, scripted, trained_spans
 

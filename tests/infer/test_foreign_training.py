@@ -16,13 +16,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import wiring
-from headrace.cli import load_checked
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.tiny import save_tiny
 from headrace.observe.lines import read_lines
 from headrace.observe.run_folder import RunFolder
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Completion, Datum, ForwardOut, LossSpec, SampleRequest
+from headrace.wiring.checked_config import load_checked
 from infer.agents import make_tokenizer
 
 pytestmark = pytest.mark.slow

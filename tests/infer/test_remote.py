@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.config import Source
 from headrace.errors import ConfigError, DataError, SamplerError
 from headrace.infer import remote
 from headrace.infer.endpoint import serve
@@ -23,6 +22,7 @@ from headrace.infer.remote import RemoteModel, Where
 from headrace.rollout.conversations import ToolConversation, load_conversations
 from headrace.rollout.demonstrations import demonstration, record_tools, write_demonstrations
 from headrace.rollout.group import RemoteGroupPlayer, start_hash
+from headrace.rollout.rows import DataSource
 from headrace.rollout.worlds import world_tasks
 from headrace.rollout.worlds.calculator import CalculatorEnv
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeToolEnv, run_virtual
@@ -380,7 +380,7 @@ async def test_demonstrations_are_rows_that_sft_reads_tools_and_all(tmp_path: Pa
             group = await group_of(model, record_tools(CalculatorEnv, tools), task)
     path = tmp_path / "made" / "demos.jsonl"
     assert write_demonstrations(path, [group], tools) == 1
-    [talk] = load_conversations(Source(type="jsonl", path=str(path)))
+    [talk] = load_conversations(DataSource(type="jsonl", path=str(path)))
     assert isinstance(talk, ToolConversation)
     assert [message.role for message in talk.messages] == ["user", "assistant", "tool", "assistant"]
     assert talk.messages[1].tool_calls[0].arguments == '{"left": 12, "operator": "+", "right": 7}'
@@ -432,7 +432,7 @@ def test_the_commands_play_with_a_model_elsewhere(tmp_path: Path, monkeypatch: p
     metrics = json.loads(evaluated.stdout.splitlines()[-1])
     assert metrics["eval/reward"] == 0.0
     assert "eval/length" not in metrics
-    talks = load_conversations(Source(type="jsonl", path="demos.jsonl"))
+    talks = load_conversations(DataSource(type="jsonl", path="demos.jsonl"))
     assert all(isinstance(talk, tuple) and talk[-1].role == "assistant" for talk in talks)
 
 

@@ -2,10 +2,18 @@
 
 import pytest
 
-from headrace.config import load_config
-from headrace.infer.engine import default_kv_tokens
-from headrace.model.estimate import Shape, place
-from headrace.observe.explain import Machine, chosen_text, explain, num_kv_tokens, plan, size_text, support_table
+from headrace.config import Config, load_config
+from headrace.infer.engine import default_kv_tokens, min_kv_tokens
+from headrace.model.estimate import MemoryPlan, Placement, Shape, place, plan_memory
+from headrace.observe.explain import (
+    Machine,
+    chosen_text,
+    explain,
+    max_checkpoints,
+    size_text,
+    support_table,
+)
+from headrace.wiring.sizes import memory_request
 
 SHAPE = Shape(  # 388 parameters: see tests/model/test_estimate.py
     model_type="llama",
@@ -58,23 +66,29 @@ max_rows = 8
 """
 
 
-def explained(*overrides: str, machine: Machine = ROOMY) -> str:
+def plan(config: Config, placement: Placement, *, gpu_bytes: int | None = None) -> MemoryPlan:
+    return plan_memory(memory_request(config), SHAPE, placement, gpu_bytes=gpu_bytes)
+
+
+def explained(*overrides: str, machine: Machine = ROOMY, placement: Placement = CPU) -> str:
     config = load_config(TEXT, file="run.toml", overrides=overrides)
-    return explain(config, file="run.toml", shape=SHAPE, placement=CPU, machine=machine)
+    planned = plan(config, placement, gpu_bytes=machine.memory_bytes)
+    return explain(config, file="run.toml", shape=SHAPE, placement=placement, planned=planned, machine=machine)
 
 
 def test_the_numbers_of_a_run() -> None:
-    planned = plan(load_config(TEXT, file="run.toml"), SHAPE, CPU)
+    config = load_config(TEXT, file="run.toml")
+    planned = plan(config, CPU)
     assert (planned.parameters, planned.trainable) == (388, 388)
     assert planned.kv_tokens == 2 * 8 * 200  # twice max_rows sequences of the longest episode
     assert planned.memory.activations == 300 * 2 * 80 * 4  # the larger micro-batch; 80 numbers per token and layer
-    assert planned.max_checkpoints == 2 + 1 + (30 // 7) + (20 // 7)  # last two, best, and every seventh step's
+    assert max_checkpoints(config) == 2 + 1 + (30 // 7) + (20 // 7)  # last two, best, and every seventh step's
     assert planned.checkpoint_bytes == 388 * 4 * 3  # weights and two moments
 
 
 def test_adapters_are_what_is_trained() -> None:
     config = load_config(TEXT, file="run.toml", overrides=['model.lora={rank=2, targets=["q_proj"]}'])
-    planned = plan(config, SHAPE, CPU)
+    planned = plan(config, CPU)
     assert planned.trainable == 2 * (2 * (4 + 4))  # 2 layers x rank 2 x (inputs + outputs)
     assert planned.memory.weights == (388 + 32) * 4
     assert "32 in LoRA adapters of rank 2 are trained" in explained('model.lora={rank=2, targets=["q_proj"]}')
@@ -143,10 +157,13 @@ def test_a_run_that_does_not_fit_is_told_what_to_lower() -> None:
 
 
 def test_room_for_keys_and_values_follows_what_is_sampled() -> None:
+    def wanted(text: str, *overrides: str) -> int:
+        return memory_request(load_config(text, file="x", overrides=overrides)).kv.wanted
+
     sft_only = TEXT[: TEXT.index("[rl]")]
-    assert num_kv_tokens(load_config(sft_only, file="x")) == 0
-    assert num_kv_tokens(load_config(sft_only, file="x", overrides=["eval.source={type='world'}"])) == 2 * 32 * 100
-    assert num_kv_tokens(load_config(TEXT, file="x", overrides=["engine.kv_tokens=999"])) == 999
+    assert wanted(sft_only) == 0
+    assert wanted(sft_only, "eval.source={type='world'}") == 2 * 32 * 100
+    assert wanted(TEXT, "engine.kv_tokens=999") == 999
 
 
 def test_sizes_are_readable() -> None:
@@ -162,9 +179,8 @@ GPU = place(device="cuda", dtype="auto", gpus=("a GPU",), mps=False)
 
 
 def on_gpu(memory_bytes: int, *overrides: str) -> str:
-    config = load_config(TEXT, file="run.toml", overrides=overrides)
     machine = Machine(memory_bytes=memory_bytes, disk_free_bytes=2**40)
-    return explain(config, file="run.toml", shape=SHAPE, placement=GPU, machine=machine)
+    return explained(*overrides, machine=machine, placement=GPU)
 
 
 def test_what_is_recomputed_is_said_with_its_reason() -> None:
@@ -182,12 +198,12 @@ def test_what_is_recomputed_is_said_with_its_reason() -> None:
 
 def test_the_cache_gets_what_a_gpu_has_left() -> None:
     config = load_config(TEXT, file="run.toml", overrides=["model.recompute=false", "engine.max_rows=64"])
-    room = plan(config, SHAPE, GPU, gpu_bytes=2**40)
+    room = plan(config, GPU, gpu_bytes=2**40)
     assert room.kv_tokens == 2 * 64 * 200
-    tight = plan(config, SHAPE, GPU, gpu_bytes=200_000)
+    tight = plan(config, GPU, gpu_bytes=200_000)
     assert tight.kv_tokens == (184_000 - tight.memory.training) // 16
-    least = plan(config, SHAPE, GPU, gpu_bytes=1_000)
-    assert least.kv_tokens == 8 * 256  # 200 tokens and one more, in pieces of 64
+    least = plan(config, GPU, gpu_bytes=1_000)
+    assert least.kv_tokens == min_kv_tokens(200)
     assert "room for the keys and values of 2,048 tokens" in on_gpu(1_000)
 
 
@@ -198,12 +214,12 @@ def test_the_default_cache_is_the_engines() -> None:
             file="run.toml",
             overrides=[f"engine.max_rows={rows}", f"rl.max_episode_tokens={longest}", "rl.max_prompt_tokens=1"],
         )
-        assert plan(config, SHAPE, CPU).kv_tokens == default_kv_tokens(rows, longest)
+        assert plan(config, CPU).kv_tokens == default_kv_tokens(rows, longest)
 
 
 def test_other_models_are_counted() -> None:
     def beside(*overrides: str) -> int:
-        return plan(load_config(TEXT, file="run.toml", overrides=overrides), SHAPE, GPU).memory.beside
+        return plan(load_config(TEXT, file="run.toml", overrides=overrides), GPU).memory.beside
 
     joined = 2 * (4 * (4 + 2 + 2) + 4 * 4 + 3 * 4 * 8) * 2  # two layers: queries, keys, values; output; the MLP
     assert beside() == joined
@@ -216,10 +232,7 @@ def test_other_models_are_counted() -> None:
 
 def test_where_metrics_go_is_said_when_a_file_says_so() -> None:
     def told(*overrides: str) -> str:
-        config = load_config(TEXT, file="run.toml", overrides=overrides)
-        machine = Machine(memory_bytes=2**40, disk_free_bytes=2**40)
-        text = explain(config, file="run.toml", shape=SHAPE, placement=CPU, machine=machine)
-        return text.partition("\nMetrics\n")[2]
+        return explained(*overrides).partition("\nMetrics\n")[2]
 
     assert told() == ""
     alert = 'metrics.alerts=[{ metric = "train/grad_norm", above = 50, for_steps = 3, webhook = "env:HOOK" }]'

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from headrace import wiring
-from headrace.cli import load_checked
 from headrace.config import load_config
 from headrace.config.metrics_checks import metrics_problems
 from headrace.config.tree import Alert, Metrics
 from headrace.errors import ConfigError
 from headrace.observe.alerts import AlertRule, alert_message
 from headrace.observe.sinks import read_metrics
-from headrace.wiring.metrics import Outlets, told_by
+from headrace.wiring.checked_config import load_checked
+from headrace.wiring.metrics import MetricOutputs, stage_source
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -118,28 +118,28 @@ def test_alerts_are_in_the_log(logged: Logged) -> None:
 
 def test_stages_share_one_scrape_endpoint(tmp_path: Path) -> None:
     config = load_config(CONFIG, file="run.toml")
-    outlets = Outlets(config.metrics)
-    assert outlets.exporter is not None
+    outputs = MetricOutputs(config.metrics)
+    assert outputs.exporter is not None
     for stage in ("sft", "rl"):
-        told = told_by(config, tmp_path / "small_1", stage=stage, start=0)
+        told = stage_source(config, tmp_path / "small_1", stage=stage, start=0)
         assert "metrics" not in told.config  # a webhook's address is for nobody else
-        for sink in outlets.sinks(told):
+        for sink in outputs.sinks(told):
             sink.log(2, {"loss/total": 0.5})
             sink.close()
-    with urllib.request.urlopen(outlets.exporter.url, timeout=30) as answer:
+    with urllib.request.urlopen(outputs.exporter.url, timeout=30) as answer:
         text = answer.read().decode()
-    outlets.close()
+    outputs.close()
     for stage in ("sft", "rl"):
         assert f'headrace_loss_total{{run="small_1",stage="{stage}"}} 0.5\n' in text
 
 
 def test_an_alert_whose_metric_never_came_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = load_config(CONFIG, file="run.toml", overrides=["metrics.sinks=[]"])
-    outlets = Outlets(config.metrics)
+    outputs = MetricOutputs(config.metrics)
     for stage, values in (("sft", {"loss/total": 0.5}), ("rl", {"loss/policy": 0.5})):
-        for sink in outlets.sinks(told_by(config, tmp_path / "small_1", stage=stage, start=0)):
+        for sink in outputs.sinks(stage_source(config, tmp_path / "small_1", stage=stage, start=0)):
             sink.log(1, values)
-    outlets.close()
+    outputs.close()
     assert caplog.messages == [
         "no record had 'train/grad_norm', so its alert could not fire: docs/metrics.md has the names"
     ]
@@ -149,10 +149,10 @@ def test_a_webhook_may_be_named_by_an_environment_variable(monkeypatch: pytest.M
     alerts = (Alert(metric="loss/total", above=1.0, webhook="env:HEADRACE_TEST_HOOK"),)
     monkeypatch.delenv("HEADRACE_TEST_HOOK", raising=False)
     with pytest.raises(ConfigError, match=r"'metrics.alerts\[0\].webhook' is env:HEADRACE_TEST_HOOK, which is not set"):
-        Outlets(Metrics(alerts=alerts))
+        MetricOutputs(Metrics(alerts=alerts))
     monkeypatch.setenv("HEADRACE_TEST_HOOK", "ftp://nowhere")
     with pytest.raises(ConfigError, match="no http:// or https:// URL"):
-        Outlets(Metrics(alerts=alerts))
+        MetricOutputs(Metrics(alerts=alerts))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from headrace.types import (
     TokenValues,
     float_array,
 )
-from headrace.wiring.recredit import Recredit, recredit
+from headrace.wiring.recredit import RecreditRequest, recredit
 
 JUDGE = "def judge(messages, **kwargs):\n    return len(messages) / 10\n"
 
@@ -89,7 +89,7 @@ def test_the_run_s_advantages_come_out_again_to_the_last_bit(tmp_path: Path, num
     file = tmp_path / "step_000004.jsonl"
     made = saved(file, **numbers)
     assert len({a for episode in made for a in episode.advantages}) > 8, "they tell steps apart"
-    result = _recredit(Recredit(path=file))
+    result = _recredit(RecreditRequest(path=file))
     assert [line.advantages for line in read_lines(result)] == [episode.advantages for episode in made]
     for before, after in zip(made, load_trajectories(result), strict=True):
         assert isinstance(after, CreditedEpisode)
@@ -106,7 +106,7 @@ def test_other_numbers_another_gae_and_no_penalty_are_what_that_run_would_have_h
     saved(file, credit="token_gae", kl_coef=0.2)
     other = saved(tmp_path / "other.jsonl", credit="turn_gae", lam=0.5, whiten=False)
     params: dict[str, float | str] = {"lam": 0.5, "whiten": 0.0, "kl_coef": 0.0}
-    again = read_lines(_recredit(Recredit(path=file, method="turn_gae", params=params)))
+    again = read_lines(_recredit(RecreditRequest(path=file, method="turn_gae", params=params)))
     assert [line.advantages for line in again] == [episode.advantages for episode in other]
 
 
@@ -114,12 +114,14 @@ def test_turns_need_no_tokens_and_tokens_do(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole.jsonl", credit="turn_gae")
     lean = tmp_path / "lean.jsonl"
     saved(lean, lean=True, credit="turn_gae")
-    assert [line.advantages for line in read_lines(_recredit(Recredit(path=lean)))] == [e.advantages for e in whole]
+    assert [line.advantages for line in read_lines(_recredit(RecreditRequest(path=lean)))] == [
+        e.advantages for e in whole
+    ]
     with pytest.raises(ConfigError, match=r"'token_gae' needs the values of a critic, .* unless rl.save.lean"):
-        recredit(Recredit(path=lean, method="token_gae"))
+        recredit(RecreditRequest(path=lean, method="token_gae"))
     saved(lean, lean=True, credit="turn_gae", kl_coef=0.2)
     with pytest.raises(ConfigError, match="a lean file does not have: add --param kl_coef=0"):
-        recredit(Recredit(path=lean))
+        recredit(RecreditRequest(path=lean))
 
 
 def test_another_reward_under_the_same_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +130,8 @@ def test_another_reward_under_the_same_critic(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "mine.py").write_text(JUDGE)
     file = tmp_path / "step_000004.jsonl"
     saved(file, credit="token_gae")
-    gigpo = _recredit(Recredit(path=file, method="gigpo"), "between.jsonl")
-    asked = Recredit(
+    gigpo = _recredit(RecreditRequest(path=file, method="gigpo"), "between.jsonl")
+    asked = RecreditRequest(
         path=gigpo, rewards=("mine.py:judge",), method="token_gae", params={"gamma": 0.9, "lam": 0.8}, trusted=True
     )
     after = _recredit(asked, "after.jsonl")
@@ -169,5 +171,5 @@ def test_by_hand() -> None:
             assert made.values == (0.5, 0.25)
 
 
-def _recredit(asked: Recredit, name: str = "again.jsonl") -> Path:
+def _recredit(asked: RecreditRequest, name: str = "again.jsonl") -> Path:
     return recredit(replace(asked, out=asked.path.with_name(name))).out

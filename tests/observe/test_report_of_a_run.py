@@ -9,7 +9,7 @@ import pytest
 from test_report_browser import BROWSER, browse
 
 from headrace import wiring
-from headrace.cli import load_checked
+from headrace.wiring.checked_config import load_checked
 
 CONFIG = """
 [run]

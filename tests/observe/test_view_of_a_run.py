@@ -12,7 +12,7 @@ from headrace import cli
 from headrace.observe.lines import iter_lines
 from headrace.observe.view import Asked, view, write_page
 from headrace.observe.view_tokens import By
-from headrace.wiring.recredit import Recredit, recredit
+from headrace.wiring.recredit import RecreditRequest, recredit
 
 RUN = """
 [run]
@@ -80,7 +80,7 @@ def test_the_run_can_be_looked_at_with_the_texts_of_its_tokens(run: Path, tmp_pa
 
 
 def test_advantages_are_computed_again_from_the_file_to_the_last_bit(run: Path, tmp_path: Path) -> None:
-    result = recredit(Recredit(path=run, out=tmp_path / "again.jsonl"))
+    result = recredit(RecreditRequest(path=run, out=tmp_path / "again.jsonl"))
     file = run / "rollouts" / "step_000001.jsonl"
     for before, after in zip(iter_lines(file), iter_lines(tmp_path / "again.jsonl"), strict=True):
         assert before == after

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.cli import load_checked
 from headrace.errors import ConfigError, DataError
 from headrace.rollout.worlds import ADAPTERS, WORLDS, world_demonstrations, world_tasks
 from headrace.rollout.worlds.adapters.package import OwnLuck, require
 from headrace.rollout.worlds.adapters.textarena_games import state_key
 from headrace.types import Observation, StepResult, Task
+from headrace.wiring.checked_config import load_checked
 
 GAMES = ("gymnasium", "textarena", "textworld")  # the others have tests of their own
 

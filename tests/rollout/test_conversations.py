@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config import Source
 from headrace.errors import CheckpointError, DataError
 from headrace.rollout.conversations import (
     Mixture,
@@ -18,6 +17,7 @@ from headrace.rollout.conversations import (
     load_conversations,
     prompt_of,
 )
+from headrace.rollout.rows import DataSource
 from headrace.types import Message
 
 
@@ -25,7 +25,7 @@ def test_messages_or_prompt_and_answer(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "going"}]
     rows = [{"messages": turns, "answer": "ignored"}, {"prompt": "go", "answer": "gone"}, {"prompt": turns}]
     (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    source = Source(type="jsonl", path="talk.jsonl", system="act")
+    source = DataSource(type="jsonl", path="talk.jsonl", system="act")
     system = Message(role="system", content="act")
     going = (system, Message(role="user", content="go"), Message(role="assistant", content="going"))
     gone = (system, Message(role="user", content="go"), Message(role="assistant", content="gone"))
@@ -45,7 +45,7 @@ def test_rows_without_a_reply_are_named() -> None:
 
 def test_reasoning_gym_answers_are_replies() -> None:
     pytest.importorskip("reasoning_gym")
-    (talk,) = load_conversations(Source(type="reasoning_gym", name="chain_sum", size=1))
+    (talk,) = load_conversations(DataSource(type="reasoning_gym", name="chain_sum", size=1))
     assert [message.role for message in talk] == ["user", "assistant"]
     assert int(talk[1].content) == eval(talk[0].content.rstrip("= ").split(":")[-1])
 

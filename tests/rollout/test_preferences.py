@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Source
 from headrace.errors import ConfigError, DataError
 from headrace.rollout.preferences import Pair, load_pairs, pairs_from_rows
+from headrace.rollout.rows import DataSource
 from headrace.rollout.worlds import world_pairs
 from headrace.types import Message
 
@@ -37,7 +37,7 @@ def test_a_file_with_other_column_names(tmp_path: Path) -> None:
     rows = [{"q": "2 + 2 =", "good": str(n), "bad": "x"} for n in range(3)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
-    pairs = load_pairs(Source(type="jsonl", path="pairs.jsonl", columns=columns), base=tmp_path)
+    pairs = load_pairs(DataSource(type="jsonl", path="pairs.jsonl", columns=columns), base=tmp_path)
     assert [pair.chosen[-1].content for pair in pairs] == ["0", "1", "2"]
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Source
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.rows import rows_of
+from headrace.rollout.rows import DataSource, rows_of
 from headrace.rollout.sources import load_tasks, tasks_from_rows
 from headrace.types import Message, Task, ToolCall
 
@@ -29,22 +28,22 @@ def write_jsonl(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_source(kind: str, folder: Path) -> Source:
+def make_source(kind: str, folder: Path) -> DataSource:
     """The same rows as a source of each kind, its path relative to `folder`."""
     if kind == "jsonl":
         write_jsonl(folder / "tasks.jsonl", ROWS)
-        return Source(type="jsonl", path="tasks.jsonl", columns=COLUMNS)
+        return DataSource(type="jsonl", path="tasks.jsonl", columns=COLUMNS)
     if kind == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "tasks.parquet")
-        return Source(type="parquet", path="tasks.parquet", columns=COLUMNS)
+        return DataSource(type="parquet", path="tasks.parquet", columns=COLUMNS)
     if kind == "dataset":
         pytest.importorskip("datasets").Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"))
-        return Source(type="dataset", path="saved", columns=COLUMNS)
+        return DataSource(type="dataset", path="saved", columns=COLUMNS)
     assert kind == "python"
     (folder / "mine.py").write_text(f"def rows(first=0):\n    yield from {ROWS!r}[first:]\n")
-    return Source(type="python", path="mine.py:rows", columns=COLUMNS)
+    return DataSource(type="python", path="mine.py:rows", columns=COLUMNS)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "python"])
@@ -59,10 +58,10 @@ def test_a_python_iterable_gives_them_too() -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "python"])
 def test_a_column_that_is_not_there_lists_those_that_are(kind: str, tmp_path: Path) -> None:
     source = make_source(kind, tmp_path)
-    wrong = Source(type=source.type, path=source.path, columns={**COLUMNS, "answer": "reply"})
+    wrong = DataSource(type=source.type, path=source.path, columns={**COLUMNS, "answer": "reply"})
     with pytest.raises(DataError, match=r"no column reply .*the columns are question, solution, key, level"):
         load_tasks(wrong, base=tmp_path)
-    unmapped = Source(type=source.type, path=source.path)
+    unmapped = DataSource(type=source.type, path=source.path)
     with pytest.raises(DataError, match="no column prompt or messages; the columns are question, solution, key, level"):
         load_tasks(unmapped, base=tmp_path)
 
@@ -122,20 +121,20 @@ def test_a_bad_row_is_named_by_file_and_line(row: Any, message: str, tmp_path: P
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": "fine"}\n\n' + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=f"tasks.jsonl, line 3: .*{message}"):
-        load_tasks(Source(type="jsonl", path="tasks.jsonl"), base=tmp_path)
+        load_tasks(DataSource(type="jsonl", path="tasks.jsonl"), base=tmp_path)
 
 
 def test_a_line_that_is_not_json_or_not_utf8_is_named(tmp_path: Path) -> None:
     for bad in (b'{"prompt": ', b'{"prompt": "\xff"}'):
         (tmp_path / "tasks.jsonl").write_bytes(b'{"prompt": "a"}\n' + bad + b"\n")
         with pytest.raises(DataError, match=r"tasks\.jsonl, line 2: not JSON in UTF-8"):
-            load_tasks(Source(type="jsonl", path="tasks.jsonl"), base=tmp_path)
+            load_tasks(DataSource(type="jsonl", path="tasks.jsonl"), base=tmp_path)
 
 
 def test_a_folder_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
     for name in ("b", "a"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
-    tasks = load_tasks(Source(type="jsonl", path=str(tmp_path)))
+    tasks = load_tasks(DataSource(type="jsonl", path=str(tmp_path)))
     assert [task.messages[0].content for task in tasks] == ["a", "b"]
 
 
@@ -143,19 +142,23 @@ def test_sources_that_cannot_be_read_say_what_to_change(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "broken.parquet").write_text("no")
     write_jsonl(tmp_path / "twice.jsonl", [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}])
-    cases: list[tuple[Source, type[Exception], str]] = [
-        (Source(type="jsonl", path="absent.jsonl"), DataError, "there is no .*absent.jsonl"),
-        (Source(type="jsonl"), ConfigError, 'type = "jsonl" needs a path'),
-        (Source(type="jsonl", path="empty.jsonl"), DataError, "empty.jsonl has no rows"),
-        (Source(type="jsonl", path="twice.jsonl"), DataError, "two tasks with the id 1"),
-        (Source(type="jsonl", path="twice.jsonl", columns={"text": "x"}), ConfigError, "maps text, which is not one"),
-        (Source(type="jsonl", path="twice.jsonl", options={"split": "x"}), ConfigError, "no option split"),
-        (Source(type="parquet", path="broken.parquet"), DataError, "broken.parquet cannot be read"),
-        (Source(type="parquet", path="."), DataError, r"broken|cannot be read"),
-        (Source(type="dataset", path="."), DataError, "not a folder written by datasets.save_to_disk"),
-        (Source(type="reasoning_gym"), ConfigError, "needs a name"),
-        (Source(type="reasoning_gym", name="no_such"), DataError, "cannot make the dataset no_such"),
-        (Source(type="python"), ConfigError, "file.py:function"),
+    cases: list[tuple[DataSource, type[Exception], str]] = [
+        (DataSource(type="jsonl", path="absent.jsonl"), DataError, "there is no .*absent.jsonl"),
+        (DataSource(type="jsonl"), ConfigError, 'type = "jsonl" needs a path'),
+        (DataSource(type="jsonl", path="empty.jsonl"), DataError, "empty.jsonl has no rows"),
+        (DataSource(type="jsonl", path="twice.jsonl"), DataError, "two tasks with the id 1"),
+        (
+            DataSource(type="jsonl", path="twice.jsonl", columns={"text": "x"}),
+            ConfigError,
+            "maps text, which is not one",
+        ),
+        (DataSource(type="jsonl", path="twice.jsonl", options={"split": "x"}), ConfigError, "no option split"),
+        (DataSource(type="parquet", path="broken.parquet"), DataError, "broken.parquet cannot be read"),
+        (DataSource(type="parquet", path="."), DataError, r"broken|cannot be read"),
+        (DataSource(type="dataset", path="."), DataError, "not a folder written by datasets.save_to_disk"),
+        (DataSource(type="reasoning_gym"), ConfigError, "needs a name"),
+        (DataSource(type="reasoning_gym", name="no_such"), DataError, "cannot make the dataset no_such"),
+        (DataSource(type="python"), ConfigError, "file.py:function"),
     ]
     for source, error, message in cases:
         with pytest.raises(error, match=message):
@@ -167,8 +170,8 @@ def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
     parts = {name: datasets.Dataset.from_list([{"prompt": name}]) for name in ("train", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(ConfigError, match=r"splits train, test: set options\.split"):
-        load_tasks(Source(type="dataset", path="saved"), base=tmp_path)
-    (task,) = load_tasks(Source(type="dataset", path="saved", options={"split": "test"}), base=tmp_path)
+        load_tasks(DataSource(type="dataset", path="saved"), base=tmp_path)
+    (task,) = load_tasks(DataSource(type="dataset", path="saved", options={"split": "test"}), base=tmp_path)
     assert task.messages[0].content == "test"
 
 
@@ -185,12 +188,12 @@ def test_a_missing_package_is_named_with_its_pip_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # makes the import fail
     with pytest.raises(ConfigError, match=rf"pip install 'headrace\[{extra}\]'"):
-        load_tasks(Source(type=kind, path=str(tmp_path), name="chain_sum"))
+        load_tasks(DataSource(type=kind, path=str(tmp_path), name="chain_sum"))
 
 
 def test_reasoning_gym_entries_can_be_scored() -> None:
     gym = pytest.importorskip("reasoning_gym")
-    source = Source(type="reasoning_gym", name="chain_sum", size=4, seed=7, options={"max_terms": 3}, system="add")
+    source = DataSource(type="reasoning_gym", name="chain_sum", size=4, seed=7, options={"max_terms": 3}, system="add")
     tasks = load_tasks(source)
     assert [task.id for task in tasks] == [f"chain_sum-7-{i}" for i in range(4)]
     assert load_tasks(source) == tasks
@@ -207,7 +210,7 @@ def test_a_python_source_takes_options_and_its_failures_are_data_errors(tmp_path
         "def rows(n):\n    for i in range(n):\n        yield {'prompt': str(1 // (2 - i))}\n\n"
         "def number():\n    return 3\n\ndef words():\n    return ['a']\n"
     )
-    tasks = load_tasks(Source(type="python", path="mine.py:rows", options={"n": 2}), base=tmp_path)
+    tasks = load_tasks(DataSource(type="python", path="mine.py:rows", options={"n": 2}), base=tmp_path)
     assert [task.messages[0].content for task in tasks] == ["0", "1"]
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("rows", {"n": 3}, "ZeroDivisionError"),
@@ -217,7 +220,7 @@ def test_a_python_source_takes_options_and_its_failures_are_data_errors(tmp_path
     ]
     for name, options, message in cases:
         with pytest.raises(DataError, match=message):
-            load_tasks(Source(type="python", path=f"mine.py:{name}", options=options), base=tmp_path)
+            load_tasks(DataSource(type="python", path=f"mine.py:{name}", options=options), base=tmp_path)
 
 
 def test_an_endless_iterable_ends_with_an_error() -> None:

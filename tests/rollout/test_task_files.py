@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import load_checked
 from headrace.errors import ConfigError, DataError
 from headrace.protocols import ToolEnv
 from headrace.reward.calling import pool
@@ -18,6 +17,7 @@ from headrace.rollout.task_files import TaskDefinition, load_task_definition
 from headrace.rollout.worlds.resources import Database, PythonState
 from headrace.tool_calls import tool_names
 from headrace.types import Episode, Message, Observation, StepResult
+from headrace.wiring.checked_config import load_checked
 from headrace.wiring.sources import make_env_of, tasks_of
 
 TOOLS = '''

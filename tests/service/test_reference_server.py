@@ -4,7 +4,6 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,7 +23,7 @@ from headrace.service.server import serving
 from headrace.service.settings import load_serve_config
 from headrace.train.scorer import FrozenScorer
 from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
-from headrace.wiring import beside
+from headrace.wiring.here import open_remote_reference, scored_remotely
 from headrace.wiring.references import open_reference_server, open_references
 
 KEY = "tml-key"
@@ -193,13 +192,11 @@ def test_the_process_scores_with_the_models_of_its_file(folder: Path) -> None:
 
 async def test_a_training_run_asks_the_process(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_REFERENCE_KEY", KEY)
-    desk: Any = SimpleNamespace(here=SimpleNamespace(others=[]))
-    rl: Any = None
-    score = beside._frozen_score(rl, desk, f"{url}/small")
+    remote = open_remote_reference(f"{url}/small")
+    score = scored_remotely(remote)
     with open_references(load_serve_config(serve_toml(folder), file="serve.toml")) as named:
         for mine, theirs in zip(named["small"](data()), await score(data()), strict=True):
             np.testing.assert_allclose(theirs, mine, atol=1e-5)
-    (remote,) = desk.here.others  # closed with the run
     remote.close()
 
 

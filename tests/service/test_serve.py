@@ -16,12 +16,12 @@ from headrace.model.estimate import num_parameters, tiny_shape
 from headrace.service.access import HashedKey, Quota, hash_key
 from headrace.service.server import serving
 from headrace.service.settings import ServeConfig, load_serve_config
-from headrace.wiring.serve import Opened, kv_room, open_service
+from headrace.wiring.serve import ServiceHandle, kv_room, open_service
 from service.sdk import prompt, sampling, tinker, types
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Opened]]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ServiceHandle]]:
     folder = tmp_path_factory.mktemp("serve")
     text = f'[serve]\nfolder = "{folder}"\n[model]\nfull = true\naliases = ["Qwen/Qwen3-8B"]\n[engine]\nmax_rows = 8'
     with open_service(load_serve_config(text, file="serve.toml")) as opened, serving(opened.app) as url:
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Opened
 
 
 @pytest.fixture(scope="module")
-def model(tiny: tuple[str, Opened]) -> Iterator[Any]:
+def model(tiny: tuple[str, ServiceHandle]) -> Iterator[Any]:
     url, opened = tiny
     client = tinker.ServiceClient(base_url=url, api_key=opened.new_key)
     yield client.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=4)
@@ -69,7 +69,7 @@ def test_sampled_logprobs_are_the_trainers(model: Any) -> None:
         assert scored == pytest.approx(trained, abs=2e-5)
 
 
-def test_a_full_model_is_trained_sampled_and_kept(tiny: tuple[str, Opened]) -> None:
+def test_a_full_model_is_trained_sampled_and_kept(tiny: tuple[str, ServiceHandle]) -> None:
     url, opened = tiny
     client = tinker.ServiceClient(base_url=url, api_key=opened.new_key)
     model = client.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=0)
@@ -94,7 +94,7 @@ def test_a_full_model_is_trained_sampled_and_kept(tiny: tuple[str, Opened]) -> N
     client.close("success").result(30)
 
 
-def test_openai_clients_talk_to_a_real_model(tiny: tuple[str, Opened]) -> None:
+def test_openai_clients_talk_to_a_real_model(tiny: tuple[str, ServiceHandle]) -> None:
     url, opened = tiny
     with openai.OpenAI(base_url=f"{url}/v1", api_key=opened.new_key, max_retries=0) as ai:
         asked: dict[str, Any] = {"model": "Qwen/Qwen3-8B", "seed": 1, "max_tokens": 12}
@@ -131,7 +131,7 @@ def test_cached_positions_leave_room_for_training() -> None:
     assert kv_room(shape, 2, free_bytes=parameters, full=True) == 0
 
 
-def test_the_clients_tokenizer_is_the_servers_folder(tiny: tuple[str, Opened], model: Any) -> None:
+def test_the_clients_tokenizer_is_the_servers_folder(tiny: tuple[str, ServiceHandle], model: Any) -> None:
     tokenizer = model.get_tokenizer()
     assert len(tokenizer) == tiny[1].card.vocabulary
     assert tokenizer.decode(tokenizer.encode("door")) == "door"
@@ -204,7 +204,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "tinker.md"
 
 
 def test_the_example_of_the_document_runs(
-    tiny: tuple[str, Opened], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: tuple[str, ServiceHandle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", tiny[0])
     monkeypatch.setenv("TINKER_API_KEY", tiny[1].new_key or "")
@@ -226,7 +226,7 @@ def test_the_document_names_every_key() -> None:
         assert f"`keys.{entry.name}`" in text or f"`{entry.name}`" in text, entry.name
 
 
-def test_answers_do_not_wait_for_the_network(tiny: tuple[str, Opened]) -> None:
+def test_answers_do_not_wait_for_the_network(tiny: tuple[str, ServiceHandle]) -> None:
     """Without TCP_NODELAY every answer on an open connection takes 40 ms or more."""
     import httpx
 

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from headrace import cli
-from headrace.cli import load_checked
 from headrace.errors import BackendError, ConfigError, HeadraceError, Interrupted
 from headrace.model.tiny import save_tiny
 from headrace.observe.sinks import read_metrics
@@ -20,6 +19,7 @@ from headrace.service.access import hash_key
 from headrace.service.server import serving
 from headrace.service.settings import load_serve_config
 from headrace.wiring import remote
+from headrace.wiring.checked_config import load_checked
 from headrace.wiring.serve import open_service
 
 KEY = "tml-a-key-of-this-test"
@@ -152,7 +152,7 @@ def test_the_service_keeps_the_states_that_the_run_keeps(whole: Made) -> None:
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     whole: Made, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save: Callable[..., Path] = remote.PointingStore.save
+    save: Callable[..., Path] = remote.RemoteCheckpointStore.save
     stops = [("sft", 2), ("rl", 1)]
 
     def stopped(store: Any, step: int, *rest: Any) -> Path:
@@ -162,7 +162,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
             raise Interrupted("stopped here")
         return saved
 
-    monkeypatch.setattr(remote.PointingStore, "save", stopped)
+    monkeypatch.setattr(remote.RemoteCheckpointStore, "save", stopped)
     for resume in (False, True):
         with pytest.raises(Interrupted):
             cli.train(file, resume=resume)

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from headrace.config import Source
 from headrace.errors import ConfigError, DataError, EpisodeError, boundary
 from headrace.rollout.actions import arguments_of, tool_message
+from headrace.rollout.rows import DataSource
 from headrace.rollout.sources import load_tasks
 from headrace.rollout.worlds.adapters.mcp_client import McpClient, Tool, connect_server, start_server
 from headrace.rollout.worlds.adapters.package import choose_tasks
@@ -261,5 +261,5 @@ def generate_tasks(
         raise ConfigError(f"{exc}: {remedy}") from exc
     server.close()
     offered_tools(server.tools, settings)
-    known = load_tasks(Source(type="jsonl", path=tasks))
+    known = load_tasks(DataSource(type="jsonl", path=tasks))
     return choose_tasks("mcp", known, size, seed, split=split, settings=settings, what=tasks)

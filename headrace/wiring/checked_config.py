@@ -1,0 +1,76 @@
+"""Load a run's TOML file and check all that can be checked without loading data, weights or users' code."""
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+from headrace.config import Config, Rl, absolute_paths, check, load_config
+from headrace.config.paths import remote_name, split_sum
+from headrace.errors import ConfigError, boundary
+from headrace.names import NAMED_MODELS
+
+
+def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval", "demonstrate"]) -> Config:
+    """Load the configuration of a file with its paths made absolute; raises ConfigError for what cannot work.
+
+    Algorithms are imported after the file could be read: a wrong path is answered at once.
+    """
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
+    with boundary(ConfigError, f"{file} cannot be read"):
+        text = file.read_text(encoding="utf-8")
+    from headrace.rollout.task_files import task_defaults
+
+    base = file.absolute().parent
+    config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
+    check(config, file=str(file), base=base, command=command)
+    if config.rl is not None:
+        _check_parameters(config.rl, file=str(file))
+    config = absolute_paths(config, base=base)
+    if config.model.service is None:
+        _check_model_type(config.model.path)
+    return config
+
+
+def model_override(policy: str) -> str:
+    """Return the override that has this model play; raises ConfigError when there is no such model."""
+    local = policy not in NAMED_MODELS and remote_name(policy) is None
+    if policy == "tiny" or (local and not Path(policy).is_dir()):
+        problem = "tiny is made anew for every run" if policy == "tiny" else f"there is no folder {policy}"
+        raise ConfigError(f"{problem}: give a checkpoint, a Hugging Face folder, smollm2-135m or openai:NAME")
+    path = str(Path(policy).absolute()) if local else policy
+    return f"model.path={json.dumps(path, ensure_ascii=False)}"
+
+
+def _check_parameters(rl: Rl, *, file: str) -> None:
+    """Raise ConfigError for a parameter that the credit method or the built-in loss does not take, and for a loss that
+    needs arrays which cannot be provided. A user's own loss is checked in the preflight, where it is imported."""
+    from headrace.algo.advantages.credit import check_method
+    from headrace.algo.lookup import check_numbers
+    from headrace.algo.loss import loss_inputs
+    from headrace.algo.losses import LOSSES, find_loss
+    from headrace.loops.arrays import available_arrays, check_objective
+
+    key = "rl.credit_params"
+    try:
+        if rl.critic is None:
+            check_method(rl.credit, rl.credit_params)
+        key = "rl.loss"
+        if all(term in LOSSES for term in split_sum(rl.loss)):
+            fn = find_loss(rl.loss)
+            check_numbers(rl.loss_params, loss_inputs(fn).params, f"'rl.loss_params': loss '{rl.loss}'")
+            check_objective(fn, rl.loss_params, available=available_arrays(fn, teacher=rl.teacher is not None))
+    except ConfigError as exc:
+        place = "" if str(exc).startswith("'rl.") else f"'{key}': "
+        raise ConfigError(f"{file}: {place}{exc}") from exc
+
+
+def _check_model_type(path: str) -> None:
+    """Raise ModelError for a model folder whose config.json describes a kind that is not supported."""
+    from headrace.model.support import check_supported
+
+    if path not in NAMED_MODELS and remote_name(path) is None:
+        described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        check_supported(SimpleNamespace(**described))

@@ -1,0 +1,69 @@
+"""Preflight: load the data and user functions of every stage once, so that a broken later stage fails before the first
+one trains."""
+
+from collections.abc import Sequence
+
+from headrace.config import Config, RewardModel, Rl, Sft
+from headrace.model.tokens import Tokens
+from headrace.names import SAVED_EPISODES
+from headrace.render import Renderer
+from headrace.types import Task
+from headrace.user_code import load_function
+from headrace.wiring.inputs import RewardModelInputs, RlFunctions, RlInputs, RunInputs, SftInputs
+from headrace.wiring.objective import make_correction, make_keys, make_loss
+from headrace.wiring.rewards import check_rewards
+from headrace.wiring.rollouts import make_filters, make_selection
+from headrace.wiring.sources import (
+    conversations_of,
+    make_env_of,
+    pairs_of,
+    tasks_of,
+    training_conversations,
+    training_tasks,
+)
+
+
+def preflight(config: Config, tokens: Tokens) -> RunInputs:
+    """Load everything that the stages train on; `tokens` measures prompts.
+
+    Raises ConfigError or DataError that names what cannot work. Functions that objects of a stage are built from later
+    (filters, environments, programs) are imported here too, and found loaded then.
+    """
+    functions = None if config.rl is None else _load_functions(config.rl)
+    pairs = None if config.reward_model is None else _load_pairs(config.reward_model)
+    held_out = () if config.eval.source is None else tasks_of(config.eval.source)[: config.eval.tasks]
+    rl = None
+    if config.rl is not None and functions is not None:
+        renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
+        rl = RlInputs(functions=functions, tasks=training_tasks(config.rl, renderer, held_out))
+        waits = config.sft is not None or pairs is not None
+        if waits and (config.eval.source is None or config.sft is None):  # else the evaluation of [sft] checks them
+            check_rewards(config.rl)
+    sft = None if config.sft is None else _load_conversations(config.sft, held_out)
+    return RunInputs(sft=sft, reward_model=pairs, rl=rl, held_out_tasks=held_out)
+
+
+def _load_functions(rl: Rl) -> RlFunctions:
+    """Build the objective of [rl], and import every other function that it names besides rewards."""
+    loss = make_loss(rl)
+    functions = RlFunctions(loss=loss, correction=make_correction(rl, loss), keys=make_keys(rl))
+    make_filters(rl)
+    make_selection(rl.asynchronous)
+    make_env_of(rl.tasks)
+    selection = None if rl.save.which in SAVED_EPISODES else rl.save.which
+    for name in (rl.generate_fn, rl.program, selection):
+        if name is not None:
+            load_function(name)
+    return functions
+
+
+def _load_pairs(c: RewardModel) -> RewardModelInputs:
+    return RewardModelInputs(
+        sources=[(pairs_of(source), source.weight) for source in c.sources],
+        held_out=() if c.held_out is None else pairs_of(c.held_out),
+    )
+
+
+def _load_conversations(c: Sft, held_out_tasks: Sequence[Task]) -> SftInputs:
+    held_out = () if c.held_out is None else conversations_of(c.held_out)
+    return SftInputs(sources=training_conversations(c, held_out_tasks, held_out), held_out=held_out)

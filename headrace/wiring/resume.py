@@ -1,0 +1,135 @@
+"""The rules of resuming: which run goes on, with which configuration, and from which checkpoint of each stage."""
+
+import json
+import logging
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from headrace.config import Config, to_mapping
+from headrace.errors import CheckpointError, ConfigError, RunFolderError, boundary
+from headrace.observe.run_folder import RunFolder, find_latest
+from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name
+
+logger = logging.getLogger(__name__)
+
+
+def run_to_resume(config: Config, run: Path | None) -> Path:
+    """Return the run folder that was named, else the newest of the configuration's name."""
+    if run is not None:
+        return RunFolder.open(run).path
+    latest = find_latest(Path(config.run.folder), config.run.name)
+    if latest is None:
+        raise ConfigError(
+            f"there is no run named '{config.run.name}' in {config.run.folder}: start it without --resume"
+        )
+    return latest.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCheckpoint:
+    """The checkpoints of a stage that is to run or go on."""
+
+    name: str
+    steps: int  # of the whole stage
+    store: CheckpointStore
+    newest: Loaded | None  # the newest sound one; None: the stage starts from the beginning
+
+    @property
+    def done(self) -> int:
+        """Training steps behind the newest checkpoint."""
+        return 0 if self.newest is None else self.newest.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePlan:
+    """Where each stage of the configuration goes on; None: a stage that is not in the file, or whose result is used."""
+
+    sft: StageCheckpoint | None
+    reward_model: StageCheckpoint | None
+    rl: StageCheckpoint | None
+    sft_result: Path | None  # what [sft] left behind, if [rl] has begun with it
+    reward_model_result: Path | None  # the same of [reward_model]
+
+
+def plan_resume(config: Config, folder: RunFolder) -> ResumePlan:
+    """Decide where every stage goes on; in a new run folder, each starts from the beginning.
+
+    - A stage goes on from its newest sound checkpoint. Without a sound one among those it has, CheckpointError is
+      raised if nothing came before the stage; else it starts again from the end of the stage before it.
+    - Once [rl] has a checkpoint, the stages before it are neither run nor looked at: [rl] goes on with the very folders
+      that it began with.
+    """
+    sft, reward_model, rl = config.sft, config.reward_model, config.rl
+    at_rl = None if rl is None else _newest(config, folder, "rl", rl.steps, may_start_again=sft is not None)
+    begun = at_rl is not None and at_rl.newest is not None
+
+    def result(name: str, steps: int) -> Path:
+        return folder.checkpoints / name / checkpoint_name(steps)
+
+    return ResumePlan(
+        sft=None if sft is None or begun else _newest(config, folder, "sft", sft.steps),
+        reward_model=None
+        if reward_model is None or begun
+        else _newest(config, folder, "reward_model", reward_model.steps, may_start_again=sft is not None),
+        rl=at_rl,
+        sft_result=result("sft", sft.steps) if sft is not None and begun else None,
+        reward_model_result=result("reward_model", reward_model.steps) if reward_model is not None and begun else None,
+    )
+
+
+def _newest(
+    config: Config, folder: RunFolder, name: str, steps: int, *, may_start_again: bool = False
+) -> StageCheckpoint:
+    checkpoints, keep = folder.checkpoints / name, config.checkpoint
+    store = CheckpointStore(checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    newest = None
+    if checkpoints.is_dir() and any(checkpoints.glob("step_*")):
+        try:
+            newest = store.load_latest()
+        except CheckpointError:
+            if not may_start_again:
+                raise
+            logger.warning("stage %s starts again from the end of the one before it", name)
+    return StageCheckpoint(name=name, steps=steps, store=store, newest=newest)
+
+
+def check_same_run(folder: RunFolder, config: Config) -> None:
+    """Raise ConfigError unless the run was started with this configuration: anything else would not be a resume.
+
+    Only [metrics] and the address of a service may differ.
+    """
+    with boundary(RunFolderError, f"{folder.config} cannot be read"):
+        before = tomllib.loads(folder.config.read_text(encoding="utf-8"))
+    before.pop("metrics", None)  # where numbers go is no part of what is trained
+    now = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
+    differences = list(_differences(_without_address(before), _without_address(now)))
+    if not differences:
+        return
+    more = f" (and {len(differences) - 1} more keys differ)" if len(differences) > 1 else ""
+    raise ConfigError(
+        f"{folder.path} was started with {differences[0]}{more}: resume with the same file and overrides, "
+        "or start a new run without --resume"
+    )
+
+
+def _without_address(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping as TOML has it, with no more of the service than that there is one."""
+    tables = tomllib.loads(tomli_w.dumps(mapping))
+    model = {key: value for key, value in tables["model"].items() if key not in ("service", "service_key_env")}
+    return {**tables, "model": {**model, **({"service": "there is one"} if "service" in tables["model"] else {})}}
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield "'rl.steps' = 4 and it is now 5" for every key that differs."""
+    for key in (*before, *(key for key in now if key not in before)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            shown = ["not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
+            yield f"'{prefix}{key}' = {shown[0]} and it is now {shown[1]}"
