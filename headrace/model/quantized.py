@@ -61,7 +61,7 @@ def choose_quantizer(quantization: Quantization, *, device: torch.device, dtype:
 def _problem(package: Package, bits: Bits, *, device: torch.device, dtype: torch.dtype) -> str | None:
     if not _is_installed(package):
         return f"it is not installed: pip install 'headrace[{package}]'"
-    dtypes = (torch.float32, torch.bfloat16)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     if package == "torchao" and bits == 4 and device.type == "cuda":
         dtypes = (torch.bfloat16,)  # all that its kernel multiplies with
     if device.type not in ("cpu", "cuda") or dtype not in dtypes:
