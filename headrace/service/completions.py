@@ -10,33 +10,31 @@ are sampled; where tools may be called, when it is known whether they are.
 
 import asyncio
 import contextlib
-import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from headrace.algo.random import derive_seed
-from headrace.errors import HeadraceError, SamplerGoneError
 from headrace.infer.endpoint.app import while_connected
 from headrace.infer.endpoint.live import Piecewise
 from headrace.infer.endpoint.record import Call, EpisodeRecord
-from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body, sent_event
+from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body
 from headrace.infer.endpoint.text import TextAnswer, TextRequest, TextStream, parse_text, read_prompts, text_body
 from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
 from headrace.render import Renderer
-from headrace.service.access import Access, ApiUser, RateLimited, Unauthorized
+from headrace.service.access import Access, ApiUser, RateLimited
 from headrace.service.bodies import openapi_body
-from headrace.service.futures import to_failure
 from headrace.service.host import FullFinetune
+from headrace.service.openai_responses import PREFIX, Progress, stream_response
 from headrace.service.records import SCHEME, CheckpointKind, SamplerRecord, split_path
-from headrace.service.registry import Gone, NotFound
+from headrace.service.registry import NotFound
 from headrace.service.service import Service
 from headrace.tool_calls import find_form
 from headrace.types import Completion, FloatArray, IntArray, SampleRequest, SamplingParams, float_array, int_array
@@ -44,8 +42,6 @@ from headrace.types import Completion, FloatArray, IntArray, SampleRequest, Samp
 MAX_N, MAX_TOPS, MAX_CHOICES = 128, 20, 1024
 MAX_TEMPERATURE = 100.0
 TEXT_TOKENS = 16  # sampled after a text whose request does not say how many
-PREFIX = "/v1/"
-Heard = Callable[[int, Completion], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +54,8 @@ class _Policy:
     async def sample(self, request: SampleRequest) -> Completion:
         return await self.service.sampling.draw(self.sampler, request)
 
-    def telling(self, heard: Heard | None, index: int) -> "_Policy | Piecewise":
-        return self if heard is None else Piecewise(self.sample, partial(heard, index))
+    def telling(self, progress: Progress | None, index: int) -> "_Policy | Piecewise":
+        return self if progress is None else Piecewise(self.sample, partial(progress, index))
 
     async def tops(self, prompt: IntArray, tokens: IntArray, k: int) -> tuple[dict[int, float], ...]:
         """Return the k likeliest tokens at each position behind a prompt; empty if k is 0."""
@@ -107,8 +103,8 @@ class Completions:
         named += [(found.path, found.created) for found in saved] + [(each.id, each.created) for each in live]
         return [{"id": id, "object": "model", "created": int(when), "owned_by": "headrace"} for id, when in named]
 
-    async def chat(self, user: ApiUser, chat_request: ChatRequest, heard: Heard | None = None) -> list[Answer]:
-        """Answer a chat; `heard` is called with each choice as it grows."""
+    async def chat(self, user: ApiUser, chat_request: ChatRequest, progress: Progress | None = None) -> list[Answer]:
+        """Answer a chat; `progress` is called with each choice as it grows."""
         policy = _Policy(self._service, self.find(user, chat_request.model))
         _check_temperature(chat_request.temperature)
         once = secrets.randbits(62)
@@ -118,7 +114,7 @@ class Completions:
         async def answer(index: int) -> Answer:
             record = EpisodeRecord(
                 base_url="",
-                sampler=policy.telling(heard, index),
+                sampler=policy.telling(progress, index),
                 renderer=self._renderer,
                 form=self._form,
                 sampling=sampling,
@@ -133,7 +129,9 @@ class Completions:
 
         return await _together([answer(index) for index in range(chat_request.n or 1)])
 
-    async def text(self, user: ApiUser, text_request: TextRequest, heard: Heard | None = None) -> list[TextAnswer]:
+    async def text(
+        self, user: ApiUser, text_request: TextRequest, progress: Progress | None = None
+    ) -> list[TextAnswer]:
         policy = _Policy(self._service, self.find(user, text_request.model))
         _check_temperature(text_request.temperature)
         prompts = read_prompts(text_request, self._renderer, vocabulary=self._service.card.vocabulary)
@@ -164,7 +162,7 @@ class Completions:
                 seed=seed,
             )
             request = SampleRequest(prompt=prompt, params=params)
-            sampled = await policy.telling(heard, index).sample(request) if wanted else None
+            sampled = await policy.telling(progress, index).sample(request) if wanted else None
             k, echoed = text_request.logprobs or 0, bool(text_request.echo) and text_request.logprobs is not None
             scores: FloatArray | None = None
             if echoed:  # the first token has no score, and with it alone there is nothing to compute
@@ -206,8 +204,10 @@ def completion_routes(
         chat_request = parse_request(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if chat_request.stream:
             stream = ChatStream(chat_request, renderer, **_named("chatcmpl"))
-            return await _streamed(
-                request, lambda heard: counted(user, len(body), completions.chat(user, chat_request, heard)), stream
+            return await stream_response(
+                request,
+                lambda progress: counted(user, len(body), completions.chat(user, chat_request, progress)),
+                stream,
             )
         answers = await while_connected(request, counted(user, len(body), completions.chat(user, chat_request)))
         return JSONResponse(completion_body(answers, chat_request, renderer, **_named("chatcmpl")))
@@ -218,8 +218,10 @@ def completion_routes(
         text_request = parse_text(body, max_n=MAX_N, max_tops=MAX_TOPS)
         if text_request.stream:
             stream = TextStream(text_request, renderer, **_named("cmpl"))
-            return await _streamed(
-                request, lambda heard: counted(user, len(body), completions.text(user, text_request, heard)), stream
+            return await stream_response(
+                request,
+                lambda progress: counted(user, len(body), completions.text(user, text_request, progress)),
+                stream,
             )
         answers = await while_connected(request, counted(user, len(body), completions.text(user, text_request)))
         return JSONResponse(text_body(answers, text_request, renderer, **_named("cmpl")))
@@ -229,30 +231,6 @@ def completion_routes(
         return {"object": "list", "data": completions.models(user)}
 
     return routes
-
-
-def completion_refusal(exc: HeadraceError, headers: Mapping[str, str]) -> Response:
-    """Answer an error in OpenAI's shape; `headers` say when to come again."""
-    refused = _refused(exc)
-    again = {} if refused.status == 429 else {"x-should-retry": "false"}  # what failed fails again
-    body = json.dumps(refused.body())  # in ASCII: what is refused may not even be text
-    return Response(body, refused.status, {**headers, **again}, media_type="application/json")
-
-
-def _refused(exc: HeadraceError) -> Refused:
-    match exc:
-        case Refused():
-            return exc
-        case Unauthorized():
-            return Refused(str(exc), status=401, code="invalid_api_key")
-        case RateLimited():
-            return Refused(str(exc), status=429, code="rate_limit_exceeded")
-        case NotFound():
-            return Refused(str(exc), status=404, param="model", code="model_not_found")
-        case Gone() | SamplerGoneError():
-            return Refused(str(exc), status=410, param="model", code="model_gone")
-        case _:
-            return Refused(str(exc), status=400 if to_failure(exc).category == "user" else 500)
 
 
 def _check_temperature(temperature: float | None) -> None:
@@ -277,77 +255,3 @@ async def _together(work: Sequence[Any]) -> list[Any]:
 
 def _named(kind: str) -> dict[str, Any]:
     return {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
-
-
-class SoFar:
-    """Keep the latest state of each choice for a reader who takes it when it can."""
-
-    def __init__(self) -> None:
-        self._latest: dict[int, Completion] = {}
-        self._news = asyncio.Event()
-
-    def tell(self, index: int, completion: Completion) -> None:
-        self._latest[index] = completion
-        self._news.set()
-
-    def wake(self) -> None:
-        self._news.set()
-
-    async def wait(self) -> None:
-        await self._news.wait()
-
-    def take(self) -> list[tuple[int, Completion]]:
-        latest, self._latest = self._latest, {}
-        self._news.clear()
-        return list(latest.items())
-
-
-async def _streamed(
-    request: Request, work: Callable[[Heard], Coroutine[Any, Any, list[Any]]], stream: ChatStream | TextStream
-) -> Response:
-    """Send events while the work goes on. An error before the first event is a refusal, a later one the last event. A
-    client that hangs up ends the work, whether anything was sent or not."""
-    so_far = SoFar()
-    working, leaving = asyncio.ensure_future(work(so_far.tell)), asyncio.ensure_future(_hung_up(request))
-    leaving.add_done_callback(lambda _: working.cancel())
-    working.add_done_callback(lambda _: so_far.wake())
-
-    def end() -> None:
-        working.cancel()
-        leaving.cancel()
-
-    try:
-        await so_far.wait()
-        if working.cancelled():
-            raise Refused("the program hung up", status=499)
-        if working.done():
-            working.result()
-    except BaseException:
-        end()
-        raise
-
-    async def events() -> AsyncIterator[str]:
-        try:
-            while not working.done():
-                for index, completion in so_far.take():
-                    for event in stream.piece(index, completion):
-                        yield event
-                await so_far.wait()
-            if working.cancelled():
-                return
-            try:
-                answers = working.result()
-            except HeadraceError as exc:
-                yield sent_event(_refused(exc).body())
-                return
-            for event in stream.end(answers):
-                yield event
-        finally:
-            end()
-
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

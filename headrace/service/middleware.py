@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.errors import HeadraceError, JournalError, RequestError
 from headrace.infer.endpoint.wire import Refused
 from headrace.service.access import RateLimited, Unauthorized
-from headrace.service.completions import PREFIX, completion_refusal
+from headrace.service.openai_responses import PREFIX, error_response
 from headrace.service.registry import Gone, NotFound
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(exc, HeadraceError)
         status, headers = _status(exc)
         if request.url.path.startswith(PREFIX):
-            return completion_refusal(exc, headers)
+            return error_response(exc, headers)
         if status >= 500:
             logger.error("%s %s: %s", request.method, request.url.path, exc)
             await asyncio.sleep(1.0)  # clients ask again at once

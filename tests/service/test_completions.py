@@ -21,8 +21,8 @@ from headrace.infer.endpoint.live import Shown
 from headrace.infer.endpoint.record import cut_at_stops
 from headrace.render import Renderer
 from headrace.service.access import Quota
-from headrace.service.completions import SoFar
 from headrace.service.fake_host import FakeHost
+from headrace.service.openai_responses import LatestChoices
 from headrace.types import Completion, Message, SampleRequest, Stop, float_array, int_array
 from service.sdk import ADAM, datum
 from service.served import BASE, KEY, OTHER_KEY, Served, served
@@ -425,7 +425,7 @@ def test_an_answer_that_is_waited_for_is_one_of_the_keys_requests(tmp_path: Path
 
 
 async def test_a_reader_who_is_slow_finds_the_last_of_each_choice_and_no_more() -> None:
-    so_far = SoFar()
+    latest = LatestChoices()
     pieces = [
         Completion(
             tokens=int_array(range(size)),
@@ -437,13 +437,13 @@ async def test_a_reader_who_is_slow_finds_the_last_of_each_choice_and_no_more() 
         for size in (4, 20, 36)
     ]
     for piece in pieces:
-        so_far.tell(1, piece)
-        so_far.tell(0, piece)
-    await so_far.wait()
-    assert dict(so_far.take()) == {0: pieces[2], 1: pieces[2]}
-    assert so_far.take() == []
-    waiting = asyncio.ensure_future(so_far.wait())
+        latest.put(1, piece)
+        latest.put(0, piece)
+    await latest.wait()
+    assert dict(latest.take()) == {0: pieces[2], 1: pieces[2]}
+    assert latest.take() == []
+    waiting = asyncio.ensure_future(latest.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
-    so_far.wake()
+    latest.wake()
     await waiting
