@@ -93,7 +93,7 @@ class SamplerCache:
         candidates = of_owner or (copies if training else {})
         if not candidates:
             raise RequestError(f"{FULL_COPIES} copies of full models are in use here: ask again later")
-        spare = {name for name, entry in candidates.items() if not entry.users and not self._sessions_over(name)}
+        spare = [name for name, entry in candidates.items() if not entry.users and not self._sessions_over(name)]
         if not spare and not lasting:
             raise RequestError(
                 f"{FULL_COPIES} copies of a full model are kept, and sampling sessions have them: name one of those "
