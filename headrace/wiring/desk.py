@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What all stages of a run share."""
+    """Holds what all stages of a run share."""
 
     config: Config
     folder: RunFolder
@@ -53,7 +53,7 @@ class RunContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What finished stages have left behind."""
+    """Holds what the finished stages have left behind."""
 
     model_path: str  # the model that the next stage starts from
     reward_model_path: str | None
@@ -63,7 +63,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext:
-    """What a stage is built from."""
+    """Holds the parts that a stage is built from; `open_stage` opens and closes them."""
 
     run: RunContext
     state: RunState

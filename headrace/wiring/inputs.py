@@ -1,4 +1,4 @@
-"""What the stages of a run train on and with, as the preflight loads it."""
+"""Define the inputs of the stages: data and functions, as the preflight loads them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class RlInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
-    """What the stages of a run train on; None for a stage that is not in the file."""
+    """Holds the inputs of every stage; None for a stage that is not in the file."""
 
     sft: SftInputs | None
     reward_model: RewardModelInputs | None

@@ -1,4 +1,4 @@
-"""[metrics] to sinks: what a run's stages and a service's models log to besides metrics.jsonl."""
+"""Open the sinks of [metrics], which a run's stages and a service's models log to besides metrics.jsonl."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ ENV = "env:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSource:
-    """Whose metrics they are."""
+    """Names the run and stage, or the served model, that metrics belong to."""
 
     run: str
     stage: str  # of the run, or the id of a served model

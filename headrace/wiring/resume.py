@@ -1,4 +1,4 @@
-"""The rules of resuming: which run goes on, with which configuration, and from which checkpoint of each stage."""
+"""Decide how a run is resumed: which run, with which configuration, and from which checkpoint of each stage."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ class StageCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePlan:
-    """Where each stage of the configuration goes on; None: a stage that is not in the file, or whose result is used."""
+    """Says where each stage goes on; None for a stage that is not in the file, or whose result is already used."""
 
     sft: StageCheckpoint | None
     reward_model: StageCheckpoint | None

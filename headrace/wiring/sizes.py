@@ -71,7 +71,7 @@ def _frozen_copies(config: Config) -> int:
 
 
 def _kv_room(config: Config) -> KvRoom:
-    """As configured, else room for the longest episode in every row."""
+    """Return the cache as configured, else room for the longest episode in every row."""
     if config.engine.kv_tokens is not None:
         return KvRoom(wanted=config.engine.kv_tokens, least=config.engine.kv_tokens)
     longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
