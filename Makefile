@@ -6,6 +6,9 @@
 #   make test        the tests, without those marked slow
 #   make test-slow   the tests marked slow
 #   make test-cookbook  unmodified recipes of the public tinker cookbook against `headrace serve`; some minutes
+#   make test-chaos  a server killed twenty times during training, by itself and under the cookbook's recipes; some minutes
+#   make wheel       the wheel, in dist/
+#   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
 #   make proto       compile the service's wire.proto into the checked-in wire.binpb
 #   make bench       every script in bench/ but the slow one; the last line of each is JSON
@@ -37,9 +40,12 @@ EVAL_PROTOCOL := eval-protocol==0.3.33
 # Likewise: where it is importable transformers loads it into every process.
 QUANTIZERS := torchao==0.18.0
 PYTEST_ARGS ?=
+RECIPES := tests/service/test_recipes.py
+CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py
+WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook check check-static proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos wheel test-wheel check check-static proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -57,10 +63,28 @@ test: $(DEV) $(CHROMIUM)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
-	$(BIN)/pytest -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS)) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
-	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/service/test_recipes.py tests/service/test_recipes_killed.py $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RECIPES) $(PYTEST_ARGS)
+
+test-chaos: $(VENV)/cookbook
+	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(CHAOS) $(PYTEST_ARGS)
+
+# What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
+# package-data in pyproject.toml no longer names.
+wheel: | $(BIN)/python
+	rm -rf build dist headrace.egg-info
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+
+# -I and another working directory: nothing of the checkout can be imported.
+test-wheel: wheel
+	$(call create_venv,$(WHEEL_VENV))
+	$(WHEEL_VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt torch==2.13.0
+	$(WHEEL_VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt dist/*.whl
+	$(WHEEL_VENV)/bin/python -m pip check --disable-pip-version-check
+	cd / && $(CURDIR)/$(WHEEL_VENV)/bin/python -I $(CURDIR)/tests/wheel/smoke.py $(CURDIR)
+	rm -rf $(WHEEL_VENV)
 
 check: check-static test
 
@@ -79,10 +103,12 @@ bench: $(DEV)
 bench-slow: $(DEV)
 	set -e; for script in $(SLOW_BENCHES); do echo "== $$script"; $(BIN)/python "$$script"; done
 
-# Some distributions ship Python without ensurepip; then the system's pip puts pip into the new environment.
+# create_venv FOLDER: some distributions ship Python without ensurepip; then the system's pip puts pip into the environment.
+create_venv = $(PYTHON) -m venv $(1) || { $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install pip; }
+
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "headrace needs Python 3.11 or newer: install it, or call make PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(call create_venv,$(VENV))
 
 # torch goes first and by itself, so that no other package chooses another build of it.
 $(CORE): pyproject.toml constraints.txt | $(BIN)/python

@@ -1,3 +1,3 @@
 """Headrace: supervised fine-tuning and reinforcement learning of language-model agents, from a laptop CPU upwards."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -16,7 +16,7 @@ import pytest
 
 needs_cookbook = pytest.mark.skipif(
     importlib.util.find_spec("tinker_cookbook") is None,
-    reason="make test-cookbook installs the cookbook and runs them",
+    reason="make test-cookbook and make test-chaos install the cookbook and run them",
 )
 NAMES = ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
