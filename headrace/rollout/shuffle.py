@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from headrace.algo.random import WEYL_INCREMENT, splitmix64
 
+# Fingerprints in checkpoints hold class names; these classes had other names in version 0.1.
+_SAVED_NAMES = {"ToolConversation": "ToolTalk", "PreferencePair": "Pair"}
+
 
 def permutation(size: int, *, key: tuple[int, ...], epoch: int) -> npt.NDArray[np.int64]:
     """A pseudo-random order of range(size): indices sorted by splitmix64(hash(key, epoch) + index).
@@ -33,7 +36,8 @@ def _feed(digest: Any, value: Any) -> None:
     """Every value is fed with its type and length before it, so that no two structures read the same."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        _feed(digest, [type(value).__name__, *fields])
+        name = type(value).__name__
+        _feed(digest, [_SAVED_NAMES.get(name, name), *fields])
     elif isinstance(value, Mapping):
         digest.update(f"map {len(value)} ".encode())
         for key in sorted(value, key=repr):

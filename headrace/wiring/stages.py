@@ -107,6 +107,7 @@ async def run_rl(context: StageContext) -> None:
             state["kl_coef_doublings"] = trust.doublings
         return state
 
+    gc.unfreeze()  # models of an earlier stage or run, now garbage
     gc.collect()
     gc.freeze()  # a full collection over models and libraries would stall rollouts for a fifth of a second
     await train_rl(
