@@ -31,7 +31,7 @@ from headrace.config.async_checks import async_problems
 from headrace.config.checks import SMOLLM2_INSTALL
 from headrace.config.keys import describe, field_type, keys
 from headrace.errors import ConfigError
-from headrace.infer.engine import min_kv_tokens
+from headrace.infer.slot_cache import min_kv_tokens
 from headrace.model import load as loading
 from headrace.observe.key_table import field_comments, key_table
 from headrace.observe.toml import to_toml

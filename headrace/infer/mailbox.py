@@ -11,19 +11,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 R = TypeVar("R")
-Letter = tuple["asyncio.Future[Any]", "Future[Any]"]
+PendingReply = tuple["asyncio.Future[Any]", "Future[Any]"]
 
 
-class Mailbox:
+class FutureBridge:
     """For futures that only the worker ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._letters: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
+        self._pending: dict[asyncio.AbstractEventLoop, list[PendingReply]] = {}
         self._collecting = False
 
     @contextmanager
-    def collected(self) -> Iterator[None]:
+    def batch_replies(self) -> Iterator[None]:
         """What is answered inside reaches the event loops at the end; for the worker."""
         self._collecting = True
         try:
@@ -31,7 +31,7 @@ class Mailbox:
         finally:
             with self._lock:
                 self._collecting = False
-                loops = list(self._letters)
+                loops = list(self._pending)
             for loop in loops:
                 self._tell(loop)
 
@@ -44,11 +44,11 @@ class Mailbox:
 
     def _post(self, loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[R]", source: "Future[R]") -> None:
         with self._lock:
-            for ended in [other for other in self._letters if other.is_closed()]:
-                del self._letters[ended]
-            letters = self._letters.setdefault(loop, [])
-            letters.append((waiting, source))
-            if self._collecting or len(letters) > 1:  # the loop will be told, or has been
+            for ended in [other for other in self._pending if other.is_closed()]:
+                del self._pending[ended]
+            pending = self._pending.setdefault(loop, [])
+            pending.append((waiting, source))
+            if self._collecting or len(pending) > 1:  # the loop will be told, or has been
                 return
         self._tell(loop)
 
@@ -57,12 +57,12 @@ class Mailbox:
             loop.call_soon_threadsafe(self._fetch, loop)
         except RuntimeError:  # the loop is closed, and nobody waits
             with self._lock:
-                self._letters.pop(loop, None)
+                self._pending.pop(loop, None)
 
     def _fetch(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            letters = self._letters.pop(loop, [])
-        for waiting, source in letters:
+            pending = self._pending.pop(loop, [])
+        for waiting, source in pending:
             if waiting.done():
                 continue
             if (exc := source.exception()) is not None:

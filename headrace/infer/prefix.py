@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.infer.slots import Sequence as Sampling
+from headrace.infer.slots import SequenceState
 from headrace.model.attention import Piece
 from headrace.model.head import picked_logprobs
 
@@ -20,17 +20,19 @@ CHUNK = 64  # rows whose probabilities over the vocabulary exist at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogprobRow:
     """Row `row` of a step's hidden states tells the log-prob of `token`, the next that `sequence` asks for."""
 
     row: int
     token: int
-    sequence: Sampling
+    sequence: SequenceState
 
 
-def wanted_rows(pieces: Sequence[Piece], seated: Sequence[Sampling | None], *, first_row: int) -> list[Wanted]:
+def logprob_rows(
+    pieces: Sequence[Piece], seated: Sequence[SequenceState | None], *, first_row: int
+) -> list[LogprobRow]:
     """In order, for pieces that lie one after another from `first_row` on."""
-    found: list[Wanted] = []
+    found: list[LogprobRow] = []
     for piece in pieces:
         sequence = seated[piece.row]
         assert sequence is not None
@@ -39,14 +41,14 @@ def wanted_rows(pieces: Sequence[Piece], seated: Sequence[Sampling | None], *, f
             assert start >= piece.offset, "a token that is asked for was taken from another slot"
             end = min(piece.offset + piece.length, sequence.num_given - 1)
             found += [
-                Wanted(first_row + position - piece.offset, sequence.tokens[position + 1], sequence)
+                LogprobRow(first_row + position - piece.offset, sequence.tokens[position + 1], sequence)
                 for position in range(start, end)
             ]
         first_row += piece.length
     return found
 
 
-def record(hidden_TD: Tensor, wanted: Sequence[Wanted], logits: Callable[[Tensor, list[int]], Tensor]) -> None:
+def record(hidden_TD: Tensor, wanted: Sequence[LogprobRow], logits: Callable[[Tensor, list[int]], Tensor]) -> None:
     """Write the log-probs into their sequences; `logits` gives [R, V] for rows of the hidden states."""
     for start in range(0, len(wanted), CHUNK):
         chunk = wanted[start : start + CHUNK]

@@ -92,7 +92,7 @@ def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B
         kept_BV = tempered_BV.clone()
         for index, row in enumerate(params):
             if row.truncated:
-                kept_BV[index] = cut(tempered_BV[index], row)
+                kept_BV[index] = truncate_distribution(tempered_BV[index], row)
     tokens_B = inverse_cdf(kept_BV, uniforms_B)
     greedy = [index for index, row in enumerate(params) if row.temperature == 0.0]
     if greedy:
@@ -109,7 +109,7 @@ def _logprobs(logits_BV: Tensor, probs_BV: Tensor, tokens_B: Tensor) -> Tensor:
     return picked_logprobs(logits_BV.gather(1, tokens_B[:, None]), top_B1, probs_BV)[:, 0]
 
 
-def cut(probs_V: Tensor, params: SamplingParams) -> Tensor:
+def truncate_distribution(probs_V: Tensor, params: SamplingParams) -> Tensor:
     """Zero the tokens that top-k, min-p or top-p leave out (in that order; the most likely one always stays)."""
     kept_V = torch.ones_like(probs_V, dtype=torch.bool)
     if params.top_k is not None and params.top_k < probs_V.shape[0]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.infer.engine import FIRST_SLOT_TOKENS, EmbeddedEngine
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.slot_cache import FIRST_SLOT_TOKENS
 from headrace.model.adapters import BASE, Adapter, AdapterTable, listen
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model
@@ -32,7 +33,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Case:
     request: SampleRequest
     adapter: int
 
@@ -50,7 +51,7 @@ def check_bit_equality(lm: LanguageModel | None = None) -> CheckResult:
     rng = np.random.default_rng(7)
     prompts = [int_array(rng.integers(0, vocabulary, size)) for size in PROMPTS]
     requests = [
-        Asked(
+        Case(
             SampleRequest(
                 prompt=prompts[index % len(prompts)], params=SamplingParams(max_tokens=40, seed=index, stop_tokens=())
             ),
@@ -106,7 +107,7 @@ def _engine(lm: LanguageModel, table: AdapterTable, *, kv_tokens: int | None = N
         engine.close()
 
 
-def _sample(engine: EmbeddedEngine, requests: list[Asked]) -> list[Completion]:
+def _sample(engine: EmbeddedEngine, requests: list[Case]) -> list[Completion]:
     async def run() -> list[Completion]:
         return await asyncio.gather(*(engine.sample(each.request, adapter=each.adapter) for each in requests))
 

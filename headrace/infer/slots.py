@@ -9,7 +9,7 @@ turns in the queue, so that a crowd of one does not hold up the others. A slot t
 first: numbers that are not finite, left in it by a damaged adapter, would be seen behind any mask.
 
 What a sequence has from another slot is copied into its own. As long as the other slot keeps it too, a decoder may read
-it there, where the whole group reads it (`source`).
+it there, where the whole group reads it (`shared_prefix_slot`).
 
 With sequences held in flight, a slot whose sequence was interrupted keeps its keys and values over a change of weights.
 It is *old* then: what continues that very sequence goes on in it, and nobody else shares it, then or later.
@@ -31,7 +31,7 @@ Name = tuple[int, int, bytes]  # by which a sequence is known when it comes back
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """One request on its way. `tokens` is prompt plus sampled; the last one is fed to the next decode step."""
 
     request: SampleRequest
@@ -47,7 +47,7 @@ class Sequence:
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     prefix_logprobs: list[float] = field(default_factory=list)  # those that `score_from` asks for, as far as known
     row: int | None = None
-    behind: "tuple[Sequence, int] | None" = None  # who fills in so many tokens that this one will begin with
+    behind: "tuple[SequenceState, int] | None" = None  # who fills in so many tokens that this one will begin with
 
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt.tolist()
@@ -91,7 +91,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class SlotAssignment:
     """A sequence was given slot `row`; wipe that first if it is `stale`, then copy `shared` positions from `donor` if
     that is another slot."""
 
@@ -114,8 +114,8 @@ class Slots:
     def __init__(self, rows: int, tokens: int, *, share_sampled: bool = True) -> None:
         self.tokens = tokens
         self._share_sampled = share_sampled
-        self.waiting: deque[Sequence] = deque()
-        self.seated: list[Sequence | None] = [None] * rows
+        self.waiting: deque[SequenceState] = deque()
+        self.seated: list[SequenceState | None] = [None] * rows
         self.filled = [0] * rows
         self._read = [0] * rows  # of those, how many at the beginning were not sampled
         self._held = np.zeros((rows, tokens), dtype=np.int32)
@@ -133,7 +133,7 @@ class Slots:
     def rows(self) -> int:
         return len(self.seated)
 
-    def active(self) -> Iterator[tuple[int, Sequence]]:
+    def active(self) -> Iterator[tuple[int, SequenceState]]:
         for row, sequence in enumerate(self.seated):
             if sequence is not None:
                 yield row, sequence
@@ -142,12 +142,12 @@ class Slots:
         """The tokens whose keys and values are in the cache."""
         return self._held[row, : self.filled[row]]
 
-    def source(self, row: int) -> tuple[int, int]:
+    def shared_prefix_slot(self, row: int) -> tuple[int, int]:
         """Another slot whose first so many positions are those of this one; 0 if there is none."""
         donor, shared, seatings = self._sources[row]
         return (donor, shared) if self._seatings[donor] == seatings else (row, 0)
 
-    def wait(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: SequenceState) -> None:
         """Behind those who wait, but each adapter's next before another's next but one."""
         sequence.turn = max(self._turn, self._last_turns.get(sequence.adapter, -1) + 1)
         self._last_turns[sequence.adapter] = sequence.turn
@@ -159,15 +159,15 @@ class Slots:
     def forget_adapter(self, adapter: int) -> None:
         self._last_turns.pop(adapter, None)
 
-    def place_waiting(self) -> list[Placed]:
+    def place_waiting(self) -> list[SlotAssignment]:
         """Seat whom there is a slot for, first come, first served; the caller makes the copies in this order.
 
         A sequence waits while another slot is still filling in a beginning that it could share; those behind it go
         ahead. One that is too long for a slot holds up all behind it, or it would never get its turn.
         """
-        placed: list[Placed] = []
-        delayed: list[Sequence] = []
-        alike: dict[tuple[int, bytes], tuple[Sequence, int]] = {}
+        placed: list[SlotAssignment] = []
+        delayed: list[SequenceState] = []
+        alike: dict[tuple[int, bytes], tuple[SequenceState, int]] = {}
         whole: dict[tuple[int, bytes], int] = {}  # a slot that has all that such a sequence begins with
         free = sorted(
             (row for row, other in enumerate(self.seated) if other is None),
@@ -195,7 +195,7 @@ class Slots:
         self.waiting.extendleft(reversed(delayed))
         return placed
 
-    def _still_behind(self, sequence: Sequence) -> bool:
+    def _still_behind(self, sequence: SequenceState) -> bool:
         """Whether what it was found to wait for is still on its way: with hundreds that wait, looking for the best
         beginning of each again at every step would take longer than the step."""
         if sequence.behind is None:
@@ -203,7 +203,9 @@ class Slots:
         other, needed = sequence.behind
         return other.row is not None and self.filled[other.row] < needed
 
-    def _place(self, sequence: Sequence, wanted: IntArray, free: list[int], whole: int | None) -> Placed | None:
+    def _place(
+        self, sequence: SequenceState, wanted: IntArray, free: list[int], whole: int | None
+    ) -> SlotAssignment | None:
         """In one of the `free` slots, the last of them unless it can take over another. `whole`: a slot that has all it
         begins with. None: it is behind another now."""
         if whole is not None and sequence.num_sampled == 0 and sequence.unscored is None:
@@ -219,9 +221,9 @@ class Slots:
         else:
             row = free.pop()
         self._old[row] = sequence.name if own else None
-        return Placed(row, donor, shared, self._seat(sequence, row, shared, donor=donor))
+        return SlotAssignment(row, donor, shared, self._seat(sequence, row, shared, donor=donor))
 
-    def _donor(self, sequence: Sequence, wanted: IntArray) -> tuple[int, int, bool] | None:
+    def _donor(self, sequence: SequenceState, wanted: IntArray) -> tuple[int, int, bool] | None:
         """The slot that has most of it, how much, and whether it is its own from before it was cut. None: more is on
         its way in another slot, and it is behind that now."""
         differs = self._held[:, : len(wanted)] != wanted
@@ -247,10 +249,10 @@ class Slots:
             return None
         return donor, shared, bool(own[donor])
 
-    def _seat(self, sequence: Sequence, row: int, filled: int, *, donor: int) -> bool:
+    def _seat(self, sequence: SequenceState, row: int, filled: int, *, donor: int) -> bool:
         """Whether another adapter had the slot before."""
         self._clock += 1
-        first, shared = self.source(donor)
+        first, shared = self.shared_prefix_slot(donor)
         source, common = (first, filled) if shared >= filled else (donor, filled)  # where the whole group reads it
         self._seatings[row] += 1
         self._sources[row] = (source, common if source != row else 0, self._seatings[source])
@@ -271,19 +273,19 @@ class Slots:
         self._held[row, start : start + len(tokens)] = tokens
         self.filled[row] = start + len(tokens)
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: SequenceState) -> None:
         """The sequence ends; what its slot holds stays until somebody takes the slot."""
         assert sequence.row is not None
         self._clock += 1
         self.seated[sequence.row], self._used_at[sequence.row] = None, self._clock
         sequence.row = None
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: SequenceState) -> None:
         """Back to the head of the queue, keeping what it has sampled; its keys and values are computed again."""
         self.leave(sequence)
         self.waiting.appendleft(sequence)
 
-    def interrupt(self, sequence: Sequence) -> None:
+    def interrupt(self, sequence: SequenceState) -> None:
         """The sequence is cut, and may be continued."""
         assert sequence.row is not None
         self._interrupted[sequence.row] = sequence.name
@@ -296,20 +298,20 @@ class Slots:
         self.filled = [filled if row in kept else 0 for row, filled in enumerate(self.filled)]
         self._old = [kept.get(row) for row in range(self.rows)]
 
-    def move(self, source: int, target: int) -> Placed:
+    def move(self, source: int, target: int) -> SlotAssignment:
         """Seat the sequence of `source` in the free slot `target`."""
         sequence, filled, read = self.seated[source], self.filled[source], self._read[source]
         assert sequence is not None
         assert self.seated[target] is None
         self.seated[source] = None
-        donor, shared = self.source(source)
+        donor, shared = self.shared_prefix_slot(source)
         stale = self._seat(sequence, target, filled, donor=source)
         self._sources[target] = (donor, shared if donor != target else 0, self._seatings[donor])
         self._read[target] = read
         self._old[target] = self._old[source]
         if self._old[source] is not None:
             self._old[source], self.filled[source] = None, 0
-        return Placed(target, source, filled, stale)
+        return SlotAssignment(target, source, filled, stale)
 
     def resize(self, rows: int, tokens: int) -> None:
         """Another layout of the cache; sequences in rows that disappear were moved or preempted by the caller.

@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.errors import SamplerError
-from headrace.infer.slots import Sequence as Sampling
-from headrace.infer.slots import Slots
+from headrace.infer.slots import SequenceState, Slots
 from headrace.model.attention import KVCache, Piece
 from headrace.types import FloatArray, IntArray
 
@@ -24,7 +23,7 @@ STEPS_AHEAD = 16  # of a visit that another one follows or that follows another
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """A sequence to decode: `token` at `position` is fed next; `count` were sampled; `limit` is its longest length. The
     first `shared` positions of its slot are also in the slot `donor`, where others read them too."""
 
@@ -41,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class DecodeResult:
     """What each row drew, [rows, steps], of which the first `drawn[row]` columns count."""
 
     drawn: IntArray
@@ -63,16 +62,16 @@ class Decoder(Protocol):
 
     def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None: ...
 
-    def start(self, rows: Sequence[Row], steps: int) -> None:
+    def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
         """A visit: at most `steps` tokens of every row, fewer when the decoder has fewer at a time."""
         ...
 
-    def follow(self, steps: int) -> bool:
+    def start_next(self, steps: int) -> bool:
         """Another visit of the same rows behind the one that has begun; those that have ended draw nothing. False, and
         nothing begins, where no row can have more tokens. There are two unfinished visits at most."""
         ...
 
-    def finish(self) -> Visit:
+    def finish(self) -> DecodeResult:
         """What came of the first unfinished visit."""
         ...
 
@@ -81,16 +80,16 @@ class Decoder(Protocol):
         ...
 
 
-def decodable(sequence: Sampling) -> bool:
+def decodable(sequence: SequenceState) -> bool:
     """Whether a decoder draws as this request asks: no cut distribution, not too many stop tokens."""
     return not sequence.request.params.truncated and len(sequence.stop_tokens) <= STOPS
 
 
-def row_of(slot: int, sequence: Sampling, *, slots: Slots) -> Row:
+def decode_row(slot: int, sequence: SequenceState, *, slots: Slots) -> DecodeRow:
     """A sequence that outgrows its slot stops there and goes on when the slot has grown."""
     params = sequence.request.params
-    donor, shared = slots.source(slot)
-    return Row(
+    donor, shared = slots.shared_prefix_slot(slot)
+    return DecodeRow(
         slot=slot,
         token=sequence.tokens[-1],
         position=len(sequence.tokens) - 1,
@@ -104,7 +103,7 @@ def row_of(slot: int, sequence: Sampling, *, slots: Slots) -> Row:
     )
 
 
-def drawn_rows(visit: Visit) -> Iterator[tuple[list[int], list[float], list[float]]]:
+def decoded_rows(visit: DecodeResult) -> Iterator[tuple[list[int], list[float], list[float]]]:
     """Tokens, log-probs and raw log-probs that each row drew. Raises SamplerError when one is not finite."""
     counts = np.arange(visit.tokens.shape[1]) < visit.drawn[:, None]
     if not np.isfinite(visit.logprobs[counts]).all():

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace import __version__
 from headrace.errors import HeadraceError, JournalError, RequestError
-from headrace.infer.endpoint.wire import Refused
+from headrace.infer.endpoint.wire import ApiError
 from headrace.render import Renderer
 from headrace.service import bodies
 from headrace.service.access import Access, Denied, Tenant, TooMany
@@ -315,7 +315,7 @@ def refusals(app: FastAPI) -> None:
 
 def _status(exc: HeadraceError) -> tuple[int, dict[str, str]]:
     match exc:
-        case Refused():
+        case ApiError():
             return exc.status, {}
         case Denied():
             return 401, {}

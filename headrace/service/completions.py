@@ -25,11 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from headrace.algo.random import derive_seed
 from headrace.errors import HeadraceError, SamplerGoneError
 from headrace.infer.endpoint.app import while_connected
-from headrace.infer.endpoint.live import Piecewise
+from headrace.infer.endpoint.live import ChunkedSampler
 from headrace.infer.endpoint.record import Call, EpisodeRecord
 from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body, sent_event
 from headrace.infer.endpoint.text import TextAnswer, TextRequest, TextStream, parse_text, read_prompts, text_body
-from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
+from headrace.infer.endpoint.wire import ApiError, ChatRequest, parse_request
 from headrace.render import Renderer
 from headrace.service.access import Access, Denied, Tenant, TooMany
 from headrace.service.bodies import described
@@ -58,8 +58,8 @@ class _Policy:
     async def sample(self, request: SampleRequest) -> Completion:
         return await self.service.sampling.draw(self.sampler, request)
 
-    def telling(self, heard: Heard | None, index: int) -> "_Policy | Piecewise":
-        return self if heard is None else Piecewise(self.sample, partial(heard, index))
+    def telling(self, heard: Heard | None, index: int) -> "_Policy | ChunkedSampler":
+        return self if heard is None else ChunkedSampler(self.sample, partial(heard, index))
 
     async def tops(self, prompt: IntArray, tokens: IntArray, k: int) -> tuple[dict[int, float], ...]:
         """Of the tokens behind a prompt; empty if k is 0."""
@@ -79,14 +79,14 @@ class Completions:
         self._form = find_form(renderer)
 
     def find(self, who: Tenant, model: str) -> SamplerRecord:
-        """Raises Unknown, Gone, or Refused for a path that is not a sampler's."""
+        """Raises Unknown, Gone, or ApiError for a path that is not a sampler's."""
         card = self._service.card
         if model in (card.name, *card.aliases):
             return _passing(who, base_model=model)
         if not model.startswith(SCHEME):
             return self._session(who, model)
         if split_path(model)[1] is not Kind.SAMPLER:
-            raise Refused(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
+            raise ApiError(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
         found = self._service.registry.checkpoint(model, who.name)
         return _passing(who, base_model=found.base_model, model_path=model, full=isinstance(found.spec, Full))
 
@@ -138,14 +138,14 @@ class Completions:
         prompts = read_prompts(asked, self._renderer, vocabulary=self._service.card.vocabulary)
         count = asked.n or 1
         if len(prompts) * count > MAX_CHOICES:
-            raise Refused(f"prompts times n may be {MAX_CHOICES}: ask for less at once", param="n")
+            raise ApiError(f"prompts times n may be {MAX_CHOICES}: ask for less at once", param="n")
         once = secrets.randbits(62)
         seeds = [derive_seed(i, "asked", asked.seed) if asked.seed is not None else once + i for i in range(count)]
         wanted = TEXT_TOKENS if asked.max_tokens is None else asked.max_tokens
         context = self._service.card.context
         for prompt in prompts:
             if len(prompt) + min(wanted, 1) > context:
-                raise Refused(
+                raise ApiError(
                     f"a prompt of {len(prompt)} tokens does not fit into the context of {context}",
                     param="prompt",
                     code="context_length_exceeded",
@@ -236,25 +236,25 @@ def completion_refusal(exc: HeadraceError, headers: Mapping[str, str]) -> Respon
     return Response(told, refused.status, {**headers, **again}, media_type="application/json")
 
 
-def _refused(exc: HeadraceError) -> Refused:
+def _refused(exc: HeadraceError) -> ApiError:
     match exc:
-        case Refused():
+        case ApiError():
             return exc
         case Denied():
-            return Refused(str(exc), status=401, code="invalid_api_key")
+            return ApiError(str(exc), status=401, code="invalid_api_key")
         case TooMany():
-            return Refused(str(exc), status=429, code="rate_limit_exceeded")
+            return ApiError(str(exc), status=429, code="rate_limit_exceeded")
         case Unknown():
-            return Refused(str(exc), status=404, param="model", code="model_not_found")
+            return ApiError(str(exc), status=404, param="model", code="model_not_found")
         case Gone() | SamplerGoneError():
-            return Refused(str(exc), status=410, param="model", code="model_gone")
+            return ApiError(str(exc), status=410, param="model", code="model_gone")
         case _:
-            return Refused(str(exc), status=400 if failed(exc).category == "user" else 500)
+            return ApiError(str(exc), status=400 if failed(exc).category == "user" else 500)
 
 
 def _check_temperature(asked: float | None) -> None:
     if asked is not None and asked > MAX_TEMPERATURE:
-        raise Refused(f"temperature may be {MAX_TEMPERATURE:g} at most", param="temperature")
+        raise ApiError(f"temperature may be {MAX_TEMPERATURE:g} at most", param="temperature")
 
 
 def _passing(who: Tenant, **weights: Any) -> SamplerRecord:
@@ -316,7 +316,7 @@ async def _streamed(
     try:
         await so_far.wait()
         if working.cancelled():
-            raise Refused("the program hung up", status=499)
+            raise ApiError("the program hung up", status=499)
         if working.done():
             working.result()
     except BaseException:

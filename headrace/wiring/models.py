@@ -10,8 +10,9 @@ import torch
 from headrace.config import Config, Model
 from headrace.errors import CheckpointError, ConfigError
 from headrace.infer.cuda import graph_decoder
-from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
+from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
+from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model import cuda
 from headrace.model.compiled import compile_layers
 from headrace.model.estimate import SMOLLM2_135M, place, read_shape

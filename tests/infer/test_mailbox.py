@@ -7,11 +7,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace.infer.mailbox import Mailbox
+from headrace.infer.mailbox import FutureBridge
 
 
 async def test_all_answers_that_came_while_the_loop_was_busy_wake_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    mailbox, loop, wakes = Mailbox(), asyncio.get_running_loop(), list[object]()
+    mailbox, loop, wakes = FutureBridge(), asyncio.get_running_loop(), list[object]()
     futures = [Future[int]() for _ in range(50)]
     waiting = [asyncio.ensure_future(mailbox.answer(future)) for future in futures]
     await asyncio.sleep(0)
@@ -31,13 +31,13 @@ async def test_all_answers_that_came_while_the_loop_was_busy_wake_it_once(monkey
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_answers_that_are_collected_arrive_together_at_the_end_even_of_a_failure(fails: bool) -> None:
-    mailbox, futures = Mailbox(), [Future[int]() for _ in range(3)]
+    mailbox, futures = FutureBridge(), [Future[int]() for _ in range(3)]
     waiting = [asyncio.ensure_future(mailbox.answer(future)) for future in futures]
     await asyncio.sleep(0)
     inside, go_on = threading.Event(), threading.Event()
 
     def end_them() -> None:
-        with contextlib.suppress(ValueError), mailbox.collected():
+        with contextlib.suppress(ValueError), mailbox.batch_replies():
             for number, future in enumerate(futures):
                 future.set_result(number)
             inside.set()
@@ -61,7 +61,7 @@ async def test_answers_that_are_collected_arrive_together_at_the_end_even_of_a_f
 
 
 async def test_every_answer_arrives_whatever_the_two_threads_do() -> None:
-    mailbox = Mailbox()
+    mailbox = FutureBridge()
     futures = [Future[int]() for _ in range(2000)]
     waiting = [asyncio.ensure_future(mailbox.answer(future)) for future in futures]
     await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def test_every_answer_arrives_whatever_the_two_threads_do() -> None:
 
 
 async def test_failures_arrive_too_and_whoever_left_is_left_alone() -> None:
-    mailbox = Mailbox()
+    mailbox = FutureBridge()
     left, failing, already = Future[int](), Future[int](), Future[int]()
     already.set_result(3)
     tasks = [asyncio.ensure_future(mailbox.answer(future)) for future in (left, failing)]
@@ -87,7 +87,7 @@ async def test_failures_arrive_too_and_whoever_left_is_left_alone() -> None:
 
 
 def test_a_loop_that_is_closed_hears_nothing_and_stops_nobody() -> None:
-    mailbox, future = Mailbox(), Future[int]()
+    mailbox, future = FutureBridge(), Future[int]()
 
     async def leave() -> None:
         asking = asyncio.ensure_future(mailbox.answer(future))
@@ -96,7 +96,7 @@ def test_a_loop_that_is_closed_hears_nothing_and_stops_nobody() -> None:
 
     asyncio.run(leave())
     future.set_result(1)
-    assert not mailbox._letters
+    assert not mailbox._pending
 
     async def ask() -> int:
         return await mailbox.answer(future)
@@ -105,10 +105,10 @@ def test_a_loop_that_is_closed_hears_nothing_and_stops_nobody() -> None:
 
 
 def test_letters_that_a_loop_did_not_live_to_fetch_are_thrown_away() -> None:
-    mailbox, future, loop = Mailbox(), Future[int](), asyncio.new_event_loop()
+    mailbox, future, loop = FutureBridge(), Future[int](), asyncio.new_event_loop()
     future.set_result(1)
     mailbox._post(loop, loop.create_future(), future)
     loop.close()
-    assert len(mailbox._letters) == 1  # it was told, and did not come
+    assert len(mailbox._pending) == 1  # it was told, and did not come
     assert asyncio.run(mailbox.answer(future)) == 1
-    assert not mailbox._letters
+    assert not mailbox._pending

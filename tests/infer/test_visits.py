@@ -16,10 +16,10 @@ import torch
 
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
-from headrace.infer import engine as engine_module
+from headrace.infer import scheduler as scheduler_module
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.sampling import sample_rows
-from headrace.infer.visits import STOPS, Row, Visit, drawn_rows
+from headrace.infer.visits import STOPS, DecodeResult, DecodeRow, decoded_rows
 from headrace.model.attention import Cached, KVCache, Piece
 from headrace.model.load import LanguageModel
 from headrace.model.packed import linear
@@ -62,7 +62,7 @@ class StepDecoder:
     def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
         self._forward(pieces, tokens)
 
-    def start(self, rows: Sequence[Row], steps: int) -> None:
+    def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
         for row in rows:  # what a device reads in another slot is what the row has in its own
             for layer in (*self._cache.keys, *self._cache.values):
                 assert torch.equal(layer[row.donor][:, : row.shared], layer[row.slot][:, : row.shared])
@@ -72,7 +72,7 @@ class StepDecoder:
         self._live = list(range(len(rows)))
         self._unfinished = [self.visit(steps)]
 
-    def follow(self, steps: int) -> bool:
+    def start_next(self, steps: int) -> bool:
         """At once, before anyone has looked at the visit before, as a device does it."""
         assert len(self._unfinished) == 1
         most = max(row.limit - row.position - 1 for row in self._rows)
@@ -81,10 +81,10 @@ class StepDecoder:
         self._unfinished.append(self.visit(steps))
         return True
 
-    def finish(self) -> Visit:
+    def finish(self) -> DecodeResult:
         return self._unfinished.pop(0)
 
-    def visit(self, steps: int) -> Visit:
+    def visit(self, steps: int) -> DecodeResult:
         rows, before = self._rows, list(self._drawn_before)
         drawn = np.zeros(len(rows), dtype=np.int32)
         tokens = np.zeros((len(rows), STEPS), dtype=np.int32)
@@ -110,7 +110,7 @@ class StepDecoder:
                 if token in rows[index].stops or length >= rows[index].limit:
                     self._live.remove(index)
         self._drawn_before = [count + int(more) for count, more in zip(before, drawn, strict=True)]
-        return Visit(drawn=drawn, tokens=tokens, logprobs=logprobs[0], raw_logprobs=logprobs[1])
+        return DecodeResult(drawn=drawn, tokens=tokens, logprobs=logprobs[0], raw_logprobs=logprobs[1])
 
     def _forward(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> torch.Tensor:
         padding = -len(tokens) % 8
@@ -167,25 +167,25 @@ def test_a_visit_is_short_when_someone_has_just_joined() -> None:
     asked: list[tuple[str, int]] = []
 
     class Watched(StepDecoder):
-        def start(self, rows: Sequence[Row], steps: int) -> None:
+        def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
             asked.append(("start", steps))
             super().start(rows, steps)
 
-        def follow(self, steps: int) -> bool:
-            asked.append(("follow", steps))
-            return super().follow(steps)
+        def start_next(self, steps: int) -> bool:
+            asked.append(("start_next", steps))
+            return super().start_next(steps)
 
     with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
         sample_all(engine, [request_of(prompt_of(5, 1), 4 * STEPS)])
     # one request: seated, so a short visit, then one behind the other; the decoder here has 5 tokens at a time at most
-    assert asked == [("start", 8), ("start", 16), ("follow", 16), ("follow", 16), ("follow", 16)]
+    assert asked == [("start", 8), ("start", 16), ("start_next", 16), ("start_next", 16), ("start_next", 16)]
 
 
 def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
     class Watched(StepDecoder):
-        def start(self, rows: Sequence[Row], steps: int) -> None:
+        def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
             started.append(len(rows))
             super().start(rows, steps)
 
@@ -204,7 +204,7 @@ def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pyte
         return [first, *(call.result(LIMIT_S) for call in found)]
 
     clock = SimpleNamespace(sleep=another_comes, perf_counter=lambda: 0.0)
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(scheduler_module, "time", clock)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -212,7 +212,7 @@ def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pyte
         with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
             completions = run()
             assert started[0] == len(requests)
-            assert pauses == [engine_module.QUIET_S] * 4  # the last of them in vain
+            assert pauses == [scheduler_module.QUIET_S] * 4  # the last of them in vain
             late = iter(requests)
             clock.perf_counter = iter([0.0, 0.0, 1.0]).__next__  # others come all the time: not for ever
             started.clear()
@@ -229,11 +229,11 @@ def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> 
     worker, seen = Worker(), list[int]()
 
     class Asking(StepDecoder):
-        def follow(self, steps: int) -> bool:
+        def start_next(self, steps: int) -> bool:
             if not seen:
                 seen.append(-1)
                 worker.submit(lambda: seen.append(engine.counters.decoded))
-            return super().follow(steps)
+            return super().start_next(steps)
 
     with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Asking(LM, kv_tokens=8192), worker=worker) as engine:
         [whole] = sample_all(engine, [request_of(prompt_of(5, 1), 12 * STEPS)])
@@ -264,13 +264,13 @@ def test_a_worker_that_is_closed_is_not_kept_until_the_sequences_end() -> None:
     worker, closing = Worker(), list[threading.Thread]()
 
     class Closing(StepDecoder):
-        def follow(self, steps: int) -> bool:
+        def start_next(self, steps: int) -> bool:
             if not closing:
                 closing.append(threading.Thread(target=worker.close))
                 closing[0].start()
                 while not worker._closed:
                     pass
-            return super().follow(steps)
+            return super().start_next(steps)
 
     engine = EmbeddedEngine(LM, max_rows=ROWS, kv_tokens=8192, decoder=Closing(LM, kv_tokens=8192), worker=worker)
     with pytest.raises(SamplerError, match="closed"):
@@ -417,7 +417,7 @@ def test_new_weights_reach_the_decoder_s_copies() -> None:
 
 async def test_log_probs_that_are_not_finite_are_an_error() -> None:
     class Broken(StepDecoder):
-        def visit(self, steps: int) -> Visit:
+        def visit(self, steps: int) -> DecodeResult:
             visit = super().visit(steps)
             visit.logprobs[0, 0] = np.nan
             return visit
@@ -429,10 +429,10 @@ async def test_log_probs_that_are_not_finite_are_an_error() -> None:
 
 
 def test_visits_that_do_not_fill_their_columns_are_read_as_far_as_they_count() -> None:
-    visit = Visit(
+    visit = DecodeResult(
         drawn=int_array([2, 1]),
         tokens=np.array([[7, 8, 0], [9, 0, 0]], dtype=np.int32),
         logprobs=np.array([[-1.0, -2.0, np.nan], [-3.0, np.inf, 0.0]], dtype=np.float32),
         raw_logprobs=np.array([[-1.5, -2.5, 0.0], [-3.5, 0.0, 0.0]], dtype=np.float32),
     )
-    assert list(drawn_rows(visit)) == [([7, 8], [-1.0, -2.0], [-1.5, -2.5]), ([9], [-3.0], [-3.5])]
+    assert list(decoded_rows(visit)) == [([7, 8], [-1.0, -2.0], [-1.5, -2.5]), ([9], [-3.0], [-3.5])]

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.config import load_config
-from headrace.infer.engine import default_kv_tokens, min_kv_tokens
+from headrace.infer.slot_cache import default_kv_tokens, min_kv_tokens
 from headrace.model.estimate import Shape, place
 from headrace.observe.explain import Machine, chosen_text, explain, num_kv_tokens, plan, size_text, support_table
 

@@ -7,7 +7,7 @@
 import logging
 
 from headrace.errors import SamplerError
-from headrace.infer.cuda.weights import HALF, why_not
+from headrace.infer.cuda.weights import HALF, unsupported_reason
 from headrace.infer.visits import Decoder
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel
@@ -22,7 +22,7 @@ def graph_decoder(
 
     `graphs` None: in half precision on CUDA, if the model's layers are known; True: or an error says why not.
     """
-    why = "Triton is not installed" if lm.device.type == "cuda" and not available() else why_not(lm)
+    why = "Triton is not installed" if lm.device.type == "cuda" and not available() else unsupported_reason(lm)
     if graphs and why is not None:
         raise SamplerError(f"engine.graphs is true, but this model cannot be decoded in CUDA graphs: {why}")
     if graphs is False or why is not None or (graphs is None and lm.dtype not in HALF):

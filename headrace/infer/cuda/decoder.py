@@ -17,16 +17,16 @@ import triton
 from torch import Tensor
 
 from headrace.infer.cuda import draw, forward
-from headrace.infer.cuda.forward import Buffers, DecodeAttention, Places
+from headrace.infer.cuda.forward import DecodeAttention, TokenIndex, Workspace
 from headrace.infer.cuda.layout import bucket_for, prompt_blocks
 from headrace.infer.cuda.weights import DenseWeights
-from headrace.infer.visits import STOPS, Row, Visit
+from headrace.infer.visits import STOPS, DecodeResult, DecodeRow
 from headrace.model import head
 from headrace.model.attention import KVCache, Piece
 from headrace.model.load import LanguageModel
 
 PROMPT_TOKENS = 4096
-VISIT_STEPS = 32  # most steps of one visit
+MAX_STEPS = 32  # most steps of one visit
 BLOCK = 4096  # of the vocabulary
 TOKEN, POSITION, SLOT, DONOR, SHARED, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(10)
 
@@ -53,8 +53,8 @@ class GraphDecoder:
         shape, device = self._weights.shape, lm.device
         self.prompt_tokens = prompt_tokens
         self._max_rows = bucket_for(max_rows)
-        self._rows = Buffers.make(self._weights, self._max_rows)
-        self._prompt: Buffers | None = None
+        self._rows = Workspace.make(self._weights, self._max_rows)
+        self._prompt: Workspace | None = None
         self._attention = DecodeAttention(self._weights, self._max_rows)
         kv = (shape.layers, 2, kv_tokens * shape.H * shape.W)
         self._storage = torch.zeros(kv, dtype=self._weights.dtype, device=device)
@@ -67,7 +67,7 @@ class GraphDecoder:
         self._host_state = torch.zeros(state, dtype=torch.int64, pin_memory=pinned)
         self._temperatures = torch.ones(self._max_rows, dtype=torch.float32, device=device)
         self._host_temperatures = torch.ones(self._max_rows, dtype=torch.float32, pin_memory=pinned)
-        self._out = torch.zeros((3, self._max_rows, VISIT_STEPS), dtype=torch.int32, device=device)
+        self._out = torch.zeros((3, self._max_rows, MAX_STEPS), dtype=torch.int32, device=device)
         self._returns = [_Return.make(self._max_rows, pinned=pinned) for _ in range(2)]
         self._unfinished: deque[_Return] = deque()
         self._count = self._bucket = self._most = 0  # rows that are decoded, of the graph, tokens they can still have
@@ -103,7 +103,7 @@ class GraphDecoder:
         assert self._cache is not None
         assert len(tokens) == sum(piece.length for piece in pieces) <= self.prompt_tokens
         if self._prompt is None:
-            self._prompt = Buffers.make(self._weights, self.prompt_tokens)
+            self._prompt = Workspace.make(self._weights, self.prompt_tokens)
         device = self._storage.device
         rows = self.prompt_tokens if self._deterministic else len(tokens)
         laid_out = np.zeros((3, rows), dtype=np.int64)
@@ -114,7 +114,7 @@ class GraphDecoder:
         tokens_T, positions_T, slots_T = torch.from_numpy(laid_out).to(device)
         blocks = torch.from_numpy(prompt_blocks(pieces)).to(device)
         buffers = self._prompt.first(rows)
-        places = Places(positions_T, slots_T, self._slot_tokens)
+        places = TokenIndex(positions_T, slots_T, self._slot_tokens)
         last = self._weights.shape.layers - 1
 
         def attend(layer: int) -> None:
@@ -127,7 +127,7 @@ class GraphDecoder:
 
     # --- decoding ---
 
-    def start(self, rows: Sequence[Row], steps: int) -> None:
+    def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
         """Begin to decode up to `steps` tokens of every row."""
         assert 0 < len(rows) <= self._max_rows
         self._unfinished.clear()
@@ -138,18 +138,18 @@ class GraphDecoder:
         begun = self._begin(steps)
         assert begun, "a row that has all its tokens"
 
-    def follow(self, steps: int) -> bool:
+    def start_next(self, steps: int) -> bool:
         """As many more of the same rows, behind those."""
         self._field(COUNT).add_(self._field(DRAWN))
         self._field(DRAWN).zero_()
         return self._begin(steps)
 
-    def finish(self) -> Visit:
+    def finish(self) -> DecodeResult:
         """What the first unfinished visit drew."""
         return self._unfinished.popleft().visit(self._count)
 
     def _begin(self, steps: int) -> bool:
-        steps = min(steps, VISIT_STEPS, self._most)
+        steps = min(steps, MAX_STEPS, self._most)
         if steps <= 0:
             return False
         self._most -= steps
@@ -165,7 +165,7 @@ class GraphDecoder:
         self._unfinished.append(result)
         return True
 
-    def _upload(self, rows: Sequence[Row]) -> None:
+    def _upload(self, rows: Sequence[DecodeRow]) -> None:
         fields = self._host_state.numpy()[: FIELDS * self._max_rows].reshape(FIELDS, -1)
         stops = self._host_state.numpy()[FIELDS * self._max_rows :].reshape(-1, STOPS)
         count = len(rows)
@@ -207,7 +207,7 @@ class GraphDecoder:
     def _step(self, bucket: int) -> None:
         assert self._cache is not None
         shape, buffers = self._weights.shape, self._rows.first(bucket)
-        places = Places(
+        places = TokenIndex(
             self._field(POSITION), self._field(SLOT), self._slot_tokens, self._field(DONOR), self._field(SHARED)
         )
         attend = partial(self._attention, buffers=buffers, places=places, cache=self._cache)
@@ -242,7 +242,7 @@ class GraphDecoder:
             self._out[2].view(torch.float32),
             shape.V,
             blocks,
-            VISIT_STEPS,
+            MAX_STEPS,
             BLOCK=BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
             STOPS=STOPS,
@@ -262,7 +262,7 @@ class _Return:
     @staticmethod
     def make(rows: int, *, pinned: bool) -> "_Return":
         drawn = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
-        out = torch.zeros((3, rows, VISIT_STEPS), dtype=torch.int32, pin_memory=pinned)
+        out = torch.zeros((3, rows, MAX_STEPS), dtype=torch.int32, pin_memory=pinned)
         return _Return(drawn, out, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
 
     def ask(self, drawn: Tensor, out: Tensor, steps: int) -> None:
@@ -272,11 +272,11 @@ class _Return:
         if self.ready is not None:
             self.ready.record()
 
-    def visit(self, rows: int) -> Visit:
+    def visit(self, rows: int) -> DecodeResult:
         if self.ready is not None:
             self.ready.synchronize()
         tokens, logprobs, raw = (part[:rows, : self.steps].copy() for part in self.out.numpy())
-        return Visit(
+        return DecodeResult(
             drawn=self.drawn.numpy()[:rows].astype(np.int32),
             tokens=tokens,
             logprobs=logprobs.view(np.float32),

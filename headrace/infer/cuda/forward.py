@@ -24,7 +24,7 @@ MANY = 128  # programs of decoding attention with which no processor is without 
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class Workspace:
     """Intermediate results for T rows in the type of the factors of products; but the stream is float32, and `last`,
     what the head reads, has the type of its weights."""
 
@@ -37,13 +37,13 @@ class Buffers:
     inner: Tensor
 
     @staticmethod
-    def make(weights: DenseWeights, rows: int) -> "Buffers":
+    def make(weights: DenseWeights, rows: int) -> "Workspace":
         shape, head = weights.shape, weights.head
 
         def empty(width: int, dtype: torch.dtype = weights.dtype) -> Tensor:
             return torch.zeros(rows, width, dtype=dtype, device=head.device)
 
-        return Buffers(
+        return Workspace(
             stream=empty(shape.D, torch.float32),
             last=empty(shape.D, head.dtype),
             normed=empty(shape.D),
@@ -53,12 +53,12 @@ class Buffers:
             inner=empty(shape.inner),
         )
 
-    def first(self, rows: int) -> "Buffers":
-        return Buffers(*(getattr(self, name)[:rows] for name in self.__slots__))
+    def first(self, rows: int) -> "Workspace":
+        return Workspace(*(getattr(self, name)[:rows] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TokenIndex:
     """Where rows stand: `positions` and `slots` [T] int64, and the positions a slot has, on the device. Of rows that
     decode also in which slots their first `shared` positions are read, where they have them too."""
 
@@ -70,7 +70,7 @@ class Places:
 
 
 def hidden(
-    weights: DenseWeights, tokens_T: Tensor, buffers: Buffers, attend: Callable[[int], None], *, only_cache: bool
+    weights: DenseWeights, tokens_T: Tensor, buffers: Workspace, attend: Callable[[int], None], *, only_cache: bool
 ) -> None:
     """Leaves the last hidden states in `buffers.last`; with `only_cache`, stops when the last layer's keys are made.
 
@@ -97,7 +97,7 @@ def hidden(
             norm(weights, buffers, buffers.normed, weights.layers[index + 1].input_norm)
 
 
-def norm(weights: DenseWeights, buffers: Buffers, out: Tensor, scale: Tensor, *, embed: Tensor | None = None) -> None:
+def norm(weights: DenseWeights, buffers: Workspace, out: Tensor, scale: Tensor, *, embed: Tensor | None = None) -> None:
     """The norm of the stream, which with `embed` starts from the tokens' embeddings."""
     rows, width = buffers.stream.shape
     kernels.norm_kernel[(rows,)](
@@ -114,7 +114,7 @@ def norm(weights: DenseWeights, buffers: Buffers, out: Tensor, scale: Tensor, *,
     )
 
 
-def gate(buffers: Buffers) -> None:
+def gate(buffers: Workspace) -> None:
     rows, width = buffers.inner.shape
     grid = (rows, triton.cdiv(width, GATE_BLOCK))
     kernels.gate_kernel[grid](buffers.inner, buffers.both, width, BLOCK=GATE_BLOCK, num_warps=4)
@@ -131,7 +131,7 @@ class DecodeAttention:
         self._part_weights = torch.zeros(most * shape.Q, dtype=torch.float32, device=like.device)
         self._arrivals = torch.zeros(rows * shape.H, dtype=torch.int32, device=like.device)
 
-    def __call__(self, layer: int, buffers: Buffers, places: Places, cache: KVCache) -> None:
+    def __call__(self, layer: int, buffers: Workspace, places: TokenIndex, cache: KVCache) -> None:
         shape, weights = self._weights.shape, self._weights
         rows = buffers.qkv.shape[0]
         splits = splits_for(rows, shape.H)
@@ -185,8 +185,8 @@ def precision(like: Tensor) -> str:
 def prompt_attention(
     weights: DenseWeights,
     layer: int,
-    buffers: Buffers,
-    places: Places,
+    buffers: Workspace,
+    places: TokenIndex,
     cache: KVCache,
     blocks: Tensor,
     *,

@@ -51,7 +51,7 @@ class Layer:
     down: Tensor
 
 
-def why_not(lm: LanguageModel) -> str | None:
+def unsupported_reason(lm: LanguageModel) -> str | None:
     """Why this model is not decoded in graphs, in a few words; None: it is."""
     config: Any = lm.model.config
     if lm.device.type != "cuda":
@@ -91,7 +91,7 @@ class DenseWeights:
     """The weights of a Llama-shaped model, and its rotary table for `positions` positions."""
 
     def __init__(self, lm: LanguageModel, *, positions: int) -> None:
-        assert why_not(lm) in (None, "the model is not on CUDA")
+        assert unsupported_reason(lm) in (None, "the model is not on CUDA")
         base = lm.model.base_model
         self.shape = shape_of(lm)
         self.dtype = FINE if lm.dtype == COARSE else lm.dtype  # of the factors of products

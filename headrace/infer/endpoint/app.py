@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from headrace.errors import HeadraceError
-from headrace.infer.endpoint.record import EpisodeRecord, Samples
+from headrace.infer.endpoint.record import EpisodeRecord, SampleFn
 from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body
-from headrace.infer.endpoint.wire import Refused, parse_request
+from headrace.infer.endpoint.wire import ApiError, parse_request
 from headrace.render import Renderer
 from headrace.tool_calls import find_form
 from headrace.types import SamplingParams
@@ -46,7 +46,7 @@ class Endpoint:
     def open(
         self,
         *,
-        sampler: Samples,
+        sampler: SampleFn,
         sampling: SamplingParams,
         seed: int,
         max_calls: int,
@@ -85,21 +85,21 @@ class Endpoint:
             return JSONResponse({"object": "list", "data": [model]})
 
         async def refuse(request: Request, exc: Exception) -> Response:
-            assert isinstance(exc, Refused | HTTPException)
-            refused = exc if isinstance(exc, Refused) else Refused(str(exc.detail), status=exc.status_code)
+            assert isinstance(exc, ApiError | HTTPException)
+            refused = exc if isinstance(exc, ApiError) else ApiError(str(exc.detail), status=exc.status_code)
             # failures repeat themselves here, and a client that tries again would only take longer to say so
             return JSONResponse(refused.body(), status_code=refused.status, headers={"x-should-retry": "false"})
 
         app.add_api_route("/episodes/{id}/v1/chat/completions", chat, methods=["POST"])
         app.add_api_route("/episodes/{id}/v1/models", models, methods=["GET"])
-        app.add_exception_handler(Refused, refuse)
+        app.add_exception_handler(ApiError, refuse)
         app.add_exception_handler(HTTPException, refuse)
         return app
 
     def _find(self, request: Request) -> EpisodeRecord:
         record = self._records.get(request.path_params["id"])
         if record is None:
-            raise Refused("there is no such episode, or it is over", status=404, code="unknown_episode")
+            raise ApiError("there is no such episode, or it is over", status=404, code="unknown_episode")
         return record
 
     async def _chat(self, request: Request) -> Response:
@@ -107,11 +107,11 @@ class Endpoint:
         asked = parse_request(await _read(request))
         try:
             call = await while_connected(request, record.answer(asked))
-        except Refused:
+        except ApiError:
             raise
         except HeadraceError as exc:
             logger.warning("a call of an agent program failed: %s", exc)
-            raise Refused(str(exc), status=500) from exc
+            raise ApiError(str(exc), status=500) from exc
         id, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         if asked.stream:
             events = ChatStream(asked, self._renderer, id=id, created=created).end([Answer(call)])
@@ -124,7 +124,7 @@ async def _read(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise Refused(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
+            raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
     return bytes(body)
 
 
@@ -134,7 +134,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Refused("the program hung up", status=499)
+            raise ApiError("the program hung up", status=499)
         return working.result()
     finally:
         working.cancel()

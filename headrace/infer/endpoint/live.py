@@ -16,8 +16,8 @@ HALF_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class Piecewise:
-    """Samples a sequence in pieces, and tells `heard` what there is after each but the last."""
+class ChunkedSampler:
+    """SampleFn a sequence in pieces, and tells `heard` what there is after each but the last."""
 
     draw: Callable[[SampleRequest], Awaitable[Completion]]
     heard: Callable[[Completion], None]
@@ -36,12 +36,12 @@ class Piecewise:
             self.heard(drawn)
 
 
-class Shown:
+class StreamedText:
     """The part of a growing text that will stand whatever comes: no stop string, no beginning of one, no half of a
     character.
 
-    >>> shown = Shown(["END"])
-    >>> shown.more("on"), shown.more("one E"), shown.more("one Eve"), shown.more("one Eve EN"), shown.last("one Eve EN")
+    >>> shown = StreamedText(["END"])
+    >>> shown.feed("on"), shown.feed("one E"), shown.feed("one Eve"), shown.feed("one Eve EN"), shown.finish("one Eve EN")
     ('on', 'e ', 'Eve', ' ', 'EN')
     """
 
@@ -49,7 +49,7 @@ class Shown:
         self._stops = tuple(stops)
         self._sent = ""
 
-    def more(self, text: str) -> str:
+    def feed(self, text: str) -> str:
         """What may be added now; nothing, where the text was rewritten."""
         whole = cut_at_stops(text, self._stops).rstrip(HALF_CHARACTER)
         held = max(
@@ -57,7 +57,7 @@ class Shown:
         )
         return self._add(whole[: len(whole) - held])
 
-    def last(self, text: str) -> str:
+    def finish(self, text: str) -> str:
         """The rest of the text, which is whole and cut already."""
         return self._add(text)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.errors import DataError, EpisodeError, HeadraceError, SamplerError, boundary
-from headrace.infer.endpoint.wire import ChatRequest, Refused
+from headrace.infer.endpoint.wire import ApiError, ChatRequest
 from headrace.render import Renderer
 from headrace.tool_calls import Parsed, ToolForm, extended_prompt, parse_reply, with_ids
 from headrace.types import Completion, Ended, IntArray, Message, SampleRequest, SamplingParams, Step, Stop, int_array
@@ -24,7 +24,7 @@ from headrace.types import Completion, Ended, IntArray, Message, SampleRequest, 
 MAX_INTERRUPTS = 1000
 
 
-class Samples(Protocol):
+class SampleFn(Protocol):
     """The one verb of a `Sampler` that is needed here."""
 
     async def sample(self, request: SampleRequest) -> Completion: ...
@@ -63,7 +63,7 @@ class EpisodeRecord:
         self,
         *,
         base_url: str,
-        sampler: Samples,
+        sampler: SampleFn,
         renderer: Renderer,
         form: ToolForm | None,
         sampling: SamplingParams,
@@ -128,7 +128,7 @@ class EpisodeRecord:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     async def answer(self, request: ChatRequest) -> Call:
-        """Sample one reply and record it. Raises Refused, and SamplerError when sampling failed.
+        """Sample one reply and record it. Raises ApiError, and SamplerError when sampling failed.
 
         A call that is cancelled, because the program no longer waits for it, leaves no trace.
         """
@@ -155,7 +155,7 @@ class EpisodeRecord:
     async def _answer(self, request: ChatRequest) -> Call:
         if self._begun >= self._max_calls:
             self.limit = Ended.MAX_TURNS
-            raise Refused(f"the episode has had its {self._max_calls} calls", code="too_many_calls")
+            raise ApiError(f"the episode has had its {self._max_calls} calls", code="too_many_calls")
         messages = tuple(message.to_message() for message in request.messages)
         tools = request.shown_tools
         prompt, told = self._prompt(messages, tools)
@@ -193,12 +193,12 @@ class EpisodeRecord:
                     return found
             prompt = self._renderer.prompt(messages, tools)
             if tools is not None and np.array_equal(prompt, self._renderer.prompt(messages)):
-                raise Refused(
+                raise ApiError(
                     "this model's chat template shows no tools: describe them in a message and leave tools out",
                     param="tools",
                 )
         except DataError as exc:
-            raise Refused(str(exc), param="messages") from exc
+            raise ApiError(str(exc), param="messages") from exc
         return prompt, messages
 
     def _before(self, messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None) -> Call | None:
@@ -214,7 +214,7 @@ class EpisodeRecord:
         room = self._max_tokens - prompt_tokens
         if room <= 0:
             self.limit = Ended.MAX_TOKENS
-            raise Refused(
+            raise ApiError(
                 f"the messages have {prompt_tokens} tokens, and with the reply there may be {self._max_tokens}",
                 param="messages",
                 code="context_length_exceeded",
@@ -223,7 +223,7 @@ class EpisodeRecord:
         for name in ("temperature", "top_p"):
             asked, own = getattr(request, name), getattr(chosen, name)
             if self._pinned and asked is not None and asked != own:
-                raise Refused(f"{name} is {own:g} in this episode, which may be trained on: leave it out", param=name)
+                raise ApiError(f"{name} is {own:g} in this episode, which may be trained on: leave it out", param=name)
         seed = derive_seed(self._seed, number)
         return replace(
             chosen,
@@ -262,8 +262,8 @@ class EpisodeRecord:
         return text, Message(role="assistant", content=parsed.content, tool_calls=calls)
 
 
-def _unknown_episode() -> Refused:
-    return Refused("there is no such episode, or it is over", status=404, code="unknown_episode")
+def _unknown_episode() -> ApiError:
+    return ApiError("there is no such episode, or it is over", status=404, code="unknown_episode")
 
 
 def cut_at_stops(text: str, stops: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.infer.endpoint.live import Shown
+from headrace.infer.endpoint.live import StreamedText
 from headrace.infer.endpoint.record import Call
 from headrace.infer.endpoint.wire import ChatRequest
 from headrace.render import Renderer
@@ -51,7 +51,7 @@ class ChatStream:
         self._request, self._renderer = request, renderer
         self._head = _head(request, id, created, "chat.completion.chunk")
         self._counted = request.stream_options is not None and request.stream_options.include_usage
-        self._shown: dict[int, Shown] = {}
+        self._shown: dict[int, StreamedText] = {}
 
     def piece(self, index: int, completion: Completion) -> Iterator[str]:
         """What there is of a choice by now; of one that may call tools, nothing is known yet."""
@@ -59,8 +59,8 @@ class ChatStream:
             return
         if index not in self._shown:
             yield self._event(index, {"role": "assistant", "content": ""})
-        shown = self._shown.setdefault(index, Shown(self._request.stops))
-        if added := shown.more(self._renderer.decode(completion.tokens)):
+        shown = self._shown.setdefault(index, StreamedText(self._request.stops))
+        if added := shown.feed(self._renderer.decode(completion.tokens)):
             yield self._event(index, {"content": added})
 
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
@@ -76,7 +76,7 @@ class ChatStream:
         logprobs = _logprobs(answer, self._renderer) if self._request.logprobs else None
         if index not in self._shown:
             yield self._event(index, {"role": "assistant", "content": None if said["content"] is None else ""})
-        for piece in PIECE.findall(self._shown.get(index, Shown(())).last(said["content"] or "")):
+        for piece in PIECE.findall(self._shown.get(index, StreamedText(())).finish(said["content"] or "")):
             yield self._event(index, {"content": piece}, logprobs=logprobs)
             logprobs = None
         for number, tool_call in enumerate(said.get("tool_calls", ())):

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from headrace.infer.endpoint.live import Shown
+from headrace.infer.endpoint.live import StreamedText
 from headrace.infer.endpoint.record import cut_at_stops
 from headrace.infer.endpoint.replies import LAST_EVENT, PIECE, sent_event, usage
-from headrace.infer.endpoint.wire import Body, Refused, StreamOptionsIn, check_stops, check_stream, parse_body
+from headrace.infer.endpoint.wire import ApiError, Body, StreamOptionsIn, check_stops, check_stream, parse_body
 from headrace.render import Renderer
 from headrace.types import Completion, FloatArray, IntArray, Stop, int_array
 
@@ -44,30 +44,30 @@ class TextRequest(Body):
 
 
 def parse_text(body: bytes, *, max_n: int, max_tops: int) -> TextRequest:
-    """Raises Refused with the name of the first field that cannot be honoured."""
+    """Raises ApiError with the name of the first field that cannot be honoured."""
     request = parse_body(body, TextRequest)
     check_stops(request.stops)
     check_stream(request.stream, request.stream_options)
     if not 1 <= (1 if request.n is None else request.n) <= max_n:
-        raise Refused(f"n must be from 1 to {max_n}", param="n")
+        raise ApiError(f"n must be from 1 to {max_n}", param="n")
     if (request.logprobs or 0) > max_tops:
-        raise Refused(f"logprobs must be from 0 to {max_tops}", param="logprobs")
+        raise ApiError(f"logprobs must be from 0 to {max_tops}", param="logprobs")
     if request.max_tokens == 0 and not request.echo:
-        raise Refused("max_tokens may be 0 with echo = true only", param="max_tokens")
+        raise ApiError("max_tokens may be 0 with echo = true only", param="max_tokens")
     return request
 
 
 def read_prompts(request: TextRequest, renderer: Renderer, *, vocabulary: int) -> list[IntArray]:
-    """The tokens of every prompt; raises Refused."""
+    """The tokens of every prompt; raises ApiError."""
     asked = request.prompt
     several = asked if isinstance(asked, list) and (not asked or not isinstance(asked[0], int)) else [asked]
     if len(several) > MAX_PROMPTS:
-        raise Refused(f"prompt may hold {MAX_PROMPTS} prompts", param="prompt")
+        raise ApiError(f"prompt may hold {MAX_PROMPTS} prompts", param="prompt")
     prompts = [int_array(_clamped(renderer.encode(each) if isinstance(each, str) else each)) for each in several]
     if not prompts or any(not len(prompt) for prompt in prompts):
-        raise Refused("prompt is empty: write at least one token", param="prompt")
+        raise ApiError("prompt is empty: write at least one token", param="prompt")
     if any(prompt.min() < 0 or prompt.max() >= vocabulary for prompt in prompts):
-        raise Refused(f"prompt holds a token outside of the vocabulary of {vocabulary}", param="prompt")
+        raise ApiError(f"prompt holds a token outside of the vocabulary of {vocabulary}", param="prompt")
     return prompts
 
 
@@ -109,20 +109,20 @@ class TextStream:
         self._request, self._renderer = request, renderer
         self._head = _head(request, id, created)
         self._counted = request.stream_options is not None and request.stream_options.include_usage
-        self._shown: dict[int, Shown] = {}
+        self._shown: dict[int, StreamedText] = {}
 
     def piece(self, index: int, completion: Completion) -> Iterator[str]:
         """What there is of a choice by now; a prompt that is repeated comes with the rest."""
         if self._request.echo:
             return
-        shown = self._shown.setdefault(index, Shown(self._request.stops))
-        if added := shown.more(self._renderer.decode(completion.tokens)):
+        shown = self._shown.setdefault(index, StreamedText(self._request.stops))
+        if added := shown.feed(self._renderer.decode(completion.tokens)):
             yield self._event({"index": index, "text": added, "logprobs": None, "finish_reason": None})
 
     def end(self, answers: Sequence[TextAnswer]) -> Iterator[str]:
         """All that has not been sent, word by word."""
         for index, answer in enumerate(answers):
-            rest = self._shown.get(index, Shown(())).last(_text(answer, self._request, self._renderer))
+            rest = self._shown.get(index, StreamedText(())).finish(_text(answer, self._request, self._renderer))
             for piece in PIECE.findall(rest):
                 yield self._event({"index": index, "text": piece, "logprobs": None, "finish_reason": None})
             logprobs = _logprobs(answer, self._request, self._renderer)

@@ -209,7 +209,7 @@ class AdapterHost:
     def _sample_for(self, seconds: float, clock: Callable[[], float]) -> None:
         engines = [self._engine, *(each.engine for each in self._samplers.values() if each.full)]
         for engine in engines:
-            engine.go_on(seconds / len(engines), clock)
+            engine.run_for(seconds / len(engines), clock)
 
     def _tenant(self, model: str) -> Tenant:
         if model not in self._tenants:
@@ -322,12 +322,12 @@ class AdapterHost:
         if opened is None:
             return
         if opened.full:
-            opened.engine.end(SamplerGoneError(why))
+            opened.engine.fail_all(SamplerGoneError(why))
             if self._lm.device.type == "cuda":  # what refers to itself would keep its memory until Python looks
                 del opened
                 gc.collect()
         elif opened.adapter != BASE:
-            self._engine.release(opened.adapter, SamplerGoneError(why))
+            self._engine.remove_adapter(opened.adapter, SamplerGoneError(why))
 
 
 def _finished(written: "Future[None] | None") -> None:
