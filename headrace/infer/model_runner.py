@@ -60,8 +60,11 @@ def tokens_of(chunk: Piece, sequence: SequenceState) -> list[int]:
 
 
 class ModelRunner:
-    """`source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
-    `adapters`: LoRA adapters of this model, of which each row of a batch may use another."""
+    """Compute hidden states, logits and samples of `lm`.
+
+    `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
+    `adapters`: LoRA adapters of this model, of which each row of a batch may use another.
+    """
 
     def __init__(self, lm: LanguageModel, *, source: LanguageModel | None, adapters: AdapterTable | None) -> None:
         self.lm = lm

@@ -327,7 +327,7 @@ class Scheduler:
         return any(text.count(stop) > before.count(stop) for stop in stops)
 
     def _fail_damaged(self, sequence: SequenceState) -> None:
-        """Fail the one sequence whose adapter is damaged; raises SamplerError if it is the base model, for all use it."""
+        """Fail the one sequence whose adapter is damaged. Raises SamplerError if the base model is, which all use."""
         if sequence.adapter == BASE:
             raise SamplerError("the model's log-probs are not finite: its weights are damaged")
         sequence.future.set_exception(SamplerError("the adapter's log-probs are not finite: its weights are damaged"))

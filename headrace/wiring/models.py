@@ -33,7 +33,7 @@ from headrace.observe.explain import plan
 from headrace.observe.run_folder import RunFolder
 from headrace.rollout.worlds import WORLDS
 from headrace.train.checkpoint import MANIFEST, STATE, verify
-from headrace.train.torch_backend import OPTIMIZER_FILE
+from headrace.train.trainer_state import OPTIMIZER_FILE
 
 
 def whole(path: str) -> str:

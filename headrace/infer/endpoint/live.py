@@ -40,8 +40,8 @@ class StreamedText:
     """The part of a growing text that will stand whatever comes: no stop string, no beginning of one, no half of a
     character.
 
-    >>> shown = StreamedText(["END"])
-    >>> shown.feed("on"), shown.feed("one E"), shown.feed("one Eve"), shown.feed("one Eve EN"), shown.finish("one Eve EN")
+    >>> text = StreamedText(["END"])
+    >>> text.feed("on"), text.feed("one E"), text.feed("one Eve"), text.feed("one Eve EN"), text.finish("one Eve EN")
     ('on', 'e ', 'Eve', ' ', 'EN')
     """
 
