@@ -100,7 +100,7 @@ class Scheduler:
     @property
     def is_busy(self) -> bool:
         """Whether a sequence waits for a slot or is in one."""
-        return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.seated)
+        return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.occupants)
 
     def _receive_messages(self, *, wait: bool) -> None:
         """Run the tasks in the inbox; with `wait`, give the first requests for an idle decoder time to become many."""
@@ -151,7 +151,7 @@ class Scheduler:
 
     def _sample(self, hidden_TD: Tensor, batch: ForwardBatch) -> Sampled | None:
         """Record the log-probs of prompt tokens that requests ask for, and sample a token per decoding sequence."""
-        rows = logprob_rows(batch.chunks, self._slots.seated, first_row=batch.decode_rows)
+        rows = logprob_rows(batch.chunks, self._slots.occupants, first_row=batch.decode_rows)
         record(hidden_TD, rows, self._runner.logits)
         return self._runner.sample(hidden_TD, batch.decoding) if batch.decoding else None
 

@@ -117,7 +117,7 @@ class SlotCache:
         used = [row for row, _ in self.slots.active()]
         if not used or 2 * max(len(used), ALIGN) > used[-1] + 1:
             return
-        free = [row for row in range(used[-1]) if self.slots.seated[row] is None]
+        free = [row for row in range(used[-1]) if self.slots.occupants[row] is None]
         for source, target in zip(reversed(used), free, strict=False):
             if target >= source:
                 break
@@ -130,7 +130,7 @@ class SlotCache:
         evicted = youngest[: max(0, len(youngest) - rows)]
         for sequence in evicted:
             slots.preempt(sequence)
-        free = [row for row in range(min(rows, slots.rows)) if slots.seated[row] is None]
+        free = [row for row in range(min(rows, slots.rows)) if slots.occupants[row] is None]
         for row in [row for row, _ in slots.active() if row >= rows]:
             target = free.pop(0)
             self._apply(slots.move(row, target))

@@ -327,7 +327,7 @@ async def _streamed(
         try:
             while not working.done():
                 for index, completion in so_far.take():
-                    for event in stream.piece(index, completion):
+                    for event in stream.chunk(index, completion):
                         yield event
                 await so_far.wait()
             if working.cancelled():

@@ -175,9 +175,7 @@ class MicroBatchRunner:
         if fused.grad_hidden_TD is not None:
             gradient_TD = torch.zeros_like(hidden_TD)
             gradient_TD.index_add_(0, rows_R, fused.grad_hidden_TD)  # a shared token stands for several
-            gradients = (
-                [(hidden_TD, gradient_TD)] if hidden_TD.requires_grad else []
-            )  # none for a head alone
+            gradients = [(hidden_TD, gradient_TD)] if hidden_TD.requires_grad else []  # none for a head alone
             if train_head and name is None:
                 assert buffer is not None
                 gradients.append((weight_VD, buffer.to(weight_VD.dtype)))

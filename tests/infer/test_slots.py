@@ -91,11 +91,11 @@ class Bookkeeping(RuleBasedStateMachine):
         self.slots.preempt(sequence)
         assert self.slots.waiting[0] is sequence
 
-    @precondition(lambda self: self.sequences() and None in self.slots.seated)
+    @precondition(lambda self: self.sequences() and None in self.slots.occupants)
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         source = data.draw(st.sampled_from([row for row, _ in self.slots.active()]))
-        target = data.draw(st.sampled_from([row for row, who in enumerate(self.slots.seated) if who is None]))
+        target = data.draw(st.sampled_from([row for row, who in enumerate(self.slots.occupants) if who is None]))
         self.settle(self.slots.move(source, target))
 
     @rule(rows=st.integers(1, 4), tokens=st.integers(16, 40))
@@ -218,7 +218,7 @@ def test_who_waits_for_a_beginning_that_will_not_come_does_not_wait_for_it() -> 
     common = list(range(40))
     slots = seated(2, 64, [*common, 1], [*common, 2])
     [placed] = slots.place_waiting()
-    ahead, behind = slots.seated[placed.row], slots.waiting[0]
+    ahead, behind = slots.occupants[placed.row], slots.waiting[0]
     assert ahead is not None
     slots.leave(ahead)
     assert len(slots.place_waiting()) == 1
@@ -290,7 +290,7 @@ def test_a_slot_that_holds_much_more_is_copied_from_and_kept() -> None:
     slots = seated(2, 64, list(range(40)))
     slots.place_waiting()
     fill_all(slots)
-    slots.leave(slots.seated[0])  # type: ignore[arg-type]
+    slots.leave(slots.occupants[0])  # type: ignore[arg-type]
     slots.waiting.append(sequence_of([*range(12), 63]))
     assert slots.place_waiting() == [SlotAssignment(1, 0, 12)]
     assert slots.holds(0).tolist() == list(range(39))
@@ -300,7 +300,7 @@ def cut_in_its_prompt(slots: Slots) -> None:
     """A sequence of the first slot is cut when 16 tokens of its prompt are there, and new weights come."""
     slots.place_waiting()
     slots.fill(0, list(range(16)))
-    slots.interrupt(slots.seated[0])  # type: ignore[arg-type]
+    slots.interrupt(slots.occupants[0])  # type: ignore[arg-type]
     slots.forget(hold=True)
 
 
@@ -339,10 +339,10 @@ def test_a_slot_held_in_flight_is_old_until_new_weights_come_again() -> None:
     fill_all(slots)
     assert slots.move(0, 2).shared == 41
     assert slots.filled[0] == 0, "what was moved away is not offered to others"
-    slots.leave(slots.seated[2])  # type: ignore[arg-type]
+    slots.leave(slots.occupants[2])  # type: ignore[arg-type]
     slots.waiting.append(sequence_of([*prompt, 5, 6, 7]))
     assert [placed.shared for placed in slots.place_waiting()] == [0]  # and when it has ended
-    slots.leave(slots.seated[1] or slots.seated[0])  # type: ignore[arg-type]
+    slots.leave(slots.occupants[1] or slots.occupants[0])  # type: ignore[arg-type]
     slots.forget(hold=True)
     assert slots.filled == [0, 0, 0]
 
