@@ -1,7 +1,7 @@
-"""Plain generation with transformers' own modules and cache, one sequence at a time.
+"""Generate with transformers' own modules and cache, one sequence at a time.
 
-For models the shared attention function does not run, and as the engine's independent reference: the attention is
-transformers' own, only the drawing of tokens is shared. It has its own copy of the weights.
+Serves models that the shared attention function does not run, and is the engine's independent reference: attention is
+transformers' own, only the sampling of tokens is shared. The sampler has its own copy of the weights.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class GenerateSampler:
-    """`source`, if given, is the model whose weights a `Shared` handle stands for; they are copied on `load`."""
+    """Sample from `model`. `source`, if given, is the model whose weights `load` copies for a `Shared` handle."""
 
     def __init__(self, model: Any, tokenizer: Any, *, eos_tokens: Sequence[int], source: Any | None = None) -> None:
         model.eval()
@@ -44,7 +44,7 @@ class GenerateSampler:
         self._eos = frozenset(eos_tokens)
         self._context = int(model.config.max_position_embeddings)
         self._version = 0
-        # one sequence uses the model at a time; on a thread that nobody holds while waiting for a sequence
+        # one sequence uses the model at a time
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-generate")
         self._open = 0
         self._interrupt = self._closed = False
@@ -70,7 +70,7 @@ class GenerateSampler:
         try:
             return await self._on_thread(lambda: self._sample(request, abandoned))
         finally:
-            abandoned.set()  # if the caller was cancelled, the thread is still at it
+            abandoned.set()  # if the caller was cancelled, the thread is still sampling
             self._open -= 1
             if not self._open:
                 self._idle.set()
@@ -97,7 +97,7 @@ class GenerateSampler:
         self._running.set()
 
     def close(self) -> None:
-        """Open calls fail."""
+        """Fail open calls."""
         self._closed = True
         self._running.set()
         self._thread.shutdown(wait=False)

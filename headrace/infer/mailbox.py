@@ -1,6 +1,9 @@
-"""Answers of a worker thread to calls that wait in event loops. All that come while a loop is busy, or while the worker
-collects them, reach it at once: waking it for each of a few hundred sequences that end in one step, and handing the
-interpreter back and forth between the two threads every time, takes longer than what either has to do."""
+"""Bridge futures of a compute thread to calls that wait in event loops, in batches.
+
+All results that come while a loop is busy, or inside `batch_replies`, reach it with one wake-up. Waking the loop for
+each of a few hundred sequences that end in one step, and passing the interpreter lock back and forth every time, would
+take longer than the work of either thread.
+"""
 
 import asyncio
 import threading
@@ -11,32 +14,32 @@ from functools import partial
 from typing import Any, TypeVar
 
 R = TypeVar("R")
-Letter = tuple["asyncio.Future[Any]", "Future[Any]"]
+PendingReply = tuple["asyncio.Future[Any]", "Future[Any]"]
 
 
-class Mailbox:
-    """For futures that only the worker ends."""
+class FutureBridge:
+    """Pass on the results of futures that only the compute thread ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._letters: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
-        self._collecting = False
+        self._pending: dict[asyncio.AbstractEventLoop, list[PendingReply]] = {}
+        self._batching = False
 
     @contextmanager
-    def collected(self) -> Iterator[None]:
-        """What is answered inside reaches the event loops at the end; for the worker."""
-        self._collecting = True
+    def batch_replies(self) -> Iterator[None]:
+        """Deliver all results of futures that end inside at the end; called on the compute thread."""
+        self._batching = True
         try:
             yield
         finally:
             with self._lock:
-                self._collecting = False
-                loops = list(self._letters)
+                self._batching = False
+                loops = list(self._pending)
             for loop in loops:
-                self._tell(loop)
+                self._wake(loop)
 
     async def answer(self, source: "Future[R]") -> R:
-        """What the future ends with; it does not notice when nobody waits for it any more."""
+        """Wait for the future's result. A caller that is cancelled does not cancel the future."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[R] = loop.create_future()
         source.add_done_callback(partial(self._post, loop, waiting))
@@ -44,25 +47,25 @@ class Mailbox:
 
     def _post(self, loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[R]", source: "Future[R]") -> None:
         with self._lock:
-            for ended in [other for other in self._letters if other.is_closed()]:
-                del self._letters[ended]
-            letters = self._letters.setdefault(loop, [])
-            letters.append((waiting, source))
-            if self._collecting or len(letters) > 1:  # the loop will be told, or has been
+            for closed in [other for other in self._pending if other.is_closed()]:
+                del self._pending[closed]
+            pending = self._pending.setdefault(loop, [])
+            pending.append((waiting, source))
+            if self._batching or len(pending) > 1:  # the loop will be woken, or has been
                 return
-        self._tell(loop)
+        self._wake(loop)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            loop.call_soon_threadsafe(self._fetch, loop)
-        except RuntimeError:  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(self._deliver, loop)
+        except RuntimeError:  # the loop is closed: no call waits in it
             with self._lock:
-                self._letters.pop(loop, None)
+                self._pending.pop(loop, None)
 
-    def _fetch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            letters = self._letters.pop(loop, [])
-        for waiting, source in letters:
+            pending = self._pending.pop(loop, [])
+        for waiting, source in pending:
             if waiting.done():
                 continue
             if (exc := source.exception()) is not None:

@@ -1,6 +1,6 @@
-"""From a request to its tokens: what is refused, and temperature, cuts and inverse CDF at a given uniform number.
+"""Check sampling requests, and sample tokens from logits: temperature, top-k, top-p, min-p, inverse CDF.
 
-Rows are independent of each other.
+Rows are independent of each other, and the uniform numbers are given, so sampling is deterministic.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -50,24 +50,24 @@ def check_request(request: SampleRequest, *, context: int, vocabulary: int, deco
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`logprobs_B` under the tempered distribution before any cut, `raw_logprobs_B` at temperature 1."""
+    """One sampled token per row."""
 
     tokens_B: Tensor
-    logprobs_B: Tensor
-    raw_logprobs_B: Tensor
+    logprobs_B: Tensor  # under the tempered distribution before any truncation
+    raw_logprobs_B: Tensor  # at temperature 1
 
 
 def sample_rows(
     logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, *, spend: bool = False
 ) -> Sampled:
-    """One token per row. Temperature 0 takes the most likely token and records its raw log-prob.
+    """Sample one token per row. Temperature 0 takes the most likely token and records its raw log-prob.
 
     `spend`: the logits may be overwritten, which saves memory that would have to pass through a CPU's cache.
     """
     rows, size = logits_BV.shape
     assert rows == len(params) == uniforms_B.shape[0]
-    few = max(1, CACHED // size) if logits_BV.device.type == "cpu" else rows
-    spans = [slice(start, start + few) for start in range(0, rows, few)]
+    span_rows = max(1, CACHED // size) if logits_BV.device.type == "cpu" else rows
+    spans = [slice(start, start + span_rows) for start in range(0, rows, span_rows)]
     parts = [_sample_rows(logits_BV[span], params[span], uniforms_B[span], spend) for span in spans]
     if len(parts) == 1:
         return parts[0]
@@ -92,16 +92,18 @@ def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B
         kept_BV = tempered_BV.clone()
         for index, row in enumerate(params):
             if row.truncated:
-                kept_BV[index] = cut(tempered_BV[index], row)
+                kept_BV[index] = truncate_distribution(tempered_BV[index], row)
     tokens_B = inverse_cdf(kept_BV, uniforms_B)
     greedy = [index for index, row in enumerate(params) if row.temperature == 0.0]
     if greedy:
         tokens_B[greedy] = logits_BV[greedy].argmax(dim=-1)
-    drawn_B = tempered_BV.gather(1, tokens_B[:, None])[:, 0].log()  # above 0, or it would not have been drawn
+    logprobs_B = tempered_BV.gather(1, tokens_B[:, None])[
+        :, 0
+    ].log()  # above 0, or the token would not have been sampled
     if tempered_BV is raw_BV:
-        return Sampled(tokens_B, drawn_B, drawn_B)
+        return Sampled(tokens_B, logprobs_B, logprobs_B)
     plain_B = torch.tensor([row.temperature in (0.0, 1.0) for row in params], device=logits_BV.device)
-    return Sampled(tokens_B, drawn_B, torch.where(plain_B, drawn_B, _logprobs(logits_BV, raw_BV, tokens_B)))
+    return Sampled(tokens_B, logprobs_B, torch.where(plain_B, logprobs_B, _logprobs(logits_BV, raw_BV, tokens_B)))
 
 
 def _logprobs(logits_BV: Tensor, probs_BV: Tensor, tokens_B: Tensor) -> Tensor:
@@ -109,8 +111,8 @@ def _logprobs(logits_BV: Tensor, probs_BV: Tensor, tokens_B: Tensor) -> Tensor:
     return picked_logprobs(logits_BV.gather(1, tokens_B[:, None]), top_B1, probs_BV)[:, 0]
 
 
-def cut(probs_V: Tensor, params: SamplingParams) -> Tensor:
-    """Zero the tokens that top-k, min-p or top-p leave out (in that order; the most likely one always stays)."""
+def truncate_distribution(probs_V: Tensor, params: SamplingParams) -> Tensor:
+    """Zero the tokens that top-k, min-p or top-p exclude (in that order; the most likely one always stays)."""
     kept_V = torch.ones_like(probs_V, dtype=torch.bool)
     if params.top_k is not None and params.top_k < probs_V.shape[0]:
         kept_V &= probs_V >= torch.topk(probs_V, params.top_k).values[-1]
@@ -126,7 +128,7 @@ def cut(probs_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """The token t with sum(w[:t]) <= u sum(w) < sum(w[:t + 1]); never one of weight 0.
+    """Return the token t with sum(w[:t]) <= u sum(w) < sum(w[:t + 1]); never one of weight 0.
 
     In two levels (blocks of 128, then inside the block) with float64 sums: fewer roundings than one long cumulative
     sum, and most of the vocabulary is read once.

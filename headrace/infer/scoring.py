@@ -1,4 +1,4 @@
-"""Log-probs of given sequences under the weights that sample: packed forward passes, a few thousand tokens each.
+"""Score given sequences under the weights that sample: packed forward passes of a few thousand tokens each.
 
 Shape letters: T packed tokens, C tokens of a chunk, D width, V vocabulary, K alternatives per token.
 """
@@ -26,16 +26,16 @@ Hidden = Callable[[Tensor, Tensor, Context], Tensor]  # tokens and positions [T]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """A model, as it is, and the adapter of `table` that its rows use."""
+    """Score sequences under a model's current weights and one adapter."""
 
     lm: LanguageModel
     hidden: Hidden
     head_VD: Tensor
-    table: AdapterTable | None = None
-    adapter: int = BASE
+    table: AdapterTable | None = None  # of the adapters
+    adapter: int = BASE  # key of the adapter that all rows use
 
     def score(self, sequences: Sequence[IntArray], temperature: float) -> tuple[FloatArray, ...]:
-        """log p of every token after its beginning, NaN for the first. Raises SamplerError on what cannot be scored."""
+        """Return log p of every token given those before it, NaN for the first. Raises SamplerError."""
         if not temperature > 0:
             raise SamplerError(f"scores need a temperature above 0, not {temperature}")
         results: list[FloatArray] = []
@@ -49,26 +49,26 @@ class Scorer:
         return tuple(results + (self._score_batch(batch, temperature) if batch else []))
 
     def top(self, sequence: IntArray, k: int) -> tuple[IntArray, FloatArray]:
-        """The k most likely tokens at each position after the first and their log-probs, [T - 1, K]."""
+        """Return the k most likely tokens at each position after the first and their log-probs, [T - 1, K]."""
         if not 1 <= k <= self.lm.vocabulary:
             raise SamplerError(f"{k} most likely tokens cannot be told: 1 to {self.lm.vocabulary} can")
         self._check(sequence)
-        found = [torch.topk(logp_CV, k) for _, logp_CV in self._rows(self._forward([sequence])[:-1])]
-        tokens = [each.indices.cpu().numpy() for each in found] or [np.zeros((0, k))]
-        values = [each.values.cpu().numpy() for each in found] or [np.zeros((0, k))]
+        chunks = [torch.topk(logp_CV, k) for _, logp_CV in self._rows(self._forward([sequence])[:-1])]
+        tokens = [chunk.indices.cpu().numpy() for chunk in chunks] or [np.zeros((0, k))]
+        values = [chunk.values.cpu().numpy() for chunk in chunks] or [np.zeros((0, k))]
         return int_array(np.concatenate(tokens)), float_array(np.concatenate(values))
 
     def targets(self, sequence: IntArray, targets_TK: IntArray) -> FloatArray:
-        """Log-probs of the tokens in row i at position i + 1 of the sequence; 0 where the token is -1."""
+        """Return the log-probs of the tokens in row i at position i + 1 of the sequence; 0 where the token is -1."""
         self._check(sequence)
         if targets_TK.ndim != 2 or len(targets_TK) != len(sequence) - 1 or not (targets_TK >= -1).all():
             raise SamplerError(f"targets need {len(sequence) - 1} rows of tokens, -1 where none is asked for")
         if targets_TK.size and int(targets_TK.max()) >= self.lm.vocabulary:
             raise SamplerError(f"a target lies outside of the vocabulary of {self.lm.vocabulary}")
-        wanted = torch.from_numpy(targets_TK.astype(np.int64)).to(self.lm.device)
+        tokens_TK = torch.from_numpy(targets_TK.astype(np.int64)).to(self.lm.device)
         out = np.zeros(targets_TK.shape, dtype=np.float32)
         for span, logp_CV in self._rows(self._forward([sequence])[:-1]):
-            out[span] = logp_CV.gather(1, wanted[span].clamp_min(0)).cpu().numpy()
+            out[span] = logp_CV.gather(1, tokens_TK[span].clamp_min(0)).cpu().numpy()
         return float_array(np.where(targets_TK < 0, 0.0, out))
 
     def _check(self, sequence: IntArray) -> None:
@@ -87,8 +87,8 @@ class Scorer:
         else:
             rows = self._rows(hidden_TD, temperature)
             logprobs_T = torch.cat([logp_CV.gather(1, following_T[span, None])[:, 0] for span, logp_CV in rows])
-        pieces = np.split(logprobs_T.float().cpu().numpy(), np.cumsum([len(sequence) for sequence in batch])[:-1])
-        return [float_array(np.concatenate([[np.nan], piece[:-1]])) for piece in pieces]
+        parts = np.split(logprobs_T.float().cpu().numpy(), np.cumsum([len(sequence) for sequence in batch])[:-1])
+        return [float_array(np.concatenate([[np.nan], part[:-1]])) for part in parts]
 
     def _forward(self, batch: Sequence[IntArray]) -> Tensor:
         lengths = tuple(len(sequence) for sequence in batch)
@@ -98,7 +98,7 @@ class Scorer:
             return self.hidden(tokens_T, positions_T, Packed(lengths))
 
     def _rows(self, hidden_TD: Tensor, temperature: float = 1.0) -> Iterator[tuple[slice, Tensor]]:
-        """Log-probs over the whole vocabulary, chunk by chunk."""
+        """Yield log-probs over the whole vocabulary, chunk by chunk."""
         chunk = head.default_chunk(self.lm.device)
         for start in range(0, len(hidden_TD), chunk):
             hidden_CD = hidden_TD[start : start + chunk]

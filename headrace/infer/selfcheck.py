@@ -1,4 +1,4 @@
-"""Does this machine keep the determinism contract? A tiny model is sampled alone and in crowds, with adapters too."""
+"""Check that this machine keeps the determinism contract: requests sampled alone and in batches have the same bits."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.infer.engine import FIRST_SLOT_TOKENS, EmbeddedEngine
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.slot_cache import FIRST_SLOT_TOKENS
 from headrace.model.adapters import BASE, Adapter, AdapterTable, listen
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model
@@ -16,7 +17,7 @@ from headrace.model.views import shared_view
 from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 
 VOCABULARY, CROWD, ROWS = 384, 48, 16
-RANKS = (8, 8, 3)  # of the adapters that requests use in turn
+RANKS = (8, 8, 3)  # of the adapters, which requests use in turn
 PROMPTS = (3, 17, 40, 64, 86, 110)  # tokens; the longest outgrow the first slots
 TIGHT = ROWS * FIRST_SLOT_TOKENS  # as soon as slots must grow, half of the sequences are preempted
 
@@ -32,15 +33,15 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Case:
     request: SampleRequest
     adapter: int
 
 
 def check_bit_equality(lm: LanguageModel | None = None) -> CheckResult:
-    """Sample some requests alone, in a crowd, and in a crowd short of KV space; all must agree bit for bit.
+    """Sample requests alone, in a large batch, and in one short of KV space; all must agree bit for bit.
 
-    On a CPU some of them use adapters, if the model has the layers for them and none of its own.
+    On a CPU some of them use adapters, if the model has the layers for them and no adapters yet.
     """
     lm = shared_view(lm or _tiny())
     table = AdapterTable(lm.model)
@@ -49,8 +50,8 @@ def check_bit_equality(lm: LanguageModel | None = None) -> CheckResult:
     vocabulary = lm.vocabulary
     rng = np.random.default_rng(7)
     prompts = [int_array(rng.integers(0, vocabulary, size)) for size in PROMPTS]
-    requests = [
-        Asked(
+    cases = [
+        Case(
             SampleRequest(
                 prompt=prompts[index % len(prompts)], params=SamplingParams(max_tokens=40, seed=index, stop_tokens=())
             ),
@@ -59,11 +60,11 @@ def check_bit_equality(lm: LanguageModel | None = None) -> CheckResult:
         for index in range(CROWD)
     ]
     with _engine(lm, table) as engine:
-        alone = [completion for request in requests[: len(prompts)] for completion in _sample(engine, [request])]
+        alone = [completion for case in cases[: len(prompts)] for completion in _sample(engine, [case])]
     with _engine(lm, table) as engine:
-        crowd = _sample(engine, requests)
+        crowd = _sample(engine, cases)
     with _engine(lm, table, kv_tokens=TIGHT) as engine:
-        tight = _sample(engine, requests)
+        tight = _sample(engine, cases)
         assert engine.counters.preempted > 0
     wrong = [
         index for index, first in enumerate(alone) if not (_same(first, crowd[index]) and _same(first, tight[index]))
@@ -106,9 +107,9 @@ def _engine(lm: LanguageModel, table: AdapterTable, *, kv_tokens: int | None = N
         engine.close()
 
 
-def _sample(engine: EmbeddedEngine, requests: list[Asked]) -> list[Completion]:
+def _sample(engine: EmbeddedEngine, cases: list[Case]) -> list[Completion]:
     async def run() -> list[Completion]:
-        return await asyncio.gather(*(engine.sample(each.request, adapter=each.adapter) for each in requests))
+        return await asyncio.gather(*(engine.sample(case.request, adapter=case.adapter) for case in cases))
 
     return asyncio.run(run())
 

@@ -1,9 +1,9 @@
-"""Several decode steps per call: what the engine hands to a decoder that runs them on a device, and what it takes back.
+"""Multi-step decoding: the interface between the scheduler and a decoder that runs several steps per call on a device.
 
-A decoder owns the cache's storage, reads prompts into it, and decodes rows until they stop, reach their limit or the
-steps of a visit are used up. Sequences join and leave between visits; while nobody waits or reads a prompt, the next
-visit of the same rows begins before the results of the last are looked at, so that the device does not wait. Nothing
-here touches a device.
+A decoder owns the cache's storage, prefills prompts into it, and decodes sequences until they stop, reach their limit
+or have taken the steps of the call. Sequences join and leave between calls. While none waits or is being prefilled, the
+scheduler starts the next call for the same sequences before it reads the results of the last, so that the device does
+not idle. Nothing here touches a device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,84 +13,88 @@ from typing import Protocol
 import numpy as np
 
 from headrace.errors import SamplerError
-from headrace.infer.slots import Sequence as Sampling
-from headrace.infer.slots import Slots
+from headrace.infer.slots import SequenceState, Slots
 from headrace.model.attention import KVCache, Piece
 from headrace.types import FloatArray, IntArray
 
-STOPS = 8  # stop tokens that a decoder looks for in a row
-STEPS, STEPS_JOINED, STEPS_ALONE = 16, 8, 32  # of a visit while others wait for rows, when some just got theirs, else
-STEPS_AHEAD = 16  # of a visit that another one follows or that follows another
+STOPS = 8  # most stop tokens of a sequence that a decoder looks for
+STEPS = 16  # of a multi-step decode while sequences wait for slots
+STEPS_JOINED = 8  # when a sequence has just got its slot
+STEPS_ALONE = 32  # otherwise
+STEPS_AHEAD = 16  # when the next multi-step decode starts before the results are read
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A sequence to decode: `token` at `position` is fed next; `count` were sampled; `limit` is its longest length. The
-    first `shared` positions of its slot are also in the slot `donor`, where others read them too."""
+class DecodeRow:
+    """A sequence to decode."""
 
     slot: int
-    token: int
-    position: int
-    count: int
-    limit: int
+    token: int  # to feed next
+    position: int  # of that token
+    count: int  # tokens sampled so far
+    limit: int  # longest length of the sequence
     seed: int
     temperature: float
-    stops: tuple[int, ...]
-    donor: int = 0
+    stops: tuple[int, ...]  # stop tokens
+    donor: int = 0  # slot that holds the first `shared` positions too, where other sequences read them
     shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """What each row drew, [rows, steps], of which the first `drawn[row]` columns count."""
+class DecodeResult:
+    """The sampled tokens of a multi-step decode; of each row the first `drawn[row]` columns count."""
 
-    drawn: IntArray
-    tokens: IntArray
+    drawn: IntArray  # [rows]
+    tokens: IntArray  # [rows, steps]
     logprobs: FloatArray
     raw_logprobs: FloatArray
 
 
 class Decoder(Protocol):
-    """`prompt_tokens` of prompts are read in one call at most. `share_sampled`: keys and values of sampled tokens may
-    stand in for those that reading the same tokens would give, though their last bits differ."""
+    """Prefill and decode on a device, several steps per call.
 
-    prompt_tokens: int
-    share_sampled: bool
+    The scheduler calls `start`, then any number of `start_next`, and `finish` once for each of them, in order.
+    """
+
+    prompt_tokens: int  # most tokens of one `prefill`
+    share_sampled: bool  # whether keys and values of sampled tokens may replace prefilled ones, though last bits differ
 
     def cache(self, rows: int, tokens: int) -> KVCache:
-        """Lay the storage out anew; what was in it is the caller's to move."""
+        """Lay the storage out as `rows` slots of `tokens` positions; the caller moves its content."""
         ...
 
-    def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None: ...
-
-    def start(self, rows: Sequence[Row], steps: int) -> None:
-        """A visit: at most `steps` tokens of every row, fewer when the decoder has fewer at a time."""
+    def prefill(self, chunks: Sequence[Piece], tokens: Sequence[int]) -> None:
+        """Write keys and values of the chunks' tokens, which lie end to end, into their slots."""
         ...
 
-    def follow(self, steps: int) -> bool:
-        """Another visit of the same rows behind the one that has begun; those that have ended draw nothing. False, and
-        nothing begins, where no row can have more tokens. There are two unfinished visits at most."""
+    def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
+        """Start to decode at most `steps` tokens of every row; a decoder may have a lower limit of its own."""
         ...
 
-    def finish(self) -> Visit:
-        """What came of the first unfinished visit."""
+    def start_next(self, steps: int) -> bool:
+        """Start to decode `steps` more tokens of the same rows behind the decode that runs; rows that have ended get
+        none. Return False, and start nothing, if no row can have more tokens. Two may be unfinished at most."""
+        ...
+
+    def finish(self) -> DecodeResult:
+        """Wait for the first unfinished multi-step decode and return its result."""
         ...
 
     def refresh(self) -> None:
-        """The model's weights changed."""
+        """Renew copies of the model's weights, which have changed."""
         ...
 
 
-def decodable(sequence: Sampling) -> bool:
-    """Whether a decoder draws as this request asks: no cut distribution, not too many stop tokens."""
+def decodable(sequence: SequenceState) -> bool:
+    """Whether a decoder can sample for this request: no truncated distribution, not too many stop tokens."""
     return not sequence.request.params.truncated and len(sequence.stop_tokens) <= STOPS
 
 
-def row_of(slot: int, sequence: Sampling, *, slots: Slots) -> Row:
-    """A sequence that outgrows its slot stops there and goes on when the slot has grown."""
+def decode_row(slot: int, sequence: SequenceState, *, slots: Slots) -> DecodeRow:
+    """Describe a sequence to a decoder. One that outgrows its slot stops there, and goes on when slots have grown."""
     params = sequence.request.params
-    donor, shared = slots.source(slot)
-    return Row(
+    donor, shared = slots.shared_prefix_slot(slot)
+    return DecodeRow(
         slot=slot,
         token=sequence.tokens[-1],
         position=len(sequence.tokens) - 1,
@@ -104,11 +108,11 @@ def row_of(slot: int, sequence: Sampling, *, slots: Slots) -> Row:
     )
 
 
-def drawn_rows(visit: Visit) -> Iterator[tuple[list[int], list[float], list[float]]]:
-    """Tokens, log-probs and raw log-probs that each row drew. Raises SamplerError when one is not finite."""
-    counts = np.arange(visit.tokens.shape[1]) < visit.drawn[:, None]
-    if not np.isfinite(visit.logprobs[counts]).all():
+def decoded_rows(result: DecodeResult) -> Iterator[tuple[list[int], list[float], list[float]]]:
+    """Yield tokens, log-probs and raw log-probs of each row. Raises SamplerError when a log-prob is not finite."""
+    counts = np.arange(result.tokens.shape[1]) < result.drawn[:, None]
+    if not np.isfinite(result.logprobs[counts]).all():
         raise SamplerError("the model's log-probs are not finite: its weights are damaged")
-    rows = zip(visit.tokens.tolist(), visit.logprobs.tolist(), visit.raw_logprobs.tolist(), strict=True)
-    for count, (tokens, logprobs, raw) in zip(visit.drawn.tolist(), rows, strict=True):
+    rows = zip(result.tokens.tolist(), result.logprobs.tolist(), result.raw_logprobs.tolist(), strict=True)
+    for count, (tokens, logprobs, raw) in zip(result.drawn.tolist(), rows, strict=True):
         yield tokens[:count], logprobs[:count], raw[:count]

@@ -23,11 +23,11 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.algo.random import derive_seed
 from headrace.infer.endpoint.app import while_connected
-from headrace.infer.endpoint.live import Piecewise
+from headrace.infer.endpoint.live import ChunkedSampler
 from headrace.infer.endpoint.record import Call, EpisodeRecord
 from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body
 from headrace.infer.endpoint.text import TextAnswer, TextRequest, TextStream, parse_text, read_prompts, text_body
-from headrace.infer.endpoint.wire import ChatRequest, Refused, parse_request
+from headrace.infer.endpoint.wire import ApiError, ChatRequest, parse_request
 from headrace.render import Renderer
 from headrace.service.access import Access, ApiUser, RateLimited
 from headrace.service.bodies import openapi_body
@@ -54,8 +54,8 @@ class _Policy:
     async def sample(self, request: SampleRequest) -> Completion:
         return await self.service.sampling.draw(self.sampler, request)
 
-    def telling(self, progress: Progress | None, index: int) -> "_Policy | Piecewise":
-        return self if progress is None else Piecewise(self.sample, partial(progress, index))
+    def telling(self, progress: Progress | None, index: int) -> "_Policy | ChunkedSampler":
+        return self if progress is None else ChunkedSampler(self.sample, partial(progress, index))
 
     async def tops(self, prompt: IntArray, tokens: IntArray, k: int) -> tuple[dict[int, float], ...]:
         """Return the k likeliest tokens at each position behind a prompt; empty if k is 0."""
@@ -75,14 +75,14 @@ class Completions:
         self._form = find_form(renderer)
 
     def find(self, user: ApiUser, model: str) -> SamplerRecord:
-        """Find the sampler that a request names; raises NotFound, Gone, or Refused for a path of other weights."""
+        """Find the sampler that a request names; raises NotFound, Gone, or ApiError for a path of other weights."""
         card = self._service.card
         if model in card.names:
             return _one_request_session(user, base_model=model)
         if not model.startswith(SCHEME):
             return self._session(user, model)
         if split_path(model)[1] is not CheckpointKind.SAMPLER:
-            raise Refused(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
+            raise ApiError(f"{model} cannot be sampled from: use a sampler_weights path", param="model")
         checkpoint = self._service.registry.checkpoint(model, user.name)
         full = isinstance(checkpoint.spec, FullFinetune)
         return _one_request_session(user, base_model=checkpoint.base_model, model_path=model, full=full)
@@ -137,7 +137,7 @@ class Completions:
         prompts = read_prompts(text_request, self._renderer, vocabulary=self._service.card.vocabulary)
         count = text_request.n or 1
         if len(prompts) * count > MAX_CHOICES:
-            raise Refused(f"prompts times n may be {MAX_CHOICES}: ask for less at once", param="n")
+            raise ApiError(f"prompts times n may be {MAX_CHOICES}: ask for less at once", param="n")
         once = secrets.randbits(62)
         seeds = [
             derive_seed(i, "asked", text_request.seed) if text_request.seed is not None else once + i
@@ -147,7 +147,7 @@ class Completions:
         context = self._service.card.context
         for prompt in prompts:
             if len(prompt) + min(wanted, 1) > context:
-                raise Refused(
+                raise ApiError(
                     f"a prompt of {len(prompt)} tokens does not fit into the context of {context}",
                     param="prompt",
                     code="context_length_exceeded",
@@ -235,7 +235,7 @@ def completion_routes(
 
 def _check_temperature(temperature: float | None) -> None:
     if temperature is not None and temperature > MAX_TEMPERATURE:
-        raise Refused(f"temperature may be {MAX_TEMPERATURE:g} at most", param="temperature")
+        raise ApiError(f"temperature may be {MAX_TEMPERATURE:g} at most", param="temperature")
 
 
 def _one_request_session(user: ApiUser, **weights: Any) -> SamplerRecord:

@@ -20,7 +20,13 @@ import torch
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError, boundary
 from headrace.service.host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
-from headrace.train.request import ReadyLoss, call_loss, check_data, ready_loss, stack
+from headrace.train.request import (
+    BoundLoss,
+    bind_loss,
+    call_loss,
+    check_data,
+    concat_arrays,
+)
 from headrace.types import (
     Adam,
     Completion,
@@ -129,7 +135,10 @@ class FakeHost:
         rows = inputs_T if targets.ndim == 1 else inputs_T[:, None]
         logprobs = torch.from_numpy(table_VV[rows, targets]).requires_grad_()
         entropy = torch.from_numpy(-(np.exp(table_VV) * table_VV).sum(axis=1)[inputs_T])
-        arrays = {name: tensor if name == "segments" else tensor.double() for name, tensor in stack(data, loss).items()}
+        arrays = {
+            name: tensor if name == "segments" else tensor.double()
+            for name, tensor in concat_arrays(data, loss).items()
+        }
         out = call_loss(loss, logprobs, entropy if loss.inputs.wants_entropy else None, arrays)
         (gradient,) = torch.autograd.grad(out.loss, [logprobs], materialize_grads=True)
         ends = np.cumsum([len(datum.targets) for datum in data])[:-1]
@@ -281,9 +290,9 @@ class FakeHost:
         self._worker.shutdown(wait=True)
 
 
-def _ready(spec: LossSpec, data: Sequence[Datum], *, vocabulary: int, context: int) -> ReadyLoss:
+def _ready(spec: LossSpec, data: Sequence[Datum], *, vocabulary: int, context: int) -> BoundLoss:
     try:
-        loss = ready_loss(spec)
+        loss = bind_loss(spec)
         if loss.reads_scalar:
             raise BackendError("this loss needs a scalar head, which this model does not have")
         check_data(data, loss, vocabulary=vocabulary, context=context)

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.errors import HeadraceError, JournalError, RequestError
-from headrace.infer.endpoint.wire import Refused
+from headrace.infer.endpoint.wire import ApiError
 from headrace.service.access import RateLimited, Unauthorized
 from headrace.service.openai_responses import PREFIX, error_response
 from headrace.service.registry import Gone, NotFound
@@ -49,7 +49,7 @@ def add_error_handlers(app: FastAPI) -> None:
 def _status(exc: HeadraceError) -> tuple[int, dict[str, str]]:
     """Return the status code of an error, and headers that say when to come again."""
     match exc:
-        case Refused():
+        case ApiError():
             return exc.status, {}
         case Unauthorized():
             return 401, {}

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from headrace.errors import HeadraceError, SamplerGoneError
 from headrace.infer.endpoint.replies import ChatStream, sent_event
 from headrace.infer.endpoint.text import TextStream
-from headrace.infer.endpoint.wire import Refused
+from headrace.infer.endpoint.wire import ApiError
 from headrace.service.access import RateLimited, Unauthorized
 from headrace.service.futures import to_failure
 from headrace.service.registry import Gone, NotFound
@@ -29,20 +29,20 @@ def error_response(exc: HeadraceError, headers: Mapping[str, str]) -> Response:
     return Response(body, error.status, {**headers, **again}, media_type="application/json")
 
 
-def _api_error(exc: HeadraceError) -> Refused:
+def _api_error(exc: HeadraceError) -> ApiError:
     match exc:
-        case Refused():
+        case ApiError():
             return exc
         case Unauthorized():
-            return Refused(str(exc), status=401, code="invalid_api_key")
+            return ApiError(str(exc), status=401, code="invalid_api_key")
         case RateLimited():
-            return Refused(str(exc), status=429, code="rate_limit_exceeded")
+            return ApiError(str(exc), status=429, code="rate_limit_exceeded")
         case NotFound():
-            return Refused(str(exc), status=404, param="model", code="model_not_found")
+            return ApiError(str(exc), status=404, param="model", code="model_not_found")
         case Gone() | SamplerGoneError():
-            return Refused(str(exc), status=410, param="model", code="model_gone")
+            return ApiError(str(exc), status=410, param="model", code="model_gone")
         case _:
-            return Refused(str(exc), status=400 if to_failure(exc).category == "user" else 500)
+            return ApiError(str(exc), status=400 if to_failure(exc).category == "user" else 500)
 
 
 class LatestChoices:
@@ -85,7 +85,7 @@ async def stream_response(
     try:
         await latest.wait()
         if working.cancelled():
-            raise Refused("the program hung up", status=499)
+            raise ApiError("the program hung up", status=499)
         if working.done():
             working.result()
     except BaseException:
@@ -96,7 +96,7 @@ async def stream_response(
         try:
             while not working.done():
                 for index, completion in latest.take():
-                    for event in stream.piece(index, completion):
+                    for event in stream.chunk(index, completion):
                         yield event
                 await latest.wait()
             if working.cancelled():

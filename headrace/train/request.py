@@ -1,4 +1,4 @@
-"""A request to a backend made ready: what its loss asks for, what is wrong with its data, and the arrays end to end.
+"""Bind a request's loss to its parameters, check its data, and concatenate the arrays of a micro-batch.
 
 Knows no model: shapes and names only. T tokens of a micro-batch laid end to end, R rows that are computed.
 """
@@ -20,8 +20,8 @@ from headrace.types import Datum, LossSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyLoss:
-    """A loss made ready: its function, what it asks for, and its numbers."""
+class BoundLoss:
+    """A loss function with its parameters and the names of the arrays that it takes."""
 
     fn: LossFn
     inputs: LossInputs
@@ -38,14 +38,15 @@ class ReadyLoss:
         return any(name != "policy_logprobs" for name in self.inputs.outputs)
 
 
-def ready_loss(spec: LossSpec) -> ReadyLoss:
+def bind_loss(spec: LossSpec) -> BoundLoss:
+    """Look the loss up by its name and read its signature."""
     fn = find_loss(spec.fn)
     names = tuple(inspect.signature(fn).parameters)
-    return ReadyLoss(fn=fn, inputs=loss_inputs(fn), parameters=names, params=spec.params, unit=unit_of(fn))
+    return BoundLoss(fn=fn, inputs=loss_inputs(fn), parameters=names, params=spec.params, unit=unit_of(fn))
 
 
-def check_head(loss: ReadyLoss, *, policy: bool, scalar: bool) -> None:
-    """A loss reads what the model computes: log-probs of targets, one number per token, or both."""
+def check_head(loss: BoundLoss, *, policy: bool, scalar: bool) -> None:
+    """Raises BackendError when the loss takes log-probs or numbers that the model's heads do not compute."""
     if loss.reads_scalar and not scalar:
         raise BackendError("this loss needs a scalar head, which this backend's model does not have")
     if loss.reads_policy and not policy:
@@ -54,8 +55,8 @@ def check_head(loss: ReadyLoss, *, policy: bool, scalar: bool) -> None:
         raise BackendError("this loss asks for the entropy, which a scalar head does not have")
 
 
-def check_data(data: Sequence[Datum], loss: ReadyLoss, *, vocabulary: int, context: int) -> None:
-    """Everything that can be wrong with a request is found before any gradient is touched."""
+def check_data(data: Sequence[Datum], loss: BoundLoss, *, vocabulary: int, context: int) -> None:
+    """Raises BackendError on data that cannot be trained on, before any gradient is touched."""
     if not data:
         raise BackendError("there is nothing to train on: the batch is empty")
     kinds = {datum.targets.shape[1:] for datum in data}
@@ -81,13 +82,13 @@ def check_data(data: Sequence[Datum], loss: ReadyLoss, *, vocabulary: int, conte
                 raise BackendError(f"datum {index}: array '{name}' holds a value that is not finite")
 
 
-def stack(batch: Sequence[Datum], loss: ReadyLoss) -> dict[str, Tensor]:
-    """The arrays the loss takes, end to end, plus the datum index of every token."""
+def concat_arrays(batch: Sequence[Datum], loss: BoundLoss) -> dict[str, Tensor]:
+    """Concatenate the arrays that the loss takes, and add the datum index of every token if it takes segments."""
     names = {"weights", *loss.inputs.required, *loss.inputs.optional}
-    there = [name for name in names if all(name in datum.arrays for datum in batch)]
-    if "weights" not in there:
+    present = [name for name in names if all(name in datum.arrays for datum in batch)]
+    if "weights" not in present:
         raise BackendError("a datum has no array named 'weights'")
-    arrays = {name: torch.from_numpy(np.concatenate([datum.arrays[name] for datum in batch])) for name in there}
+    arrays = {name: torch.from_numpy(np.concatenate([datum.arrays[name] for datum in batch])) for name in present}
     if loss.inputs.wants_segments:
         arrays["segments"] = torch.repeat_interleave(
             torch.arange(len(batch)), torch.tensor([datum.num_tokens for datum in batch])
@@ -96,7 +97,7 @@ def stack(batch: Sequence[Datum], loss: ReadyLoss) -> dict[str, Tensor]:
 
 
 def packed_targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.device, dtype: torch.dtype) -> head.Targets:
-    """Targets of the chosen rows of some data laid end to end, with their temperatures."""
+    """Return the targets of the chosen rows of data laid end to end, with their temperatures."""
     tokens = to_device(torch.from_numpy(np.concatenate([datum.targets for datum in batch])).long()[rows_R], device)
     if all(datum.temperature == 1.0 for datum in batch):
         return head.Targets(tokens)
@@ -105,13 +106,13 @@ def packed_targets(batch: Sequence[Datum], rows_R: Tensor, *, device: torch.devi
 
 
 def call_loss(
-    loss: ReadyLoss,
+    loss: BoundLoss,
     logprobs: Tensor | None,
     entropy: Tensor | None,
     inputs: Mapping[str, Tensor],
     numbers: Tensor | None = None,
 ) -> LossOut:
-    """Hand the loss what its signature names; `numbers` are those of a scalar head."""
+    """Call the loss with what its signature names; `numbers` are those of a scalar head."""
     arguments: dict[str, Tensor | float] = dict(loss.params)
     for parameter in loss.parameters:
         bare = parameter.removesuffix("_TK").removesuffix("_T")

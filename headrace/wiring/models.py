@@ -10,8 +10,9 @@ import torch
 from headrace.config import Config, Model
 from headrace.errors import CheckpointError
 from headrace.infer.cuda import graph_decoder
-from headrace.infer.engine import EmbeddedEngine, default_kv_tokens
+from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.generate import GenerateSampler
+from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model import cuda
 from headrace.model.compiled import compile_layers
 from headrace.model.estimate import place, plan_memory
@@ -31,7 +32,7 @@ from headrace.model.tokens import Tokens, load_tokenizer
 from headrace.model.worker import Worker
 from headrace.observe.run_folder import RunFolder
 from headrace.train.checkpoint import MANIFEST, STATE, verify
-from headrace.train.torch_backend import OPTIMIZER_FILE
+from headrace.train.trainer_state import OPTIMIZER_FILE
 from headrace.wiring.sizes import folder_shape, memory_request, tiny_words
 
 

@@ -9,7 +9,7 @@ import torch
 from fastapi import FastAPI
 
 from headrace.errors import ConfigError, boundary
-from headrace.infer.engine import default_kv_tokens
+from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.estimate import Shape, kv_bytes_per_token, num_parameters, shape_of
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model
 from headrace.model.quiet import no_progress_bars

@@ -15,7 +15,7 @@ from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.visits import Row
+from headrace.infer.visits import DecodeRow
 from headrace.model.attention import Packed, Piece
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel, prepare
@@ -158,11 +158,11 @@ def test_a_visit_behind_a_visit_goes_on_and_what_is_shared_is_read_in_the_donors
 
     def drawn(steps: Sequence[int], *, donor: int, shared: int) -> list[int]:
         token, position = prompt[150], 150
-        row = Row(slot=1, token=token, position=position, count=0, limit=200, seed=7, temperature=1.0, stops=(),
+        row = DecodeRow(slot=1, token=token, position=position, count=0, limit=200, seed=7, temperature=1.0, stops=(),
                   donor=donor, shared=shared)  # fmt: skip
         decoder.start([row], steps[0])
         for more in steps[1:]:
-            assert decoder.follow(more)
+            assert decoder.start_next(more)
         return [int(one) for _ in steps for one in decoder.finish().tokens[0]]
 
     with torch.inference_mode():

@@ -12,7 +12,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 from headrace.errors import SamplerError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.cuda.layout import MOST_SPLITS, PROMPT_ROWS, bucket_for, prompt_blocks, splits_for
-from headrace.infer.cuda.weights import DenseWeights, why_not
+from headrace.infer.cuda.weights import DenseWeights, unsupported_reason
 from headrace.model.attention import Piece
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora, lora_layers
@@ -118,7 +118,7 @@ def test_adapters_are_merged_into_copies() -> None:
 
 def test_models_that_are_not_on_cuda_are_decoded_plainly_and_an_explicit_wish_is_refused() -> None:
     lm = qwen()
-    assert why_not(lm) == ON_CPU
+    assert unsupported_reason(lm) == ON_CPU
     assert graph_decoder(lm, max_rows=8, kv_tokens=512) is None
     assert graph_decoder(lm, max_rows=8, kv_tokens=512, graphs=False) is None
     with pytest.raises(SamplerError, match=ON_CPU):
@@ -138,7 +138,7 @@ def test_what_the_kernels_do_not_compute_is_named(
 ) -> None:
     lm = qwen(**changes)
     monkeypatch.setattr(LanguageModel, "device", property(lambda _: torch.device("cuda")))
-    assert why in str(why_not(lm))
+    assert why in str(unsupported_reason(lm))
 
 
 def test_biases_in_the_mlp_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +153,6 @@ def test_biases_in_the_mlp_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     lm = prepare(LlamaForCausalLM(config), None, source="test")
     monkeypatch.setattr(LanguageModel, "device", property(lambda _: torch.device("cuda")))
-    assert why_not(lm) == "its layers have biases"
+    assert unsupported_reason(lm) == "its layers have biases"
     lm.model.config = Gemma3TextConfig()
-    assert "gemma3_text" in str(why_not(lm))
+    assert "gemma3_text" in str(unsupported_reason(lm))

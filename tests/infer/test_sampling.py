@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.random import uniforms
-from headrace.infer.sampling import cut, inverse_cdf, sample_rows
+from headrace.infer.sampling import inverse_cdf, sample_rows, truncate_distribution
 from headrace.types import SamplingParams
 
 NEXT_TO_ONE = math.nextafter(1.0, 0.0)
@@ -141,7 +141,7 @@ PROBS = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
     ],
 )
 def test_what_a_cut_keeps(params: dict[str, float], kept: list[int]) -> None:
-    left = cut(PROBS, SamplingParams(max_tokens=1, **params))  # type: ignore[arg-type]
+    left = truncate_distribution(PROBS, SamplingParams(max_tokens=1, **params))  # type: ignore[arg-type]
     assert torch.nonzero(left)[:, 0].tolist() == kept
     assert torch.equal(left[kept], PROBS[kept])
 
@@ -163,7 +163,7 @@ def test_what_is_cut_is_never_drawn(
     drawn = sample_rows(row, [params], torch.tensor([number], dtype=torch.float64))
     [token] = drawn.tokens_B.tolist()
     probs = torch.softmax(row[0] / temperature, dim=0)
-    assert cut(probs, params)[token] > 0
+    assert truncate_distribution(probs, params)[token] > 0
     assert math.isfinite(float(drawn.logprobs_B[0]))
     if top_k is not None:
         assert (probs > probs[token]).sum() < top_k

@@ -9,16 +9,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.infer.slots import WORTH_WAITING, Placed, Sequence, Slots
+from headrace.infer.slots import WORTH_WAITING, SequenceState, SlotAssignment, Slots
 from headrace.types import Completion, SampleRequest, SamplingParams, Stop, int_array
 
 JUNK = (-1,)
 
 
-def sequence_of(prompt: list[int], *, arrival: int = 0, after: Completion | None = None, adapter: int = 0) -> Sequence:
+def sequence_of(
+    prompt: list[int], *, arrival: int = 0, after: Completion | None = None, adapter: int = 0
+) -> SequenceState:
     params = SamplingParams(max_tokens=100)
     request = SampleRequest(prompt=int_array(prompt), params=params, continue_from=after)
-    return Sequence(request, Future(), frozenset(), 1000, arrival, adapter)
+    return SequenceState(request, Future(), frozenset(), 1000, arrival, adapter)
 
 
 class Bookkeeping(RuleBasedStateMachine):
@@ -28,9 +30,9 @@ class Bookkeeping(RuleBasedStateMachine):
     def start(self, rows: int, tokens: int) -> None:
         self.slots = Slots(rows, tokens)
         self.cache: list[list[Any]] = [[JUNK] * tokens for _ in range(rows)]
-        self.open: list[Sequence] = []
+        self.open: list[SequenceState] = []
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return [sequence for _, sequence in self.slots.active()]
 
     @rule(
@@ -42,9 +44,9 @@ class Bookkeeping(RuleBasedStateMachine):
     def arrive(self, stem: int, size: int, tail: list[int], adapter: int) -> None:
         sequence = sequence_of([stem] * size + tail, arrival=len(self.open), adapter=adapter)
         self.open.append(sequence)
-        self.slots.wait(sequence)
+        self.slots.enqueue(sequence)
 
-    def settle(self, placed: Placed) -> None:
+    def settle(self, placed: SlotAssignment) -> None:
         if placed.stale:
             self.cache[placed.row] = [JUNK] * self.slots.tokens
         if placed.donor != placed.row:
@@ -73,7 +75,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 if len(sequence.tokens) >= slots.tokens:
                     self.end(sequence)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: SequenceState) -> None:
         self.slots.leave(sequence)
         self.open.remove(sequence)
 
@@ -89,11 +91,11 @@ class Bookkeeping(RuleBasedStateMachine):
         self.slots.preempt(sequence)
         assert self.slots.waiting[0] is sequence
 
-    @precondition(lambda self: self.sequences() and None in self.slots.seated)
+    @precondition(lambda self: self.sequences() and None in self.slots.occupants)
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         source = data.draw(st.sampled_from([row for row, _ in self.slots.active()]))
-        target = data.draw(st.sampled_from([row for row, who in enumerate(self.slots.seated) if who is None]))
+        target = data.draw(st.sampled_from([row for row, who in enumerate(self.slots.occupants) if who is None]))
         self.settle(self.slots.move(source, target))
 
     @rule(rows=st.integers(1, 4), tokens=st.integers(16, 40))
@@ -135,7 +137,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @invariant()
     def what_another_slot_is_said_to_have_is_there(self) -> None:
         for row, _ in self.slots.active():
-            donor, shared = self.slots.source(row)
+            donor, shared = self.slots.shared_prefix_slot(row)
             assert self.cache[donor][:shared] == self.cache[row][:shared]
             assert JUNK not in self.cache[row][:shared]
 
@@ -167,16 +169,16 @@ def fill_all(slots: Slots) -> None:
 def test_a_twin_waits_for_the_beginning_and_lets_others_pass() -> None:
     twin = list(range(20))
     slots = seated(4, 64, twin, twin, [7, 8, 9], [*twin, 5])
-    assert slots.place_waiting() == [Placed(0, 0, 0), Placed(1, 0, 0)]
+    assert slots.place_waiting() == [SlotAssignment(0, 0, 0), SlotAssignment(1, 0, 0)]
     assert [sequence.tokens[-1] for sequence in slots.waiting] == [19, 5]
     fill_all(slots)
-    assert slots.place_waiting() == [Placed(2, 0, 19), Placed(3, 0, 19)]
+    assert slots.place_waiting() == [SlotAssignment(2, 0, 19), SlotAssignment(3, 0, 19)]
 
 
 def test_who_waits_for_a_beginning_is_looked_at_again_only_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     common = list(range(40))
     slots = seated(32, 64, *([*common, 100 + index] for index in range(31)))
-    looked: list[Sequence] = []
+    looked: list[SequenceState] = []
     real = Slots._place
     monkeypatch.setattr(Slots, "_place", lambda self, one, *how: looked.append(one) or real(self, one, *how))
     assert len(slots.place_waiting()) == 1
@@ -194,20 +196,20 @@ def test_sampled_positions_stay_with_who_sampled_them_if_asked_for() -> None:
     for share_sampled, shared in ((True, 29), (False, 19)):
         slots = Slots(4, 64, share_sampled=share_sampled)
         first = sequence_of(list(range(20)))
-        slots.wait(first)
+        slots.enqueue(first)
         slots.place_waiting()
         fill_all(slots)
         first.tokens += range(20, 31)
         slots.fill(0, list(range(19, 30)), sampled=True)
         moved = slots.move(0, 2)
-        assert moved == Placed(2, 0, 30)
+        assert moved == SlotAssignment(2, 0, 30)
         slots.leave(first)
         slots.filled[0] = 0
-        slots.wait(sequence_of(list(range(30))))
+        slots.enqueue(sequence_of(list(range(30))))
         [placed] = slots.place_waiting()
         assert placed.shared == shared
         slots.fill(placed.row, list(range(shared, 29)))
-        slots.wait(sequence_of(list(range(30))))
+        slots.enqueue(sequence_of(list(range(30))))
         [again] = slots.place_waiting()
         assert again.shared == 29  # it was read by now
 
@@ -216,7 +218,7 @@ def test_who_waits_for_a_beginning_that_will_not_come_does_not_wait_for_it() -> 
     common = list(range(40))
     slots = seated(2, 64, [*common, 1], [*common, 2])
     [placed] = slots.place_waiting()
-    ahead, behind = slots.seated[placed.row], slots.waiting[0]
+    ahead, behind = slots.occupants[placed.row], slots.waiting[0]
     assert ahead is not None
     slots.leave(ahead)
     assert len(slots.place_waiting()) == 1
@@ -227,17 +229,20 @@ def test_the_same_tokens_under_another_adapter_are_neither_shared_nor_waited_for
     tokens = list(range(20))
     slots = Slots(3, 64)
     for adapter in (0, 7, 7):
-        slots.wait(sequence_of(tokens, adapter=adapter))
-    assert slots.place_waiting() == [Placed(0, 0, 0), Placed(1, 0, 0, True)]  # the second of 7 waits for the first
+        slots.enqueue(sequence_of(tokens, adapter=adapter))
+    assert slots.place_waiting() == [
+        SlotAssignment(0, 0, 0),
+        SlotAssignment(1, 0, 0, True),
+    ]  # the second of 7 waits for the first
     fill_all(slots)
-    assert slots.place_waiting() == [Placed(2, 1, 19, True)]
+    assert slots.place_waiting() == [SlotAssignment(2, 1, 19, True)]
 
 
 def test_adapters_take_turns_in_the_queue() -> None:
     slots = Slots(1, 64)
     arrivals = [(1, 10), (1, 11), (1, 12), (1, 13), (2, 20), (2, 21), (0, 30)]
     for adapter, token in arrivals:
-        slots.wait(sequence_of([token], adapter=adapter))
+        slots.enqueue(sequence_of([token], adapter=adapter))
 
     def serve(count: int) -> list[int]:
         served = []
@@ -249,17 +254,17 @@ def test_adapters_take_turns_in_the_queue() -> None:
         return served
 
     assert serve(3) == [10, 20, 30]
-    slots.wait(sequence_of([40], adapter=3))  # a newcomer has no claim on what was served before it came
-    slots.wait(sequence_of([41], adapter=3))
+    slots.enqueue(sequence_of([40], adapter=3))  # a newcomer has no claim on what was served before it came
+    slots.enqueue(sequence_of([41], adapter=3))
     assert serve(6) == [40, 11, 21, 41, 12, 13]
 
 
 def test_a_short_common_beginning_is_not_waited_for() -> None:
     common = list(range(WORTH_WAITING))
     slots = seated(2, 64, [*common, 50, 51], [*common[:-1], 60, 61])
-    assert slots.place_waiting() == [Placed(0, 0, 0), Placed(1, 0, 0)]
+    assert slots.place_waiting() == [SlotAssignment(0, 0, 0), SlotAssignment(1, 0, 0)]
     slots = seated(2, 64, [*common, 50, 51], [*common, 60, 61])
-    assert slots.place_waiting() == [Placed(0, 0, 0)]
+    assert slots.place_waiting() == [SlotAssignment(0, 0, 0)]
 
 
 def test_a_sequence_too_long_for_a_slot_holds_up_those_behind_it() -> None:
@@ -276,18 +281,18 @@ def test_a_later_turn_takes_its_own_slot_over_and_a_stranger_takes_the_least_rec
     for _, sequence in list(slots.active()):
         slots.leave(sequence)
     slots.waiting.append(sequence_of([*range(20, 30), 1, 2]))
-    assert slots.place_waiting() == [Placed(1, 1, 9)]
+    assert slots.place_waiting() == [SlotAssignment(1, 1, 9)]
     slots.waiting.append(sequence_of([60, 61]))
-    assert slots.place_waiting() == [Placed(0, 0, 0)]
+    assert slots.place_waiting() == [SlotAssignment(0, 0, 0)]
 
 
 def test_a_slot_that_holds_much_more_is_copied_from_and_kept() -> None:
     slots = seated(2, 64, list(range(40)))
     slots.place_waiting()
     fill_all(slots)
-    slots.leave(slots.seated[0])  # type: ignore[arg-type]
+    slots.leave(slots.occupants[0])  # type: ignore[arg-type]
     slots.waiting.append(sequence_of([*range(12), 63]))
-    assert slots.place_waiting() == [Placed(1, 0, 12)]
+    assert slots.place_waiting() == [SlotAssignment(1, 0, 12)]
     assert slots.holds(0).tolist() == list(range(39))
 
 
@@ -295,7 +300,7 @@ def cut_in_its_prompt(slots: Slots) -> None:
     """A sequence of the first slot is cut when 16 tokens of its prompt are there, and new weights come."""
     slots.place_waiting()
     slots.fill(0, list(range(16)))
-    slots.interrupt(slots.seated[0])  # type: ignore[arg-type]
+    slots.interrupt(slots.occupants[0])  # type: ignore[arg-type]
     slots.forget(hold=True)
 
 
@@ -334,10 +339,10 @@ def test_a_slot_held_in_flight_is_old_until_new_weights_come_again() -> None:
     fill_all(slots)
     assert slots.move(0, 2).shared == 41
     assert slots.filled[0] == 0, "what was moved away is not offered to others"
-    slots.leave(slots.seated[2])  # type: ignore[arg-type]
+    slots.leave(slots.occupants[2])  # type: ignore[arg-type]
     slots.waiting.append(sequence_of([*prompt, 5, 6, 7]))
     assert [placed.shared for placed in slots.place_waiting()] == [0]  # and when it has ended
-    slots.leave(slots.seated[1] or slots.seated[0])  # type: ignore[arg-type]
+    slots.leave(slots.occupants[1] or slots.occupants[0])  # type: ignore[arg-type]
     slots.forget(hold=True)
     assert slots.filled == [0, 0, 0]
 
@@ -363,16 +368,19 @@ def test_a_group_reads_its_prompt_in_one_slot_until_that_is_given_away() -> None
     slots = Slots(4, 40)
     group = [sequence_of([7] * 20, arrival=arrival) for arrival in range(3)]
     for member in group:
-        slots.wait(member)
+        slots.enqueue(member)
     [first] = slots.place_waiting()
     slots.fill(first.row, [7] * 19)
     others = slots.place_waiting()
     assert [(placed.donor, placed.shared) for placed in others] == [(0, 19), (1, 19)]
-    assert [slots.source(placed.row) for placed in others] == [(0, 19), (0, 19)]  # one slot, whoever it was copied from
-    assert slots.source(first.row) == (0, 0)
+    assert [slots.shared_prefix_slot(placed.row) for placed in others] == [
+        (0, 19),
+        (0, 19),
+    ]  # one slot, whoever it was copied from
+    assert slots.shared_prefix_slot(first.row) == (0, 0)
     slots.leave(group[0])
-    assert slots.source(1) == (0, 19)  # what the slot holds stays
-    slots.wait(sequence_of([5] * 30))
-    slots.wait(sequence_of([6] * 30))
+    assert slots.shared_prefix_slot(1) == (0, 19)  # what the slot holds stays
+    slots.enqueue(sequence_of([5] * 30))
+    slots.enqueue(sequence_of([6] * 30))
     slots.place_waiting()
-    assert [slots.source(row) for row in (1, 2)] == [(1, 0), (2, 0)]
+    assert [slots.shared_prefix_slot(row) for row in (1, 2)] == [(1, 0), (2, 0)]

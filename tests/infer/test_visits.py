@@ -16,10 +16,10 @@ import torch
 
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
-from headrace.infer import engine as engine_module
+from headrace.infer import scheduler as scheduler_module
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.sampling import sample_rows
-from headrace.infer.visits import STOPS, Row, Visit, drawn_rows
+from headrace.infer.visits import STOPS, DecodeResult, DecodeRow, decoded_rows
 from headrace.model.attention import Cached, KVCache, Piece
 from headrace.model.load import LanguageModel
 from headrace.model.packed import linear
@@ -62,7 +62,7 @@ class StepDecoder:
     def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
         self._forward(pieces, tokens)
 
-    def start(self, rows: Sequence[Row], steps: int) -> None:
+    def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
         for row in rows:  # what a device reads in another slot is what the row has in its own
             for layer in (*self._cache.keys, *self._cache.values):
                 assert torch.equal(layer[row.donor][:, : row.shared], layer[row.slot][:, : row.shared])
@@ -70,21 +70,21 @@ class StepDecoder:
         self._rows, self._drawn_before = list(rows), [0] * len(rows)
         self._fed = [row.token for row in rows]
         self._live = list(range(len(rows)))
-        self._unfinished = [self.visit(steps)]
+        self._unfinished = [self.decode(steps)]
 
-    def follow(self, steps: int) -> bool:
-        """At once, before anyone has looked at the visit before, as a device does it."""
+    def start_next(self, steps: int) -> bool:
+        """Decode at once, before the last results are read, as a device does."""
         assert len(self._unfinished) == 1
         most = max(row.limit - row.position - 1 for row in self._rows)
         if most <= max(self._drawn_before):
             return False
-        self._unfinished.append(self.visit(steps))
+        self._unfinished.append(self.decode(steps))
         return True
 
-    def finish(self) -> Visit:
+    def finish(self) -> DecodeResult:
         return self._unfinished.pop(0)
 
-    def visit(self, steps: int) -> Visit:
+    def decode(self, steps: int) -> DecodeResult:
         rows, before = self._rows, list(self._drawn_before)
         drawn = np.zeros(len(rows), dtype=np.int32)
         tokens = np.zeros((len(rows), STEPS), dtype=np.int32)
@@ -110,7 +110,7 @@ class StepDecoder:
                 if token in rows[index].stops or length >= rows[index].limit:
                     self._live.remove(index)
         self._drawn_before = [count + int(more) for count, more in zip(before, drawn, strict=True)]
-        return Visit(drawn=drawn, tokens=tokens, logprobs=logprobs[0], raw_logprobs=logprobs[1])
+        return DecodeResult(drawn=drawn, tokens=tokens, logprobs=logprobs[0], raw_logprobs=logprobs[1])
 
     def _forward(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> torch.Tensor:
         padding = -len(tokens) % 8
@@ -140,7 +140,7 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCABULARY, size).tolist()
 
 
-def visiting(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_rows: int = ROWS) -> Any:
+def multistep_engine(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_rows: int = ROWS) -> Any:
     return opened(lm, max_rows=max_rows, kv_tokens=kv_tokens, decoder=StepDecoder(lm, kv_tokens=kv_tokens))
 
 
@@ -163,29 +163,29 @@ def test_a_second_turn_reads_anew_what_was_sampled_if_the_decoder_asks_for_it(sh
     assert bits(second) == bits(again) == bits(alone(LM, request_of(longer, max_tokens=8)))
 
 
-def test_a_visit_is_short_when_someone_has_just_joined() -> None:
+def test_few_steps_are_decoded_when_a_sequence_has_just_joined() -> None:
     asked: list[tuple[str, int]] = []
 
     class Watched(StepDecoder):
-        def start(self, rows: Sequence[Row], steps: int) -> None:
+        def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
             asked.append(("start", steps))
             super().start(rows, steps)
 
-        def follow(self, steps: int) -> bool:
-            asked.append(("follow", steps))
-            return super().follow(steps)
+        def start_next(self, steps: int) -> bool:
+            asked.append(("start_next", steps))
+            return super().start_next(steps)
 
     with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
         sample_all(engine, [request_of(prompt_of(5, 1), 4 * STEPS)])
-    # one request: seated, so a short visit, then one behind the other; the decoder here has 5 tokens at a time at most
-    assert asked == [("start", 8), ("start", 16), ("follow", 16), ("follow", 16), ("follow", 16)]
+    # one request: just admitted, so few steps, then one decode behind the other; this decoder takes 5 steps at most
+    assert asked == [("start", 8), ("start", 16), ("start_next", 16), ("start_next", 16), ("start_next", 16)]
 
 
 def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
     class Watched(StepDecoder):
-        def start(self, rows: Sequence[Row], steps: int) -> None:
+        def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
             started.append(len(rows))
             super().start(rows, steps)
 
@@ -204,7 +204,7 @@ def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pyte
         return [first, *(call.result(LIMIT_S) for call in found)]
 
     clock = SimpleNamespace(sleep=another_comes, perf_counter=lambda: 0.0)
-    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(scheduler_module, "time", clock)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -212,7 +212,7 @@ def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pyte
         with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
             completions = run()
             assert started[0] == len(requests)
-            assert pauses == [engine_module.QUIET_S] * 4  # the last of them in vain
+            assert pauses == [scheduler_module.QUIET_S] * 4  # the last of them in vain
             late = iter(requests)
             clock.perf_counter = iter([0.0, 0.0, 1.0]).__next__  # others come all the time: not for ever
             started.clear()
@@ -229,17 +229,17 @@ def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> 
     worker, seen = Worker(), list[int]()
 
     class Asking(StepDecoder):
-        def follow(self, steps: int) -> bool:
+        def start_next(self, steps: int) -> bool:
             if not seen:
                 seen.append(-1)
                 worker.submit(lambda: seen.append(engine.counters.decoded))
-            return super().follow(steps)
+            return super().start_next(steps)
 
     with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Asking(LM, kv_tokens=8192), worker=worker) as engine:
         [whole] = sample_all(engine, [request_of(prompt_of(5, 1), 12 * STEPS)])
         assert len(whole.tokens) == engine.counters.decoded == 12 * STEPS
     worker.close()
-    assert seen == [-1, 3 * STEPS]  # a short visit, the one that was running, and the one that had begun behind it
+    assert seen == [-1, 3 * STEPS]  # a short decode, the one that was running, and the one that had begun behind it
 
 
 def test_whoever_still_reads_a_prompt_does_not_wait_for_the_others_to_end() -> None:
@@ -254,7 +254,7 @@ def test_whoever_still_reads_a_prompt_does_not_wait_for_the_others_to_end() -> N
         running = sum(not call.done() for call in calls)
         return running, [*await asyncio.gather(*calls), last]
 
-    with visiting() as engine:
+    with multistep_engine() as engine:
         running, found = asyncio.run(sample(engine))
     assert running == len(crowd)
     assert [bits(each) for each in found] == [bits(alone(LM, request)) for request in [*crowd, late]]
@@ -264,13 +264,13 @@ def test_a_worker_that_is_closed_is_not_kept_until_the_sequences_end() -> None:
     worker, closing = Worker(), list[threading.Thread]()
 
     class Closing(StepDecoder):
-        def follow(self, steps: int) -> bool:
+        def start_next(self, steps: int) -> bool:
             if not closing:
                 closing.append(threading.Thread(target=worker.close))
                 closing[0].start()
                 while not worker._closed:
                     pass
-            return super().follow(steps)
+            return super().start_next(steps)
 
     engine = EmbeddedEngine(LM, max_rows=ROWS, kv_tokens=8192, decoder=Closing(LM, kv_tokens=8192), worker=worker)
     with pytest.raises(SamplerError, match="closed"):
@@ -292,7 +292,7 @@ def test_a_sequence_whose_slot_is_full_does_not_wait_for_the_others_to_end() -> 
     async def both(engine: EmbeddedEngine) -> list[Completion]:
         return await asyncio.gather(*(sample(engine, request) for request in (long, longer)))
 
-    with visiting(kv_tokens=128 * ROWS) as engine:  # slots of 128 tokens; with longer ones there are fewer
+    with multistep_engine(kv_tokens=128 * ROWS) as engine:  # slots of 128 tokens; with longer ones there are fewer
         found = asyncio.run(both(engine))
     assert ended == [60, 110]
     assert [bits(each) for each in found] == [bits(alone(LM, request)) for request in (long, longer)]
@@ -304,7 +304,7 @@ def test_a_stop_string_ends_a_sequence_that_the_decoder_goes_on_with() -> None:
     stop = Spelling().decode(plain.tokens[STEPS + 6 : STEPS + 8].tolist())
     params = SamplingParams(max_tokens=40, seed=3, stop_strings=(stop,))
     request = SampleRequest(prompt=int_array(prompt_of(9)), params=params)
-    with visiting(lm) as engine:
+    with multistep_engine(lm) as engine:
         [cut] = sample_all(engine, [request])
         assert engine.counters.decoded == len(cut.tokens) <= STEPS + 8
         assert cut.stop is Stop.STOP
@@ -313,7 +313,7 @@ def test_a_stop_string_ends_a_sequence_that_the_decoder_goes_on_with() -> None:
 
 
 def test_a_crowd_has_the_bits_of_each_alone() -> None:
-    # prompts of a group, prompts longer than one prefill, all temperatures, ends inside and at the end of a visit
+    # prompts of a group, prompts longer than one prefill, all temperatures, ends inside and at the end of a decode
     requests = [
         request_of(prompt_of(size, size), limit, seed=seed, temperature=(1.0, 0.7, 0.0)[seed % 3])
         for seed, (size, limit) in enumerate(
@@ -331,13 +331,13 @@ def test_a_crowd_has_the_bits_of_each_alone() -> None:
         assert bits(completion) == bits(alone(LM, request))
 
 
-def test_stop_tokens_end_a_row_within_a_visit_and_too_many_are_looked_for_one_step_at_a_time() -> None:
+def test_stop_tokens_end_a_row_within_a_multistep_decode_and_too_many_are_looked_for_one_step_at_a_time() -> None:
     free = alone(LM, request_of(prompt_of(9), 40, seed=2))
     wanted = int(free.tokens[7])
     end = free.tokens.tolist().index(wanted) + 1
     unused = [token for token in range(VOCABULARY) if token not in free.tokens][:STOPS]
     for stops in ((wanted,), (wanted, *unused)):
-        with visiting() as engine:
+        with multistep_engine() as engine:
             [short, other] = sample_all(
                 engine,
                 [request_of(prompt_of(9), 40, seed=2, stop_tokens=stops), request_of(prompt_of(9), 40, seed=2)],
@@ -350,7 +350,7 @@ def test_what_lies_behind_a_stop_string_is_thrown_away_and_not_reused() -> None:
     free = alone(LM, request_of(prompt_of(9), 40, seed=2))
     words = LM.tokenizer.decode(free.tokens[6:8])
     stopped = request_of(prompt_of(9), 40, seed=2, stop_strings=(words,))
-    with visiting() as engine:
+    with multistep_engine() as engine:
         [short] = sample_all(engine, [stopped])
         again = request_of([*prompt_of(9), *short.tokens.tolist(), 3], 10, seed=5)
         [later] = sample_all(engine, [again])
@@ -363,7 +363,7 @@ def test_what_lies_behind_a_stop_string_is_thrown_away_and_not_reused() -> None:
 def test_preempted_sequences_go_on_and_keep_their_bits() -> None:
     # 16 slots of 128 tokens fit; at 100 + 60 tokens slots must have 256, of which 8 fit: 8 of 16 are preempted
     requests = [request_of(prompt_of(100, seed), 60, seed=seed) for seed in range(20)]
-    with visiting(kv_tokens=2048) as engine:
+    with multistep_engine(kv_tokens=2048) as engine:
         together = sample_all(engine, requests)
         assert engine.counters.preempted >= 8
         assert engine.counters.decoded == 20 * 60
@@ -373,7 +373,7 @@ def test_preempted_sequences_go_on_and_keep_their_bits() -> None:
 
 def test_cut_distributions_are_drawn_one_step_at_a_time() -> None:
     requests = [request_of(prompt_of(20, seed), 12, seed=seed, top_p=0.5 if seed == 1 else 1.0) for seed in range(3)]
-    with visiting() as engine:
+    with multistep_engine() as engine:
         together = sample_all(engine, requests)
     assert [bits(completion) for completion in together] == [bits(alone(LM, request)) for request in requests]
 
@@ -397,7 +397,7 @@ def test_interrupted_and_continued_is_uninterrupted() -> None:
             for r, partial in zip(requests, partials, strict=True)
         ]
 
-    with visiting() as engine:
+    with multistep_engine() as engine:
         whole = asyncio.run(sample(engine))
     assert [bits(completion) for completion in whole] == [bits(alone(LM, request)) for request in requests]
     assert {int(version) for completion in whole for version in completion.versions} == {0, 1}
@@ -405,7 +405,7 @@ def test_interrupted_and_continued_is_uninterrupted() -> None:
 
 def test_new_weights_reach_the_decoder_s_copies() -> None:
     lm, request = small_model(seed=3), request_of(prompt_of(50), 20, seed=1)
-    with visiting(lm) as engine:
+    with multistep_engine(lm) as engine:
         [before] = sample_all(engine, [request])
         with torch.no_grad():
             for parameter in lm.model.parameters():
@@ -417,10 +417,10 @@ def test_new_weights_reach_the_decoder_s_copies() -> None:
 
 async def test_log_probs_that_are_not_finite_are_an_error() -> None:
     class Broken(StepDecoder):
-        def visit(self, steps: int) -> Visit:
-            visit = super().visit(steps)
-            visit.logprobs[0, 0] = np.nan
-            return visit
+        def decode(self, steps: int) -> DecodeResult:
+            result = super().decode(steps)
+            result.logprobs[0, 0] = np.nan
+            return result
 
     engine = EmbeddedEngine(LM, max_rows=8, kv_tokens=2048, decoder=Broken(LM, kv_tokens=2048))
     with pytest.raises(SamplerError, match="not finite"):
@@ -428,11 +428,11 @@ async def test_log_probs_that_are_not_finite_are_an_error() -> None:
     engine.close()
 
 
-def test_visits_that_do_not_fill_their_columns_are_read_as_far_as_they_count() -> None:
-    visit = Visit(
+def test_results_that_do_not_fill_their_columns_are_read_as_far_as_they_count() -> None:
+    result = DecodeResult(
         drawn=int_array([2, 1]),
         tokens=np.array([[7, 8, 0], [9, 0, 0]], dtype=np.int32),
         logprobs=np.array([[-1.0, -2.0, np.nan], [-3.0, np.inf, 0.0]], dtype=np.float32),
         raw_logprobs=np.array([[-1.5, -2.5, 0.0], [-3.5, 0.0, 0.0]], dtype=np.float32),
     )
-    assert list(drawn_rows(visit)) == [([7, 8], [-1.0, -2.0], [-1.5, -2.5]), ([9], [-3.0], [-3.5])]
+    assert list(decoded_rows(result)) == [([7, 8], [-1.0, -2.0], [-1.5, -2.5]), ([9], [-3.0], [-3.5])]

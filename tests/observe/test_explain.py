@@ -3,8 +3,9 @@
 import pytest
 
 from headrace.config import Config, load_config
-from headrace.infer.engine import default_kv_tokens, min_kv_tokens
+from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.estimate import MemoryPlan, Placement, Shape, place, plan_memory
+from headrace.names import min_kv_tokens
 from headrace.observe.explain import (
     Machine,
     chosen_text,

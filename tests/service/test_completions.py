@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from infer.agents import ADD, make_tokenizer
 
-from headrace.infer.endpoint.live import Shown
+from headrace.infer.endpoint.live import StreamedText
 from headrace.infer.endpoint.record import cut_at_stops
 from headrace.render import Renderer
 from headrace.service.access import Quota
@@ -221,11 +221,11 @@ def test_a_stream_that_cannot_begin_is_a_refusal(server: Served, ai: openai.Open
 
 @given(st.text(alphabet="abE\ufffd", max_size=12), st.integers(1, 4), st.lists(st.text("abE", min_size=1, max_size=3)))
 def test_what_is_shown_of_a_growing_text_is_the_text(text: str, step: int, stops: list[str]) -> None:
-    shown = Shown(stops)
+    shown = StreamedText(stops)
     final = cut_at_stops(text, stops)
-    said = [shown.more(text[:end]) for end in range(0, len(text), step)]
+    said = [shown.feed(text[:end]) for end in range(0, len(text), step)]
     assert final.startswith("".join(said))
-    assert "".join(said) + shown.last(final) == final
+    assert "".join(said) + shown.finish(final) == final
 
 
 # --- text ------------------------------------------------------------------------------------------------------------

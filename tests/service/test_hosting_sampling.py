@@ -224,7 +224,7 @@ def test_a_cancelled_call_stops_its_decoding(host: AdapterHost) -> None:
 
     host._engine.counters.steps = 0
     asyncio.run(run())
-    assert not host._engine._open
+    assert not host._engine._scheduler.open
     assert host._engine.counters.steps < 118
 
 

@@ -57,7 +57,7 @@ async def train_long(host: AdapterHost, *, beside: bool) -> tuple[int, object]:
     await asyncio.sleep(0)  # it is in the queue
     still_open: list[int] = []
     long = host.forward_backward("mine", data(1, count=60), CROSS_ENTROPY)
-    long.add_done_callback(lambda _: still_open.append(len(host._engine._open)))
+    long.add_done_callback(lambda _: still_open.append(len(host._engine._scheduler.open)))
     await asyncio.wrap_future(long)
     return still_open[0], None if call is None else bits(await call)
 

@@ -16,7 +16,8 @@ from headrace.errors import BackendError
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora
 from headrace.model.scalar import new_value_head
-from headrace.train.torch_backend import VALUE_HEAD, TorchBackend
+from headrace.train.torch_backend import TorchBackend
+from headrace.train.trainer_state import VALUE_HEAD
 from headrace.types import CROSS_ENTROPY, Adam, Datum, LossSpec, float_array, int_array
 
 VOCABULARY, WIDTH = 32, 16
@@ -129,7 +130,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     backend = shared()
     backend.forward_backward(data(), JOINT).result()
     found = backend.gradients().result()
-    named = {**dict(backend.lm.model.named_parameters()), VALUE_HEAD: backend._value_head.weight}  # type: ignore[union-attr]
+    named = {**dict(backend.lm.model.named_parameters()), VALUE_HEAD: backend._optimizer.parameters[VALUE_HEAD]}
     places = {VALUE_HEAD: (0, 3), "model.layers.0.mlp.up_proj.weight": (5, 2), "lm_head.weight": (7, 1)}
     for name, place in places.items():
         ends = []

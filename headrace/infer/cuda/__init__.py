@@ -1,13 +1,18 @@
-"""Sampling on CUDA: a dense decoder in Triton kernels and matrix products, captured in graphs.
+"""Multi-step decoding on CUDA: a dense transformer in Triton kernels and matrix products, captured in CUDA graphs.
 
-`weights` (what is read of a model), `layout` (how work is cut up), `kernels` and `draw` (Triton), `forward` (one pass),
-`decoder` (state and graphs). The last four need Triton; `graph_decoder` looks whether it is there.
+- `weights.py` reads the weights of a model, joined and merged where that is faster, and says which models it supports.
+- `layout.py` chooses tile sizes: how rows, prompts and keys are divided among programs.
+- `kernels.py` has the Triton kernels of a layer, `draw.py` those that sample a token.
+- `forward.py` runs one forward pass over rows of tokens.
+- `decoder.py` implements `Decoder`: state on the device, and a CUDA graph per number of rows.
+
+The last four need Triton; `graph_decoder` looks whether it is installed.
 """
 
 import logging
 
 from headrace.errors import SamplerError
-from headrace.infer.cuda.weights import HALF, why_not
+from headrace.infer.cuda.weights import HALF, unsupported_reason
 from headrace.infer.visits import Decoder
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel
@@ -18,16 +23,16 @@ logger = logging.getLogger(__name__)
 def graph_decoder(
     lm: LanguageModel, *, max_rows: int, kv_tokens: int, graphs: bool | None = None, deterministic: bool = False
 ) -> Decoder | None:
-    """A decoder for this model, or None where the plain path is to be used.
+    """Return a decoder for this model, or None if the engine should decode with the model's own modules.
 
-    `graphs` None: in half precision on CUDA, if the model's layers are known; True: or an error says why not.
+    `graphs` None uses CUDA graphs in half precision, if the model is supported; True raises SamplerError if it is not.
     """
-    why = "Triton is not installed" if lm.device.type == "cuda" and not available() else why_not(lm)
-    if graphs and why is not None:
-        raise SamplerError(f"engine.graphs is true, but this model cannot be decoded in CUDA graphs: {why}")
-    if graphs is False or why is not None or (graphs is None and lm.dtype not in HALF):
+    reason = "Triton is not installed" if lm.device.type == "cuda" and not available() else unsupported_reason(lm)
+    if graphs and reason is not None:
+        raise SamplerError(f"engine.graphs is true, but this model cannot be decoded in CUDA graphs: {reason}")
+    if graphs is False or reason is not None or (graphs is None and lm.dtype not in HALF):
         if graphs is None and lm.device.type == "cuda":
-            logger.info("decoding without CUDA graphs: %s", why or f"the model is in {lm.dtype}")
+            logger.info("decoding without CUDA graphs: %s", reason or f"the model is in {lm.dtype}")
         return None
     from headrace.infer.cuda.decoder import GraphDecoder  # needs Triton
 

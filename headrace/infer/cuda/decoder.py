@@ -1,8 +1,8 @@
-"""Decoding in CUDA graphs: some steps per visit, drawing included, over slots that rows join and leave between visits.
+"""Decode in CUDA graphs: several steps per call, sampling included, over slots that rows join and leave between calls.
 
 The decoder owns everything a graph points to: the rows' state, intermediate buffers, keys and values, and copies of
-weights. A graph is one decode step for up to so many rows (`layout.BUCKETS`); it is captured when first needed and
-replayed from then on. Rows that stop go quiet on the device. It must not know requests, queues or versions.
+weights. A graph is one decode step for a fixed number of rows (`layout.BUCKETS`); it is captured when first needed and
+replayed from then on. Rows that stop are skipped on the device. The decoder must not know requests, queues or versions.
 """
 
 from collections import deque
@@ -17,25 +17,25 @@ import triton
 from torch import Tensor
 
 from headrace.infer.cuda import draw, forward
-from headrace.infer.cuda.forward import Buffers, DecodeAttention, Places
+from headrace.infer.cuda.forward import DecodeAttention, TokenIndex, Workspace
 from headrace.infer.cuda.layout import bucket_for, prompt_blocks
 from headrace.infer.cuda.weights import DenseWeights
-from headrace.infer.visits import STOPS, Row, Visit
+from headrace.infer.visits import STOPS, DecodeResult, DecodeRow
 from headrace.model import head
 from headrace.model.attention import KVCache, Piece
 from headrace.model.load import LanguageModel
 
 PROMPT_TOKENS = 4096
-VISIT_STEPS = 32  # most steps of one visit
+MAX_STEPS = 32  # of one multi-step decode
 BLOCK = 4096  # of the vocabulary
 TOKEN, POSITION, SLOT, DONOR, SHARED, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(10)
 
 
 class GraphDecoder:
-    """Up to `max_rows` rows over `kv_tokens` cached positions; `prompt_tokens` of prompts are read at a time.
+    """Decode up to `max_rows` rows over `kv_tokens` cached positions; prefill up to `prompt_tokens` at a time.
 
-    `deterministic`: every product has the same number of rows, so a row's bits do not depend on who else is there; and
-    what was sampled is read anew when it is part of a prompt, so they do not depend on whose slot was still there.
+    `deterministic`: every matrix product has the same number of rows, so that a row's bits do not depend on the others;
+    and sampled tokens that become part of a prompt are prefilled again, so that bits do not depend on what was cached.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class GraphDecoder:
         shape, device = self._weights.shape, lm.device
         self.prompt_tokens = prompt_tokens
         self._max_rows = bucket_for(max_rows)
-        self._rows = Buffers.make(self._weights, self._max_rows)
-        self._prompt: Buffers | None = None
+        self._workspace = Workspace.make(self._weights, self._max_rows)
+        self._prompt_workspace: Workspace | None = None
         self._attention = DecodeAttention(self._weights, self._max_rows)
         kv = (shape.layers, 2, kv_tokens * shape.H * shape.W)
         self._storage = torch.zeros(kv, dtype=self._weights.dtype, device=device)
@@ -67,17 +67,18 @@ class GraphDecoder:
         self._host_state = torch.zeros(state, dtype=torch.int64, pin_memory=pinned)
         self._temperatures = torch.ones(self._max_rows, dtype=torch.float32, device=device)
         self._host_temperatures = torch.ones(self._max_rows, dtype=torch.float32, pin_memory=pinned)
-        self._out = torch.zeros((3, self._max_rows, VISIT_STEPS), dtype=torch.int32, device=device)
-        self._returns = [_Return.make(self._max_rows, pinned=pinned) for _ in range(2)]
-        self._unfinished: deque[_Return] = deque()
-        self._count = self._bucket = self._most = 0  # rows that are decoded, of the graph, tokens they can still have
+        self._out = torch.zeros((3, self._max_rows, MAX_STEPS), dtype=torch.int32, device=device)
+        self._host_copies = [_HostCopy.make(self._max_rows, pinned=pinned) for _ in range(2)]
+        self._unfinished: deque[_HostCopy] = deque()
+        self._count = self._bucket = 0  # rows that are decoded, and rows of their graph
+        self._most = 0  # tokens that a row can still have
         self._logits = torch.zeros((self._max_rows, shape.V), dtype=torch.float32, device=device)
         self._blocks = torch.zeros((4, self._max_rows * triton.cdiv(shape.V, BLOCK)), device=device)
         self._graphs: dict[int, Any] = {}
         self._pool: Any = None
 
     def refresh(self) -> None:
-        """The model's parameters changed."""
+        """Renew copies of the model's parameters, which have changed."""
         self._weights.refresh()
 
     def cache(self, rows: int, tokens: int) -> KVCache:
@@ -98,58 +99,59 @@ class GraphDecoder:
 
     # --- prompts ---
 
-    def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
-        """Keys and values of the pieces' tokens (end to end in `tokens`) into their slots."""
+    def prefill(self, chunks: Sequence[Piece], tokens: Sequence[int]) -> None:
+        """Write keys and values of the chunks' tokens (end to end in `tokens`) into their slots."""
         assert self._cache is not None
-        assert len(tokens) == sum(piece.length for piece in pieces) <= self.prompt_tokens
-        if self._prompt is None:
-            self._prompt = Buffers.make(self._weights, self.prompt_tokens)
+        assert len(tokens) == sum(chunk.length for chunk in chunks) <= self.prompt_tokens
+        if self._prompt_workspace is None:
+            self._prompt_workspace = Workspace.make(self._weights, self.prompt_tokens)
         device = self._storage.device
         rows = self.prompt_tokens if self._deterministic else len(tokens)
         laid_out = np.zeros((3, rows), dtype=np.int64)
         laid_out[0, : len(tokens)] = tokens
-        laid_out[1, : len(tokens)] = np.concatenate([np.arange(p.offset, p.offset + p.length) for p in pieces])
+        laid_out[1, : len(tokens)] = np.concatenate([np.arange(c.offset, c.offset + c.length) for c in chunks])
         laid_out[2] = -1
-        laid_out[2, : len(tokens)] = np.repeat([piece.row for piece in pieces], [piece.length for piece in pieces])
+        laid_out[2, : len(tokens)] = np.repeat([chunk.row for chunk in chunks], [chunk.length for chunk in chunks])
         tokens_T, positions_T, slots_T = torch.from_numpy(laid_out).to(device)
-        blocks = torch.from_numpy(prompt_blocks(pieces)).to(device)
-        buffers = self._prompt.first(rows)
-        places = Places(positions_T, slots_T, self._slot_tokens)
+        blocks = torch.from_numpy(prompt_blocks(chunks)).to(device)
+        workspace = self._prompt_workspace.first(rows)
+        index = TokenIndex(positions_T, slots_T, self._slot_tokens)
         last = self._weights.shape.layers - 1
 
         def attend(layer: int) -> None:
             assert self._cache is not None
             forward.prompt_attention(
-                self._weights, layer, buffers, places, self._cache, blocks, only_cache=layer == last
+                self._weights, layer, workspace, index, self._cache, blocks, only_cache=layer == last
             )
 
-        forward.hidden(self._weights, tokens_T, buffers, attend, only_cache=True)
+        forward.hidden(self._weights, tokens_T, workspace, attend, only_cache=True)
 
     # --- decoding ---
 
-    def start(self, rows: Sequence[Row], steps: int) -> None:
-        """Begin to decode up to `steps` tokens of every row."""
+    def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
+        """Start to decode up to `steps` tokens of every row."""
         assert 0 < len(rows) <= self._max_rows
         self._unfinished.clear()
         self._count = len(rows)
         self._bucket = self._max_rows if self._deterministic else bucket_for(len(rows))
         self._most = max(row.limit - row.position - 1 for row in rows)
         self._upload(rows)
-        begun = self._begin(steps)
-        assert begun, "a row that has all its tokens"
+        started = self._launch(steps)
+        assert started, "a row that has all its tokens"
 
-    def follow(self, steps: int) -> bool:
-        """As many more of the same rows, behind those."""
+    def start_next(self, steps: int) -> bool:
+        """Start to decode up to `steps` more tokens of the same rows, behind the decode that runs."""
         self._field(COUNT).add_(self._field(DRAWN))
         self._field(DRAWN).zero_()
-        return self._begin(steps)
+        return self._launch(steps)
 
-    def finish(self) -> Visit:
-        """What the first unfinished visit drew."""
-        return self._unfinished.popleft().visit(self._count)
+    def finish(self) -> DecodeResult:
+        """Wait for the first unfinished multi-step decode and return its result."""
+        return self._unfinished.popleft().result(self._count)
 
-    def _begin(self, steps: int) -> bool:
-        steps = min(steps, VISIT_STEPS, self._most)
+    def _launch(self, steps: int) -> bool:
+        """Queue the steps and the copy of their results; return False if no row can have more tokens."""
+        steps = min(steps, MAX_STEPS, self._most)
         if steps <= 0:
             return False
         self._most -= steps
@@ -160,12 +162,12 @@ class GraphDecoder:
                 self._graphs[self._bucket].replay()
             else:
                 self._step(self._bucket)
-        result = next(each for each in self._returns if each not in self._unfinished)
-        result.ask(self._field(DRAWN), self._out, steps)
-        self._unfinished.append(result)
+        copy = next(copy for copy in self._host_copies if copy not in self._unfinished)
+        copy.start(self._field(DRAWN), self._out, steps)
+        self._unfinished.append(copy)
         return True
 
-    def _upload(self, rows: Sequence[Row]) -> None:
+    def _upload(self, rows: Sequence[DecodeRow]) -> None:
         fields = self._host_state.numpy()[: FIELDS * self._max_rows].reshape(FIELDS, -1)
         stops = self._host_state.numpy()[FIELDS * self._max_rows :].reshape(-1, STOPS)
         count = len(rows)
@@ -191,7 +193,7 @@ class GraphDecoder:
         return self._state[name * self._max_rows : (name + 1) * self._max_rows]
 
     def _capture(self, bucket: int) -> Any:
-        """A graph of one step. The kernels are compiled and the libraries set up before, with all rows quiet."""
+        """Capture a graph of one step, after a step with all rows idle that compiles kernels and sets up libraries."""
         positions = self._field(POSITION)
         before = positions.clone()
         positions.fill_(-1)
@@ -206,20 +208,20 @@ class GraphDecoder:
 
     def _step(self, bucket: int) -> None:
         assert self._cache is not None
-        shape, buffers = self._weights.shape, self._rows.first(bucket)
-        places = Places(
+        shape, workspace = self._weights.shape, self._workspace.first(bucket)
+        index = TokenIndex(
             self._field(POSITION), self._field(SLOT), self._slot_tokens, self._field(DONOR), self._field(SHARED)
         )
-        attend = partial(self._attention, buffers=buffers, places=places, cache=self._cache)
-        forward.hidden(self._weights, self._field(TOKEN), buffers, attend, only_cache=False)
+        attend = partial(self._attention, workspace=workspace, index=index, cache=self._cache)
+        forward.hidden(self._weights, self._field(TOKEN), workspace, attend, only_cache=False)
         logits = self._logits[:bucket]
-        head.logits(buffers.last, self._weights.head, out=logits)
+        head.logits(workspace.last, self._weights.head, out=logits)
         blocks = triton.cdiv(shape.V, BLOCK)
         partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
         draw.block_kernel[(bucket, blocks)](
             logits,
             self._temperatures,
-            places.positions,
+            index.positions,
             *partials,
             shape.V,
             blocks,
@@ -231,7 +233,7 @@ class GraphDecoder:
             self._temperatures,
             *partials,
             self._field(TOKEN),
-            places.positions,
+            index.positions,
             self._field(SEED),
             self._field(COUNT),
             self._field(DRAWN),
@@ -242,7 +244,7 @@ class GraphDecoder:
             self._out[2].view(torch.float32),
             shape.V,
             blocks,
-            VISIT_STEPS,
+            MAX_STEPS,
             BLOCK=BLOCK,
             BLOCKS=triton.next_power_of_2(blocks),
             STOPS=STOPS,
@@ -251,32 +253,32 @@ class GraphDecoder:
 
 
 @dataclass(slots=True, eq=False)
-class _Return:
-    """Where the results of a visit go on the host; `ready` when they are there."""
+class _HostCopy:
+    """The results of a multi-step decode on the host."""
 
     drawn: Tensor
     out: Tensor
-    ready: torch.cuda.Event | None
+    ready: torch.cuda.Event | None  # recorded behind the copies
     steps: int = 0
 
     @staticmethod
-    def make(rows: int, *, pinned: bool) -> "_Return":
+    def make(rows: int, *, pinned: bool) -> "_HostCopy":
         drawn = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
-        out = torch.zeros((3, rows, VISIT_STEPS), dtype=torch.int32, pin_memory=pinned)
-        return _Return(drawn, out, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
+        out = torch.zeros((3, rows, MAX_STEPS), dtype=torch.int32, pin_memory=pinned)
+        return _HostCopy(drawn, out, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
 
-    def ask(self, drawn: Tensor, out: Tensor, steps: int) -> None:
+    def start(self, drawn: Tensor, out: Tensor, steps: int) -> None:
         self.steps = steps
         self.drawn.copy_(drawn, non_blocking=True)
         self.out.copy_(out, non_blocking=True)
         if self.ready is not None:
             self.ready.record()
 
-    def visit(self, rows: int) -> Visit:
+    def result(self, rows: int) -> DecodeResult:
         if self.ready is not None:
             self.ready.synchronize()
         tokens, logprobs, raw = (part[:rows, : self.steps].copy() for part in self.out.numpy())
-        return Visit(
+        return DecodeResult(
             drawn=self.drawn.numpy()[:rows].astype(np.int32),
             tokens=tokens,
             logprobs=logprobs.view(np.float32),

@@ -1,8 +1,8 @@
-"""The Triton kernels that draw a token per row from its logits and move the row on, without the host.
+"""Triton kernels that sample a token per row from its logits and advance the row, without the host.
 
 The uniform number of (seed, count) is that of `headrace.algo.random.uniforms`, bit for bit, and the token is found by
-inverse CDF in two levels: blocks of the vocabulary, then inside the block. A row that drew a stop token or reached its
-limit gets position -1 and is skipped by every kernel from then on.
+inverse CDF in two levels: blocks of the vocabulary, then inside the block. A row that sampled a stop token or reached
+its limit gets position -1 and is skipped by every kernel from then on.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def block_kernel(logits, temperatures, positions, highest, sums, raw_sums, best, size, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each block of a row's logits: the largest, where it is, and the sums of exp. Grid (rows, blocks)."""
+    """Reduce each block of a row's logits: the largest, where it is, and the sums of exp. Grid (rows, blocks)."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(positions + row) < 0:
@@ -42,7 +42,7 @@ def _finalise(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def uniform(seed, count):  # type: ignore[no-untyped-def]
-    """u(seed, count) in (0, 1), float64; both unsigned 64-bit."""
+    """Compute u(seed, count) in (0, 1), float64; both unsigned 64-bit."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     step = tl.full((), 0xD1342543DE82EF95, tl.uint64)
     offset = tl.full((), 0x632BE59BD9B4E019, tl.uint64)
@@ -77,7 +77,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Draw, record, move on. One program per row; `room` tokens of a row fit into the outputs."""
+    """Sample, record, advance. One program per row; `room` tokens of a row fit into the outputs."""
     row = tl.program_id(0)
     position = tl.load(positions + row)
     if position < 0:

@@ -1,6 +1,6 @@
-"""One pass of a dense decoder over rows of tokens, in Triton kernels and matrix products into buffers that stay.
+"""Run one forward pass of a dense model over rows of tokens, in Triton kernels and matrix products into fixed buffers.
 
-It is the trainer's arithmetic (`model/cuda/layers.py`) with fewer launches: 8 a layer. Decode rows and prompt pieces
+The arithmetic is the trainer's (`model/cuda/layers.py`) with fewer launches: 8 a layer. Decode rows and prompt chunks
 differ in their attention only.
 
 Shape letters: T rows, D stream, Q and H heads of width W, V vocabulary.
@@ -20,30 +20,29 @@ from headrace.model.attention import KVCache
 from headrace.model.cuda.fine import add_product
 
 GATE_BLOCK = 1024
-MANY = 128  # programs of decoding attention with which no processor is without one
+MANY = 128  # programs of decode attention that keep every processor busy
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """Intermediate results for T rows in the type of the factors of products; but the stream is float32, and `last`,
-    what the head reads, has the type of its weights."""
+class Workspace:
+    """Intermediate results for T rows, in the operand type of matrix products where nothing else is said."""
 
-    stream: Tensor
-    last: Tensor
+    stream: Tensor  # residual stream, float32
+    last: Tensor  # input of the head, in the type of its weights
     normed: Tensor
     qkv: Tensor
-    mixed: Tensor
-    both: Tensor
+    mixed: Tensor  # output of attention
+    both: Tensor  # gate and up
     inner: Tensor
 
     @staticmethod
-    def make(weights: DenseWeights, rows: int) -> "Buffers":
+    def make(weights: DenseWeights, rows: int) -> "Workspace":
         shape, head = weights.shape, weights.head
 
         def empty(width: int, dtype: torch.dtype = weights.dtype) -> Tensor:
             return torch.zeros(rows, width, dtype=dtype, device=head.device)
 
-        return Buffers(
+        return Workspace(
             stream=empty(shape.D, torch.float32),
             last=empty(shape.D, head.dtype),
             normed=empty(shape.D),
@@ -53,58 +52,59 @@ class Buffers:
             inner=empty(shape.inner),
         )
 
-    def first(self, rows: int) -> "Buffers":
-        return Buffers(*(getattr(self, name)[:rows] for name in self.__slots__))
+    def first(self, rows: int) -> "Workspace":
+        return Workspace(*(getattr(self, name)[:rows] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where rows stand: `positions` and `slots` [T] int64, and the positions a slot has, on the device. Of rows that
-    decode also in which slots their first `shared` positions are read, where they have them too."""
+class TokenIndex:
+    """The slot and position of each row, on the device."""
 
-    positions: Tensor
-    slots: Tensor
-    slot_tokens: Tensor
-    donors: Tensor | None = None
+    positions: Tensor  # [T] int64
+    slots: Tensor  # [T] int64
+    slot_tokens: Tensor  # positions of a slot
+    donors: Tensor | None = None  # of decode rows: the slot in which the first `shared` positions are read
     shared: Tensor | None = None
 
 
 def hidden(
-    weights: DenseWeights, tokens_T: Tensor, buffers: Buffers, attend: Callable[[int], None], *, only_cache: bool
+    weights: DenseWeights, tokens_T: Tensor, workspace: Workspace, attend: Callable[[int], None], *, only_cache: bool
 ) -> None:
-    """Leaves the last hidden states in `buffers.last`; with `only_cache`, stops when the last layer's keys are made.
+    """Compute the last hidden states into `workspace.last`; with `only_cache`, stop once the last layer's keys exist.
 
-    `attend(layer)` turns `buffers.qkv` into `buffers.mixed`.
+    `attend(layer)` turns `workspace.qkv` into `workspace.mixed`.
     """
-    norm(weights, buffers, buffers.normed, weights.layers[0].input_norm, embed=tokens_T)
-    for index, layer in enumerate(weights.layers):
+    norm(weights, workspace, workspace.normed, weights.layers[0].input_norm, embed=tokens_T)
+    for number, layer in enumerate(weights.layers):
         if layer.qkv_bias is None:
-            torch.mm(buffers.normed, layer.qkv.t(), out=buffers.qkv)
+            torch.mm(workspace.normed, layer.qkv.t(), out=workspace.qkv)
         else:
-            torch.addmm(layer.qkv_bias, buffers.normed, layer.qkv.t(), out=buffers.qkv)
-        attend(index)
-        last = index + 1 == len(weights.layers)
+            torch.addmm(layer.qkv_bias, workspace.normed, layer.qkv.t(), out=workspace.qkv)
+        attend(number)
+        last = number + 1 == len(weights.layers)
         if last and only_cache:
             return
-        add_product(buffers.stream, buffers.mixed, layer.out, out=buffers.stream)
-        norm(weights, buffers, buffers.normed, layer.inner_norm)
-        torch.mm(buffers.normed, layer.gate_up.t(), out=buffers.both)
-        gate(buffers)
-        add_product(buffers.stream, buffers.inner, layer.down, out=buffers.stream)
+        add_product(workspace.stream, workspace.mixed, layer.out, out=workspace.stream)
+        norm(weights, workspace, workspace.normed, layer.inner_norm)
+        torch.mm(workspace.normed, layer.gate_up.t(), out=workspace.both)
+        gate(workspace)
+        add_product(workspace.stream, workspace.inner, layer.down, out=workspace.stream)
         if last:
-            norm(weights, buffers, buffers.last, weights.norm)
+            norm(weights, workspace, workspace.last, weights.norm)
         else:
-            norm(weights, buffers, buffers.normed, weights.layers[index + 1].input_norm)
+            norm(weights, workspace, workspace.normed, weights.layers[number + 1].input_norm)
 
 
-def norm(weights: DenseWeights, buffers: Buffers, out: Tensor, scale: Tensor, *, embed: Tensor | None = None) -> None:
-    """The norm of the stream, which with `embed` starts from the tokens' embeddings."""
-    rows, width = buffers.stream.shape
+def norm(
+    weights: DenseWeights, workspace: Workspace, out: Tensor, scale: Tensor, *, embed: Tensor | None = None
+) -> None:
+    """Norm the stream into `out`; with `embed`, first set the stream to the tokens' embeddings."""
+    rows, width = workspace.stream.shape
     kernels.norm_kernel[(rows,)](
         out,
-        buffers.stream,
+        workspace.stream,
         weights.embedding,
-        buffers.stream if embed is None else embed,
+        workspace.stream if embed is None else embed,
         scale,
         weights.shape.epsilon,
         width,
@@ -114,14 +114,14 @@ def norm(weights: DenseWeights, buffers: Buffers, out: Tensor, scale: Tensor, *,
     )
 
 
-def gate(buffers: Buffers) -> None:
-    rows, width = buffers.inner.shape
+def gate(workspace: Workspace) -> None:
+    rows, width = workspace.inner.shape
     grid = (rows, triton.cdiv(width, GATE_BLOCK))
-    kernels.gate_kernel[grid](buffers.inner, buffers.both, width, BLOCK=GATE_BLOCK, num_warps=4)
+    kernels.gate_kernel[grid](workspace.inner, workspace.both, width, BLOCK=GATE_BLOCK, num_warps=4)
 
 
 class DecodeAttention:
-    """Attention of one new token a row, for up to `rows` rows; the buffers of split rows are its own."""
+    """Attend with one new token per row, for up to `rows` rows; owns the buffers of rows whose keys are split."""
 
     def __init__(self, weights: DenseWeights, rows: int) -> None:
         shape, like = weights.shape, weights.embedding
@@ -131,28 +131,28 @@ class DecodeAttention:
         self._part_weights = torch.zeros(most * shape.Q, dtype=torch.float32, device=like.device)
         self._arrivals = torch.zeros(rows * shape.H, dtype=torch.int32, device=like.device)
 
-    def __call__(self, layer: int, buffers: Buffers, places: Places, cache: KVCache) -> None:
+    def __call__(self, layer: int, workspace: Workspace, index: TokenIndex, cache: KVCache) -> None:
         shape, weights = self._weights.shape, self._weights
-        rows = buffers.qkv.shape[0]
+        rows = workspace.qkv.shape[0]
         splits = splits_for(rows, shape.H)
         of = weights.layers[layer]
         norm = of.query_norm is not None
         unused = weights.norm
         kernels.decode_kernel[(rows, shape.H, splits)](
-            buffers.mixed,
+            workspace.mixed,
             self._parts,
             self._part_weights,
             self._arrivals,
-            buffers.qkv,
+            workspace.qkv,
             weights.cosines,
             weights.sines,
             cache.keys[layer],
             cache.values[layer],
-            places.positions,
-            places.slots,
-            places.slot_tokens,
-            places.donors,
-            places.shared,
+            index.positions,
+            index.slots,
+            index.slot_tokens,
+            index.donors,
+            index.shared,
             of.query_norm if norm else unused,
             of.key_norm if norm else unused,
             kernels.LOG2_E * shape.W**-0.5,
@@ -164,47 +164,47 @@ class DecodeAttention:
             W=shape.W,
             SPLITS=splits,
             NORM=norm,
-            PRECISION=precision(buffers.qkv),
-            **_program(buffers.qkv, rows * shape.H, shape.W),
+            PRECISION=precision(workspace.qkv),
+            **_program(workspace.qkv, rows * shape.H, shape.W),
         )
 
 
 def _program(like: Tensor, programs: int, width: int) -> dict[str, int]:
-    """How a program of decoding attention reads: keys at a time, warps, and rounds that are on their way at once. Where
-    there are several programs to a processor one warp of each has nobody to wait for."""
+    """Choose keys per block, warps and pipeline stages of decode attention. With several programs per processor, one
+    warp each is enough and has no other to wait for."""
     if like.dtype == torch.float32 or programs < MANY or width > 128:
         return {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
     return {"BLOCK": 32, "num_warps": 1, "num_stages": 4}
 
 
 def precision(like: Tensor) -> str:
-    """Of a float32 product in a kernel: exact. Half precision has one way only."""
+    """Return the precision of products in a kernel: exact in float32; half precision has only one."""
     return "ieee" if like.dtype == torch.float32 else "tf32"
 
 
 def prompt_attention(
     weights: DenseWeights,
     layer: int,
-    buffers: Buffers,
-    places: Places,
+    workspace: Workspace,
+    index: TokenIndex,
     cache: KVCache,
     blocks: Tensor,
     *,
     only_cache: bool,
 ) -> None:
-    """Keys and values of prompt tokens into their slots; then, unless `only_cache`, causal attention over them."""
+    """Write keys and values of prompt tokens into their slots; then, unless `only_cache`, attend causally over them."""
     shape, of = weights.shape, weights.layers[layer]
     norm = of.query_norm is not None
     unused = weights.norm
-    kernels.turn_kernel[(buffers.qkv.shape[0],)](
-        buffers.qkv,
+    kernels.turn_kernel[(workspace.qkv.shape[0],)](
+        workspace.qkv,
         weights.cosines,
         weights.sines,
         cache.keys[layer],
         cache.values[layer],
-        places.positions,
-        places.slots,
-        places.slot_tokens,
+        index.positions,
+        index.slots,
+        index.slot_tokens,
         of.query_norm if norm else unused,
         of.key_norm if norm else unused,
         shape.epsilon,
@@ -217,21 +217,21 @@ def prompt_attention(
     )
     if only_cache:
         return
-    exact = buffers.qkv.dtype == torch.float32
+    exact = workspace.qkv.dtype == torch.float32
     kernels.prompt_kernel[(blocks.shape[0], shape.Q)](
-        buffers.mixed,
-        buffers.qkv,
+        workspace.mixed,
+        workspace.qkv,
         cache.keys[layer],
         cache.values[layer],
         blocks,
-        places.slot_tokens,
+        index.slot_tokens,
         kernels.LOG2_E * shape.W**-0.5,
         Q=shape.Q,
         H=shape.H,
         W=shape.W,
         ROWS=PROMPT_ROWS,
         BLOCK=32 if exact else 64,
-        PRECISION=precision(buffers.qkv),
+        PRECISION=precision(workspace.qkv),
         num_warps=4,
         num_stages=1 if exact else 3,
     )

@@ -1,10 +1,10 @@
-"""The Triton kernels of the CUDA engine: norms, rotary positions, attention over KV slots, the gate.
+"""Triton kernels of a layer: norms, rotary positions, attention over KV slots, the gate.
 
 Each rounds where the trainer's kernels round (`model/cuda/layers.py`), to as many bits: once, at its end, and the
-residual stream not at all, so that what is sampled differs from what is trained by the order of sums only. Weights are
-read from where they are; nothing here allocates, so every launch can be captured in a graph.
+residual stream not at all, so that sampling differs from training by the order of sums only. Weights are read from
+where they are; nothing here allocates, so every launch can be captured in a graph.
 
-A slot's keys are [heads, positions, width] in one piece; how many positions a slot has is read from device memory, so
+A slot's keys are [heads, positions, width], contiguous; how many positions a slot has is read from device memory, so
 a captured launch stays valid when the slots get longer.
 
 Shape letters as names: Q query heads, H key-value heads, G query heads per key-value head, W width of a head.
@@ -53,14 +53,14 @@ def gate_kernel(out, both, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def _turn(first, second, cosine, sine):  # type: ignore[no-untyped-def]
-    """The rotary embedding of a head given as its two halves."""
+    """Apply the rotary embedding to a head given as its two halves."""
     x, y, c, s = first.to(tl.float32), second.to(tl.float32), cosine.to(tl.float32), sine.to(tl.float32)
     return (x * c - y * s).to(first.dtype), (y * c + x * s).to(first.dtype)
 
 
 @triton.jit
 def _scaled(half, inverse, weight):  # type: ignore[no-untyped-def]
-    """One half of a head after its RMS norm."""
+    """Scale one half of a head by its RMS norm."""
     return (half.to(tl.float32) * inverse * weight.to(tl.float32)).to(half.dtype)
 
 
@@ -193,7 +193,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(to, parts, part_weights, query, used, real, there, column, W: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mean of the chunks, weighted by their softmax sums, read from where all programs see them."""
+    """Combine the parts of a split row, weighted by their softmax sums, from memory that all programs see."""
     most = tl.load(part_weights + query * SPLITS, mask=there, other=0.0, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
         weight = tl.load(
@@ -236,7 +236,7 @@ def turn_kernel(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Prompt tokens: rotate queries in place, keys and values into the slots. One program per token; -1 is no slot."""
+    """Rotate prompt queries in place; write keys and values into slots (-1 is no slot). One program per token."""
     row = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = W // 2
     head = tl.arange(0, HEADS)
@@ -292,7 +292,7 @@ def prompt_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Causal attention of prompt pieces over their slots. Grid (blocks, Q); a block is up to ROWS tokens of a piece:
+    """Attend causally with prompt chunks over their slots. Grid (blocks, Q); a block is up to ROWS tokens of a chunk:
     (slot, index of its first token, position of its first token, tokens)."""
     block = blocks + tl.program_id(0) * 4
     head = tl.program_id(1)

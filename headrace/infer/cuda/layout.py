@@ -1,4 +1,4 @@
-"""How rows, prompts and keys are cut up for the kernels: plain numbers, no device."""
+"""Choose tile sizes: how rows, prompts and keys are divided among the kernels' programs. Plain numbers, no device."""
 
 from collections.abc import Sequence
 
@@ -14,22 +14,25 @@ MOST_SPLITS = 16
 
 
 def bucket_for(rows: int) -> int:
-    """The smallest number of rows a graph is captured for that holds `rows`."""
+    """Return the smallest number of rows that a graph is captured for and that holds `rows`."""
     return next((bucket for bucket in BUCKETS if rows <= bucket), -(-rows // 64) * 64)
 
 
 def splits_for(rows: int, heads: int) -> int:
-    """Into how many chunks a row's keys are cut at most, so that few rows still use the whole card: a power of 2."""
+    """Return into how many parts a row's keys are split at most, so that few rows use the whole card: a power of 2."""
     wanted = max(1, FULL // (rows * heads))
     return min(MOST_SPLITS, 1 << (wanted - 1).bit_length())
 
 
-def prompt_blocks(pieces: Sequence[Piece]) -> npt.NDArray[np.int32]:
-    """[blocks, 4]: slot, index of the first token, its position, tokens. The pieces' tokens lie end to end."""
+def prompt_blocks(chunks: Sequence[Piece]) -> npt.NDArray[np.int32]:
+    """Divide prompt chunks, whose tokens lie end to end, into blocks.
+
+    Returns [blocks, 4]: slot, index of the first token, its position, number of tokens.
+    """
     blocks, first = [], 0
-    for piece in pieces:
-        for start in range(0, piece.length, PROMPT_ROWS):
-            count = min(PROMPT_ROWS, piece.length - start)
-            blocks.append((piece.row, first + start, piece.offset + start, count))
-        first += piece.length
+    for chunk in chunks:
+        for start in range(0, chunk.length, PROMPT_ROWS):
+            count = min(PROMPT_ROWS, chunk.length - start)
+            blocks.append((chunk.row, first + start, chunk.offset + start, count))
+        first += chunk.length
     return np.array(blocks, dtype=np.int32)

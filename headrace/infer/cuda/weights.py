@@ -1,9 +1,9 @@
-"""What the CUDA engine reads of a model: its own parameters where they lie, and joined copies where that is faster.
+"""The weights that the CUDA decoder reads: the model's own parameters, and joined copies where that is faster.
 
-Queries, keys and values are one product, gate and up another, so their weights are copied next to each other; layers
-with an adapter are copied merged. A bfloat16 model's layers are copied in float16, because the trainer's products have
-factors of that many bits too (`model/cuda/fine.py`); head and embedding are read as they are. `refresh` renews the
-copies after the model's parameters changed; the storage stays, so captured graphs do too.
+Queries, keys and values are one matrix product, gate and up another, so their weights are copied next to each other;
+layers with an adapter are copied merged. A bfloat16 model's layers are copied in float16, because the trainer's
+products have operands of that precision too (`model/cuda/fine.py`); head and embedding are read as they are. `refresh`
+renews the copies after the model's parameters changed; the storage stays, so captured graphs stay valid.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from headrace.model.lora import LoraLinear
 
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
 HALF = (torch.bfloat16, torch.float16)
-WIDTHS = (32, 64, 128, 256)  # of a head
+WIDTHS = (32, 64, 128, 256)  # of an attention head
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Layer:
     down: Tensor
 
 
-def why_not(lm: LanguageModel) -> str | None:
-    """Why this model is not decoded in graphs, in a few words; None: it is."""
+def unsupported_reason(lm: LanguageModel) -> str | None:
+    """Say in a few words why this model cannot be decoded in CUDA graphs; return None if it can."""
     config: Any = lm.model.config
     if lm.device.type != "cuda":
         return "the model is not on CUDA"
@@ -91,10 +91,10 @@ class DenseWeights:
     """The weights of a Llama-shaped model, and its rotary table for `positions` positions."""
 
     def __init__(self, lm: LanguageModel, *, positions: int) -> None:
-        assert why_not(lm) in (None, "the model is not on CUDA")
+        assert unsupported_reason(lm) in (None, "the model is not on CUDA")
         base = lm.model.base_model
         self.shape = shape_of(lm)
-        self.dtype = FINE if lm.dtype == COARSE else lm.dtype  # of the factors of products
+        self.dtype = FINE if lm.dtype == COARSE else lm.dtype  # of the operands of matrix products
         self._copies: list[tuple[Tensor, nn.Module, str]] = []
         self.embedding: Tensor = base.embed_tokens.weight.detach()
         self.norm: Tensor = base.norm.weight.detach()
@@ -108,7 +108,7 @@ class DenseWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy anew what is held in copies."""
+        """Copy the parameters again into the joined and merged copies."""
         for target, module, name in self._copies:
             target.copy_(_effective(module) if name == "weight" else getattr(module, name))
 
@@ -130,12 +130,12 @@ class DenseWeights:
         )
 
     def _joined(self, modules: Sequence[Any], name: str = "weight", *, dtype: torch.dtype | None = None) -> Tensor:
-        """One under the other; a single plain layer's own tensor if it has the type."""
+        """Concatenate the tensors of some layers in a copy; a single plain layer of the right type is used as it is."""
         dtype = dtype or self.dtype
         tensors = [getattr(_linear(module), name) for module in modules]
         if len(modules) == 1 and not isinstance(modules[0], LoraLinear) and tensors[0].dtype == dtype:
-            own: Tensor = tensors[0].detach()
-            return own
+            parameter: Tensor = tensors[0].detach()
+            return parameter
         sizes = [tensor.shape[0] for tensor in tensors]
         joined = torch.empty((sum(sizes), *tensors[0].shape[1:]), dtype=dtype, device=tensors[0].device)
         for target, module in zip(torch.split(joined, sizes), modules, strict=True):

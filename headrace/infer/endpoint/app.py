@@ -1,9 +1,9 @@
-"""The endpoint as an ASGI application: one base URL for each open episode, errors in OpenAI's shape.
+"""The ASGI application: one base URL for each open episode, errors in OpenAI's format.
 
     POST {root}/episodes/{id}/v1/chat/completions
     GET  {root}/episodes/{id}/v1/models
 
-Ids cannot be guessed, so one program does not reach another's episode. Owns no socket: `server.serve` does.
+Ids cannot be guessed, so one program does not reach another's episode. `server.serve` owns the socket.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from headrace.errors import HeadraceError
-from headrace.infer.endpoint.record import EpisodeRecord, Samples
+from headrace.infer.endpoint.record import EpisodeRecord, SampleFn
 from headrace.infer.endpoint.replies import Answer, ChatStream, completion_body
-from headrace.infer.endpoint.wire import Refused, parse_request
+from headrace.infer.endpoint.wire import ApiError, parse_request
 from headrace.render import Renderer
 from headrace.tool_calls import find_form
 from headrace.types import SamplingParams
@@ -34,7 +34,7 @@ MODEL = "policy"  # any other name is served as well, and repeated in the reply
 
 
 class Endpoint:
-    """The open episodes, and the application that finds them by their URL."""
+    """Hold the open episodes, and serve each under its own URL."""
 
     def __init__(self, renderer: Renderer, *, root_url: str = "http://endpoint") -> None:
         self._renderer = renderer
@@ -46,14 +46,14 @@ class Endpoint:
     def open(
         self,
         *,
-        sampler: Samples,
+        sampler: SampleFn,
         sampling: SamplingParams,
         seed: int,
         max_calls: int,
         max_tokens: int,
         pinned: bool = True,
     ) -> EpisodeRecord:
-        """A new episode with a base URL of its own; whoever opens it passes it to `close`."""
+        """Open an episode with a base URL of its own; the caller passes it to `close`."""
         id = secrets.token_urlsafe(16)
         self._records[id] = EpisodeRecord(
             base_url=f"{self._root_url}/episodes/{id}/v1",
@@ -69,9 +69,9 @@ class Endpoint:
         return self._records[id]
 
     def close(self, record: EpisodeRecord) -> None:
-        """Its URL is unknown from now on; the record stays readable."""
+        """Close an episode: its URL is unknown from now on, and the record stays readable."""
         record.close()
-        self._records = {id: known for id, known in self._records.items() if known is not record}
+        self._records = {id: other for id, other in self._records.items() if other is not record}
 
     def _make_app(self) -> FastAPI:
         app = FastAPI(title="headrace agent endpoint", docs_url=None, redoc_url=None, openapi_url=None)
@@ -85,38 +85,38 @@ class Endpoint:
             return JSONResponse({"object": "list", "data": [model]})
 
         async def refuse(request: Request, exc: Exception) -> Response:
-            assert isinstance(exc, Refused | HTTPException)
-            refused = exc if isinstance(exc, Refused) else Refused(str(exc.detail), status=exc.status_code)
-            # failures repeat themselves here, and a client that tries again would only take longer to say so
-            return JSONResponse(refused.body(), status_code=refused.status, headers={"x-should-retry": "false"})
+            assert isinstance(exc, ApiError | HTTPException)
+            error = exc if isinstance(exc, ApiError) else ApiError(str(exc.detail), status=exc.status_code)
+            # failures are deterministic here, and a client that retries would only fail later
+            return JSONResponse(error.body(), status_code=error.status, headers={"x-should-retry": "false"})
 
         app.add_api_route("/episodes/{id}/v1/chat/completions", chat, methods=["POST"])
         app.add_api_route("/episodes/{id}/v1/models", models, methods=["GET"])
-        app.add_exception_handler(Refused, refuse)
+        app.add_exception_handler(ApiError, refuse)
         app.add_exception_handler(HTTPException, refuse)
         return app
 
     def _find(self, request: Request) -> EpisodeRecord:
         record = self._records.get(request.path_params["id"])
         if record is None:
-            raise Refused("there is no such episode, or it is over", status=404, code="unknown_episode")
+            raise ApiError("there is no such episode, or it is over", status=404, code="unknown_episode")
         return record
 
     async def _chat(self, request: Request) -> Response:
         record = self._find(request)
-        asked = parse_request(await _read(request))
+        body = parse_request(await _read(request))
         try:
-            call = await while_connected(request, record.answer(asked))
-        except Refused:
+            call = await while_connected(request, record.answer(body))
+        except ApiError:
             raise
         except HeadraceError as exc:
             logger.warning("a call of an agent program failed: %s", exc)
-            raise Refused(str(exc), status=500) from exc
+            raise ApiError(str(exc), status=500) from exc
         id, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-        if asked.stream:
-            events = ChatStream(asked, self._renderer, id=id, created=created).end([Answer(call)])
+        if body.stream:
+            events = ChatStream(body, self._renderer, id=id, created=created).end([Answer(call)])
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        return JSONResponse(completion_body([Answer(call)], asked, self._renderer, id=id, created=created))
+        return JSONResponse(completion_body([Answer(call)], body, self._renderer, id=id, created=created))
 
 
 async def _read(request: Request) -> bytes:
@@ -124,17 +124,17 @@ async def _read(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise Refused(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
+            raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
     return bytes(body)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result; it is cancelled when the program hangs up, because a reply nobody reads is no step."""
+    """Return the work's result; cancel it when the program hangs up, because an unread reply is no step."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Refused("the program hung up", status=499)
+            raise ApiError("the program hung up", status=499)
         return working.result()
     finally:
         working.cancel()

@@ -1,8 +1,7 @@
-"""Streams that begin while their sequences are still being sampled: a sampler that tells how far it is, and what of an
-unfinished text may be shown.
+"""Stream text while it is being sampled: sample in chunks, and decide which part of an unfinished text may be sent.
 
-Sampling goes in pieces, each going on where the last one ended; a token depends on its seed and place alone, so the
-sequence is the one that would have been sampled at once.
+Each chunk continues where the last one ended. A token depends on its seed and position alone, so the sequence is the
+one that would have been sampled at once.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,37 +10,37 @@ from dataclasses import dataclass, replace
 from headrace.infer.endpoint.record import cut_at_stops
 from headrace.types import Completion, SampleRequest, Stop
 
-FIRST_PIECE, PIECE = 4, 16  # tokens: the first are waited for
+FIRST_CHUNK, CHUNK = 4, 16  # tokens; the first chunk is short because the client waits for it
 HALF_CHARACTER = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class Piecewise:
-    """Samples a sequence in pieces, and tells `heard` what there is after each but the last."""
+class ChunkedSampler:
+    """Sample a sequence in chunks."""
 
-    draw: Callable[[SampleRequest], Awaitable[Completion]]
-    heard: Callable[[Completion], None]
+    draw: Callable[[SampleRequest], Awaitable[Completion]]  # samples one chunk
+    heard: Callable[[Completion], None]  # called with the completion so far after each chunk but the last
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As the sampler behind it, if that goes on from what it is given."""
-        wanted, so_far = request.params.max_tokens, request.continue_from
+        """Return what the sampler behind would return for the whole request."""
+        max_tokens, so_far = request.params.max_tokens, request.continue_from
         while True:
             done = 0 if so_far is None else len(so_far.tokens)
-            limit = min(wanted, done + (PIECE if done else FIRST_PIECE))
+            limit = min(max_tokens, done + (CHUNK if done else FIRST_CHUNK))
             params = replace(request.params, max_tokens=limit)
-            drawn = await self.draw(replace(request, params=params, continue_from=so_far))
-            if drawn.stop is not Stop.LENGTH or len(drawn.tokens) < limit or limit == wanted:
-                return drawn
-            so_far = drawn
-            self.heard(drawn)
+            completion = await self.draw(replace(request, params=params, continue_from=so_far))
+            if completion.stop is not Stop.LENGTH or len(completion.tokens) < limit or limit == max_tokens:
+                return completion
+            so_far = completion
+            self.heard(completion)
 
 
-class Shown:
-    """The part of a growing text that will stand whatever comes: no stop string, no beginning of one, no half of a
+class StreamedText:
+    """Hold back the part of a growing text that later tokens may change: the beginning of a stop string, or half of a
     character.
 
-    >>> shown = Shown(["END"])
-    >>> shown.more("on"), shown.more("one E"), shown.more("one Eve"), shown.more("one Eve EN"), shown.last("one Eve EN")
+    >>> text = StreamedText(["END"])
+    >>> text.feed("on"), text.feed("one E"), text.feed("one Eve"), text.feed("one Eve EN"), text.finish("one Eve EN")
     ('on', 'e ', 'Eve', ' ', 'EN')
     """
 
@@ -49,16 +48,16 @@ class Shown:
         self._stops = tuple(stops)
         self._sent = ""
 
-    def more(self, text: str) -> str:
-        """What may be added now; nothing, where the text was rewritten."""
+    def feed(self, text: str) -> str:
+        """Return what may be sent now of the text so far; nothing if its beginning was rewritten."""
         whole = cut_at_stops(text, self._stops).rstrip(HALF_CHARACTER)
         held = max(
             (size for stop in self._stops for size in range(1, len(stop)) if whole.endswith(stop[:size])), default=0
         )
         return self._add(whole[: len(whole) - held])
 
-    def last(self, text: str) -> str:
-        """The rest of the text, which is whole and cut already."""
+    def finish(self, text: str) -> str:
+        """Return the rest of the final text, which is cut at its stop string already."""
         return self._add(text)
 
     def _add(self, visible: str) -> str:

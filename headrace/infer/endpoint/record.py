@@ -1,9 +1,9 @@
-"""One episode behind the endpoint: from a program's messages to the tokens the engine sees, and a record of both.
+"""One episode of an agent program: turn its messages into tokens, sample replies, and record both.
 
-A call whose messages begin with those of an earlier call and its reply goes on from the very tokens of that call;
-where the messages were rewritten, or the chat template shows the past otherwise, the call starts from a prompt of its
-own. What is recorded is what the sampler was given and returned; the text that the program gets, cut at stop strings
-and split into content and tool calls, is never turned into tokens that count as sampled.
+A call whose messages begin with those of an earlier call and its reply continues from the very tokens of that call.
+Where the messages were rewritten, or the chat template renders the past differently, the call starts from a prompt of
+its own. The record holds what the sampler was given and returned; the text that the program gets, cut at stop strings
+and split into content and tool calls, is never turned back into tokens that count as sampled.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.errors import DataError, EpisodeError, HeadraceError, SamplerError, boundary
-from headrace.infer.endpoint.wire import ChatRequest, Refused
+from headrace.infer.endpoint.wire import ApiError, ChatRequest
 from headrace.render import Renderer
 from headrace.tool_calls import Parsed, ToolForm, extended_prompt, parse_reply, with_ids
 from headrace.types import Completion, Ended, IntArray, Message, SampleRequest, SamplingParams, Step, Stop, int_array
@@ -24,19 +24,19 @@ from headrace.types import Completion, Ended, IntArray, Message, SampleRequest, 
 MAX_INTERRUPTS = 1000
 
 
-class Samples(Protocol):
-    """The one verb of a `Sampler` that is needed here."""
+class SampleFn(Protocol):
+    """The one verb of a `Sampler` that an episode needs."""
 
     async def sample(self, request: SampleRequest) -> Completion: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One answered call. `told` are its messages as the engine saw them, where a reply is the whole of its text."""
+    """One answered call."""
 
     number: int
-    messages: tuple[Message, ...]
-    told: tuple[Message, ...]
+    messages: tuple[Message, ...]  # as the program sent them
+    rendered: tuple[Message, ...]  # as they are in the prompt, where a reply is the whole of its sampled text
     tools: tuple[dict[str, Any], ...] | None
     prompt: IntArray
     params: SamplingParams
@@ -52,18 +52,18 @@ class Call:
 
 
 class EpisodeRecord:
-    """An open episode and all its calls so far. Calls may overlap; they count in the order in which they came.
+    """Answer and record the calls of an open episode. Calls may overlap; they are numbered in the order of arrival.
 
-    `sampling` are the parameters of a call that asks for none, and its `max_tokens` the most that one may ask for.
-    With `pinned`, temperature and top_p are those of `sampling` and no others, as training needs it. A call's seed
-    follows from the episode's and the call's number, or from the episode's and the `seed` that the call asks for.
+    `sampling` has the defaults of a call, and the most `max_tokens` that one may ask for. With `pinned`, a call may not
+    choose another temperature or top_p, as training needs it. A call's seed is derived from the episode's seed and the
+    call's number, or the `seed` that the call asks for.
     """
 
     def __init__(
         self,
         *,
         base_url: str,
-        sampler: Samples,
+        sampler: SampleFn,
         renderer: Renderer,
         form: ToolForm | None,
         sampling: SamplingParams,
@@ -81,11 +81,11 @@ class EpisodeRecord:
         self._max_calls, self._max_tokens = max_calls, max_tokens
         self._calls: dict[int, Call] = {}
         self._begun = 0
-        self.limit: Ended | None = None  # why a call was refused last: for want of room, or of calls
+        self.limit: Ended | None = None  # why a call was refused last: too many tokens, or too many calls
         self._open: set[asyncio.Task[Call]] = set()
         self._closed = False
 
-    # --- what was recorded -------------------------------------------------------------------------------------------
+    # --- the record --------------------------------------------------------------------------------------------------
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -93,7 +93,7 @@ class EpisodeRecord:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """One for each call: exactly what the sampler was given, and what it returned."""
+        """One step for each call: exactly what the sampler was given, and what it returned."""
         return tuple(
             Step(prompt=call.prompt, completion=call.completion, action=self._renderer.decode(call.completion.tokens))
             for call in self.calls
@@ -101,34 +101,33 @@ class EpisodeRecord:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What was said: of each call what comes after the last reply that it repeats, then its own reply."""
-        said: list[Message] = []
+        """The conversation: of each call the messages after the last reply that it repeats, then its own reply."""
+        conversation: list[Message] = []
         replies: list[tuple[Any, ...]] = []
         for call in self.calls:
             repeated = [index for index, message in enumerate(call.messages) if _key(message) in replies]
-            said += [*call.messages[max(repeated, default=-1) + 1 :], call.reply]
+            conversation += [*call.messages[max(repeated, default=-1) + 1 :], call.reply]
             replies.append(_key(call.reply))
-        return tuple(said)
+        return tuple(conversation)
 
     @property
     def temperature(self) -> float:
-        """Of all calls; raises EpisodeError when they differ, for an episode is trained at one temperature."""
-        found = sorted({call.params.temperature for call in self._calls.values()})
-        if len(found) > 1:
-            raise EpisodeError(
-                f"the program sampled at the temperatures {', '.join(f'{value:g}' for value in found)}: use one of them"
-            )
-        return found[0] if found else self._sampling.temperature
+        """Temperature of all calls. Raises EpisodeError when they differ: an episode is trained at one temperature."""
+        temperatures = sorted({call.params.temperature for call in self._calls.values()})
+        if len(temperatures) > 1:
+            listed = ", ".join(f"{value:g}" for value in temperatures)
+            raise EpisodeError(f"the program sampled at the temperatures {listed}: use one of them")
+        return temperatures[0] if temperatures else self._sampling.temperature
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit ended it: the last reply was cut, or a call was refused because of a limit."""
+        """Whether a limit ended the episode: the last reply was truncated, or a call was refused because of a limit."""
         return self.limit is not None or (bool(self._calls) and self.calls[-1].completion.stop is Stop.LENGTH)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
     async def answer(self, request: ChatRequest) -> Call:
-        """Sample one reply and record it. Raises Refused, and SamplerError when sampling failed.
+        """Sample one reply and record it. Raises ApiError, and SamplerError when sampling failed.
 
         A call that is cancelled, because the program no longer waits for it, leaves no trace.
         """
@@ -147,7 +146,7 @@ class EpisodeRecord:
             self._open.discard(task)
 
     def close(self) -> None:
-        """Calls from now on, and those that are still open, are refused."""
+        """Refuse later calls and those that are still open."""
         self._closed = True
         for task in self._open:
             task.cancel()
@@ -155,10 +154,10 @@ class EpisodeRecord:
     async def _answer(self, request: ChatRequest) -> Call:
         if self._begun >= self._max_calls:
             self.limit = Ended.MAX_TURNS
-            raise Refused(f"the episode has had its {self._max_calls} calls", code="too_many_calls")
+            raise ApiError(f"the episode has had its {self._max_calls} calls", code="too_many_calls")
         messages = tuple(message.to_message() for message in request.messages)
         tools = request.shown_tools
-        prompt, told = self._prompt(messages, tools)
+        prompt, rendered = self._prompt(messages, tools)
         params = self._params(request, self._begun, len(prompt))
         number, self._begun = self._begun, self._begun + 1
         completion = await self._sample(SampleRequest(prompt=prompt, params=params))
@@ -166,7 +165,7 @@ class EpisodeRecord:
         call = Call(
             number=number,
             messages=messages,
-            told=told,
+            rendered=rendered,
             tools=tools,
             prompt=prompt,
             params=params,
@@ -180,7 +179,7 @@ class EpisodeRecord:
     def _prompt(
         self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] | None
     ) -> tuple[IntArray, tuple[Message, ...]]:
-        """The tokens to sample after, and the messages as they stand in them."""
+        """Return the tokens to continue, and the messages as they are rendered in them."""
         try:
             before = self._before(messages, tools)
             if before is not None:
@@ -188,25 +187,25 @@ class EpisodeRecord:
                 seen = int_array(np.concatenate([before.prompt, before.completion.tokens]))
                 # as it was sampled; else as the template writes it, which may be the same tokens under another name
                 replies = (Message(role="assistant", content=before.text), before.reply)
-                found = extended_prompt(self._renderer, seen, before.told, replies, new, tools)
-                if found is not None:
-                    return found
+                extended = extended_prompt(self._renderer, seen, before.rendered, replies, new, tools)
+                if extended is not None:
+                    return extended
             prompt = self._renderer.prompt(messages, tools)
             if tools is not None and np.array_equal(prompt, self._renderer.prompt(messages)):
-                raise Refused(
+                raise ApiError(
                     "this model's chat template shows no tools: describe them in a message and leave tools out",
                     param="tools",
                 )
         except DataError as exc:
-            raise Refused(str(exc), param="messages") from exc
+            raise ApiError(str(exc), param="messages") from exc
         return prompt, messages
 
     def _before(self, messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None) -> Call | None:
-        """The latest call whose messages and reply these messages begin with."""
+        """Find the latest call whose messages and reply these messages begin with."""
         keys = [_key(message) for message in messages]
         for call in reversed(self.calls):
-            known = [_key(message) for message in (*call.messages, call.reply)]
-            if call.tools == tools and keys[: len(known)] == known:
+            earlier = [_key(message) for message in (*call.messages, call.reply)]
+            if call.tools == tools and keys[: len(earlier)] == earlier:
                 return call
         return None
 
@@ -214,16 +213,18 @@ class EpisodeRecord:
         room = self._max_tokens - prompt_tokens
         if room <= 0:
             self.limit = Ended.MAX_TOKENS
-            raise Refused(
+            raise ApiError(
                 f"the messages have {prompt_tokens} tokens, and with the reply there may be {self._max_tokens}",
                 param="messages",
                 code="context_length_exceeded",
             )
         chosen = self._sampling
         for name in ("temperature", "top_p"):
-            asked, own = getattr(request, name), getattr(chosen, name)
-            if self._pinned and asked is not None and asked != own:
-                raise Refused(f"{name} is {own:g} in this episode, which may be trained on: leave it out", param=name)
+            requested, pinned = getattr(request, name), getattr(chosen, name)
+            if self._pinned and requested is not None and requested != pinned:
+                raise ApiError(
+                    f"{name} is {pinned:g} in this episode, which may be trained on: leave it out", param=name
+                )
         seed = derive_seed(self._seed, number)
         return replace(
             chosen,
@@ -235,7 +236,7 @@ class EpisodeRecord:
         )
 
     async def _sample(self, request: SampleRequest) -> Completion:
-        """To the end of the sequence, across weight updates."""
+        """Sample to the end of the sequence, across weight updates."""
         try:
             with boundary(SamplerError, "sampling failed"):
                 completion = await self._sampler.sample(request)
@@ -262,8 +263,8 @@ class EpisodeRecord:
         return text, Message(role="assistant", content=parsed.content, tool_calls=calls)
 
 
-def _unknown_episode() -> Refused:
-    return Refused("there is no such episode, or it is over", status=404, code="unknown_episode")
+def _unknown_episode() -> ApiError:
+    return ApiError("there is no such episode, or it is over", status=404, code="unknown_episode")
 
 
 def cut_at_stops(text: str, stops: Sequence[str]) -> str:
@@ -275,7 +276,7 @@ def cut_at_stops(text: str, stops: Sequence[str]) -> str:
 
 
 def _key(message: Message) -> tuple[Any, ...]:
-    """Equal for messages that say the same: a program may write a call's arguments with other spaces."""
+    """Return a key that is equal for equal messages, also if a call's arguments are written with other spaces."""
     calls = tuple((call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls)
     return message.role, message.content, message.name, calls, message.tool_call_id
 

@@ -1,4 +1,4 @@
-"""Answered calls as OpenAI's chat.completion, and as the server-sent events of a stream. Pure functions."""
+"""Write answered calls as OpenAI's chat.completion, or as the server-sent events of a stream. Pure functions."""
 
 import json
 import re
@@ -6,23 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.infer.endpoint.live import Shown
+from headrace.infer.endpoint.live import StreamedText
 from headrace.infer.endpoint.record import Call
 from headrace.infer.endpoint.wire import ChatRequest
 from headrace.render import Renderer
 from headrace.types import Completion
 
-PIECE = re.compile(r"\s*\S+\s*|\s+")
+WORD = re.compile(r"\s*\S+\s*|\s+")
 LAST_EVENT = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice of a reply. `tops`: of every sampled token the likeliest in its place, which are asked for."""
+    """One choice of a reply."""
 
     call: Call
-    tops: Sequence[Mapping[int, float]] = ()
-    raw: bool = False  # log-probs at temperature 1, rather than under the law that sampled
+    tops: Sequence[Mapping[int, float]] = ()  # the most likely tokens at each position, if requested
+    raw: bool = False  # log-probs at temperature 1, rather than under the sampling distribution
 
 
 def completion_body(
@@ -31,7 +31,7 @@ def completion_body(
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "refusal": None, **_said(answer.call)},
+            "message": {"role": "assistant", "refusal": None, **_reply(answer.call)},
             "logprobs": _logprobs(answer, renderer) if request.logprobs else None,
             "finish_reason": answer.call.finish_reason,
         }
@@ -41,30 +41,30 @@ def completion_body(
 
 
 class ChatStream:
-    """The same as `completion_body` in server-sent events: the role, content, calls, the reason, usage if asked for.
+    """Write what `completion_body` does as server-sent events: role, content, calls, finish reason, usage if requested.
 
-    Pieces of choices that are still being sampled may come first. Log-probs come with the first piece of content that
-    is sent at the end, or with the reason where there is none.
+    Chunks of choices that are still being sampled may come first. Log-probs come with the first chunk of content that
+    is sent at the end, or with the finish reason if there is none.
     """
 
     def __init__(self, request: ChatRequest, renderer: Renderer, *, id: str, created: int) -> None:
         self._request, self._renderer = request, renderer
         self._head = _head(request, id, created, "chat.completion.chunk")
         self._counted = request.stream_options is not None and request.stream_options.include_usage
-        self._shown: dict[int, Shown] = {}
+        self._texts: dict[int, StreamedText] = {}
 
-    def piece(self, index: int, completion: Completion) -> Iterator[str]:
-        """What there is of a choice by now; of one that may call tools, nothing is known yet."""
+    def chunk(self, index: int, completion: Completion) -> Iterator[str]:
+        """Send what there is of a choice by now; nothing if it may become a tool call."""
         if self._request.callable_tools:
             return
-        if index not in self._shown:
+        if index not in self._texts:
             yield self._event(index, {"role": "assistant", "content": ""})
-        shown = self._shown.setdefault(index, Shown(self._request.stops))
-        if added := shown.more(self._renderer.decode(completion.tokens)):
+        text = self._texts.setdefault(index, StreamedText(self._request.stops))
+        if added := text.feed(self._renderer.decode(completion.tokens)):
             yield self._event(index, {"content": added})
 
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
-        """All that has not been sent, word by word."""
+        """Send what has not been sent, word by word."""
         for index, answer in enumerate(answers):
             yield from self._rest(index, answer)
         if self._counted:
@@ -72,14 +72,14 @@ class ChatStream:
         yield LAST_EVENT
 
     def _rest(self, index: int, answer: Answer) -> Iterator[str]:
-        said = _said(answer.call)
+        reply = _reply(answer.call)
         logprobs = _logprobs(answer, self._renderer) if self._request.logprobs else None
-        if index not in self._shown:
-            yield self._event(index, {"role": "assistant", "content": None if said["content"] is None else ""})
-        for piece in PIECE.findall(self._shown.get(index, Shown(())).last(said["content"] or "")):
-            yield self._event(index, {"content": piece}, logprobs=logprobs)
+        if index not in self._texts:
+            yield self._event(index, {"role": "assistant", "content": None if reply["content"] is None else ""})
+        for word in WORD.findall(self._texts.get(index, StreamedText(())).finish(reply["content"] or "")):
+            yield self._event(index, {"content": word}, logprobs=logprobs)
             logprobs = None
-        for number, tool_call in enumerate(said.get("tool_calls", ())):
+        for number, tool_call in enumerate(reply.get("tool_calls", ())):
             yield self._event(index, {"tool_calls": [{"index": number, **tool_call}]})
         yield self._event(index, {}, finish=answer.call.finish_reason, logprobs=logprobs)
 
@@ -94,10 +94,10 @@ def _head(request: ChatRequest, id: str, created: int, kind: str) -> dict[str, A
     return {"id": id, "object": kind, "created": created, "model": request.model}
 
 
-def _said(call: Call) -> dict[str, Any]:
+def _reply(call: Call) -> dict[str, Any]:
     calls = [
-        {"id": made.id, "type": "function", "function": {"name": made.name, "arguments": made.arguments}}
-        for made in call.reply.tool_calls
+        {"id": tool_call.id, "type": "function", "function": {"name": tool_call.name, "arguments": tool_call.arguments}}
+        for tool_call in call.reply.tool_calls
     ]
     if calls:
         return {"content": call.reply.content or None, "tool_calls": calls}
@@ -105,7 +105,7 @@ def _said(call: Call) -> dict[str, Any]:
 
 
 def _logprobs(answer: Answer, renderer: Renderer) -> dict[str, Any]:
-    """Of every sampled token, those of the end of the turn and of cut-off text too."""
+    """Write the log-prob of every sampled token, also of the end of the turn and of text behind a stop string."""
     completion = answer.call.completion
     texts = renderer.token_texts(completion.tokens)
     logprobs = completion.raw_logprobs if answer.raw else completion.sampler_logprobs
@@ -126,7 +126,7 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
-    """Choices of one request share its prompt."""
+    """Count tokens; the choices of one request share its prompt."""
     return usage(len(answers[0].call.prompt), sum(len(answer.call.completion.tokens) for answer in answers))
 
 

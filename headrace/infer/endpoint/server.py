@@ -1,4 +1,4 @@
-"""The endpoint on a socket of this machine, in the event loop of whoever opens it."""
+"""Serve the endpoint on a socket of this machine, in the caller's event loop."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
-    """Leaves SIGINT and SIGTERM to the run."""
+    """A server that leaves SIGINT and SIGTERM to the run."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -25,7 +25,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve(renderer: Renderer, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Endpoint]:
-    """An endpoint that answers on `host`; port 0 takes a free one. Raises SamplerError if the port is taken."""
+    """Open an endpoint that answers on `host`; port 0 takes a free one. Raises SamplerError if the port is taken."""
     listening = _listen(host, port)
     endpoint = Endpoint(renderer, root_url=f"http://{host}:{listening.getsockname()[1]}")
     server = _Server(
@@ -49,7 +49,7 @@ async def serve(renderer: Renderer, *, host: str = "127.0.0.1", port: int = 0) -
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # only of a socket that says it is TCP does asyncio send small answers at once
+    # asyncio sends small answers at once only on a socket that says it is TCP
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,7 +1,7 @@
-"""OpenAI's text completions: what a request may say, and its answers as bodies and events. Pure functions.
+"""OpenAI's text completions: parse requests, and write replies as bodies and events. Pure functions.
 
-A prompt is text or tokens, one or several of them. With `echo` it is repeated before what was sampled, its log-probs
-too, and `max_tokens` may be 0: so programs that score texts ask for nothing else.
+A prompt is text or tokens, one or several of them. With `echo` the prompt and its log-probs are repeated before the
+sampled text, and `max_tokens` may be 0, which is how programs score texts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from headrace.infer.endpoint.live import Shown
+from headrace.infer.endpoint.live import StreamedText
 from headrace.infer.endpoint.record import cut_at_stops
-from headrace.infer.endpoint.replies import LAST_EVENT, PIECE, sent_event, usage
-from headrace.infer.endpoint.wire import Body, Refused, StreamOptionsIn, check_stops, check_stream, parse_body
+from headrace.infer.endpoint.replies import LAST_EVENT, WORD, sent_event, usage
+from headrace.infer.endpoint.wire import ApiError, Body, StreamOptionsIn, check_stops, check_stream, parse_body
 from headrace.render import Renderer
 from headrace.types import Completion, FloatArray, IntArray, Stop, int_array
 
-Tops = Sequence[Mapping[int, float]]  # for every token the likeliest ones in its place
+Tops = Sequence[Mapping[int, float]]  # the most likely tokens at each position
 MAX_PROMPTS = 256
 
 
 class TextRequest(Body):
-    """The body of a request. Fields that are null mean the same as fields that are not there."""
+    """The body of a request. A null field means the same as a missing one."""
 
     model: str
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -44,46 +44,46 @@ class TextRequest(Body):
 
 
 def parse_text(body: bytes, *, max_n: int, max_tops: int) -> TextRequest:
-    """Raises Refused with the name of the first field that cannot be honoured."""
+    """Parse a request. Raises ApiError with the name of the first field that cannot be honoured."""
     request = parse_body(body, TextRequest)
     check_stops(request.stops)
     check_stream(request.stream, request.stream_options)
     if not 1 <= (1 if request.n is None else request.n) <= max_n:
-        raise Refused(f"n must be from 1 to {max_n}", param="n")
+        raise ApiError(f"n must be from 1 to {max_n}", param="n")
     if (request.logprobs or 0) > max_tops:
-        raise Refused(f"logprobs must be from 0 to {max_tops}", param="logprobs")
+        raise ApiError(f"logprobs must be from 0 to {max_tops}", param="logprobs")
     if request.max_tokens == 0 and not request.echo:
-        raise Refused("max_tokens may be 0 with echo = true only", param="max_tokens")
+        raise ApiError("max_tokens may be 0 with echo = true only", param="max_tokens")
     return request
 
 
 def read_prompts(request: TextRequest, renderer: Renderer, *, vocabulary: int) -> list[IntArray]:
-    """The tokens of every prompt; raises Refused."""
-    asked = request.prompt
-    several = asked if isinstance(asked, list) and (not asked or not isinstance(asked[0], int)) else [asked]
+    """Return the tokens of every prompt. Raises ApiError."""
+    prompt = request.prompt
+    several = prompt if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int)) else [prompt]
     if len(several) > MAX_PROMPTS:
-        raise Refused(f"prompt may hold {MAX_PROMPTS} prompts", param="prompt")
-    prompts = [int_array(_clamped(renderer.encode(each) if isinstance(each, str) else each)) for each in several]
+        raise ApiError(f"prompt may hold {MAX_PROMPTS} prompts", param="prompt")
+    prompts = [int_array(_clamped(renderer.encode(item) if isinstance(item, str) else item)) for item in several]
     if not prompts or any(not len(prompt) for prompt in prompts):
-        raise Refused("prompt is empty: write at least one token", param="prompt")
+        raise ApiError("prompt is empty: write at least one token", param="prompt")
     if any(prompt.min() < 0 or prompt.max() >= vocabulary for prompt in prompts):
-        raise Refused(f"prompt holds a token outside of the vocabulary of {vocabulary}", param="prompt")
+        raise ApiError(f"prompt holds a token outside of the vocabulary of {vocabulary}", param="prompt")
     return prompts
 
 
 def _clamped(tokens: Any) -> Any:
-    """Numbers beyond those of any vocabulary as one that is beyond all of them."""
+    """Clamp tokens to int32, and so that those outside of any vocabulary stay outside."""
     return [min(max(token, -1), 2**31 - 1) for token in tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAnswer:
-    """One choice. `completion` None: nothing was sampled; `scores` and `prompt_tops`: of a prompt that is repeated."""
+    """One choice of a reply."""
 
     prompt: IntArray
-    completion: Completion | None
-    scores: FloatArray | None = None
-    prompt_tops: Tops = ()
+    completion: Completion | None  # None if nothing was sampled
+    scores: FloatArray | None = None  # of a prompt that is repeated
+    prompt_tops: Tops = ()  # of a prompt that is repeated
     tops: Tops = ()
 
 
@@ -103,28 +103,28 @@ def text_body(
 
 
 class TextStream:
-    """The same in server-sent events, whose pieces may come while the text is sampled; log-probs come at the end."""
+    """Write the same as server-sent events. Chunks may come while the text is sampled; log-probs come at the end."""
 
     def __init__(self, request: TextRequest, renderer: Renderer, *, id: str, created: int) -> None:
         self._request, self._renderer = request, renderer
         self._head = _head(request, id, created)
         self._counted = request.stream_options is not None and request.stream_options.include_usage
-        self._shown: dict[int, Shown] = {}
+        self._texts: dict[int, StreamedText] = {}
 
-    def piece(self, index: int, completion: Completion) -> Iterator[str]:
-        """What there is of a choice by now; a prompt that is repeated comes with the rest."""
+    def chunk(self, index: int, completion: Completion) -> Iterator[str]:
+        """Send what there is of a choice by now; a prompt that is repeated comes at the end."""
         if self._request.echo:
             return
-        shown = self._shown.setdefault(index, Shown(self._request.stops))
-        if added := shown.more(self._renderer.decode(completion.tokens)):
+        text = self._texts.setdefault(index, StreamedText(self._request.stops))
+        if added := text.feed(self._renderer.decode(completion.tokens)):
             yield self._event({"index": index, "text": added, "logprobs": None, "finish_reason": None})
 
     def end(self, answers: Sequence[TextAnswer]) -> Iterator[str]:
-        """All that has not been sent, word by word."""
+        """Send what has not been sent, word by word."""
         for index, answer in enumerate(answers):
-            rest = self._shown.get(index, Shown(())).last(_text(answer, self._request, self._renderer))
-            for piece in PIECE.findall(rest):
-                yield self._event({"index": index, "text": piece, "logprobs": None, "finish_reason": None})
+            rest = self._texts.get(index, StreamedText(())).finish(_text(answer, self._request, self._renderer))
+            for word in WORD.findall(rest):
+                yield self._event({"index": index, "text": word, "logprobs": None, "finish_reason": None})
             logprobs = _logprobs(answer, self._request, self._renderer)
             yield self._event({"index": index, "text": "", "logprobs": logprobs, "finish_reason": _reason(answer)})
         if self._counted:
@@ -144,13 +144,13 @@ def _reason(answer: TextAnswer) -> str:
 
 
 def _text(answer: TextAnswer, request: TextRequest, renderer: Renderer) -> str:
-    said = "" if answer.completion is None else renderer.decode(answer.completion.tokens)
+    sampled = "" if answer.completion is None else renderer.decode(answer.completion.tokens)
     echoed = renderer.decode(answer.prompt) if request.echo else ""
-    return echoed + cut_at_stops(said, request.stops)
+    return echoed + cut_at_stops(sampled, request.stops)
 
 
 def _logprobs(answer: TextAnswer, request: TextRequest, renderer: Renderer) -> dict[str, Any] | None:
-    """Of every token, those that ended it and of cut-off text too; the first of a repeated prompt has none."""
+    """Write the log-prob of every token, also of text behind a stop string; the first of a repeated prompt has none."""
     if request.logprobs is None:
         return None
     tokens: list[int] = []
@@ -162,7 +162,7 @@ def _logprobs(answer: TextAnswer, request: TextRequest, renderer: Renderer) -> d
         tops += [None, *_named(answer.prompt_tops[1:], len(answer.prompt) - 1, renderer)]
     if answer.completion is not None:
         tokens += answer.completion.tokens.tolist()
-        logprobs += [float(each) for each in answer.completion.raw_logprobs]
+        logprobs += [float(logprob) for logprob in answer.completion.raw_logprobs]
         tops += _named(answer.tops, len(answer.completion.tokens), renderer)
     texts = renderer.token_texts(tokens)
     offsets = np.cumsum([0, *(len(text) for text in texts)])[:-1]
@@ -170,15 +170,15 @@ def _logprobs(answer: TextAnswer, request: TextRequest, renderer: Renderer) -> d
 
 
 def _named(tops: Tops, count: int, renderer: Renderer) -> list[dict[str, float] | None]:
-    """By text; of tokens that read alike the likelier is told."""
+    """Key the most likely tokens by their text; of tokens with the same text the more likely one stays."""
     if not tops:
         return [None] * count
     named: list[dict[str, float] | None] = []
-    for each in tops:
-        told: dict[str, float] = {}
-        for text, logprob in zip(renderer.token_texts(list(each)), each.values(), strict=True):
-            told.setdefault(text, logprob)
-        named.append(told)
+    for tokens in tops:
+        by_text: dict[str, float] = {}
+        for text, logprob in zip(renderer.token_texts(list(tokens)), tokens.values(), strict=True):
+            by_text.setdefault(text, logprob)
+        named.append(by_text)
     return named
 
 

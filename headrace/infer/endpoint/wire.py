@@ -1,7 +1,7 @@
-"""What a chat-completions request may say, and how one is refused; parsed once here, types from here on.
+"""Parse chat-completion requests into types, and refuse what cannot be honoured.
 
 A parameter that this endpoint cannot honour is refused by name, never dropped: a program would otherwise be trained on
-something else than it asked for. Values that ask for nothing (null, a penalty of 0) pass.
+something else than it asked for. Values without an effect (null, a penalty of 0) pass.
 """
 
 import json
@@ -28,8 +28,8 @@ MAX_STOPS = 16
 B = TypeVar("B", bound="Body")
 
 
-class Refused(HeadraceError):
-    """A request that gets an error for an answer; `param` is the field that has to change, as OpenAI names it."""
+class ApiError(HeadraceError):
+    """An error reply; `param` is the field that has to change, as OpenAI names it."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or value in ([], {}) or name in IGNORED or (name in NEUTRAL and value == NEUTRAL[name]):
                 continue
-            raise Refused(
+            raise ApiError(
                 f"{name} is not supported here: leave it out", param=place + name, code="unsupported_parameter"
             )
 
@@ -104,7 +104,7 @@ class StreamOptionsIn(Body):
 
 
 class ChatRequest(Body):
-    """The body of a call. Fields that are null mean the same as fields that are not there."""
+    """The body of a call. A null field means the same as a missing one."""
 
     model: str
     messages: list[MessageIn] = Field(min_length=1)
@@ -132,48 +132,52 @@ class ChatRequest(Body):
 
     @property
     def shown_tools(self) -> tuple[dict[str, Any], ...] | None:
-        """As the program sent them, for the chat template."""
+        """The tools as the program sent them, for the chat template."""
         return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools) if self.tools else None
 
     @property
     def callable_tools(self) -> frozenset[str]:
-        """Those whose calls are looked for in the reply."""
+        """Names of the tools whose calls are looked for in the reply."""
         return frozenset() if self.tool_choice == "none" else frozenset(tool.function.name for tool in self.tools or ())
 
 
 def parse_request(body: bytes, *, max_n: int = 1, max_tops: int = 0) -> ChatRequest:
-    """Raises Refused with the name of the first field that cannot be honoured.
+    """Parse a request. Raises ApiError with the name of the first field that cannot be honoured.
 
-    `max_n`: replies to one request; `max_tops`: tokens that are told beside a sampled one.
+    `max_n`: most replies to one request; `max_tops`: most alternatives reported for a sampled token.
     """
     request = parse_body(body, ChatRequest)
     _check(request)
     if not 1 <= (1 if request.n is None else request.n) <= max_n:
-        told = "1: a call is one turn of an episode, so ask again for another" if max_n == 1 else f"from 1 to {max_n}"
-        raise Refused(f"n must be {told}", param="n")
+        allowed = (
+            "1: a call is one turn of an episode, so ask again for another" if max_n == 1 else f"from 1 to {max_n}"
+        )
+        raise ApiError(f"n must be {allowed}", param="n")
     if not 0 <= (request.top_logprobs or 0) <= max_tops:
-        told = "0: only the log-probability of the sampled token is known" if not max_tops else f"from 0 to {max_tops}"
-        raise Refused(f"top_logprobs must be {told}", param="top_logprobs")
+        allowed = (
+            "0: only the log-probability of the sampled token is known" if not max_tops else f"from 0 to {max_tops}"
+        )
+        raise ApiError(f"top_logprobs must be {allowed}", param="top_logprobs")
     return request
 
 
 def parse_body(body: bytes, kind: type[B]) -> B:
-    """JSON as a request of that kind; raises Refused on what is malformed or unknown."""
+    """Parse JSON as a request of that kind. Raises ApiError on a malformed or unknown field."""
     try:
         raw = json.loads(body)
         if b"\\u" in body:  # JSON can write half a character, which no tokenizer can read
             json.dumps(raw, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as exc:
-        raise Refused(f"the body is not JSON ({exc})") from exc
+        raise ApiError(f"the body is not JSON ({exc})") from exc
     if not isinstance(raw, dict):
-        raise Refused("the body must be a JSON object")
+        raise ApiError("the body must be a JSON object")
     try:
         request = kind.model_validate(raw)
     except ValidationError as exc:
-        found = exc.errors(include_url=False, include_context=False)
-        first = max(found, key=lambda error: len(error["loc"]))  # of a union's members, the one that came closest
+        errors = exc.errors(include_url=False, include_context=False)
+        first = max(errors, key=lambda error: len(error["loc"]))  # of a union's members, the one that came closest
         param = _param(first["loc"])
-        raise Refused(f"{param}: {first['msg']}", param=param, code="invalid_value") from exc
+        raise ApiError(f"{param}: {first['msg']}", param=param, code="invalid_value") from exc
     request.refuse_unknown()
     return request
 
@@ -182,30 +186,30 @@ def _check(request: ChatRequest) -> None:
     for index, message in enumerate(request.messages):
         message.refuse_unknown(f"messages[{index}].")
     if request.tool_choice not in (None, "auto", "none"):
-        raise Refused(
+        raise ApiError(
             'tool_choice must be "auto" or "none": what is sampled cannot be forced to be a call', param="tool_choice"
         )
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
-        raise Refused("max_tokens and max_completion_tokens differ: write one of them", param="max_tokens")
+        raise ApiError("max_tokens and max_completion_tokens differ: write one of them", param="max_tokens")
     check_stops(request.stops)
     check_stream(request.stream, request.stream_options)
 
 
 def check_stops(stops: tuple[str, ...]) -> None:
     if "" in stops or len(stops) > MAX_STOPS:
-        raise Refused(f"stop must be a text or a list of at most {MAX_STOPS} texts, none of them empty", param="stop")
+        raise ApiError(f"stop must be a text or a list of at most {MAX_STOPS} texts, none of them empty", param="stop")
 
 
 def check_stream(stream: bool | None, options: StreamOptionsIn | None) -> None:
     if options is not None:
         options.refuse_unknown("stream_options.")
         if not stream:
-            raise Refused("stream_options are for stream = true only", param="stream_options")
+            raise ApiError("stream_options are for stream = true only", param="stream_options")
 
 
 def _param(loc: tuple[int | str, ...]) -> str:
-    """As OpenAI writes it: messages[0].content. The members of a union are not part of it."""
+    """Name a field as OpenAI does: messages[0].content. The members of a union are not part of it."""
     path = ""
     for part in loc:
         if isinstance(part, int):

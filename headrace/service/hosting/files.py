@@ -24,7 +24,7 @@ from headrace.model.adapters import Adapter
 from headrace.model.load import LanguageModel, read_weights
 from headrace.service.host import AdapterSpec, FullFinetune
 from headrace.service.hosting.tenant import adapter_of_state, weights_of
-from headrace.train.torch_backend import VALUE_HEAD, VALUE_HEAD_FILE, TrainedState
+from headrace.train.trainer_state import VALUE_HEAD, VALUE_HEAD_FILE, TrainedState
 
 STATE, OPTIMIZER = "model.json", "optimizer.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"

@@ -210,7 +210,7 @@ class AdapterHost:
     def _sample_for(self, seconds: float, clock: Callable[[], float]) -> None:
         engines = [self._engine, *(opened.engine for opened in self._samplers.values() if opened.full)]
         for engine in engines:
-            engine.go_on(seconds / len(engines), clock)
+            engine.run_for(seconds / len(engines), clock)
 
     def _hosted(self, model: str) -> HostedModel:
         if model not in self._models:
@@ -324,12 +324,12 @@ class AdapterHost:
         if opened is None:
             return
         if opened.full:
-            opened.engine.end(SamplerGoneError(why))
+            opened.engine.fail_all(SamplerGoneError(why))
             if self._lm.device.type == "cuda":  # what refers to itself would keep its memory until Python looks
                 del opened
                 gc.collect()
         elif opened.adapter != BASE:
-            self._engine.release(opened.adapter, SamplerGoneError(why))
+            self._engine.remove_adapter(opened.adapter, SamplerGoneError(why))
 
 
 def _wait_for(written: "Future[None] | None") -> None:

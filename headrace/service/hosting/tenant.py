@@ -20,7 +20,8 @@ from headrace.model.scalar import new_value_head
 from headrace.model.views import full_copy, shared_view
 from headrace.model.worker import Here
 from headrace.service.host import AdapterSpec, FullFinetune
-from headrace.train.torch_backend import VALUE_HEAD, TorchBackend, TrainedState
+from headrace.train.torch_backend import TorchBackend
+from headrace.train.trainer_state import VALUE_HEAD, TrainedState
 
 DOWN, UP = ".down", ".up"  # how the parameters of a LoRA layer are called behind the layer's name
 

@@ -1,0 +1,199 @@
+"""Run the model for the scheduler: one forward pass over a batch of decode rows and prompt chunks, logits, sampling.
+
+Owns the weights that sample, their version, and the LoRA adapters that requests may name. It must not know queues,
+slots' owners or event loops.
+
+Shape letters: B decode rows, T rows of the step, V vocabulary, D width.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.algo.random import uniforms
+from headrace.errors import SamplerError
+from headrace.infer.sampling import Sampled, sample_rows
+from headrace.infer.scoring import Scorer
+from headrace.infer.slot_cache import ALIGN
+from headrace.infer.slots import SequenceState
+from headrace.infer.weights import copy_weights
+from headrace.model import head
+from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
+from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
+from headrace.model.cuda.fine import cache_dtype
+from headrace.model.direct import direct_forward
+from headrace.model.load import LanguageModel, read_weights
+from headrace.model.packed import forget, linear
+from headrace.types import Folder, WeightsHandle
+
+NO_ADAPTER = "the adapter to sample with is not loaded here, or no longer"
+READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The work of one step: a token for each decoding sequence, and prompt chunks of others."""
+
+    chunks: list[Piece]
+    chunk_sequences: list[SequenceState]  # of each chunk
+    decoding: list[tuple[int, SequenceState]]  # slots in ascending order, and their sequences
+
+    @property
+    def decode_rows(self) -> int:
+        """Number of decode rows, including idle slots between active ones, rounded up to ALIGN."""
+        return -(-(self.decoding[-1][0] + 1) // ALIGN) * ALIGN if self.decoding else 0
+
+    @property
+    def chunk_tokens(self) -> list[int]:
+        """The tokens of all chunks, end to end."""
+        chunks = zip(self.chunks, self.chunk_sequences, strict=True)
+        return [token for chunk, sequence in chunks for token in tokens_of(chunk, sequence)]
+
+
+def tokens_of(chunk: Piece, sequence: SequenceState) -> list[int]:
+    return sequence.tokens[chunk.offset : chunk.offset + chunk.length]
+
+
+class ModelRunner:
+    """Compute hidden states, logits and samples of `lm`.
+
+    `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
+    `adapters`: LoRA adapters of this model, of which each row of a batch may use another.
+    """
+
+    def __init__(self, lm: LanguageModel, *, source: LanguageModel | None, adapters: AdapterTable | None) -> None:
+        self.lm = lm
+        self.version = 0  # of the weights
+        self._source, self._adapters = source, adapters
+        self._hidden = direct_forward(lm) or lm.hidden
+        self._head: Tensor | None = None
+        self._row_adapters: list[int] = []  # adapter of each row of the last forward pass
+
+    # --- weights and adapters ---
+
+    def load(self, handle: WeightsHandle) -> None:
+        """Replace the weights by those of the handle."""
+        if isinstance(handle, Folder):
+            copy_weights(read_weights(handle.path), self.lm.model)
+        elif self._source is not None:
+            copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
+        self._head = None
+        forget(self.lm.model)
+
+    def has_adapter(self, adapter: int) -> bool:
+        return adapter == BASE or (self._adapters is not None and adapter in self._adapters)
+
+    def version_of(self, adapter: int) -> int:
+        """Return the adapter's version, or the model's where there is no such adapter."""
+        if adapter == BASE or self._adapters is None or adapter not in self._adapters:
+            return self.version
+        return self._adapters.version(adapter)
+
+    def remove_adapter(self, adapter: int) -> None:
+        assert self._adapters is not None
+        self._adapters.remove(adapter)
+
+    def scorer(self, adapter: int) -> Scorer:
+        """Return a scorer under the current weights. Raises SamplerError on an adapter that is not loaded."""
+        if not self.has_adapter(adapter):
+            raise SamplerError(NO_ADAPTER)
+        return Scorer(
+            lm=self.lm,
+            hidden=self._hidden,
+            head_VD=self._head_weight(),
+            table=self._adapters,
+            adapter=adapter,
+        )
+
+    # --- one step ---
+
+    def make_cache(self, rows: int, tokens: int) -> KVCache:
+        config: Any = self.lm.model.config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return KVCache(
+            layers=config.num_hidden_layers,
+            rows=rows,
+            heads=config.num_key_value_heads,
+            tokens=tokens,
+            width=width,
+            dtype=cache_dtype(self.lm.model, self.lm.dtype),
+            device=self.lm.device,
+        )
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Feed the batch to the model, write keys and values, and return the last hidden states [T, D].
+
+        Decode rows come first, one for each slot up to the last that decodes, then the chunks, then padding. A slot
+        that does not decode writes to its last position, which is never read.
+        """
+        chunks, decode_rows = batch.chunks, batch.decode_rows
+        scratch = cache.tokens - 1
+        tokens = [0] * decode_rows
+        positions = [scratch] * decode_rows
+        adapters = [BASE] * decode_rows
+        for row, sequence in batch.decoding:
+            tokens[row] = sequence.tokens[-1]
+            positions[row] = len(sequence.tokens) - 1
+            adapters[row] = sequence.adapter
+        slots = list(range(decode_rows))
+        for chunk, sequence in zip(chunks, batch.chunk_sequences, strict=True):
+            adapters += [sequence.adapter] * chunk.length
+            tokens += tokens_of(chunk, sequence)
+            positions += range(chunk.offset, chunk.offset + chunk.length)
+            slots += [chunk.row] * chunk.length
+        written = len(tokens)
+        padding = max(-written % ALIGN, ALIGN - written)
+        laid_out = np.array([tokens + [0] * padding, positions + [0] * padding, slots + [0] * padding])
+        tokens_T, positions_T, slots_T = torch.from_numpy(laid_out).to(self.lm.device)
+        mask = chunk_mask = None
+        if decode_rows:
+            longest = max(len(sequence.tokens) for _, sequence in batch.decoding)
+            filled = min(-(-longest // READ) * READ, cache.tokens)
+            visible = positions_T[:decode_rows].clamp_max(filled - 1)
+            mask = visible_mask(visible, filled, cache.keys[0].dtype)
+        if chunks:
+            longest = max(chunk.offset + chunk.length for chunk in chunks)
+            filled = min(-(-longest // ROUND) * ROUND, cache.tokens)
+            chunk_mask = visible_mask(positions_T[decode_rows:written], filled, cache.keys[0].dtype)
+        context = Cached(
+            cache=cache,
+            slots=slots_T[:written],
+            positions=positions_T[:written],
+            mask=mask,
+            pieces=tuple(chunks),
+            piece_mask=chunk_mask,
+        )
+        self._row_adapters = adapters + [BASE] * padding
+        with self._using(self._row_adapters):
+            return self._hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
+
+    def sample(self, hidden_TD: Tensor, decoding: Sequence[tuple[int, SequenceState]]) -> Sampled:
+        """Sample the next token of each decoding sequence, at the uniform number of its seed and position."""
+        logits_BV = self.logits(hidden_TD, [row for row, _ in decoding])
+        params = [sequence.request.params for _, sequence in decoding]
+        numbers = uniforms([row.seed for row in params], [sequence.num_sampled for _, sequence in decoding])
+        return sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device), spend=True)
+
+    def logits(self, hidden_TD: Tensor, rows: list[int]) -> Tensor:
+        """Compute the logits of some rows of the last forward pass."""
+        padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
+        hidden_BD = hidden_TD[padded]
+        with self._using([self._row_adapters[row] for row in padded]):
+            product = head.logits if self._adapters is None else linear
+            return adapt(HEAD, hidden_BD, product(hidden_BD, self._head_weight()))[: len(rows)]
+
+    def _using(self, adapters: list[int]) -> AbstractContextManager[None]:
+        """Apply these adapters to the rows of every layer inside."""
+        if self._adapters is None:
+            return nullcontext()
+        return using(self._adapters, self._adapters.mixture(np.array(adapters)))
+
+    def _head_weight(self) -> Tensor:
+        if self._head is None:
+            self._head = self.lm.head_weight()
+        return self._head

@@ -1,0 +1,237 @@
+"""Compute the loss of one packed micro-batch and its gradient.
+
+Sequences lie end to end and share the computation of a common prefix; only tokens that have a weight are rows of the
+head. Results stay on the device until all micro-batches of a request are queued there.
+
+Shape letters: T packed tokens, R tokens that have a weight (rows of the head), D width, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headrace.algo.loss import Unit
+from headrace.algo.packing import WORTH_SHARING, lay_out
+from headrace.model import head
+from headrace.model.attention import packed
+from headrace.model.device import to_device
+from headrace.model.load import LanguageModel
+from headrace.model.scalar import scalars
+from headrace.train.optimizer import MasterAdamW
+from headrace.train.request import BoundLoss, call_loss, concat_arrays, packed_targets
+from headrace.types import Datum, FloatArray, Metric, float_array, merge_metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchOutput:
+    """The loss of a micro-batch, still on the device: reading a number would wait for all that is queued there."""
+
+    losses: Sequence[Tensor]  # of each chunk
+    metrics: Sequence[Mapping[str, Metric]]
+    values: Tensor  # log-probs or scalars of the rows
+
+    def total(self) -> float:
+        return float(torch.stack(list(self.losses)).double().sum())
+
+    def merged_metrics(self) -> dict[str, Metric]:
+        merged: dict[str, Metric] = {}
+        for metrics in self.metrics:
+            merged = merge_metrics(merged, metrics)
+        return merged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchRows:
+    """The tokens of a micro-batch that were rows of the head, and what was computed for them."""
+
+    rows_R: Tensor  # on the CPU
+    output: MicroBatchOutput
+
+    def split(self, batch: Sequence[Datum]) -> list[FloatArray]:
+        """Return the values of each datum; NaN for tokens that were no rows."""
+        lengths = [datum.num_tokens for datum in batch]
+        values = np.full((sum(lengths), *batch[0].targets.shape[1:]), np.nan, dtype=np.float32)
+        values[self.rows_R.numpy()] = self.output.values.cpu().numpy()
+        return [float_array(part) for part in np.split(values, np.cumsum(lengths)[:-1])]
+
+
+class MicroBatchRunner:
+    """Compute micro-batches of one model; gradients go into the optimiser's buffers."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        optimizer: MasterAdamW,
+        *,
+        chunk_tokens: int,  # rows whose probabilities over the vocabulary exist at a time
+        score_everything: bool,  # tokens of weight 0 are rows too
+        scalar_head: nn.Module | None,  # the model's own scalar head, or the value head beside the policy's
+        value_head: nn.Linear | None,  # beside the policy's head
+    ) -> None:
+        self.lm, self._optimizer = lm, optimizer
+        self._chunk_tokens, self._score_everything = chunk_tokens, score_everything
+        self._scalar_head, self._value_head = scalar_head, value_head
+
+    def run(self, batch: Sequence[Datum], loss: BoundLoss, *, want_gradient: bool) -> MicroBatchRows | None:
+        """Compute the loss, and with `want_gradient` add its gradient; return None if no token has a weight."""
+        device = self.lm.device
+        arrays = concat_arrays(batch, loss)
+        weighted = arrays["weights"] != 0
+        if "value_weights" in arrays:
+            weighted = weighted | (arrays["value_weights"] != 0)
+        rows_R = torch.nonzero(weighted.any(dim=1) if weighted.ndim == 2 else weighted)[:, 0]
+        if self._score_everything:
+            rows_R = torch.arange(len(weighted))
+        if not len(rows_R):
+            return None
+        shares = device.type in ("cpu", "cuda")  # devices on which sharing has been compared with single sequences
+        layout = lay_out([datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1)
+        tokens_T = to_device(torch.tensor(layout.tokens, dtype=torch.long), device)
+        positions_T = to_device(torch.tensor(layout.positions, dtype=torch.long), device)
+        context = packed(layout.lengths, device, layout.parents)
+        embedded_TD = self._embed(tokens_T) if want_gradient else None
+        hidden_TD = self.lm.hidden(tokens_T, positions_T, context, embedded_TD=embedded_TD)
+        real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
+        inputs = {
+            name: to_device(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
+            for name, array in arrays.items()
+        }
+        rows = to_device(torch.tensor(layout.place, dtype=torch.long)[rows_R], device)
+        if not loss.reads_policy:
+            output = self._scalar_loss(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
+        else:
+            targets = packed_targets(batch, rows_R, device=device, dtype=real)
+            run = self._token_loss if loss.unit is Unit.TOKEN else self._sequence_loss
+            output = run(hidden_TD, rows, targets, inputs, loss, want_gradient=want_gradient)
+
+        if want_gradient:
+            self._optimizer.collect()
+        if embedded_TD is not None:
+            self._add_embedding_gradient(tokens_T, embedded_TD)
+        return MicroBatchRows(rows_R=rows_R, output=output)
+
+    def _embed(self, tokens_T: Tensor) -> Tensor | None:
+        """Embed the tokens so that their gradient can be added to their rows alone, or return None: autograd does it.
+
+        On a CPU a gradient of the size of the vocabulary for every micro-batch takes as long as a layer.
+        """
+        layer = self.lm.model.get_input_embeddings()
+        if tokens_T.device.type != "cpu" or type(layer) is not torch.nn.Embedding or layer.max_norm is not None:
+            return None
+        if self._name_of(layer.weight) is None:
+            return None
+        return torch.nn.functional.embedding(tokens_T, layer.weight.detach()).requires_grad_()
+
+    def _add_embedding_gradient(self, tokens_T: Tensor, embedded_TD: Tensor) -> None:
+        layer, gradient_TD = self.lm.model.get_input_embeddings(), embedded_TD.grad
+        name = self._name_of(layer.weight)
+        if gradient_TD is None or name is None:
+            return
+        if layer.padding_idx is not None:  # torch's own layer gives this row no gradient either
+            gradient_TD = gradient_TD.masked_fill((tokens_T == layer.padding_idx)[:, None], 0.0)
+        buffer_VD = self._optimizer.buffer(name)
+        buffer_VD.index_add_(0, tokens_T, gradient_TD.to(buffer_VD.dtype))
+
+    def _token_loss(
+        self,
+        hidden_TD: Tensor,
+        rows_R: Tensor,
+        targets: head.Targets,
+        inputs: Mapping[str, Tensor],
+        loss: BoundLoss,
+        *,
+        want_gradient: bool,
+    ) -> MicroBatchOutput:
+        """Compute a token-wise loss and its gradient chunk by chunk, while the chunk's probabilities exist."""
+        weight_VD = self.lm.head_weight()
+        train_head = want_gradient and weight_VD.requires_grad
+        name = self._head_name() if train_head and weight_VD.is_leaf else None
+        buffer = self._optimizer.buffer(name) if name else head.zero_gradient(weight_VD) if train_head else None
+        parts: list[tuple[Tensor, Mapping[str, Metric]]] = []
+        values_R = self._values(hidden_TD, rows_R, loss)
+        gradient_R = None if values_R is None else torch.zeros_like(values_R)
+
+        def evaluate(span: slice, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+            values = None if values_R is None else values_R[span].detach().requires_grad_(want_gradient)
+            out = call_loss(loss, logprobs, entropy, {key: value[span] for key, value in inputs.items()}, values)
+            parts.append((out.loss.detach(), out.metrics))
+            if want_gradient and values is not None:
+                assert gradient_R is not None
+                (gradient_R[span],) = torch.autograd.grad(out.loss, [values], retain_graph=True, materialize_grads=True)
+            return out.loss
+
+        fused = head.fused_loss(
+            hidden_TD[rows_R],
+            weight_VD,
+            targets,
+            evaluate,
+            want_entropy=loss.inputs.wants_entropy,
+            grad_weight_VD=buffer,
+            want_gradient=want_gradient,
+            chunk_tokens=self._chunk_tokens,
+        )
+        if fused.grad_hidden_TD is not None:
+            gradient_TD = torch.zeros_like(hidden_TD)
+            gradient_TD.index_add_(0, rows_R, fused.grad_hidden_TD)  # a shared token stands for several
+            gradients = [(hidden_TD, gradient_TD)] if hidden_TD.requires_grad else []  # none for a head alone
+            if train_head and name is None:
+                assert buffer is not None
+                gradients.append((weight_VD, buffer.to(weight_VD.dtype)))
+            if values_R is not None and gradient_R is not None:
+                gradients.append((values_R, gradient_R))
+            if gradients:
+                torch.autograd.backward([tensor for tensor, _ in gradients], [gradient for _, gradient in gradients])
+        return MicroBatchOutput(
+            losses=[value for value, _ in parts], metrics=[part for _, part in parts], values=fused.logprobs
+        )
+
+    def _sequence_loss(
+        self,
+        hidden_TD: Tensor,
+        rows_R: Tensor,
+        targets: head.Targets,
+        inputs: Mapping[str, Tensor],
+        loss: BoundLoss,
+        *,
+        want_gradient: bool,
+    ) -> MicroBatchOutput:
+        """Compute all log-probs first, then a loss over sequences, pairs or groups."""
+        logprobs, entropy = head.logprobs(
+            hidden_TD[rows_R],
+            self.lm.head_weight(),
+            targets,
+            want_entropy=loss.inputs.wants_entropy,
+            chunk_tokens=self._chunk_tokens,
+        )
+        out = call_loss(loss, logprobs, entropy, inputs, self._values(hidden_TD, rows_R, loss))
+        if want_gradient and out.loss.requires_grad:
+            out.loss.backward()  # type: ignore[no-untyped-call]
+        return MicroBatchOutput(losses=[out.loss.detach()], metrics=[out.metrics], values=logprobs.detach())
+
+    def _scalar_loss(
+        self, hidden_RD: Tensor, inputs: Mapping[str, Tensor], loss: BoundLoss, *, want_gradient: bool
+    ) -> MicroBatchOutput:
+        """Compute a loss of one number per token."""
+        assert self._scalar_head is not None
+        numbers_R = scalars(self._scalar_head, hidden_RD)
+        out = call_loss(loss, None, None, inputs, numbers_R)
+        if want_gradient and out.loss.requires_grad:
+            out.loss.backward()  # type: ignore[no-untyped-call]
+        return MicroBatchOutput(losses=[out.loss.detach()], metrics=[out.metrics], values=numbers_R.detach())
+
+    def _values(self, hidden_TD: Tensor, rows_R: Tensor, loss: BoundLoss) -> Tensor | None:
+        """Compute the predictions of the value head beside the policy's, if the loss takes them."""
+        if not loss.reads_scalar:
+            return None
+        assert self._value_head is not None
+        return scalars(self._value_head, hidden_TD[rows_R])
+
+    def _head_name(self) -> str | None:
+        """Return the parameter name of the head's own weight (the embedding's, when tied), if it is trained."""
+        return self._name_of(self.lm.model.lm_head.weight)
+
+    def _name_of(self, weight: Tensor) -> str | None:
+        return next((name for name, parameter in self._optimizer.parameters.items() if parameter is weight), None)
