@@ -95,7 +95,7 @@ check-static: $(DEV)
 	$(BIN)/lint-imports
 
 proto: $(DEV)
-	$(BIN)/python -m grpc_tools.protoc -I headrace/service --descriptor_set_out=headrace/service/wire.binpb wire.proto
+	$(BIN)/python -m grpc_tools.protoc -I headrace/service/wire --descriptor_set_out=headrace/service/wire/wire.binpb wire.proto
 
 bench: $(DEV)
 	set -e; for script in $(filter-out $(SLOW_BENCHES),$(wildcard bench/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -59,9 +59,9 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
     ScoredEpisode,
-    Shared,
+    SharedWeights,
     Step,
-    Stop,
+    StopReason,
     Task,
     WeightsHandle,
     float_array,
@@ -107,14 +107,14 @@ class SleepingEngine:
         done = request.continue_from
         versions = [] if done is None else done.versions.tolist()
         if not await self._slot(new=done is None):
-            return _completion(versions, Stop.INTERRUPTED)
+            return _completion(versions, StopReason.INTERRUPTED)
         try:
             left = request.params.max_tokens - len(versions)
             made = await self._sleep(left)
         finally:
             self._release()
         versions += [self._version] * made
-        return _completion(versions, Stop.INTERRUPTED if made < left else Stop.LENGTH)
+        return _completion(versions, StopReason.INTERRUPTED if made < left else StopReason.LENGTH)
 
     async def _sleep(self, tokens: int) -> int:
         """How many tokens were made before the engine was paused."""
@@ -175,7 +175,7 @@ class SleepingEngine:
         self._resumed.set()
 
 
-def _completion(versions: list[int], stop: Stop) -> Completion:
+def _completion(versions: list[int], stop: StopReason) -> Completion:
     logprobs = float_array(np.full(len(versions), -0.5))
     tokens = int_array(np.zeros(len(versions), dtype=np.int32))
     return Completion(
@@ -262,7 +262,7 @@ async def run(case: Case, *, steps: int, scale: float) -> Timing:
                     lags += (executor.version - scored.episode.steps[0].completion.versions).tolist()
             await asyncio.sleep(case.train_s * scale)
             executor.done(groups)
-            await executor.publish(Shared(fingerprint=f"w{step}"))
+            await executor.publish(SharedWeights(fingerprint=f"w{step}"))
         values = executor.metrics()
         spent_s = clock() - began_s
     dropped = sum(value for name, value in values.items() if name.startswith("rollout/dropped_"))
@@ -388,7 +388,7 @@ def compared(sync: Sequence[Measured], other: Sequence[Measured], *, steps: int)
 
 def _embedded_run(steps: int, eta: int) -> Measured:
     from headrace import wiring
-    from headrace.observe.sinks import read_metrics
+    from headrace.observe.sinks.jsonl import read_metrics
     from headrace.wiring.checked_config import load_checked
 
     with tempfile.TemporaryDirectory() as folder:

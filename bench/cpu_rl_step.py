@@ -35,19 +35,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
-from headrace.algo.weights import reweight
+from headrace.algo.loss_weights import reweight
+from headrace.data.task_source import TaskSource
+from headrace.envs.single_turn import SingleTurnEnv
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
+from headrace.model.compute_thread import ComputeThread, limit_torch_threads
 from headrace.model.load import prepare
-from headrace.model.worker import Worker, leave_arithmetic_to_workers
 from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import AsyncSettings, RolloutExecutor
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.start import SETTINGS, VARIABLE, runs_on_glibc
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, Episode, LossSpec, Message, SamplingParams, Task
@@ -100,7 +100,7 @@ class Ours:
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, threads: int) -> None:
         lm = prepare(model, tokenizer, source="bench")
-        self.worker = Worker(threads=threads)
+        self.worker = ComputeThread(threads=threads)
         self.backend = TorchBackend(lm, worker=self.worker)
         self.engine = EmbeddedEngine(lm, max_rows=PROMPTS * SAMPLES, worker=self.worker)
         tasks = [Task(id=str(i), messages=(Message(role="user", content=text),)) for i, text in enumerate(prompts(64))]
@@ -190,7 +190,7 @@ def environment(*, large_pages: bool) -> Iterator[None]:
 
 def run_ours(pipe: Connection, steps: int) -> None:
     logging.getLogger("headrace").setLevel(logging.ERROR)
-    threads = leave_arithmetic_to_workers()
+    threads = limit_torch_threads()
     ours = Ours(make_model(), make_tokenizer(), threads)
     gc.collect()
     gc.freeze()

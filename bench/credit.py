@@ -44,20 +44,20 @@ import torch
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
-from headrace.algo.weights import reweight
+from headrace.algo.loss_weights import reweight
+from headrace.data.shuffle import permutation
+from headrace.data.task_source import TaskSource
+from headrace.envs import ENVIRONMENTS, environment_demonstrations, environment_tasks
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.evaluate import evaluate
 from headrace.loops.sft import render_batch
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import BUILTIN, Term
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.shuffle import permutation
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.train.schedule import make_schedule
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, LossSpec, SamplingParams
@@ -131,7 +131,7 @@ def start_process() -> None:
 
 def demo_model(weights: Weights | None, *, seed: int) -> LanguageModel:
     """The demo's model, with given weights or fresh ones."""
-    tokenizer = make_tokenizer(WORLDS[WORLD].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS[WORLD].vocabulary())
     shape = DEMO["model"]["tiny"]
     model = make_model(vocab_size=len(tokenizer), seed=seed, **shape)
     if weights is not None:
@@ -150,7 +150,7 @@ def demo_player(lm: LanguageModel, engine: EmbeddedEngine, *, group_size: int, r
     return GroupPlayer(
         group_size=group_size,
         run_seed=run_seed,
-        make_env=WORLDS[WORLD].make_env,
+        make_env=ENVIRONMENTS[WORLD].make_env,
         sampler=engine,
         renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
         reward_runner=InProcessRewardRunner([Term(name="env", fn=BUILTIN["env"])]),
@@ -163,13 +163,13 @@ def demo_player(lm: LanguageModel, engine: EmbeddedEngine, *, group_size: int, r
 
 def demo_tasks(seed: int) -> TaskSource:
     c = DEMO["rl"]["tasks"]
-    return TaskSource(world_tasks(WORLD, c["size"], c["seed"], {}), seed)
+    return TaskSource(environment_tasks(WORLD, c["size"], c["seed"], {}), seed)
 
 
 async def held_out_success(player: GroupPlayer, budget: Budget) -> float:
     """In rooms that are never trained on, with seeds that are the same for every run."""
     c = DEMO["eval"]["source"]
-    rooms = world_tasks(WORLD, budget.eval_tasks, c["seed"], c["options"])
+    rooms = environment_tasks(WORLD, budget.eval_tasks, c["seed"], c["options"])
     return (await evaluate(rooms, replace(player, group_size=1, run_seed=EVAL_SEED))).score
 
 
@@ -184,7 +184,7 @@ def train_sft(seed: int, budget: Budget) -> Weights:
     renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
     (source,) = c["sources"]
-    talks = world_demonstrations(WORLD, source["size"], source["seed"], source["options"])
+    talks = environment_demonstrations(WORLD, source["size"], source["seed"], source["options"])
     drawn = shuffled(talks, seed)
     adam = demo_adam(c["optimizer"], budget.sft_steps, peak=c["optimizer"]["learning_rate"])
     for step in range(budget.sft_steps):

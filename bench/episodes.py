@@ -44,7 +44,7 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
     StepResult,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -86,7 +86,7 @@ class SlowSampler(FakeSampler):
             sampler_logprobs=logprobs,
             raw_logprobs=logprobs,
             versions=int_array([0] * len(tokens)),
-            stop=Stop.STOP,
+            stop=StopReason.STOP,
         )
 
     async def sample(self, request: SampleRequest) -> Completion:

@@ -26,7 +26,7 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import LanguageModel, load_model
 from headrace.model.quantized import PACKAGES, Quantization, Quantizer, choose_quantizer
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.train.references import ReferenceModels
+from headrace.train.frozen_cache import ReferenceModels
 from headrace.types import Datum, FloatArray, SampleRequest, SamplingParams, float_array, int_array
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

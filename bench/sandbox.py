@@ -22,9 +22,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.reward.calling import load
-from headrace.reward.sandbox.limits import Limits, Outcome
-from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.limits import CallLimits, Outcome
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings
+from headrace.reward.user_function import load
 
 FUNCTION = """
 import numpy as np
@@ -90,7 +90,7 @@ async def main() -> int:
         file = Path(folder) / "closeness.py"
         file.write_text(FUNCTION)
         spec = f"{file}:closeness"
-        settings = Settings(limits=Limits(), workers=cores)
+        settings = SandboxSettings(limits=CallLimits(), workers=cores)
         warm, cold = Sandbox({"spec": spec}, settings), Sandbox({"spec": spec}, replace(settings, warm=False))
         cpu_before_s = cpu_s()
         warm_per_s = await calls_per_s(warm, args.calls)

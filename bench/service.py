@@ -48,13 +48,13 @@ import tenants_sampling
 import torch
 
 from headrace.model.load import load_model
-from headrace.service.access import hash_key, new_key
-from headrace.service.host import AdapterSpec
-from headrace.service.hosting.host import AdapterHost
-from headrace.service.journal import Journal
-from headrace.service.schema import FLOAT32, INT64, ForwardBackwardRequest
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.model_host import AdapterSpec
+from headrace.service.http.auth import hash_key, new_key
+from headrace.service.store.journal import Journal
+from headrace.service.wire.proto import FLOAT32, INT64, ForwardBackwardRequest
 from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
-from headrace.wiring.models import fuse
+from headrace.wiring.build.models import fuse_cuda_layers
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 START_S, WAKES, WARM_UP, RANK = 120.0, 300, 5, 8
@@ -209,7 +209,7 @@ def _wire_verbs(server: Server, data: Sequence[Datum]) -> Verbs:
 
 def _host_verbs(server: Server, data: Sequence[Datum]) -> Verbs:
     lm = load_model(str(server.folder / "data" / "tiny"))
-    fuse(lm)
+    fuse_cuda_layers(lm)
     host = AdapterHost(lm, max_rows=32, kv_tokens=32 * 512)
     host.create("m", AdapterSpec(rank=RANK, seed=0)).result()
     host.snapshot("m", "s").result()

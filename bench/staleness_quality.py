@@ -51,24 +51,32 @@ from credit import (
 )
 
 from headrace.algo.advantages.credit import credit
-from headrace.algo.correction import Behaviour
-from headrace.algo.lags import staleness_metrics
+from headrace.algo.correction import BehaviourCorrection
 from headrace.algo.losses import find_loss
+from headrace.algo.staleness_metrics import staleness_metrics
 from headrace.infer.engine import EmbeddedEngine
-from headrace.loops.arrays import Correction, Score, minibatches, provide, scored_by_backend, step_batch
+from headrace.loops.step_batch import (
+    CorrectionSettings,
+    Score,
+    add_loss_inputs,
+    backend_scorer,
+    minibatches,
+    step_batch,
+)
+from headrace.metrics import Metric, merge_metrics, metric_values
 from headrace.model.load import prepare
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.build import build_executor
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import LossSpec, Metric, merge_metrics, metric_values
+from headrace.types import LossSpec
 
 ETAS = (0, 2, 8)
-VARIANTS: Mapping[str, Behaviour | None] = {
+VARIANTS: Mapping[str, BehaviourCorrection | None] = {
     "coupled": None,
-    "full": Behaviour.FULL,
-    "one_step": Behaviour.ONE_STEP,
-    "loglinear": Behaviour.LOGLINEAR,
+    "full": BehaviourCorrection.FULL,
+    "one_step": BehaviourCorrection.ONE_STEP,
+    "loglinear": BehaviourCorrection.LOGLINEAR,
 }
 WEIGHTS = ("log_weight_std", "effective_share")
 
@@ -111,7 +119,9 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
     player = demo_player(lm, engine, group_size=budget.group_size, run_seed=seed)
     behaviour = VARIANTS[variant]
     executor = build_executor(
-        AsyncSettings(max_staleness=eta, task_timeout_s=3600.0, next_logprobs=behaviour is Behaviour.ONE_STEP),
+        AsyncSettings(
+            max_staleness=eta, task_timeout_s=3600.0, next_logprobs=behaviour is BehaviourCorrection.ONE_STEP
+        ),
         batch_groups=budget.groups,
         samplers=[engine],
         player=player,
@@ -119,8 +129,8 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
     )
     adam = demo_adam(c["optimizer"], budget.steps, peak=budget.learning_rate)
     loss = LossSpec(fn="ppo" if behaviour is None else "decoupled_ppo")
-    correction = None if behaviour is None else Correction(behaviour=behaviour)
-    scorers: dict[str, Score] = {} if behaviour is None else {"proximal_logprobs": scored_by_backend(backend)}
+    correction = None if behaviour is None else CorrectionSettings(behaviour=behaviour)
+    scorers: dict[str, Score] = {} if behaviour is None else {"proximal_logprobs": backend_scorer(backend)}
     curve: list[float] = []
     weights: dict[str, list[float]] = {}
     async with executor:
@@ -130,7 +140,9 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
             groups = await executor.take_batch()
             await all_room_filled(executor)
             batch = step_batch(credit(groups, method=c["credit"]))
-            batch = await provide(batch, find_loss(loss.fn), scorers, correction=correction, version=executor.version)
+            batch = await add_loss_inputs(
+                batch, find_loss(loss.fn), scorers, correction=correction, version=executor.version
+            )
             made = minibatches(batch, parts, find_loss(loss.fn), weighting=c["weighting"], constant=1.0)
             metrics: dict[str, Metric] = dict(batch.metrics)
             for part, data in enumerate(made):

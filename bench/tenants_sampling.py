@@ -26,8 +26,8 @@ import torch
 
 from headrace.model.load import LanguageModel, load_model, prepare
 from headrace.model.tiny import make_model
-from headrace.service.host import AdapterSpec
-from headrace.service.hosting.host import AdapterHost
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.model_host import AdapterSpec
 from headrace.start import SETTINGS, VARIABLE, runs_on_glibc
 from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
 

@@ -10,18 +10,18 @@ import asyncio
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import conversation_datum, to_data
-from headrace.algo.weights import reweight
+from headrace.algo.loss_weights import reweight
+from headrace.data.conversations import ConversationMixture
+from headrace.data.task_source import TaskSource
+from headrace.envs import ENVIRONMENTS, environment_demonstrations, environment_tasks
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import Term, exact_match
-from headrace.rollout.conversations import Mixture
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.train.schedule import make_schedule
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, LossSpec, SamplingParams
@@ -31,15 +31,15 @@ SEED = 0
 
 async def main(sft_steps: int = 160, rl_steps: int = 60) -> list[float]:
     """Train, print a line per RL step, and return the loss of every step of both stages."""
-    tokenizer = make_tokenizer(WORLDS["add"].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS["add"].vocabulary())
     model = make_model(vocab_size=len(tokenizer), width=96, layers=2, heads=4, kv_heads=2, context=64, seed=SEED)
     lm = prepare(model, tokenizer, source="made on the spot")
     renderer = Renderer(tokenizer, eos_tokens=lm.eos_tokens)
     losses = []
 
     backend = TorchBackend(lm)
-    demonstrations = world_demonstrations("add", 700, 1, {"max_number": 29, "mistake_rate": 0.5})
-    mixture = Mixture([(demonstrations, 1.0)], SEED)
+    demonstrations = environment_demonstrations("add", 700, 1, {"max_number": 29, "mistake_rate": 0.5})
+    mixture = ConversationMixture([(demonstrations, 1.0)], SEED)
     schedule = make_schedule(sft_steps, peak=3e-3, type="cosine", warmup_steps=10, final=0.1)
     for step in range(sft_steps):
         rendered = [part for talk in mixture.next_batch(64) for part in renderer.conversation(talk, max_tokens=64)]
@@ -51,10 +51,10 @@ async def main(sft_steps: int = 160, rl_steps: int = 60) -> list[float]:
     backend = TorchBackend(lm)  # a new stage: new optimiser state on the same weights
     engine = EmbeddedEngine(lm, max_rows=128, kv_tokens=128 * 64)  # samples with the very tensors that are trained
     publisher = Publisher([engine])
-    tasks = TaskSource(world_tasks("add", 700, 2, {"max_number": 29}), SEED)
+    tasks = TaskSource(environment_tasks("add", 700, 2, {"max_number": 29}), SEED)
     player = GroupPlayer(
         group_size=8,
-        make_env=WORLDS["add"].make_env,
+        make_env=ENVIRONMENTS["add"].make_env,
         sampler=engine,
         renderer=renderer,
         reward_runner=InProcessRewardRunner([Term(name="exact_match", fn=exact_match)]),

@@ -19,14 +19,14 @@ from pathlib import Path
 
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.service.access import Access
-from headrace.service.app import make_app
 from headrace.service.client import ServiceClient, TrainingClient
-from headrace.service.hosting.host import AdapterHost
-from headrace.service.journal import Journal
-from headrace.service.records import ModelCard
-from headrace.service.server import serving
-from headrace.service.service import Service
+from headrace.service.core import Service
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.http.app import make_app
+from headrace.service.http.auth import Access
+from headrace.service.http.server import serving
+from headrace.service.store.entities import ModelCard
+from headrace.service.store.journal import Journal
 from headrace.types import CROSS_ENTROPY, Adam, Datum, float_array, int_array
 
 UPDATE = Adam(learning_rate=1e-2)

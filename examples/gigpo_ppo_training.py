@@ -13,24 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.algo.advantages.credit import Credited, credit
+from headrace.algo.advantages.credit import CreditedBatch, credit
 from headrace.algo.advantages.health import anchor_findings
 from headrace.algo.datum import conversation_datum, to_data
-from headrace.algo.weights import reweight
+from headrace.algo.loss_weights import reweight
+from headrace.data.conversations import ConversationMixture
+from headrace.data.task_source import TaskSource
+from headrace.envs import ENVIRONMENTS, environment_demonstrations, environment_tasks
 from headrace.infer.engine import EmbeddedEngine
+from headrace.metrics import metric_values
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
-from headrace.reward.runner import GroupRewardRunner
-from headrace.reward.sandbox.pool import Settings
-from headrace.reward.sandboxed import UserReward, sandboxed_term
-from headrace.rollout.conversations import Mixture
+from headrace.reward.reward_runner import GroupRewardRunner
+from headrace.reward.sandbox.pool import SandboxSettings
+from headrace.reward.user_term import UserRewardSpec, sandboxed_term
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, ForwardOut, Group, LossSpec, SamplingParams, Task, metric_values
+from headrace.types import CROSS_ENTROPY, Adam, Datum, ForwardOut, Group, LossSpec, SamplingParams, Task
 
 SEED = 0
 WORLD = "frozen_lake"
@@ -57,10 +58,10 @@ async def main(sizes: Sizes) -> dict[str, float]:
     imitate(backend, renderer, steps=sizes.sft_steps)
     engine = EmbeddedEngine(lm, max_rows=sizes.groups * sizes.group_size)  # samples with the tensors that are trained
     publisher = Publisher([engine])
-    term = sandboxed_term(UserReward(name="turns", spec=REWARD), Settings(), fork_groups=True)
+    term = sandboxed_term(UserRewardSpec(name="turns", spec=REWARD), SandboxSettings(), fork_groups=True)
     player = GroupPlayer(
         group_size=sizes.group_size,
-        make_env=WORLDS[WORLD].make_env,
+        make_env=ENVIRONMENTS[WORLD].make_env,
         sampler=engine,
         renderer=renderer,
         reward_runner=GroupRewardRunner([term], max_invalid_share=0.1),
@@ -70,8 +71,8 @@ async def main(sizes: Sizes) -> dict[str, float]:
         timeout_s=600.0,
         run_seed=SEED,
     )
-    held_out = world_tasks(WORLD, sizes.held_out, 3, {**LAKES, "split": "held_out"})
-    tasks = TaskSource(world_tasks(WORLD, 300, 2, LAKES), SEED)
+    held_out = environment_tasks(WORLD, sizes.held_out, 3, {**LAKES, "split": "held_out"})
+    tasks = TaskSource(environment_tasks(WORLD, 300, 2, LAKES), SEED)
     trainer = TorchBackend(lm)  # a new stage: new optimiser state on the same weights
     try:
         before = await crossed(player, held_out)
@@ -100,7 +101,7 @@ async def main(sizes: Sizes) -> dict[str, float]:
 
 
 def made_model() -> tuple[LanguageModel, Renderer]:
-    tokenizer = make_tokenizer(WORLDS[WORLD].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS[WORLD].vocabulary())
     model = make_model(vocab_size=len(tokenizer), width=64, layers=2, heads=4, kv_heads=2, context=192, seed=SEED)
     lm = prepare(model, tokenizer, source="made on the spot")
     return lm, Renderer(tokenizer, eos_tokens=lm.eos_tokens)
@@ -108,7 +109,9 @@ def made_model() -> tuple[LanguageModel, Renderer]:
 
 def imitate(backend: TorchBackend, renderer: Renderer, *, steps: int) -> None:
     """Supervised training on a player that is wrong half of the time."""
-    shown = Mixture([(world_demonstrations(WORLD, 300, 1, {**LAKES, "mistake_rate": 0.5}), 1.0)], SEED)
+    shown = ConversationMixture(
+        [(environment_demonstrations(WORLD, 300, 1, {**LAKES, "mistake_rate": 0.5}), 1.0)], SEED
+    )
     for _ in range(steps):
         parts = [part for talk in shown.next_batch(32) for part in renderer.conversation(talk, max_tokens=192)]
         data = reweight([conversation_datum(part.tokens, part.trained) for part in parts], weighting="token_mean")
@@ -134,7 +137,7 @@ def success(groups: Sequence[Group]) -> float:
     return sum(verdicts) / max(len(verdicts), 1)
 
 
-def check_anchors(credited: Credited) -> None:
+def check_anchors(credited: CreditedBatch) -> None:
     """What a run does before it trains: an anchor that never changes would make of GiGPO a slower GRPO."""
     found = anchor_findings(credited.table, method="gigpo")
     assert not found.errors, found.errors
@@ -143,7 +146,7 @@ def check_anchors(credited: Credited) -> None:
 # --- what the stages hand on -----------------------------------------------------------------------------------------
 
 
-def show_stages(groups: Sequence[Group], credited: Credited, data: Sequence[Datum], renderer: Renderer) -> None:
+def show_stages(groups: Sequence[Group], credited: CreditedBatch, data: Sequence[Datum], renderer: Renderer) -> None:
     """One group in which some episodes succeeded and others did not, from its raw steps to the data of the loss."""
     differing = [n for n, group in enumerate(groups) if sum(bool(e.success) for e in group.episodes) > 0]
     chosen = groups[differing[0] if differing else 0]

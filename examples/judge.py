@@ -14,13 +14,13 @@ import sys
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import load_model
 from headrace.render import Renderer
-from headrace.reward.judge import Judge, ask_sampler, judge_term
-from headrace.reward.runner import GroupRewardRunner
+from headrace.reward.judge import JudgeSettings, ask_sampler, judge_term
+from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.types import Episode, FailedEpisode, Message, SamplingParams, ScoredEpisode, Task
 
 QUESTION = Message(role="user", content="What is 17 + 25?")
 ANSWERS = ("42", "17 + 25 = 42, because 7 + 5 = 12 and 10 + 20 + 10 = 40.", "It is about 50.")
-JUDGE = Judge(rubric="Is the answer right, and is the way to it explained in a few words?", attempts=3)
+JUDGE = JudgeSettings(rubric="Is the answer right, and is the way to it explained in a few words?", attempts=3)
 
 
 async def main(path: str) -> tuple[ScoredEpisode | FailedEpisode, ...]:

@@ -84,7 +84,7 @@ def configure(
     terminal = logging.StreamHandler()
     if not debug:  # what is said of every group is for log.txt
         terminal.setLevel(logging.INFO)
-        terminal.addFilter(lambda record: record.name != "headrace.loops.tell")
+        terminal.addFilter(lambda record: record.name != "headrace.loops.credit_log")
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(format=form, datefmt="%H:%M:%S", handlers=[terminal])
     logging.getLogger("headrace").setLevel(logging.DEBUG if debug else logging.INFO)
@@ -178,7 +178,7 @@ def explain(
 ) -> None:
     """Say what a file would do, and how large it is; loads no weights."""
     if keys:
-        from headrace.observe.key_table import key_table
+        from headrace.config.docs_table import key_table
 
         print(key_table(), end="")
         return
@@ -187,7 +187,7 @@ def explain(
     from headrace.wiring.checked_config import load_checked
 
     config = load_checked(file, overrides or [], command="train")
-    from headrace.wiring.explaining import explain_config
+    from headrace.wiring.commands.explain import explain_config
 
     print(explain_config(config, file=str(file)), end="")
 
@@ -201,7 +201,7 @@ def doctor() -> None:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    from headrace.wiring.doctor import check_sampling, describe_machine
+    from headrace.wiring.commands.doctor import check_sampling, describe_machine
 
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         checking = pool.submit(check_sampling)  # under way while packages are looked at
@@ -237,7 +237,7 @@ def verify(
     if model is not None and model not in NAMED_MODELS and not (Path(model) / "config.json").is_file():
         raise ConfigError(f"{model} is no model: give a Hugging Face folder (with config.json) or smollm2-135m")
     from headrace import wiring
-    from headrace.loops.verify.proof import failures, heading, rows
+    from headrace.verify.property_result import failures, heading, rows
 
     print(heading())
     proofs = []
@@ -253,7 +253,7 @@ def verify(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
     """Write report.html of a run folder anew."""
-    from headrace.observe.report import write_report
+    from headrace.observe.report.run_report import write_report
     from headrace.observe.run_folder import RunFolder
 
     print(write_report(RunFolder.open(run).path))
@@ -276,18 +276,18 @@ def view(
     html: Annotated[Path | None, typer.Option(help="Write one page with all of this instead.")] = None,
 ) -> None:
     """Look at the rollouts of a training step."""
-    from headrace.observe.view import Asked, write_page
-    from headrace.observe.view import view as shown
-    from headrace.observe.view_tokens import By
+    from headrace.observe.viewer.query import ViewQuery, write_page
+    from headrace.observe.viewer.query import view as shown
+    from headrace.observe.viewer.tokens import ColorBy
 
-    asked = Asked(
+    asked = ViewQuery(
         path=path,
         step=step,
         task=task,
         episode=episode,
         group=group,
         anchor=anchor,
-        tokens=None if tokens is None else By(tokens),
+        tokens=None if tokens is None else ColorBy(tokens),
         tokenizer=tokenizer,
     )
     if html is not None:
@@ -321,10 +321,10 @@ def recredit(
     partial: Annotated[bool, typer.Option("--partial", help="Compare groups that were not saved whole.")] = False,
 ) -> None:
     """Score and credit saved rollouts anew, without a model."""
-    from headrace.observe.recredited import tables
-    from headrace.observe.view_catalog import method_text
-    from headrace.wiring.recredit import RecreditRequest
-    from headrace.wiring.recredit import recredit as recredit_file
+    from headrace.observe.viewer.catalog import method_text
+    from headrace.observe.viewer.recredit_tables import tables
+    from headrace.wiring.commands.recredit import RecreditRequest
+    from headrace.wiring.commands.recredit import recredit as recredit_file
 
     request = RecreditRequest(
         path=path,
@@ -356,9 +356,9 @@ def serve(
     """Serve a model to the public tinker SDK: training and sampling."""
     from dataclasses import replace
 
-    from headrace.service.server import listen, make_server
+    from headrace.service.http.server import listen, make_server
     from headrace.service.settings import ServeConfig, load_serve_config
-    from headrace.wiring.serve import open_service
+    from headrace.wiring.commands.serve import open_service
 
     if file is not None and not file.is_file():
         raise ConfigError(f"there is no file {file}: give the path of the service's TOML file, or none")
@@ -380,8 +380,8 @@ def serve(
 
 
 def _serve_references(config: "ServeConfig") -> None:
-    from headrace.service.server import listen, make_server
-    from headrace.wiring.references import open_reference_server
+    from headrace.service.http.server import listen, make_server
+    from headrace.wiring.commands.serve_references import open_reference_server
 
     with open_reference_server(config) as (application, names), listen(config.serve.host, config.serve.port) as socket:
         host, bound = socket.getsockname()[:2]
@@ -394,7 +394,7 @@ def key(
     owner: Annotated[str, typer.Argument(help="Whose key it is; what is made with it belongs to this name.")],
 ) -> None:
     """Make a key for a service: the key itself, and what its TOML file needs."""
-    from headrace.service.access import hash_key, new_key
+    from headrace.service.http.auth import hash_key, new_key
 
     made = new_key()
     print(f'the key, shown this once: {made}\n\n[[keys]]\nowner = {json.dumps(owner)}\nsha256 = "{hash_key(made)}"')

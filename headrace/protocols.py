@@ -13,7 +13,7 @@ from headrace.types import (
     Adam,
     Completion,
     Datum,
-    Discard,
+    DiscardGradient,
     Episode,
     FailedEpisode,
     FloatArray,
@@ -22,11 +22,11 @@ from headrace.types import (
     LossSpec,
     Observation,
     SampleRequest,
-    ScaleBack,
+    ScaleUpdate,
     ScoredEpisode,
-    StepOut,
     StepResult,
     Task,
+    UpdateOut,
     WeightsHandle,
 )
 
@@ -73,7 +73,7 @@ class TrainBackend(Protocol):
 
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]": ...
 
-    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
+    def optim_step(self, update: Adam | DiscardGradient | ScaleUpdate) -> "Future[UpdateOut]":
         """Raises (through the future) NoGradientError for an Adam when nothing was accumulated, and BackendError for a
         ScaleBack that follows no reversible Adam."""
 

@@ -21,7 +21,7 @@ from headrace.types import IntArray, Message, int_array
 
 BoolArray = npt.NDArray[np.bool_]
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as chat templates take them
-Asked = tuple[IntArray, "asyncio.Future[str]"]  # tokens, and who waits for their text
+PendingDecode = tuple[IntArray, "asyncio.Future[str]"]  # tokens, and who waits for their text
 
 # For a tokenizer without a chat template: contents on lines of their own, the assistant's closed by end-of-sequence.
 PLAIN_TEMPLATE = (
@@ -53,7 +53,7 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_tokens: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._last: tuple[tuple[Message, ...], IntArray] | None = None  # what was rendered last, without tools
-        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Asked]] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, list[PendingDecode]] = WeakKeyDictionary()
         self._decodes_plainly = _decodes_plainly(tokenizer)
         self._template: str | None = None
         if tokenizer.chat_template is None:

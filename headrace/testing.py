@@ -19,31 +19,30 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headrace.errors import BackendError, NoGradientError, RewardError, SamplerError
+from headrace.metrics import Mean, Sum
 from headrace.types import (
     Action,
     Adam,
     Completion,
     Datum,
-    Discard,
+    DiscardGradient,
     Episode,
     FailedEpisode,
     FloatArray,
     ForwardOut,
     IntArray,
     LossSpec,
-    Mean,
     Message,
     Observation,
     Reward,
     SampleRequest,
-    ScaleBack,
+    ScaleUpdate,
     ScoredEpisode,
-    Shared,
-    StepOut,
+    SharedWeights,
     StepResult,
-    Stop,
-    Sum,
+    StopReason,
     Task,
+    UpdateOut,
     WeightsHandle,
     float_array,
     int_array,
@@ -93,18 +92,18 @@ class FakeSampler:
         await self._running.wait()
         self._open += 1
         self._idle.clear()
-        stop, score = Stop.LENGTH, self.token_score()
+        stop, score = StopReason.LENGTH, self.token_score()
         try:
             end = min(self._length(request), request.params.max_tokens)
             while len(tokens) < end:
                 if self._interrupt:
-                    stop = Stop.INTERRUPTED
+                    stop = StopReason.INTERRUPTED
                     break
                 tokens.append(self._version * VERSION_STRIDE + len(tokens) % VERSION_STRIDE)
                 versions.append(self._version)
                 await self._wait_tick()
             else:
-                stop = Stop.STOP if self._length(request) <= request.params.max_tokens else Stop.LENGTH
+                stop = StopReason.STOP if self._length(request) <= request.params.max_tokens else StopReason.LENGTH
         finally:
             self._open -= 1
             if not self._open:
@@ -190,25 +189,25 @@ class FakeBackend:
             loss=total, logprobs=logprobs, metrics={"loss/total": Sum(total), "loss/mean": Mean(total, tokens)}
         )
 
-    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
-        def run() -> StepOut:
-            if isinstance(update, ScaleBack):
+    def optim_step(self, update: Adam | DiscardGradient | ScaleUpdate) -> "Future[UpdateOut]":
+        def run() -> UpdateOut:
+            if isinstance(update, ScaleUpdate):
                 if self._before is None:
                     raise BackendError("there is no update to scale back: make one with Adam(reversible=True)")
                 kept = update.share * (self.logprob - self._before) if update.share else 0.0
                 self.logprob = self._before + kept
-                return StepOut(grad_norm=0.0, updated=True, num_updates=self._updates)
+                return UpdateOut(grad_norm=0.0, updated=True, num_updates=self._updates)
             gradient, self._gradient = self._gradient, None
-            if isinstance(update, Discard):
-                return StepOut(grad_norm=0.0, updated=False, num_updates=self._updates)
+            if isinstance(update, DiscardGradient):
+                return UpdateOut(grad_norm=0.0, updated=False, num_updates=self._updates)
             if gradient is None:
                 raise NoGradientError("optim_step needs a forward_backward before it")
             self._before = self.logprob if update.reversible else None
             if not math.isfinite(gradient) or 0 < update.max_norm < abs(gradient):
-                return StepOut(grad_norm=abs(gradient), updated=False, num_updates=self._updates)
+                return UpdateOut(grad_norm=abs(gradient), updated=False, num_updates=self._updates)
             self.logprob = min(self.logprob - update.learning_rate * float(np.sign(gradient)), 0.0)
             self._updates += 1
-            return StepOut(grad_norm=abs(gradient), updated=True, num_updates=self._updates)
+            return UpdateOut(grad_norm=abs(gradient), updated=True, num_updates=self._updates)
 
         return _resolved(run)
 
@@ -230,7 +229,9 @@ class FakeBackend:
         return _resolved(run)
 
     def export_weights(self) -> "Future[WeightsHandle]":
-        return _resolved(lambda: Shared(fingerprint=hashlib.blake2b(repr(self.logprob).encode()).hexdigest()[:16]))
+        return _resolved(
+            lambda: SharedWeights(fingerprint=hashlib.blake2b(repr(self.logprob).encode()).hexdigest()[:16])
+        )
 
 
 def _resolved(run: Callable[[], R]) -> "Future[R]":

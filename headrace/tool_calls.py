@@ -44,7 +44,7 @@ class ToolForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
+class ParsedReply:
     """A reply: `content` is what is not a call. Calls have no ids yet."""
 
     content: str
@@ -82,7 +82,7 @@ def find_form(renderer: Renderer) -> ToolForm | None:
     return None
 
 
-def parse_reply(text: str, form: ToolForm | None, tools: Collection[str]) -> Parsed:
+def parse_reply(text: str, form: ToolForm | None, tools: Collection[str]) -> ParsedReply:
     """The calls in `text` and what is said around them; without a call, the text as it is.
 
     >>> form = ToolForm(opening="<call>", closing="</call>")
@@ -90,12 +90,12 @@ def parse_reply(text: str, form: ToolForm | None, tools: Collection[str]) -> Par
     Parsed(content='ok', calls=(ToolCall(name='add', arguments='{"a": 1}', id=''),))
     """
     if form is not None and form.opening in text:
-        return _formed(text, form, tools) or Parsed(content=text)
+        return _formed(text, form, tools) or ParsedReply(content=text)
     found = _decode(text, _after_space(text, 0))
     if found is None or text[found[1] :].strip():
-        return Parsed(content=text)
+        return ParsedReply(content=text)
     calls = _known(_calls(found[0], text[: found[1]]), tools)
-    return Parsed(content="", calls=calls) if calls else Parsed(content=text)
+    return ParsedReply(content="", calls=calls) if calls else ParsedReply(content=text)
 
 
 def call_problem(text: str, form: ToolForm | None, tools: Collection[str]) -> str | None:
@@ -158,7 +158,7 @@ def extended_prompt(
     return None
 
 
-def _formed(text: str, form: ToolForm, tools: Collection[str]) -> Parsed | None:
+def _formed(text: str, form: ToolForm, tools: Collection[str]) -> ParsedReply | None:
     """None as soon as one call is malformed: a program must not act on half of what was meant."""
     said: list[str] = []
     calls: list[ToolCall] = []
@@ -176,7 +176,7 @@ def _formed(text: str, form: ToolForm, tools: Collection[str]) -> Parsed | None:
         calls += known
         place += len(form.closing)
     said.append(text[place:])
-    return Parsed(content="".join(said).strip(), calls=tuple(calls))
+    return ParsedReply(content="".join(said).strip(), calls=tuple(calls))
 
 
 def _known(calls: Iterable[ToolCall] | None, tools: Collection[str]) -> tuple[ToolCall, ...] | None:

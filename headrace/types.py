@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.metrics import Metrics
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
@@ -85,7 +87,7 @@ class Task:
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-class Stop(StrEnum):
+class StopReason(StrEnum):
     STOP = "stop"  # a stop token or stop string; it is part of the returned tokens
     LENGTH = "length"  # max_tokens, or the context is full
     INTERRUPTED = "interrupted"  # weights are about to change; continue from here
@@ -124,7 +126,7 @@ class Completion:
     sampler_logprobs: FloatArray
     raw_logprobs: FloatArray
     versions: IntArray  # policy version under which each token was sampled
-    stop: Stop
+    stop: StopReason
     next_logprobs: FloatArray | None = None
     prefix_logprobs: FloatArray | None = None
 
@@ -216,7 +218,7 @@ class Step:
     valid: bool = True
 
 
-class Ended(StrEnum):
+class EndReason(StrEnum):
     """How an episode came to its end; the first that holds, in this order."""
 
     DONE = "done"  # the environment said so, or the agent program returned
@@ -241,7 +243,7 @@ class Episode:
     temperature: float
     truncated: bool = False
     success: bool | None = None
-    ended: Ended | None = None
+    ended: EndReason | None = None
     final_state: str | None = None
 
     @property
@@ -269,8 +271,8 @@ class FailedEpisode:
     reason: str
 
     @property
-    def ended(self) -> Ended:
-        return Ended.ERROR
+    def ended(self) -> EndReason:
+        return EndReason.ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,12 +418,12 @@ class Adam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Discard:
+class DiscardGradient:
     """Forget the accumulated gradient; no update is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleBack:
+class ScaleUpdate:
     """Keep `share` of what the last update, a reversible one, changed in the weights; 0 takes it all back.
 
     Shares of several in a row multiply. The optimiser's moments stay, being averages of gradients and not of steps.
@@ -431,121 +433,6 @@ class ScaleBack:
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.share <= 1.0
-
-
-# --- metrics: every one carries its reduction, so that chunks, micro-batches and ranks merge -------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Values may be floats or 0-d tensors; `float()` happens once, when they are read."""
-
-    total: Any
-
-    def merge(self, other: "Sum") -> "Sum":
-        return Sum(self.total + other.total)
-
-    def value(self) -> float:
-        return float(self.total)
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    total: Any
-    count: Any
-
-    def merge(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.count + other.count)
-
-    def value(self) -> float:
-        count = float(self.count)
-        return float(self.total) / count if count else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    top: Any
-
-    def merge(self, other: "Max") -> "Max":
-        return Max(max(float(self.top), float(other.top)))
-
-    def value(self) -> float:
-        return float(self.top)
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    bottom: Any
-
-    def merge(self, other: "Min") -> "Min":
-        return Min(min(float(self.bottom), float(other.bottom)))
-
-    def value(self) -> float:
-        return float(self.bottom)
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """Standard deviation of `count` values, from their sum and the sum of their squares."""
-
-    total: Any
-    squares: Any
-    count: Any
-
-    def merge(self, other: "Deviation") -> "Deviation":
-        return Deviation(self.total + other.total, self.squares + other.squares, self.count + other.count)
-
-    def value(self) -> float:
-        count = float(self.count)
-        mean = float(self.total) / count if count else 0.0
-        return max(float(self.squares) / count - mean * mean, 0.0) ** 0.5 if count else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EffectiveShare:
-    """Effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number: 1 when all are equal."""
-
-    total: Any
-    squares: Any
-    count: Any
-
-    def merge(self, other: "EffectiveShare") -> "EffectiveShare":
-        return EffectiveShare(self.total + other.total, self.squares + other.squares, self.count + other.count)
-
-    def value(self) -> float:
-        below = float(self.squares) * float(self.count)
-        return float(self.total) ** 2 / below if below else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainedVariance:
-    """1 - Var(error) / Var(target); NaN where all targets are equal, because nothing is to be explained."""
-
-    error: Deviation
-    target: Deviation
-
-    def merge(self, other: "ExplainedVariance") -> "ExplainedVariance":
-        return ExplainedVariance(self.error.merge(other.error), self.target.merge(other.target))
-
-    def value(self) -> float:
-        spread = self.target.value()
-        return 1.0 - (self.error.value() / spread) ** 2 if spread > 0 else float("nan")
-
-
-Metric = Sum | Mean | Max | Min | Deviation | EffectiveShare | ExplainedVariance
-Metrics = Mapping[str, Metric]
-
-
-def merge_metrics(left: Metrics, right: Metrics) -> dict[str, Metric]:
-    """Union of both; a name in both is merged by its reduction (which must be the same kind)."""
-    merged: dict[str, Metric] = dict(left)
-    for name, metric in right.items():
-        merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
-    return merged
-
-
-def metric_values(metrics: Metrics) -> dict[str, float]:
-    return {name: metric.value() for name, metric in metrics.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -558,7 +445,7 @@ class ForwardOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOut:
+class UpdateOut:
     """`updated` is False when the gradient was not finite or above `max_norm`, or was discarded; then weights and
     optimiser state are untouched."""
 
@@ -572,14 +459,14 @@ class StepOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedWeights:
     """The sampler uses the trainer's own tensors; loading is a version bump. `fingerprint` is the trainer's."""
 
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
+class WeightsFolder:
     """A Hugging Face folder on a file system both sides see. `fingerprint` is of the weights, not of the files."""
 
     path: Path
@@ -587,11 +474,13 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class ServedSnapshot:
     """Weights that a training service keeps under the name `sampler`; nothing changes them any more."""
 
     sampler: str
     fingerprint: str
 
 
-WeightsHandle = Shared | Folder | Snapshot  # a delta and an adapter are further members when something makes them
+WeightsHandle = (
+    SharedWeights | WeightsFolder | ServedSnapshot
+)  # a delta and an adapter are further members when something makes them

@@ -6,26 +6,26 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from headrace.config import ALGORITHMS, Config, Critic, Rl, check, load_config, to_mapping
+from headrace.config import ALGORITHMS, Config, CriticConfig, RlConfig, check, load_config, to_mapping
 from headrace.errors import ConfigError
 
 RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "key_door"\n'
 
 
-def load(*overrides: str, text: str = RL) -> Rl:
+def load(*overrides: str, text: str = RL) -> RlConfig:
     loaded = load_config(text, file="run.toml", overrides=overrides).rl
     assert loaded is not None
     return loaded
 
 
-def problem(rl: Rl, base: Path) -> str:
+def problem(rl: RlConfig, base: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         check(Config(rl=rl), file="run.toml", base=base)
     return str(caught.value).removeprefix("run.toml: ")
 
 
 def test_the_key_takes_every_name_of_the_table() -> None:
-    annotation = typing.get_type_hints(Rl)["algorithm"]
+    annotation = typing.get_type_hints(RlConfig)["algorithm"]
     words = {word for part in typing.get_args(annotation) for word in typing.get_args(part)}
     assert words == set(ALGORITHMS)
     assert [name for name, algorithm in ALGORITHMS.items() if algorithm.critic] == ["ppo"]
@@ -33,14 +33,14 @@ def test_the_key_takes_every_name_of_the_table() -> None:
 
 def test_ppo_is_gae_with_the_clipped_loss_and_a_critic() -> None:
     rl = load("rl.algorithm=ppo")
-    assert (rl.credit, rl.loss, rl.weighting, rl.critic) == ("token_gae", "ppo", "token_mean", Critic())
+    assert (rl.credit, rl.loss, rl.weighting, rl.critic) == ("token_gae", "ppo", "token_mean", CriticConfig())
     assert load("rl.algorithm=dr_grpo").weighting == "constant"
     assert load().algorithm is None
 
 
 def test_what_the_file_says_itself_wins(tmp_path: Path) -> None:
     rl = load("rl.algorithm=ppo", "rl.credit=turn_gae", "rl.loss=conservative_ppo + entropy_bonus", "rl.critic.lam=0.9")
-    assert (rl.credit, rl.loss, rl.critic) == ("turn_gae", "conservative_ppo + entropy_bonus", Critic(lam=0.9))
+    assert (rl.credit, rl.loss, rl.critic) == ("turn_gae", "conservative_ppo + entropy_bonus", CriticConfig(lam=0.9))
     assert load("rl.algorithm=grpo", "rl.weighting=token_sum").weighting == "token_sum"
 
 
@@ -74,7 +74,7 @@ def test_another_algorithm_than_the_one_named_is_refused(overrides: list[str], s
 
 def test_a_tree_made_in_code_must_say_everything(tmp_path: Path) -> None:
     rl = load("rl.algorithm=ppo", "rl.max_prompt_tokens=64", "rl.max_episode_tokens=256")
-    bare = Rl(steps=1, tasks=rl.tasks, algorithm="ppo", max_prompt_tokens=64, max_episode_tokens=256)
+    bare = RlConfig(steps=1, tasks=rl.tasks, algorithm="ppo", max_prompt_tokens=64, max_episode_tokens=256)
     assert problem(bare, tmp_path).startswith("'rl.algorithm' is \"ppo\", but 'rl.credit' is \"grpo\"")
 
 

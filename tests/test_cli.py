@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import exit_code, main, waiting
+from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
 from headrace.model.tiny import make_tokenizer
-from headrace.observe.environment import OPTIONAL, REQUIRED, machine_facts
+from headrace.observe.machine import OPTIONAL, REQUIRED, machine_facts
 from headrace.observe.run_folder import RunFolder
-from headrace.rollout.worlds import WORLDS
+from headrace.wiring.build.model_sizes import model_shape
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.doctor import SamplingCheck, describe_machine
+from headrace.wiring.commands.doctor import SamplingCheck, describe_machine
 from headrace.wiring.resume import run_to_resume
-from headrace.wiring.sizes import model_shape
 
 RUN = """
 [rl]
@@ -173,7 +173,7 @@ def test_the_size_of_a_model_is_read_from_where_the_model_is(file: Path) -> None
     shape = model_shape(load_checked(file, ["model.path=."], command="train"))
     assert (shape.width, shape.vocabulary, shape.kv_heads) == (32, 7, 2)
     tiny = model_shape(load_checked(file, ["model.tiny.layers=5"], command="train"))
-    words = make_tokenizer(WORLDS["key_door"].vocabulary())
+    words = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
     assert (tiny.layers, tiny.vocabulary) == (5, len(words))
 
 
@@ -196,7 +196,7 @@ def test_doctor_looks_at_the_machine_and_checks_it(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if packages == REQUIRED:
-        monkeypatch.setattr("headrace.observe.environment.machine_facts", partial(machine_facts, REQUIRED))
+        monkeypatch.setattr("headrace.observe.machine.machine_facts", partial(machine_facts, REQUIRED))
     code = headrace(monkeypatch, "doctor")
     text = capsys.readouterr().out
     assert [name for name in packages if not re.search(rf"^ *{name} ", text, flags=re.MULTILINE)] == []
@@ -221,7 +221,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
         "torch": {},
         "packages": found,
     }
-    monkeypatch.setattr("headrace.observe.environment.machine_facts", lambda tell: facts)
+    monkeypatch.setattr("headrace.observe.machine.machine_facts", lambda tell: facts)
     return found
 
 

@@ -15,24 +15,24 @@ from hypothesis import strategies as st
 
 from headrace.config import (
     Config,
-    Lora,
-    Model,
-    RewardTerm,
-    Rl,
-    Run,
-    Sft,
-    Source,
+    LoraConfig,
+    ModelConfig,
+    RewardTermConfig,
+    RlConfig,
+    RunConfig,
+    SftConfig,
+    SourceConfig,
     absolute_paths,
     check,
     find_path,
     load_config,
     to_mapping,
 )
-from headrace.config.async_checks import async_problems
-from headrace.config.keys import describe, field_type, keys
+from headrace.config.checks.async_rl import async_problems
+from headrace.config.docs_table import field_comments, key_table
+from headrace.config.introspect import describe, field_type, keys
 from headrace.errors import ConfigError
 from headrace.names import SMOLLM2_INSTALL
-from headrace.observe.key_table import field_comments, key_table
 
 RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "key_door"\n'
 SFT = '[sft]\nsteps = 5\n[[sft.sources]]\ntype = "world"\nname = "key_door"\n'
@@ -63,7 +63,7 @@ def problem(text: str, base: Path, *overrides: str) -> str:
 
 
 def test_the_smallest_file_has_the_defaults_of_the_tree() -> None:
-    expected = Config(rl=Rl(steps=5, tasks=Source(type="world", name="key_door")))
+    expected = Config(rl=RlConfig(steps=5, tasks=SourceConfig(type="world", name="key_door")))
     assert load(RL) == expected
     assert load("") == Config()
 
@@ -77,7 +77,7 @@ def test_async_is_a_table_of_the_file_and_a_field_of_the_tree() -> None:
 
 def test_lists_of_tables_become_tuples_of_sources() -> None:
     loaded = load('[sft]\nsteps = 2\n[[sft.sources]]\ntype = "jsonl"\npath = "a"\n[[sft.sources]]\ntype = "python"\n')
-    assert loaded.sft == Sft(steps=2, sources=(Source(type="jsonl", path="a"), Source(type="python")))
+    assert loaded.sft == SftConfig(steps=2, sources=(SourceConfig(type="jsonl", path="a"), SourceConfig(type="python")))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_overrides_come_last_and_are_toml_or_bare_words() -> None:
 def test_an_override_reaches_into_a_list_by_position() -> None:
     loaded = load(SFT, "sft.sources.0.size=3")
     assert loaded.sft is not None
-    assert loaded.sft.sources[0] == Source(type="world", name="key_door", size=3)
+    assert loaded.sft.sources[0] == SourceConfig(type="world", name="key_door", size=3)
 
 
 def test_a_value_cannot_smuggle_in_a_second_key() -> None:
@@ -665,7 +665,7 @@ def test_paths_are_made_absolute_so_that_a_resumed_run_finds_them(tmp_path: Path
     assert resolved.sft.sources[0].path == str(tmp_path / "rows.jsonl")
     assert [term.fn for term in resolved.rl.rewards] == [f"{tmp_path / 'mine.py'}:score", "env"]
     assert resolved.rl.asynchronous.score == f"{tmp_path / 'mine.py'}:f"
-    assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", Source(type="world", name="key_door"))
+    assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", SourceConfig(type="world", name="key_door"))
     assert absolute_paths(load(RL), base=tmp_path) == load(RL)
 
 
@@ -714,14 +714,16 @@ OPTIONS = st.dictionaries(
 @given(
     st.builds(
         Config,
-        run=st.builds(Run, name=WORDS, seed=st.integers(0, 2**40)),
-        model=st.builds(Model, lora=st.none() | st.builds(Lora, targets=st.lists(WORDS).map(tuple))),
+        run=st.builds(RunConfig, name=WORDS, seed=st.integers(0, 2**40)),
+        model=st.builds(ModelConfig, lora=st.none() | st.builds(LoraConfig, targets=st.lists(WORDS).map(tuple))),
         rl=st.none()
         | st.builds(
-            Rl,
+            RlConfig,
             steps=st.integers(1, 10**9),
-            tasks=st.builds(Source, type=st.just("python"), columns=st.dictionaries(WORDS, WORDS), options=OPTIONS),
-            rewards=st.lists(st.builds(RewardTerm, fn=WORDS, weight=NUMBERS, name=st.none() | WORDS)).map(tuple),
+            tasks=st.builds(
+                SourceConfig, type=st.just("python"), columns=st.dictionaries(WORDS, WORDS), options=OPTIONS
+            ),
+            rewards=st.lists(st.builds(RewardTermConfig, fn=WORDS, weight=NUMBERS, name=st.none() | WORDS)).map(tuple),
             loss_params=st.dictionaries(WORDS, NUMBERS),
         ),
     )

@@ -8,8 +8,8 @@ import pytest
 
 from headrace import wiring
 from headrace.errors import ConfigError, DataError, RolloutError
+from headrace.observe.rollouts.files import load_trajectories
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.trajectories import load_trajectories
 from headrace.types import CreditedEpisode
 from headrace.wiring.checked_config import load_checked
 

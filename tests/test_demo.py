@@ -11,8 +11,8 @@ import pytest
 
 from headrace.cli import main
 from headrace.config import load_config
-from headrace.wiring import showcase
 from headrace.wiring.checked_config import load_checked
+from headrace.wiring.commands import demo
 
 SMALL = (
     "sft.steps=2",
@@ -35,7 +35,7 @@ def test_the_demo_ends_with_before_after_the_report_and_a_line_for_programs(
     def smaller(text: str, *, file: str, overrides: Sequence[str]) -> Any:
         return load_config(text, file=file, overrides=[*overrides, *SMALL])
 
-    monkeypatch.setattr(showcase, "load_config", smaller)
+    monkeypatch.setattr(demo, "load_config", smaller)
     monkeypatch.setattr(sys, "argv", ["headrace", "demo", "--seed", "5", "--folder", str(tmp_path / "runs")])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -59,7 +59,7 @@ def test_the_demo_ends_with_before_after_the_report_and_a_line_for_programs(
 
 
 def test_the_file_of_the_demo_is_one_that_train_accepts() -> None:
-    config = load_checked(Path(showcase.__file__).parents[1] / "demo.toml", [], command="train")
+    config = load_checked(Path(demo.__file__).parents[1] / "demo.toml", [], command="train")
     assert config.sft is not None
     assert config.rl is not None
     assert config.model.path == "tiny", "nothing is downloaded"

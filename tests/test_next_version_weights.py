@@ -12,8 +12,10 @@ import torch
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
-from headrace.algo.weights import reweight
-from headrace.config import Async
+from headrace.algo.loss_weights import reweight
+from headrace.config import AsyncConfig
+from headrace.data.task_source import TaskSource
+from headrace.envs import ENVIRONMENTS, environment_tasks
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
@@ -22,8 +24,6 @@ from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.build import build_executor
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.group import GroupPlayer
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeRewardRunner
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
@@ -37,7 +37,7 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
 )
-from headrace.wiring.rollouts import make_settings
+from headrace.wiring.build.rollout_executor import make_settings
 
 
 class Telling(EmbeddedEngine):
@@ -60,14 +60,14 @@ Rig = tuple[TorchBackend, RolloutExecutor, Telling]
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    tokenizer = make_tokenizer(WORLDS["key_door"].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
     model = make_model(vocab_size=len(tokenizer), width=32, layers=2, heads=2, kv_heads=1, context=256, seed=3)
     lm = prepare(model, tokenizer, source="made on the spot")
     engine = Telling(replace(lm, model=copy.deepcopy(lm.model)), max_rows=8, source=lm)
     backend = TorchBackend(lm)
     player = GroupPlayer(
         group_size=2,
-        make_env=WORLDS["key_door"].make_env,
+        make_env=ENVIRONMENTS["key_door"].make_env,
         sampler=engine,
         renderer=Renderer(tokenizer, eos_tokens=lm.eos_tokens),
         reward_runner=FakeRewardRunner(lambda episode: float(episode.num_sampled % 3)),
@@ -82,7 +82,7 @@ def rig() -> Iterator[Rig]:
         batch_groups=1,
         samplers=[engine],
         player=player,
-        source=TaskSource(world_tasks("key_door", 9, 1, {}), 7),
+        source=TaskSource(environment_tasks("key_door", 9, 1, {}), 7),
     )
     yield backend, executor, engine
     engine.close()
@@ -132,6 +132,6 @@ def test_next_version_log_probs_are_recorded_exactly_where_they_are_of_use() -> 
     recorded = {
         (weight, eta)
         for weight, eta in asked
-        if make_settings(Async(behaviour_weight=weight, max_staleness=eta)).next_logprobs
+        if make_settings(AsyncConfig(behaviour_weight=weight, max_staleness=eta)).next_logprobs
     }
     assert recorded == {("one_step", 2)}

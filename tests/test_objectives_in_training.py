@@ -10,20 +10,20 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from headrace import wiring
 from headrace.algo.advantages.credit import METHODS
-from headrace.algo.loss import loss_inputs
+from headrace.algo.loss_signature import loss_inputs
 from headrace.algo.losses import LOSSES
-from headrace.config.async_checks import SAMPLER_RATIO
+from headrace.config.checks.async_rl import SAMPLER_RATIO
+from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError, ModelError
-from headrace.loops.arrays import takes_behaviour_weights
+from headrace.loops.step_batch import takes_behaviour_weights
 from headrace.model.tiny import save_tiny
-from headrace.observe.lines import read_lines
-from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
-from headrace.observe.trajectories import load_trajectories
-from headrace.rollout.worlds import WORLDS
+from headrace.observe.rollouts.files import load_trajectories
+from headrace.observe.rollouts.records import read_lines
+from headrace.observe.sinks.jsonl import MetricRecord, read_metrics, reproducible_bytes
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.recredit import RecreditRequest, recredit
+from headrace.wiring.commands.recredit import RecreditRequest, recredit
 
-WORDS = WORLDS["add"].vocabulary()
+WORDS = ENVIRONMENTS["add"].vocabulary()
 ADD = 'type = "world", name = "add", size = 40'
 RL = f"""
 [run]
@@ -69,7 +69,7 @@ CRITIC = ("rl.credit=token_gae", "rl.critic.optimizer.learning_rate=1e-2")
 CONSERVATIVE = ("rl.loss=conservative_ppo", "rl.kl_limit=1e-4")
 JUDGED = ('rl.rewards=[{fn = "reward_model"}, {fn = "exact_match", weight = 0.0}]',)
 MINE = '''
-from headrace.algo.loss import LossOut
+from headrace.algo.loss_signature import LossOut
 from headrace.types import Sum
 
 def score(episode):

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.algo.loss import Unit, loss_inputs, unit_of
+from headrace.algo.loss_signature import Unit, loss_inputs, unit_of
 from headrace.algo.losses import find_loss
-from headrace.config import Rl, Source
+from headrace.config import RlConfig, SourceConfig
 from headrace.errors import ConfigError
-from headrace.wiring.objective import make_loss
+from headrace.wiring.build.loss import make_loss
 
 MINE = """
-from headrace.algo.loss import LossOut, Unit, per
+from headrace.algo.loss_signature import LossOut, Unit, per
 
 @per(Unit.SEQUENCE)
 def right(policy_logprobs_T, advantages_T, weights_T, segments_T, *, scale=2.0):
@@ -24,9 +24,9 @@ def number(policy_logprobs_T, advantages_T, weights_T):
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 
-def rl(folder: Path, function: str) -> Rl:
+def rl(folder: Path, function: str) -> RlConfig:
     (folder / "mine.py").write_text(MINE)
-    return Rl(steps=1, tasks=Source(type="world", name="add"), loss=f"{folder / 'mine.py'}:{function}")
+    return RlConfig(steps=1, tasks=SourceConfig(type="world", name="add"), loss=f"{folder / 'mine.py'}:{function}")
 
 
 def test_its_inputs_numbers_and_unit_are_those_of_the_function(tmp_path: Path) -> None:

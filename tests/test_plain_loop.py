@@ -11,8 +11,10 @@ import pytest
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
+from headrace.algo.loss_weights import reweight
 from headrace.algo.random import derive_seed
-from headrace.algo.weights import reweight
+from headrace.data.task_source import TaskSource
+from headrace.envs import ENVIRONMENTS, environment_tasks
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
@@ -22,8 +24,6 @@ from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.filters import first_rejection, reward_spread
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.group_json import group_to_json
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeRewardRunner
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, Episode, Group, LossSpec, SamplingParams
@@ -42,15 +42,15 @@ class Bench:
     """A model, an engine that samples from its tensors, a backend that trains them, and tasks."""
 
     def __init__(self) -> None:
-        tokenizer = make_tokenizer(WORLDS["key_door"].vocabulary())
+        tokenizer = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
         model = make_model(vocab_size=len(tokenizer), width=32, layers=1, heads=2, kv_heads=1, context=256, seed=3)
         lm = prepare(model, tokenizer, source="made on the spot")
         self.engine = EmbeddedEngine(lm, max_rows=8)
         self.backend = TorchBackend(lm)
-        self.tasks = TaskSource(world_tasks("key_door", 5, 1, {}), 7)
+        self.tasks = TaskSource(environment_tasks("key_door", 5, 1, {}), 7)
         self.player = GroupPlayer(
             group_size=2,
-            make_env=WORLDS["key_door"].make_env,
+            make_env=ENVIRONMENTS["key_door"].make_env,
             sampler=self.engine,
             renderer=Renderer(tokenizer, eos_tokens=lm.eos_tokens),
             reward_runner=FakeRewardRunner(reward),
@@ -110,7 +110,7 @@ async def executed(bench: Bench, settings: AsyncSettings) -> list[Any]:
 
 def slow_world() -> Any:
     """An environment on a thread, whose episodes end some time after their last token."""
-    env: Any = WORLDS["key_door"].make_env()
+    env: Any = ENVIRONMENTS["key_door"].make_env()
     step, env.blocking = env.step, True
     env.step = lambda text: (time.sleep(0.002), step(text))[1]
     return env

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe.sinks import read_metrics, reproducible_bytes
+from headrace.observe.sinks.jsonl import read_metrics, reproducible_bytes
 
 HERE = Path(__file__).parent
 TAKE = "headrace.rollout.executor:RolloutExecutor.take_batch"
@@ -26,7 +26,7 @@ SAVE_FILE = "headrace.train.trainer_state:save_file"  # the model is written by 
 RENAME = "headrace.atomic_files:replace_folder"  # all is written, under a temporary name
 POINT_AT = "headrace.train.checkpoint:CheckpointStore._point"  # the checkpoint stands, `latest` names the one before
 START_RL = "headrace.wiring.stages:make_executor"
-EVALUATE = "headrace.wiring.desk:evaluate_tasks"
+EVALUATE = "headrace.wiring.stage_context:evaluate_tasks"
 
 CONFIG = """
 [run]

@@ -13,15 +13,15 @@ import pytest
 from test_docs import ROOT, load, train
 
 from headrace.algo.datum import conversation_datum
-from headrace.algo.weights import reweight
-from headrace.config import Config, Model, RewardTerm, Rl, Source
+from headrace.algo.loss_weights import reweight
+from headrace.config import Config, ModelConfig, RewardTermConfig, RlConfig, SourceConfig
 from headrace.errors import ConfigError
 from headrace.model.load import load_model
 from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Message, ScoredEpisode
-from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms
+from headrace.wiring.build.rewards import close_terms, make_reward_runner, make_terms
 
 
 @pytest.mark.slow
@@ -66,9 +66,9 @@ def test_a_judge_is_asked_through_a_sampler(seven: Path, capsys: pytest.CaptureF
 
 
 async def test_a_run_file_may_name_the_model_that_judges(seven: Path) -> None:
-    term = RewardTerm(fn="judge", path=str(seven), weight=2.0, kwargs={"rubric": "be right", "max_tokens": 8})
-    rl = Rl(steps=1, tasks=Source(type="world", name="add"), rewards=(term,))
-    terms = make_terms(Config(model=Model(device="cpu"), rl=rl), None)
+    term = RewardTermConfig(fn="judge", path=str(seven), weight=2.0, kwargs={"rubric": "be right", "max_tokens": 8})
+    rl = RlConfig(steps=1, tasks=SourceConfig(type="world", name="add"), rewards=(term,))
+    terms = make_terms(Config(model=ModelConfig(device="cpu"), rl=rl), None)
     [judged] = await make_reward_runner(terms, rl).score([load(ROOT / "examples" / "judge.py").answered(0, "42")])
     await close_terms(terms)
     assert isinstance(judged, ScoredEpisode)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace import tool_calls, types
 from headrace.render import Renderer
-from headrace.tool_calls import Parsed, ToolForm, find_form, parse_reply
+from headrace.tool_calls import ParsedReply, ToolForm, find_form, parse_reply
 from headrace.types import ToolCall
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
@@ -88,7 +88,7 @@ def test_calls_are_found_with_the_arguments_as_written(
     text: str, form: ToolForm | None, content: str, calls: list[str]
 ) -> None:
     made = tuple(ToolCall(name="add", arguments=arguments) for arguments in calls)
-    assert parse_reply(text, form, {"add"}) == Parsed(content=content, calls=made)
+    assert parse_reply(text, form, {"add"}) == ParsedReply(content=content, calls=made)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_calls_are_found_with_the_arguments_as_written(
     ],
 )
 def test_anything_else_is_text_as_it_is(text: str) -> None:
-    assert parse_reply(text, HERMES, {"add"}) == Parsed(content=text)
+    assert parse_reply(text, HERMES, {"add"}) == ParsedReply(content=text)
 
 
 def test_half_a_character_in_a_call_makes_it_malformed() -> None:
@@ -121,7 +121,7 @@ def test_half_a_character_in_a_call_makes_it_malformed() -> None:
     half = ADD.replace("1", '"\\ud83d"')
     whole = ADD.replace("1", '"\\ud83d\\ude00 \\u00e9"')
     for text, form in ((half, None), (f"<tool_call>{half}</tool_call>", HERMES)):
-        assert parse_reply(text, form, {"add"}) == Parsed(content=text)
+        assert parse_reply(text, form, {"add"}) == ParsedReply(content=text)
     [call] = parse_reply(whole, None, {"add"}).calls
     assert json.loads(call.arguments) == {"a": "\U0001f600 é"}
 
@@ -148,5 +148,5 @@ def test_numbers_that_json_has_not_make_no_call(number: str) -> None:
         f'{{"name": "add", "arguments": "{{\\"a\\": {number}}}"}}',
         f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>',
     ):
-        assert parse_reply(text, HERMES, {"add"}) == Parsed(content=text)
+        assert parse_reply(text, HERMES, {"add"}) == ParsedReply(content=text)
         assert parse_reply(text.replace(number, "1"), HERMES, {"add"}).calls

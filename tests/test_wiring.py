@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from headrace import wiring
+from headrace.data.conversations import ConversationMixture, prompt_of
+from headrace.envs import ENVIRONMENTS, environment_demonstrations
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, RolloutError, RunFolderError
 from headrace.model.tiny import save_tiny
-from headrace.observe.sinks import MetricRecord, read_metrics, reproducible_bytes
-from headrace.observe.trajectories import load_trajectories
-from headrace.rollout.conversations import Mixture, prompt_of
-from headrace.rollout.worlds import WORLDS, world_demonstrations
+from headrace.observe.rollouts.files import load_trajectories
+from headrace.observe.sinks.jsonl import MetricRecord, read_metrics, reproducible_bytes
 from headrace.types import CreditedEpisode
+from headrace.wiring.build.data import conversations_of, tasks_of, training_conversations
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.sources import conversations_of, tasks_of, training_conversations
 
 WORDS = (*"0123456789", "+", "=", "add", "sum")
 CONFIG = """
@@ -117,7 +117,7 @@ class Bench:
         (folder / "mine.py").write_text(MINE)
         (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         (folder / "run.toml").write_text(CONFIG)
-        words = (*WORDS, *(word for word in WORLDS["key_door"].vocabulary() if word not in WORDS))
+        words = (*WORDS, *(word for word in ENVIRONMENTS["key_door"].vocabulary() if word not in WORDS))
         save_tiny(folder / "model", words=words, width=32, layers=1, heads=2, kv_heads=1, context=256, seed=0)
 
     def config(self, *overrides: str, text: str | None = None, command: Any = "train") -> Any:
@@ -307,7 +307,7 @@ def test_sources_are_mixed_by_their_weights(bench: Bench) -> None:
     (bench.folder / "talks.jsonl").write_text(text)
     mixed = f'{{{KEY_DOOR}, size=4, weight=3.0}}, {{type="jsonl", path="talks.jsonl", weight=1.0}}'
     config = bench.config(f"sft={{steps=1, batch_size=8, max_tokens=64, sources=[{mixed}]}}")
-    drawn = Mixture(training_conversations(config.sft, (), ()), seed=0).next_batch(8)
+    drawn = ConversationMixture(training_conversations(config.sft, (), ()), seed=0).next_batch(8)
     assert sum(prompt_of(talk)[-1].content == "1 + 1 =" for talk in drawn) == 2  # one of four
 
 
@@ -449,7 +449,7 @@ def test_a_run_killed_while_its_model_was_made_makes_it_again(bench: Bench, monk
     world = 'rl.tasks={type="world", name="add", size=8, options={max_number=9}}'
     overrides = ("model.path=tiny", world, 'rl.rewards=[{fn="exact_match"}]', "rl.steps=1")
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.wiring.models.save_tiny", killed)
+        patch.setattr("headrace.wiring.build.models.save_tiny", killed)
         with pytest.raises(KeyboardInterrupt):
             bench.train(*overrides)
     (run,) = (bench.folder / "runs").iterdir()
@@ -627,7 +627,9 @@ def test_what_is_also_held_out_from_imitation_is_said_aloud(bench: Bench, caplog
     held_out = f'{KEY_DOOR}, size=100, seed=2, options={{split="held_out"}}'
     both = (f"eval.source={{{held_out}}}", "eval.tasks=100", f"sft.held_out={{{held_out}}}")
     assert said(*both, sources=many, text=WORLD) == []
-    train, test = (world_demonstrations("key_door", *made) for made in ((500, 1, {}), (100, 2, {"split": "held_out"})))
+    train, test = (
+        environment_demonstrations("key_door", *made) for made in ((500, 1, {}), (100, 2, {"split": "held_out"}))
+    )
     assert {prompt_of(known) for known in train} & {prompt_of(known) for known in test}
     # rows of a file are recognised by their prompts, whatever was answered
     rows = [{**row, "answer": "0"} for row in ROWS[:3]] + [{"question": "sum", "answer": "1"}]

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from headrace import wiring
-from headrace.config import Source
+from headrace.config import SourceConfig
+from headrace.data.task_source import find_overlap
+from headrace.envs import ADAPTERS, BUILT_IN, ENVIRONMENTS, environment_demonstrations, environment_tasks
 from headrace.observe.run_folder import RunFolder
-from headrace.rollout.tasks import overlap
-from headrace.rollout.worlds import ADAPTERS, BUILT_IN, WORLDS, world_demonstrations, world_tasks
 from headrace.types import Message
+from headrace.wiring.build.data import conversations_of, pairs_of, tasks_of
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.sources import conversations_of, pairs_of, tasks_of
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "worlds.md").read_text(encoding="utf-8")
 FOREIGN = Path(__file__).parent / "rollout" / "foreign"  # the files that its sources name
@@ -30,9 +30,9 @@ SOURCES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_document_has_every_option_with_its_default(name: str) -> None:
-    parameters = inspect.signature(WORLDS[name].generate_tasks).parameters.values()
+    parameters = inspect.signature(ENVIRONMENTS[name].generate_tasks).parameters.values()
     options = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     del options["split"]
     rows = re.findall(rf"^\| `{name}` \| (.*) \|$", DOCUMENT, re.MULTILINE)
@@ -47,13 +47,13 @@ def test_the_sources_of_the_document_load(source: dict[str, Any], monkeypatch: p
         pytest.importorskip(source["name"])
     monkeypatch.chdir(FOREIGN)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    make = world_demonstrations if "mistake_rate" in source["options"] else world_tasks
+    make = environment_demonstrations if "mistake_rate" in source["options"] else environment_tasks
     made: list[Any] = make(source["name"], 3, source.get("seed", 0), source["options"])
     assert len(made) == 3
 
 
 def test_every_new_world_has_a_source_in_the_document() -> None:
-    assert {source["name"] for source in SOURCES} == set(WORLDS) - {"key_door", "add"}
+    assert {source["name"] for source in SOURCES} == set(ENVIRONMENTS) - {"key_door", "add"}
 
 
 RUN = """
@@ -100,10 +100,10 @@ def test_a_run_plays_the_world(name: str, tmp_path: Path) -> None:
 
 def test_a_system_message_tells_the_rules_of_a_world() -> None:
     rules = Message(role="system", content="Answer with one move.")
-    source = Source(type="world", name="frozen_lake", size=3, system=rules.content)
-    plain = Source(type="world", name="frozen_lake", size=3)
+    source = SourceConfig(type="world", name="frozen_lake", size=3, system=rules.content)
+    plain = SourceConfig(type="world", name="frozen_lake", size=3)
     assert [task.messages for task in tasks_of(source)] == [(rules,)] * 3
     assert [talk[1:] for talk in conversations_of(source)] == conversations_of(plain)
     assert all(talk[0] == rules for talk in conversations_of(source))
     assert all(pair.chosen[0] == pair.rejected[0] == rules for pair in pairs_of(source))
-    assert overlap(tasks_of(source), tasks_of(plain)) == 3
+    assert find_overlap(tasks_of(source), tasks_of(plain)) == 3

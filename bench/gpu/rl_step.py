@@ -38,27 +38,27 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, TrainerCallb
 
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
-from headrace.algo.weights import reweight
+from headrace.algo.loss_weights import reweight
+from headrace.data.task_source import TaskSource
+from headrace.envs.single_turn import SingleTurnEnv
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.update import Updater
+from headrace.model.compute_thread import ComputeThread
 from headrace.model.cuda.layers import fuse_layers
 from headrace.model.load import LanguageModel, prepare
-from headrace.model.worker import Worker
 from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
     Adam,
     Datum,
-    Discard,
+    DiscardGradient,
     Episode,
     LossSpec,
     Message,
@@ -144,7 +144,7 @@ class Ours:
     def __init__(self, lm: LanguageModel, *, learning_rate: float) -> None:
         fuse_layers(lm.model)
         self.learning_rate = learning_rate
-        self.worker = Worker()
+        self.worker = ComputeThread()
         self.backend = TorchBackend(lm, micro_batch_tokens=MICRO_BATCH_TOKENS, worker=self.worker)
         rows = PROMPTS * SAMPLES
         room = rows * -(-(PROMPT_TOKENS + COMPLETION_TOKENS + 1) // 64) * 64
@@ -166,7 +166,7 @@ class Ours:
         loss = self.backend.forward_backward(data, ppo).result().loss
         gradients = self.backend.gradients().result()
         norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm()
-        self.backend.optim_step(Discard()).result()
+        self.backend.optim_step(DiscardGradient()).result()
         return loss, float(norm)
 
     def start(self) -> None:

@@ -25,7 +25,7 @@ from qwen import VOCABULARY
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from headrace.model.compiled import compile_layers
+from headrace.model.cuda.compile import compile_layers
 from headrace.model.cuda.layers import fuse_layers
 from headrace.model.load import LanguageModel, prepare, recompute_layers
 from headrace.train.torch_backend import TorchBackend

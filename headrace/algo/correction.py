@@ -13,15 +13,16 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from headrace.algo.lags import MAX_LOG_WEIGHT, by_lag
+from headrace.algo.staleness_metrics import MAX_LOG_WEIGHT, by_lag
 from headrace.errors import ConfigError, DataError
-from headrace.types import Datum, Max, Mean, Metric, Metrics, float_array, merge_metrics
+from headrace.metrics import Max, Mean, Metric, Metrics, merge_metrics
+from headrace.types import Datum, float_array
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Behaviour(StrEnum):
+class BehaviourCorrection(StrEnum):
     """Which policy the weight leads to. Segment-wise decoupled PPO is ONE_STEP."""
 
     FULL = "full"  # proximal / sampler
@@ -30,7 +31,7 @@ class Behaviour(StrEnum):
     NONE = "none"  # 1
 
 
-class Missing(StrEnum):
+class MissingRule(StrEnum):
     """What stands in for a next-version log-prob that was not recorded (NaN) at lag 2 or more."""
 
     FULL = "full"
@@ -38,14 +39,14 @@ class Missing(StrEnum):
     MASK = "mask"
 
 
-class Bound(StrEnum):
+class BoundRule(StrEnum):
     """What happens to a weight outside [floor, cap]."""
 
     MASK = "mask"  # the token is rejected
     CLAMP = "clamp"
 
 
-class Level(StrEnum):
+class WeightLevel(StrEnum):
     """Over what a weight is taken and bounded."""
 
     TOKEN = "token"
@@ -54,7 +55,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Corrected:
+class CorrectedBatch:
     data: tuple[Datum, ...]
     health: Metrics
 
@@ -82,13 +83,13 @@ def behaviour_weights(
     data: Sequence[Datum],
     *,
     version: int,
-    behaviour: Behaviour = Behaviour.FULL,
-    missing: Missing = Missing.MASK,
-    bound: Bound = Bound.MASK,
-    level: Level = Level.TOKEN,
+    behaviour: BehaviourCorrection = BehaviourCorrection.FULL,
+    missing: MissingRule = MissingRule.MASK,
+    bound: BoundRule = BoundRule.MASK,
+    level: WeightLevel = WeightLevel.TOKEN,
     floor: float = 0.0,
     cap: float = 5.0,
-) -> Corrected:
+) -> CorrectedBatch:
     """Write b = exp(log target - sampler) for every trained token, bounded to [floor, cap].
 
     `version` is the trainer's; a token's lag is version - `versions`. Token TIS is Bound.CLAMP, MIS is Bound.MASK,
@@ -102,13 +103,13 @@ def behaviour_weights(
         log_weights_T, missing_T = _log_weights(datum, version, behaviour, missing)
         weights = _Weights(
             trained_T=_trained(datum),
-            known_T=_trained(datum) & ~missing_T if missing is Missing.MASK else _trained(datum),
+            known_T=_trained(datum) & ~missing_T if missing is MissingRule.MASK else _trained(datum),
             missing_T=_trained(datum) & missing_T,
             lags_T=_lags(datum, version) if "versions" in datum.arrays else np.zeros(len(datum.targets)),
             log_T=log_weights_T,
         )
         made.append(_bounded(weights, bound=bound, level=level, floor=floor, cap=cap))
-    return Corrected(
+    return CorrectedBatch(
         data=tuple(
             _with_array(datum, "behaviour_weights", one.weights_T) for datum, one in zip(data, made, strict=True)
         ),
@@ -116,7 +117,7 @@ def behaviour_weights(
     )
 
 
-def normalised(data: Sequence[Datum]) -> tuple[Datum, ...]:
+def normalize_weights(data: Sequence[Datum]) -> tuple[Datum, ...]:
     """Scale `behaviour_weights` to mean 1 over the kept tokens of the step, after truncation."""
     _require(data, ("behaviour_weights",))
     kept = np.concatenate([datum.arrays["behaviour_weights"][_kept(datum)].astype(np.float64) for datum in data])
@@ -127,7 +128,7 @@ def normalised(data: Sequence[Datum]) -> tuple[Datum, ...]:
     )
 
 
-def folded(data: Sequence[Datum]) -> tuple[Datum, ...]:
+def fold_into_weights(data: Sequence[Datum]) -> tuple[Datum, ...]:
     """Multiply `behaviour_weights` into `weights`, for losses that do not ask for them."""
     _require(data, ("behaviour_weights", "weights"))
     return tuple(
@@ -136,7 +137,7 @@ def folded(data: Sequence[Datum]) -> tuple[Datum, ...]:
     )
 
 
-def m2_mask(data: Sequence[Datum], *, threshold: float = 0.04) -> Corrected:
+def m2_mask(data: Sequence[Datum], *, threshold: float = 0.04) -> CorrectedBatch:
     """Write `m2_mask`: 0 on tokens of largest M2 = (proximal - sampler)^2, so that the mean of the rest < threshold.
 
     As few as possible are dropped, all tokens of equal M2 together, so that order plays no part; those of the smallest
@@ -156,7 +157,7 @@ def m2_mask(data: Sequence[Datum], *, threshold: float = 0.04) -> Corrected:
             limit = max(float(sorted_N[num_kept]), float(np.nextafter(sorted_N[0], np.inf)))
     kept = [t_T & (m_T < limit) for m_T, t_T in zip(moments, trained, strict=True)]
     num_trained = sum(int(t_T.sum()) for t_T in trained)
-    return Corrected(
+    return CorrectedBatch(
         data=tuple(_with_array(datum, "m2_mask", k_T) for datum, k_T in zip(data, kept, strict=True)),
         health={"correction/dropped_m2": Mean(num_trained - sum(int(k_T.sum()) for k_T in kept), num_trained)},
     )
@@ -171,40 +172,42 @@ def with_lags(data: Sequence[Datum], *, version: int) -> tuple[Datum, ...]:
 # --- one datum -------------------------------------------------------------------------------------------------------
 
 
-def _log_weights(datum: Datum, version: int, behaviour: Behaviour, missing: Missing) -> tuple[Floats, Bools]:
+def _log_weights(
+    datum: Datum, version: int, behaviour: BehaviourCorrection, missing: MissingRule
+) -> tuple[Floats, Bools]:
     """log b, and where the next version's log-prob was asked for and is not known."""
     nowhere_T = np.zeros(len(datum.targets), dtype=bool)
-    if behaviour is Behaviour.NONE:
+    if behaviour is BehaviourCorrection.NONE:
         _require([datum], ("weights",))
         return np.zeros(len(datum.targets)), nowhere_T
     _require([datum], ("proximal_logprobs", "sampler_logprobs", "weights"))
     sampler_T = datum.arrays["sampler_logprobs"].astype(np.float64)
     full_T = datum.arrays["proximal_logprobs"] - sampler_T
-    if behaviour is Behaviour.FULL:
+    if behaviour is BehaviourCorrection.FULL:
         return full_T, nowhere_T
     _require([datum], ("versions",))
     lags_T = _lags(datum, version)
-    if behaviour is Behaviour.LOGLINEAR:
+    if behaviour is BehaviourCorrection.LOGLINEAR:
         return full_T / np.maximum(lags_T, 1), nowhere_T
     _require([datum], ("next_logprobs",))
     next_T = datum.arrays["next_logprobs"].astype(np.float64) - sampler_T
     unknown_T = np.isnan(next_T) & (lags_T >= 2)
-    stand_in_T = full_T / np.maximum(lags_T, 1) if missing is Missing.LOGLINEAR else full_T
+    stand_in_T = full_T / np.maximum(lags_T, 1) if missing is MissingRule.LOGLINEAR else full_T
     one_step_T = np.where(lags_T <= 1, full_T, np.where(unknown_T, stand_in_T, next_T))
     return one_step_T, unknown_T
 
 
-def _bounded(before: _Weights, *, bound: Bound, level: Level, floor: float, cap: float) -> _Bounded:
+def _bounded(before: _Weights, *, bound: BoundRule, level: WeightLevel, floor: float, cap: float) -> _Bounded:
     known_T = before.known_T
     log_T = np.where(known_T, before.log_T, 0.0)
-    if level is Level.SEQUENCE:
+    if level is WeightLevel.SEQUENCE:
         log_T = np.where(known_T, log_T.sum(), 0.0)
     weights_T = np.exp(np.clip(log_T, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
     judged_T = weights_T
-    if level is Level.GEOMETRIC:
+    if level is WeightLevel.GEOMETRIC:
         judged_T = np.full(len(log_T), np.exp(log_T.sum() / max(int(known_T.sum()), 1)))
     low_T, high_T = known_T & (judged_T < floor), known_T & (judged_T > cap)
-    if bound is Bound.CLAMP:
+    if bound is BoundRule.CLAMP:
         bounded_T = weights_T * (np.clip(judged_T, floor, cap) / judged_T)
     else:
         bounded_T = np.where(low_T | high_T, 0.0, weights_T)

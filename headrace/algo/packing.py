@@ -84,7 +84,7 @@ def _joined(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PrefixTree:
     """A micro-batch as segments end to end. A segment follows its parent (an earlier segment), which its tokens see.
 
     `place` says, for every token of the sequences laid end to end, which token of the layout stands for it.
@@ -97,13 +97,13 @@ class Layout:
     place: IntArray
 
 
-def lay_out(sequences: Sequence[IntArray], *, shortest: int = WORTH_SHARING) -> Layout:
+def build_prefix_tree(sequences: Sequence[IntArray], *, shortest: int = WORTH_SHARING) -> PrefixTree:
     """Common beginnings of at least `shortest` tokens once, what differs behind them."""
     assert all(len(sequence) for sequence in sequences)
     found = _Segments(sequences, shortest)
     found.add(range(len(sequences)), start=0, parent=None)
     lengths = [len(tokens) for tokens, _ in found.segments]
-    return Layout(
+    return PrefixTree(
         tokens=int_array(np.concatenate([tokens for tokens, _ in found.segments])),
         positions=int_array(np.concatenate([np.arange(a, a + n) for a, n in zip(found.starts, lengths, strict=True)])),
         lengths=tuple(lengths),

@@ -9,7 +9,9 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-WEYL_INCREMENT = 0x9E3779B97F4A7C15  # constants of SplitMix64; `infer/cuda/draw.py` has them as literals of a kernel
+WEYL_INCREMENT = (
+    0x9E3779B97F4A7C15  # constants of SplitMix64; `infer/cuda/sampling_kernels.py` has them as literals of a kernel
+)
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.algo.lookup import lookup
+from headrace.algo.name_lookup import lookup
 from headrace.algo.statistics import Floats, k1, k2, k3
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
@@ -23,7 +23,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, margin: int, factor: f
     return -factor * min(excess / margin, 1.0) if excess > 0 else 0.0
 
 
-def teaches(rewards: Sequence[float], *, low: float = -np.inf, high: float = np.inf) -> bool:
+def has_signal(rewards: Sequence[float], *, low: float = -np.inf, high: float = np.inf) -> bool:
     """DAPO's group filter: whether rewards differ and their mean lies in [low, high].
 
     Step-level methods can learn from equal returns of unequal length; filter those by advantage, not by this.

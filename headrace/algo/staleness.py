@@ -25,7 +25,7 @@ from headrace.types import Datum, Group, IntArray, float_array, int_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class LiveCounts:
     """How many groups are in each live state."""
 
     running: int = 0
@@ -47,7 +47,7 @@ class Verdict(StrEnum):
 
 
 def capacity(
-    counts: Counts,
+    counts: LiveCounts,
     *,
     batch_groups: int,
     max_staleness: int,
@@ -122,7 +122,7 @@ class SegmentWise:
         return version - self.max_staleness
 
 
-def without_older(data: Sequence[Datum], *, oldest: int) -> tuple[Datum, ...]:
+def drop_older_tokens(data: Sequence[Datum], *, oldest: int) -> tuple[Datum, ...]:
     """The data with weight 0 on tokens of a version before `oldest`, and nothing of them left for a critic to learn."""
 
     def young(datum: Datum) -> Datum:

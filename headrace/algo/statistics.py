@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types import Max, Mean, Metric
+from headrace.metrics import Max, Mean, Metric
 
 Floats = npt.NDArray[np.float64]
 

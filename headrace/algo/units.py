@@ -26,7 +26,7 @@ def as_pairs(chosen: Sequence[Datum], rejected: Sequence[Datum]) -> tuple[Datum,
     for index, datum, side in sides:
         if not (datum.arrays["weights"] != 0).any():
             raise DataError(f"the {'chosen' if side > 0 else 'rejected'} side of pair {index} has no token to train")
-    return with_units(
+    return number_units(
         [
             replace(
                 datum,
@@ -38,7 +38,7 @@ def as_pairs(chosen: Sequence[Datum], rejected: Sequence[Datum]) -> tuple[Datum,
     )
 
 
-def with_units(data: Sequence[Datum]) -> tuple[Datum, ...]:
+def number_units(data: Sequence[Datum]) -> tuple[Datum, ...]:
     """Write `Datum.unit`, renumbered from 0, into the array `units`. Raises DataError when a datum has no unit."""
     numbers: dict[int, int] = {}
     out = []

@@ -5,10 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.config.tree import Config, Critic, RewardModel, RewardTerm, Rl, Sft, Source
+from headrace.config.schema import (
+    Config,
+    CriticConfig,
+    RewardModelConfig,
+    RewardTermConfig,
+    RlConfig,
+    SftConfig,
+    SourceConfig,
+)
 from headrace.names import NAMED_MODELS
 
-Stage = TypeVar("Stage", Sft, RewardModel)
+Stage = TypeVar("Stage", SftConfig, RewardModelConfig)
 REMOTE = "openai:"  # before the name of a model that is not here
 SERVICE_STATE = "service.json"  # in a checkpoint whose weights a service keeps: says where
 
@@ -77,7 +85,7 @@ def _function(text: str, base: Path) -> str:
     return f"{_absolute(place, base)}:{function}" if place.endswith(".py") else text
 
 
-def _source(source: Source, base: Path) -> Source:
+def _source(source: SourceConfig, base: Path) -> SourceConfig:
     if source.type == "world":
         return replace(source, options=_options(source.options, base))
     if source.env is not None:
@@ -105,18 +113,18 @@ def _sources(stage: Stage, base: Path) -> Stage:
     return replace(stage, sources=tuple(_source(source, base) for source in stage.sources), held_out=held_out)
 
 
-def _critic(critic: Critic, base: Path) -> Critic:
+def _critic(critic: CriticConfig, base: Path) -> CriticConfig:
     if critic.path is None or critic.path == "reward_model":
         return critic
     return replace(critic, path=_absolute(critic.path, base))
 
 
-def _term(term: RewardTerm, base: Path) -> RewardTerm:
+def _term(term: RewardTermConfig, base: Path) -> RewardTermConfig:
     fn = _absolute(term.fn, base) if is_code_path(term.fn) else _function(term.fn, base)
     return replace(term, fn=fn, path=None if term.path is None else _absolute(term.path, base))
 
 
-def _rl(rl: Rl, base: Path) -> Rl:
+def _rl(rl: RlConfig, base: Path) -> RlConfig:
     return replace(
         rl,
         tasks=_source(rl.tasks, base),

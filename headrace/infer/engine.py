@@ -6,8 +6,8 @@ same thread, and its requests run between steps too. The engine must not know ab
 
 Determinism: the uniform number of a token is a function of (request seed, position), each token's attention is a row
 of its own, and rows are padded to multiples of 8, for which a matrix product gives a row the same bits whatever the
-other rows are (`infer/selfcheck.py` checks the machine). So on CPU a request's tokens and log-probs do not depend on
-the batch, on sharing, or on preemption.
+other rows are (`infer/determinism_check.py` checks the machine). So on CPU a request's tokens and log-probs do not
+depend on the batch, on sharing, or on preemption.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.errors import BackendError, HeadraceError, SamplerError, boundary
+from headrace.infer.future_bridge import FutureBridge
 from headrace.infer.inbox import Inbox, WorkerTask
-from headrace.infer.mailbox import FutureBridge
+from headrace.infer.kv_slots import SequenceState
 from headrace.infer.model_runner import ModelRunner
+from headrace.infer.multistep import Decoder
 from headrace.infer.sampling import check_request
 from headrace.infer.scheduler import Counters, Scheduler
 from headrace.infer.slot_cache import SlotCache, slot_limits
-from headrace.infer.slots import SequenceState
-from headrace.infer.visits import Decoder
-from headrace.model.adapters import BASE, AdapterTable
+from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import LanguageModel, fingerprint
-from headrace.model.worker import Worker
+from headrace.model.multi_lora import BASE, AdapterTable
 from headrace.types import Completion, FloatArray, IntArray, SampleRequest, WeightsHandle
 
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class EmbeddedEngine:
         piece_tokens: int = 128,
         prefill_tokens: int = 512,
         source: LanguageModel | None = None,
-        worker: Worker | None = None,
+        worker: ComputeThread | None = None,
         decoder: Decoder | None = None,
         hold_in_flight: bool = False,
         adapters: AdapterTable | None = None,
@@ -78,7 +78,7 @@ class EmbeddedEngine:
             share_sampled=decoder is None or decoder.share_sampled,
         )
         self._stream = _sampling_stream(lm, source)
-        self._worker = worker or Worker()
+        self._worker = worker or ComputeThread()
         self._owns_worker = worker is None
         self._inbox = Inbox(self._worker)
         self._replies = FutureBridge()

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.model.worker import Worker
+from headrace.model.compute_thread import ComputeThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class WorkerTask:
 class Inbox:
     """Queue tasks for the compute thread `worker`. The engine's lock guards `append` and `drain`."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: ComputeThread) -> None:
         self.closed = False  # the engine is closed: no further task runs
         self._worker = worker
         self._tasks: deque[WorkerTask] = deque()

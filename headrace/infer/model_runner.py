@@ -17,19 +17,18 @@ from torch import Tensor
 
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
-from headrace.infer.sampling import Sampled, sample_rows
+from headrace.infer.kv_slots import SequenceState
+from headrace.infer.sampling import SampledTokens, sample_rows
 from headrace.infer.scoring import Scorer
 from headrace.infer.slot_cache import ALIGN
-from headrace.infer.slots import SequenceState
-from headrace.infer.weights import copy_weights
 from headrace.model import head
-from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
-from headrace.model.attention import ROUND, Cached, KVCache, Piece, visible_mask
-from headrace.model.cuda.fine import cache_dtype
-from headrace.model.direct import direct_forward
-from headrace.model.load import LanguageModel, read_weights
-from headrace.model.packed import forget, linear
-from headrace.types import Folder, WeightsHandle
+from headrace.model.attention import ROUND, Cached, KVCache, PromptChunk, visible_mask
+from headrace.model.cpu.forward import cpu_forward
+from headrace.model.cpu.packed_linear import invalidate_packed, linear
+from headrace.model.cuda.fp16_matmul import cache_dtype
+from headrace.model.load import LanguageModel, copy_weights, read_weights
+from headrace.model.multi_lora import BASE, HEAD, AdapterTable, apply_adapters, use_adapters
+from headrace.types import WeightsFolder, WeightsHandle
 
 NO_ADAPTER = "the adapter to sample with is not loaded here, or no longer"
 READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
@@ -39,7 +38,7 @@ READ = 16  # a decode step reads the filled part of the longest slot, rounded up
 class ForwardBatch:
     """The work of one step: a token for each decoding sequence, and prompt chunks of others."""
 
-    chunks: list[Piece]
+    chunks: list[PromptChunk]
     chunk_sequences: list[SequenceState]  # of each chunk
     decoding: list[tuple[int, SequenceState]]  # slots in ascending order, and their sequences
 
@@ -55,7 +54,7 @@ class ForwardBatch:
         return [token for chunk, sequence in chunks for token in tokens_of(chunk, sequence)]
 
 
-def tokens_of(chunk: Piece, sequence: SequenceState) -> list[int]:
+def tokens_of(chunk: PromptChunk, sequence: SequenceState) -> list[int]:
     return sequence.tokens[chunk.offset : chunk.offset + chunk.length]
 
 
@@ -70,7 +69,7 @@ class ModelRunner:
         self.lm = lm
         self.version = 0  # of the weights
         self._source, self._adapters = source, adapters
-        self._hidden = direct_forward(lm) or lm.hidden
+        self._hidden = cpu_forward(lm) or lm.hidden
         self._head: Tensor | None = None
         self._row_adapters: list[int] = []  # adapter of each row of the last forward pass
 
@@ -78,12 +77,12 @@ class ModelRunner:
 
     def load(self, handle: WeightsHandle) -> None:
         """Replace the weights by those of the handle."""
-        if isinstance(handle, Folder):
+        if isinstance(handle, WeightsFolder):
             copy_weights(read_weights(handle.path), self.lm.model)
         elif self._source is not None:
             copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None
-        forget(self.lm.model)
+        invalidate_packed(self.lm.model)
 
     def has_adapter(self, adapter: int) -> bool:
         return adapter == BASE or (self._adapters is not None and adapter in self._adapters)
@@ -172,7 +171,7 @@ class ModelRunner:
         with self._using(self._row_adapters):
             return self._hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
 
-    def sample(self, hidden_TD: Tensor, decoding: Sequence[tuple[int, SequenceState]]) -> Sampled:
+    def sample(self, hidden_TD: Tensor, decoding: Sequence[tuple[int, SequenceState]]) -> SampledTokens:
         """Sample the next token of each decoding sequence, at the uniform number of its seed and position."""
         logits_BV = self.logits(hidden_TD, [row for row, _ in decoding])
         params = [sequence.request.params for _, sequence in decoding]
@@ -185,13 +184,13 @@ class ModelRunner:
         hidden_BD = hidden_TD[padded]
         with self._using([self._row_adapters[row] for row in padded]):
             product = head.logits if self._adapters is None else linear
-            return adapt(HEAD, hidden_BD, product(hidden_BD, self._head_weight()))[: len(rows)]
+            return apply_adapters(HEAD, hidden_BD, product(hidden_BD, self._head_weight()))[: len(rows)]
 
     def _using(self, adapters: list[int]) -> AbstractContextManager[None]:
         """Apply these adapters to the rows of every layer inside."""
         if self._adapters is None:
             return nullcontext()
-        return using(self._adapters, self._adapters.mixture(np.array(adapters)))
+        return use_adapters(self._adapters, self._adapters.mixture(np.array(adapters)))
 
     def _head_weight(self) -> Tensor:
         if self._head is None:

@@ -49,7 +49,7 @@ def check_request(request: SampleRequest, *, context: int, vocabulary: int, deco
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledTokens:
     """One sampled token per row."""
 
     tokens_B: Tensor
@@ -59,7 +59,7 @@ class Sampled:
 
 def sample_rows(
     logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, *, spend: bool = False
-) -> Sampled:
+) -> SampledTokens:
     """Sample one token per row. Temperature 0 takes the most likely token and records its raw log-prob.
 
     `spend`: the logits may be overwritten, which saves memory that would have to pass through a CPU's cache.
@@ -71,14 +71,14 @@ def sample_rows(
     parts = [_sample_rows(logits_BV[span], params[span], uniforms_B[span], spend) for span in spans]
     if len(parts) == 1:
         return parts[0]
-    return Sampled(
+    return SampledTokens(
         torch.cat([part.tokens_B for part in parts]),
         torch.cat([part.logprobs_B for part in parts]),
         torch.cat([part.raw_logprobs_B for part in parts]),
     )
 
 
-def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, spend: bool) -> Sampled:
+def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, spend: bool) -> SampledTokens:
     logits_BV = logits_BV.float()
     on_cpu = logits_BV.device.type == "cpu"
     unread = spend and on_cpu and all(row.temperature == 1.0 for row in params)  # only the probabilities are needed
@@ -101,9 +101,9 @@ def _sample_rows(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B
         :, 0
     ].log()  # above 0, or the token would not have been sampled
     if tempered_BV is raw_BV:
-        return Sampled(tokens_B, logprobs_B, logprobs_B)
+        return SampledTokens(tokens_B, logprobs_B, logprobs_B)
     plain_B = torch.tensor([row.temperature in (0.0, 1.0) for row in params], device=logits_BV.device)
-    return Sampled(tokens_B, logprobs_B, torch.where(plain_B, logprobs_B, _logprobs(logits_BV, raw_BV, tokens_B)))
+    return SampledTokens(tokens_B, logprobs_B, torch.where(plain_B, logprobs_B, _logprobs(logits_BV, raw_BV, tokens_B)))
 
 
 def _logprobs(logits_BV: Tensor, probs_BV: Tensor, tokens_B: Tensor) -> Tensor:

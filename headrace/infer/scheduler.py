@@ -17,14 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from headrace.errors import SamplerError
+from headrace.infer.future_bridge import FutureBridge
 from headrace.infer.inbox import Inbox
-from headrace.infer.mailbox import FutureBridge
+from headrace.infer.kv_slots import SequenceState
 from headrace.infer.model_runner import NO_ADAPTER, ForwardBatch, ModelRunner, tokens_of
-from headrace.infer.prefix import logprob_rows, record
-from headrace.infer.sampling import Sampled
-from headrace.infer.slot_cache import SlotCache
-from headrace.infer.slots import SequenceState
-from headrace.infer.visits import (
+from headrace.infer.multistep import (
     STEPS,
     STEPS_AHEAD,
     STEPS_ALONE,
@@ -34,9 +31,12 @@ from headrace.infer.visits import (
     decode_row,
     decoded_rows,
 )
-from headrace.model.adapters import BASE
-from headrace.model.attention import Piece
-from headrace.types import Stop
+from headrace.infer.prompt_logprobs import logprob_rows, record
+from headrace.infer.sampling import SampledTokens
+from headrace.infer.slot_cache import SlotCache
+from headrace.model.attention import PromptChunk
+from headrace.model.multi_lora import BASE
+from headrace.types import StopReason
 
 QUIET_S, MOST_QUIET_S = 0.004, 0.1  # wait for more requests until none came for so long, and at most so long
 
@@ -144,18 +144,18 @@ class Scheduler:
                 decoding.append((row, sequence))
             elif budget > 0:
                 length = min(missing, self._chunk_tokens, budget)
-                chunks.append(Piece(row, filled, length))
+                chunks.append(PromptChunk(row, filled, length))
                 chunk_sequences.append(sequence)
                 budget -= length
         return ForwardBatch(chunks, chunk_sequences, decoding)
 
-    def _sample(self, hidden_TD: Tensor, batch: ForwardBatch) -> Sampled | None:
+    def _sample(self, hidden_TD: Tensor, batch: ForwardBatch) -> SampledTokens | None:
         """Record the log-probs of prompt tokens that requests ask for, and sample a token per decoding sequence."""
         rows = logprob_rows(batch.chunks, self._slots.occupants, first_row=batch.decode_rows)
         record(hidden_TD, rows, self._runner.logits)
         return self._runner.sample(hidden_TD, batch.decoding) if batch.decoding else None
 
-    def _process_results(self, batch: ForwardBatch, sampled: Sampled | None) -> None:
+    def _process_results(self, batch: ForwardBatch, sampled: SampledTokens | None) -> None:
         """Note what is cached now, append the sampled tokens, and finish sequences that have stopped."""
         self._fill_chunks(batch)
         self.counters.steps += 1
@@ -238,7 +238,7 @@ class Scheduler:
         if self._paused:
             self._held.append(sequence)
         elif len(sequence.tokens) >= sequence.limit:
-            self._finish(sequence, Stop.LENGTH)
+            self._finish(sequence, StopReason.LENGTH)
         else:
             self._slots.enqueue(sequence)
 
@@ -266,9 +266,9 @@ class Scheduler:
         if interrupt:
             for _, sequence in list(self._slots.active()):
                 self._slots.interrupt(sequence)
-                self._resolve(sequence, Stop.INTERRUPTED)
+                self._resolve(sequence, StopReason.INTERRUPTED)
             while self._slots.waiting:
-                self._resolve(self._slots.waiting.popleft(), Stop.INTERRUPTED)
+                self._resolve(self._slots.waiting.popleft(), StopReason.INTERRUPTED)
         self._notify_drained()
 
     def resume(self) -> None:
@@ -312,9 +312,9 @@ class Scheduler:
         sequence.versions.extend([self._runner.version_of(sequence.adapter)] * count)
         self.counters.decoded += count
         if stopped or tokens[count - 1] in sequence.stop_tokens:
-            self._finish(sequence, Stop.STOP)
+            self._finish(sequence, StopReason.STOP)
         elif len(sequence.tokens) >= sequence.limit:
-            self._finish(sequence, Stop.LENGTH)
+            self._finish(sequence, StopReason.LENGTH)
 
     def _stop_string_at_end(self, sequence: SequenceState) -> bool:
         """Whether the newest token completed a stop string."""
@@ -333,13 +333,13 @@ class Scheduler:
         sequence.future.set_exception(SamplerError("the adapter's log-probs are not finite: its weights are damaged"))
         self.abort(sequence)
 
-    def _finish(self, sequence: SequenceState, stop: Stop) -> None:
+    def _finish(self, sequence: SequenceState, stop: StopReason) -> None:
         if sequence.row is not None:
             self._slots.leave(sequence)
         self._resolve(sequence, stop)
         self._notify_drained()
 
-    def _resolve(self, sequence: SequenceState, stop: Stop) -> None:
+    def _resolve(self, sequence: SequenceState, stop: StopReason) -> None:
         sequence.future.set_result(sequence.completion(stop))
         self.open.discard(sequence)
 

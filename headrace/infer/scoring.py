@@ -13,10 +13,10 @@ from torch import Tensor
 
 from headrace.errors import SamplerError
 from headrace.model import head
-from headrace.model.adapters import BASE, HEAD, AdapterTable, adapt, using
 from headrace.model.attention import Context, Packed
+from headrace.model.cpu.packed_linear import linear
 from headrace.model.load import LanguageModel
-from headrace.model.packed import linear
+from headrace.model.multi_lora import BASE, HEAD, AdapterTable, apply_adapters, use_adapters
 from headrace.types import FloatArray, IntArray, float_array, int_array
 
 SCORE_TOKENS = 4096  # packed tokens of one call
@@ -103,11 +103,11 @@ class Scorer:
         for start in range(0, len(hidden_TD), chunk):
             hidden_CD = hidden_TD[start : start + chunk]
             with self._adapted(len(hidden_CD)):
-                logits_CV = adapt(HEAD, hidden_CD, linear(hidden_CD, self.head_VD))
+                logits_CV = apply_adapters(HEAD, hidden_CD, linear(hidden_CD, self.head_VD))
             logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
             yield slice(start, start + len(hidden_CD)), torch.log_softmax(logits_CV / temperature, dim=-1)
 
     def _adapted(self, rows: int) -> AbstractContextManager[None]:
         if self.table is None or self.adapter == BASE:
             return nullcontext()
-        return using(self.table, self.table.mixture(np.full(rows, self.adapter)))
+        return use_adapters(self.table, self.table.mixture(np.full(rows, self.adapter)))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace.errors import SamplerError
-from headrace.infer.slots import SlotAssignment, Slots
+from headrace.infer.kv_slots import SlotAssignment, Slots
 from headrace.model.attention import ROUND, KVCache
 from headrace.names import ROW_ALIGN, min_kv_tokens
 

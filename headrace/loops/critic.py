@@ -11,30 +11,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.algo.advantages.episode import advantage_health
-from headrace.algo.advantages.gae import NOT_SAMPLED, Gae, token_gae, turn_gae
-from headrace.algo.advantages.groups import whitened
-from headrace.algo.advantages.table import step_table
-from headrace.algo.datum import Rows, samples, to_data
-from headrace.algo.scalar_data import all_tokens, scalar_datum
+from headrace.algo.advantages.episode_level import advantage_health
+from headrace.algo.advantages.gae import NOT_SAMPLED, GaeResult, token_gae, turn_gae
+from headrace.algo.advantages.group_stats import whiten_values
+from headrace.algo.advantages.step_table import step_table
+from headrace.algo.datum import SequenceUnit, all_tokens, scalar_datum, split_samples, to_data
+from headrace.algo.loss_weights import reweight
 from headrace.algo.shaping import kl_rewards
 from headrace.algo.statistics import explained_variance
-from headrace.algo.weights import reweight
-from headrace.loops.arrays import Score, StepBatch, by_groups
+from headrace.loops.step_batch import Score, StepBatch, split_by_group
 from headrace.loops.update import Updater
+from headrace.metrics import Mean, Metric, merge_metrics
 from headrace.protocols import TrainBackend
-from headrace.types import (
-    CreditedEpisode,
-    Datum,
-    FloatArray,
-    Group,
-    LossSpec,
-    Mean,
-    Metric,
-    TokenValues,
-    float_array,
-    merge_metrics,
-)
+from headrace.types import CreditedEpisode, Datum, FloatArray, Group, LossSpec, TokenValues, float_array
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -57,7 +46,7 @@ class CriticSettings:
     kl_estimator: str = "k1"
     bootstrap: bool = True
     minibatches: int = 1
-    rows: Rows = Rows.EPISODE
+    rows: SequenceUnit = SequenceUnit.EPISODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +63,7 @@ class Critic:
         """Every token's advantage from the values of the present critic; what it is to learn comes along as `returns`,
         `values` and `critic` (1 where a return is to be learned)."""
         c = self.settings
-        layout = lay_out(groups, c.rows)
+        layout = flatten_batch(groups, c.rows)
         values = await self._values(layout.data)
         values_T = _end_to_end([value[:-1] for value in values])
         penalties_T = await self._penalties(layout) if c.kl_coef else None
@@ -82,7 +71,7 @@ class Critic:
         after_E = _after(layout, values)
         cut_off_E = np.array([episode.scored.episode.truncated for episode in layout.episodes], dtype=bool)
         gae = _gae(layout, rewards_T, values_T, np.where(cut_off_E & c.bootstrap, after_E, 0.0), c)
-        said = _Said(values_T=values_T, after_E=after_E, penalties_T=penalties_T)
+        said = CriticOutput(values_T=values_T, after_E=after_E, penalties_T=penalties_T)
         return _batch(layout, gae, said, whiten=c.whiten)
 
     async def update(self, step: int, batch: StepBatch) -> dict[str, Metric]:
@@ -94,13 +83,13 @@ class Critic:
         numbers = {"value_coef": c.value_coef} | ({"value_clip": c.value_clip} if c.value_clip else {})
         loss = LossSpec(fn="value_clipped" if c.value_clip else "value", params=numbers)
         metrics: dict[str, Metric] = {}
-        for indices in by_groups(batch.group_ids, c.minibatches):
+        for indices in split_by_group(batch.group_ids, c.minibatches):
             data = reweight([_critic_datum(batch.data[index]) for index in indices], weighting="token_mean")
             updated = await self.updater.update(step, data, loss)
             metrics = merge_metrics(metrics, updated.metrics)
         return {f"critic/{name.partition('/')[2]}": metric for name, metric in metrics.items() if name not in SAID}
 
-    async def _penalties(self, layout: "Layout") -> Floats:
+    async def _penalties(self, layout: "FlatBatch") -> Floats:
         """What the KL to the reference takes off every sampled token's reward, as a number to add."""
         assert self.reference is not None
         reference_T = _end_to_end(await self.reference(layout.data))
@@ -118,7 +107,7 @@ class Critic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class FlatBatch:
     """The data of all episodes end to end. `turns_T` numbers the steps of the whole batch, -1 where nothing was
     sampled; a step's reward is on its last token."""
 
@@ -131,7 +120,7 @@ class Layout:
     lengths_E: Ints  # their positions
 
 
-def lay_out(groups: Sequence[Group], rows: Rows = Rows.EPISODE) -> Layout:
+def flatten_batch(groups: Sequence[Group], rows: SequenceUnit = SequenceUnit.EPISODE) -> FlatBatch:
     """Rewards and steps of every position, for any of the GAE forms. A step without a token leaves its reward to the
     token before it."""
     table = step_table(groups)
@@ -147,7 +136,7 @@ def lay_out(groups: Sequence[Group], rows: Rows = Rows.EPISODE) -> Layout:
     first = 0
     for episode in episodes:
         made = to_data([episode], rows)
-        steps = [sample.step[1:].astype(np.int64) for sample in samples(episode.scored.episode, rows)]
+        steps = [sample.step[1:].astype(np.int64) for sample in split_samples(episode.scored.episode, rows)]
         own_T = np.concatenate([*steps, np.zeros(0, dtype=np.int64)])
         reward_T = np.zeros(len(own_T))
         sampled = np.flatnonzero(own_T >= 0)
@@ -162,7 +151,7 @@ def lay_out(groups: Sequence[Group], rows: Rows = Rows.EPISODE) -> Layout:
         data_E.append(len(made))
         lengths_E.append(len(own_T))
         first += len(episode.advantages)
-    return Layout(
+    return FlatBatch(
         episodes=episodes,
         data=tuple(data),
         group_ids=tuple(group_ids),
@@ -174,7 +163,7 @@ def lay_out(groups: Sequence[Group], rows: Rows = Rows.EPISODE) -> Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
+class CriticOutput:
     """What the critic said, position by position; after each episode; and the KL's part of the rewards."""
 
     values_T: Floats
@@ -182,13 +171,13 @@ class _Said:
     penalties_T: Floats | None
 
 
-def _after(layout: Layout, values: Sequence[FloatArray]) -> Floats:
+def _after(layout: FlatBatch, values: Sequence[FloatArray]) -> Floats:
     """The value after each episode's last token; 0 where it has none."""
     ends = np.cumsum(layout.data_E) - 1
     return np.array([float(values[end][-1]) if count else 0.0 for end, count in zip(ends, layout.data_E, strict=True)])
 
 
-def _gae(layout: Layout, rewards_T: Floats, values_T: Floats, bootstrap_E: Floats, c: CriticSettings) -> Gae:
+def _gae(layout: FlatBatch, rewards_T: Floats, values_T: Floats, bootstrap_E: Floats, c: CriticSettings) -> GaeResult:
     if c.credit == "turn_gae":
         return turn_gae(rewards_T, values_T, layout.turns_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
     assert c.credit == "token_gae", c.credit
@@ -196,12 +185,12 @@ def _gae(layout: Layout, rewards_T: Floats, values_T: Floats, bootstrap_E: Float
     return token_gae(rewards_T, values_T, sampled_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
 
 
-def _batch(layout: Layout, gae: Gae, said: _Said, *, whiten: bool) -> StepBatch:
+def _batch(layout: FlatBatch, gae: GaeResult, said: CriticOutput, *, whiten: bool) -> StepBatch:
     values_T = said.values_T
     sampled_T, learned_T = layout.turns_T != NOT_SAMPLED, gae.critic != 0
     advantages_T = gae.advantages.copy()
     if whiten:
-        advantages_T[sampled_T] = whitened(gae.advantages[sampled_T], eps=1e-6)
+        advantages_T[sampled_T] = whiten_values(gae.advantages[sampled_T], eps=1e-6)
     arrays = {"advantages": advantages_T, "returns": gae.returns, "values": values_T, "critic": gae.critic}
     ends = np.cumsum([datum.num_tokens for datum in layout.data])
     data = tuple(
@@ -230,7 +219,7 @@ def _value_health(values: Floats, returns: Floats) -> dict[str, Metric]:
     return health if np.isnan(explained) else {**health, "critic/explained_variance": Mean(explained, 1)}
 
 
-def _looked_at(layout: Layout, advantages_T: Floats, said: _Said) -> tuple[CreditedEpisode, ...]:
+def _looked_at(layout: FlatBatch, advantages_T: Floats, said: CriticOutput) -> tuple[CreditedEpisode, ...]:
     """For people who look at episodes: the mean advantage of each step's tokens, and the value before its first; and
     all that they were made of."""
     sampled_T = layout.turns_T != NOT_SAMPLED

@@ -5,14 +5,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import RolloutError
-from headrace.loops.measure import eval_metrics
-from headrace.types import Group, Metric, Task
+from headrace.loops.episode_metrics import eval_metrics
+from headrace.metrics import Metric
+from headrace.types import Group, Task
 
 MAX_TASKS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class EvalResult:
     groups: tuple[Group, ...]
     metrics: dict[str, Metric]
 
@@ -22,7 +23,7 @@ class Evaluation:
         return self.metrics.get("eval/pass@1", self.metrics["eval/reward"]).value()
 
 
-async def evaluate(tasks: Sequence[Task], play: Callable[[Task, int], Awaitable[Group]]) -> Evaluation:
+async def evaluate(tasks: Sequence[Task], play: Callable[[Task, int], Awaitable[Group]]) -> EvalResult:
     """Play every task once (as a group of samples) with the sampler's present weights; groups are in task order.
 
     Raises RolloutError when not one episode could be played and scored: no score would mean anything.
@@ -38,4 +39,4 @@ async def evaluate(tasks: Sequence[Task], play: Callable[[Task, int], Awaitable[
     if not any(group.episodes for group in groups):
         reason = next((failed.reason for group in groups for failed in group.failed), "no episode came back")
         raise RolloutError(f"none of the {len(groups)} held-out tasks could be played and scored; the first: {reason}")
-    return Evaluation(groups=tuple(groups), metrics=eval_metrics(groups))
+    return EvalResult(groups=tuple(groups), metrics=eval_metrics(groups))

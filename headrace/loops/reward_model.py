@@ -6,28 +6,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.algo.scalar_data import scored_datum
+from headrace.algo.datum import scored_datum
+from headrace.algo.loss_weights import reweight
 from headrace.algo.units import as_pairs
-from headrace.algo.weights import reweight
+from headrace.data.preferences import PreferencePair
 from headrace.errors import DataError
-from headrace.loops.clock import Laps
-from headrace.loops.keeper import Keeper
+from headrace.loops.checkpointer import Checkpointer
+from headrace.loops.episode_metrics import StepTimer
 from headrace.loops.update import Updater
+from headrace.metrics import Mean, Metric, Sum, merge_metrics, metric_values
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.render import Renderer
-from headrace.rollout.preferences import Pair
-from headrace.types import (
-    Datum,
-    IntArray,
-    LossSpec,
-    Mean,
-    Message,
-    Metric,
-    Sum,
-    float_array,
-    merge_metrics,
-    metric_values,
-)
+from headrace.types import Datum, IntArray, LossSpec, Message, float_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +42,13 @@ class PairBatch:
 async def train_reward_model(
     c: RewardModelSettings,
     *,
-    next_batch: Callable[[int], Sequence[Pair]],
+    next_batch: Callable[[int], Sequence[PreferencePair]],
     renderer: Renderer,
     backend: TrainBackend,
     updater: Updater,
     sink: MetricSink,
-    keeper: Keeper,
-    held_out: Sequence[Pair] = (),
+    keeper: Checkpointer,
+    held_out: Sequence[PreferencePair] = (),
     start: int = 0,
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
@@ -66,7 +56,7 @@ async def train_reward_model(
     loss = LossSpec(fn="bradley_terry", params={"center_coef": c.center_coef})
     unseen = pair_batch(held_out, renderer, max_tokens=c.max_tokens) if held_out else None
     for step in range(start, c.steps):
-        laps = Laps()
+        laps = StepTimer()
         batch = pair_batch(next_batch(c.batch_size), renderer, max_tokens=c.max_tokens)
         laps.lap("data")
         updated = await updater.update(step, batch.data, loss)
@@ -81,11 +71,11 @@ async def train_reward_model(
             values |= {"eval/accuracy": score, "eval/loss": judged.loss}
             laps.lap("eval")
         sink.log(step + 1, values | laps.values() | {"perf/trained_tokens_per_s": rate})
-        await keeper.barrier(step + 1, score)
+        await keeper.end_of_step(step + 1, score)
     return values
 
 
-def pair_batch(pairs: Sequence[Pair], renderer: Renderer, *, max_tokens: int) -> PairBatch:
+def pair_batch(pairs: Sequence[PreferencePair], renderer: Renderer, *, max_tokens: int) -> PairBatch:
     """Both sides of every pair that fits, weighted so that the loss is the mean over pairs.
 
     Raises DataError when none fits, or the two sides of a pair are the same tokens.

@@ -9,26 +9,26 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from headrace.algo.advantages.credit import Credited, credit
-from headrace.algo.advantages.keys import KeysFn, default_keys
-from headrace.algo.datum import Rows
-from headrace.algo.lags import lag_metrics, staleness_metrics
+from headrace.algo.advantages.anchor_keys import KeysFn, default_keys
+from headrace.algo.advantages.credit import CreditedBatch, credit
+from headrace.algo.datum import SequenceUnit
 from headrace.algo.losses import find_loss
-from headrace.algo.staleness import without_older
-from headrace.loops.arrays import Correction, Score, minibatches, provide, step_batch
-from headrace.loops.clock import Laps
+from headrace.algo.staleness import drop_older_tokens
+from headrace.algo.staleness_metrics import lag_metrics, staleness_metrics
+from headrace.loops.checkpointer import Checkpointer
+from headrace.loops.credit_health import CreditHealth
+from headrace.loops.credit_log import log_credit
 from headrace.loops.critic import Critic
-from headrace.loops.evaluate import Evaluation
-from headrace.loops.health import CreditHealth
-from headrace.loops.keeper import Keeper
-from headrace.loops.measure import drop_shares, episode_metrics, mismatch_metrics
-from headrace.loops.tell import tell_credit
-from headrace.loops.trust import TrustRegion
+from headrace.loops.episode_metrics import StepTimer, drop_shares, episode_metrics, mismatch_metrics
+from headrace.loops.evaluate import EvalResult
+from headrace.loops.kl_limit import KlLimit
+from headrace.loops.step_batch import CorrectionSettings, Score, add_loss_inputs, minibatches, step_batch
 from headrace.loops.update import Updater
+from headrace.metrics import Metric, merge_metrics, metric_values
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.stats import SamplerUtilization
-from headrace.types import CreditedEpisode, Group, LossSpec, Metric, merge_metrics, metric_values
+from headrace.types import CreditedEpisode, Group, LossSpec
 
 NO_SCORERS: Mapping[str, Score] = {}
 
@@ -44,11 +44,11 @@ class RlSettings:
     credit: str = "grpo"
     credit_params: Mapping[str, float | str] = field(default_factory=dict)
     keys: KeysFn = default_keys
-    rows: Rows = Rows.EPISODE
+    rows: SequenceUnit = SequenceUnit.EPISODE
     mixed_versions: bool = False
     weighting: str = "token_mean"
     weighting_constant: float = 1.0
-    correction: Correction | None = None
+    correction: CorrectionSettings | None = None
     sync_every: int = 1
     eval_every: int = 0
 
@@ -60,13 +60,13 @@ async def train_rl(
     backend: TrainBackend,
     updater: Updater,
     sink: MetricSink,
-    keeper: Keeper,
+    keeper: Checkpointer,
     record: Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None],
     scorers: Mapping[str, Score] = NO_SCORERS,
     critic: Critic | None = None,
-    trust: TrustRegion | None = None,
+    trust: KlLimit | None = None,
     utilization: SamplerUtilization | None = None,
-    evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
+    evaluate: Callable[[int], Awaitable[EvalResult]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
@@ -79,23 +79,23 @@ async def train_rl(
     health = CreditHealth(method=c.credit, mixed_versions=c.mixed_versions)
     async with executor:
         for step in range(start, c.steps):
-            laps = Laps()
+            laps = StepTimer()
             if utilization is not None:
                 utilization.lap()
             taking = executor.take_batch()  # task -> rollout -> reward
-            groups = await (keeper.unless_stopped(taking) if step % c.sync_every == 0 else taking)
+            groups = await (keeper.run_or_stop(taking) if step % c.sync_every == 0 else taking)
             laps.lap("rollout")
-            credited: Credited | None = None
+            credited: CreditedBatch | None = None
             if critic is None:  # reward -> advantage -> datum
                 credited = credit(groups, method=c.credit, params=c.credit_params, keys=c.keys)
                 batch = step_batch(credited, c.rows)
             else:
                 batch = await critic.credit(groups)
-            tell_credit(groups, batch.episodes)
+            log_credit(groups, batch.episodes)
             record(step, groups, batch.episodes)  # before the health checks: what they stop a run for can be looked at
-            health.look(groups, credited)
-            batch = replace(batch, data=without_older(batch.data, oldest=executor.oldest))
-            batch = await provide(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
+            health.check(groups, credited)
+            batch = replace(batch, data=drop_older_tokens(batch.data, oldest=executor.oldest))
+            batch = await add_loss_inputs(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             played = [e.scored for e in batch.episodes if e.group_id in executor.training]  # not those of before
             metrics = merge_metrics(batch.metrics, episode_metrics(played))
             metrics = merge_metrics(metrics, lag_metrics(batch.data, version=executor.version))
@@ -132,12 +132,12 @@ async def train_rl(
                 continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
             score = None
             if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
-                score = await keeper.scored(step + 1, evaluate(step + 1))
-            await keeper.barrier(step + 1, score)
+                score = await keeper.evaluate_or_save(step + 1, evaluate(step + 1))
+            await keeper.end_of_step(step + 1, score)
     return values
 
 
-def _rates(metrics: Mapping[str, Metric], laps: Laps, played: Mapping[str, float]) -> dict[str, float]:
+def _rates(metrics: Mapping[str, Metric], laps: StepTimer, played: Mapping[str, float]) -> dict[str, float]:
     """Tokens a second, sampled (while something was played) and computed, and the share of the step in which the
     trainer waited for a batch."""
     sampled, computed = metrics["rollout/sampled_tokens"].value(), metrics["train/computed_tokens"].value()

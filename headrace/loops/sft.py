@@ -5,16 +5,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.algo.datum import conversation_datum
-from headrace.algo.weights import reweight
+from headrace.algo.loss_weights import reweight
+from headrace.data.conversations import Conversation, ToolConversation, messages_of
 from headrace.errors import DataError
-from headrace.loops.clock import Laps
-from headrace.loops.evaluate import Evaluation
-from headrace.loops.keeper import Keeper
+from headrace.loops.checkpointer import Checkpointer
+from headrace.loops.episode_metrics import StepTimer
+from headrace.loops.evaluate import EvalResult
 from headrace.loops.update import Updater
+from headrace.metrics import Mean, Metric, Sum, merge_metrics, metric_values
 from headrace.protocols import MetricSink, TrainBackend
 from headrace.render import Renderer
-from headrace.rollout.conversations import Conversation, ToolConversation, messages_of
-from headrace.types import CROSS_ENTROPY, Datum, Mean, Metric, Sum, merge_metrics, metric_values
+from headrace.types import CROSS_ENTROPY, Datum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +42,16 @@ async def train_sft(
     backend: TrainBackend,
     updater: Updater,
     sink: MetricSink,
-    keeper: Keeper,
+    keeper: Checkpointer,
     held_out: Sequence[Conversation] = (),
-    evaluate: Callable[[int], Awaitable[Evaluation]] | None = None,
+    evaluate: Callable[[int], Awaitable[EvalResult]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
     """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
     values: dict[str, float] = {}
     unseen = render_batch(held_out, renderer, max_tokens=c.max_tokens).data if held_out else ()
     for step in range(start, c.steps):
-        laps = Laps()
+        laps = StepTimer()
         batch = render_batch(next_batch(c.batch_size), renderer, max_tokens=c.max_tokens)
         laps.lap("data")
         updated = await updater.update(step, batch.data, CROSS_ENTROPY)
@@ -66,8 +67,8 @@ async def train_sft(
             laps.lap("eval")
         sink.log(step + 1, values | laps.values() | {"perf/trained_tokens_per_s": rate})
         if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
-            score = await keeper.scored(step + 1, evaluate(step + 1))
-        await keeper.barrier(step + 1, score)
+            score = await keeper.evaluate_or_save(step + 1, evaluate(step + 1))
+        await keeper.end_of_step(step + 1, score)
     return values
 
 

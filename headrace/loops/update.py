@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import NonFiniteError
+from headrace.metrics import Max, Mean, Metric, Sum, merge_metrics
 from headrace.protocols import TrainBackend
-from headrace.types import Adam, Datum, ForwardOut, LossSpec, Max, Mean, Metric, Sum, merge_metrics
+from headrace.types import Adam, Datum, ForwardOut, LossSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Updated:
+class UpdateResult:
     forward: ForwardOut
     metrics: dict[str, Metric]
 
@@ -24,7 +25,7 @@ class Updater:
     max_skips: int
     skips_in_a_row: int = field(default=0)
 
-    async def update(self, step: int, data: Sequence[Datum], loss: LossSpec) -> Updated:
+    async def update(self, step: int, data: Sequence[Datum], loss: LossSpec) -> UpdateResult:
         """forward_backward and optim_step, queued together. Raises NonFiniteError after `max_skips` in a row."""
         adam = self.adam(step)
         forwarding = self.backend.forward_backward(data, loss)
@@ -46,4 +47,6 @@ class Updater:
             "train/trained_tokens": Sum(trained),
             "train/computed_tokens": Sum(sum(datum.num_tokens for datum in data)),
         }
-        return Updated(forward=forward, metrics=merge_metrics(merge_metrics(forward.metrics, out.metrics), metrics))
+        return UpdateResult(
+            forward=forward, metrics=merge_metrics(merge_metrics(forward.metrics, out.metrics), metrics)
+        )

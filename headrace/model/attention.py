@@ -99,7 +99,9 @@ class Packed:
         return (*self.ancestors(parent), parent)
 
 
-def packed(lengths: tuple[int, ...], device: torch.device, parents: tuple[int | None, ...] | None = None) -> Packed:
+def make_packed(
+    lengths: tuple[int, ...], device: torch.device, parents: tuple[int | None, ...] | None = None
+) -> Packed:
     """The context of segments whose tokens are on `device`."""
     if parents is not None and all(parent is None for parent in parents):
         parents = None
@@ -132,7 +134,7 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptChunk:
     """`length` prompt tokens of the sequence in slot `row`, starting at position `offset`."""
 
     row: int
@@ -153,7 +155,7 @@ class Cached:
     slots: Tensor
     positions: Tensor
     mask: Tensor | None  # None: no decode rows
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptChunk, ...]
     piece_mask: Tensor | None = None
 
 
@@ -285,7 +287,7 @@ def packed_keys(
     """Keys and values as a varlen kernel reads them: of what each segment sees, end to end. With them the running sums
     of the queries' and of the keys' lengths, and the longest of both."""
     if context.ends is None:
-        context = packed(context.lengths, key_THD.device, context.parents)
+        context = make_packed(context.lengths, key_THD.device, context.parents)
     assert context.ends is not None
     longest = max(context.lengths)
     if context.key_rows is None:

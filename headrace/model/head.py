@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.model import cuda
-from headrace.model.packed import back, detached, linear
+from headrace.model.cpu.packed_linear import detached, linear, linear_backward_input
 
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 128
@@ -43,7 +43,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class HeadChunk:
     """Probabilities over the vocabulary for one chunk, and what was read off them; `logp_CV` only with the entropy."""
 
     probs_CV: Tensor
@@ -52,7 +52,7 @@ class Chunk:
     entropy_C: Tensor | None
 
 
-def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool) -> Chunk:
+def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool) -> HeadChunk:
     """Softmax in float32 (float64 stays float64)."""
     logits_CV = logits(hidden_CD, weight_VD)
     if not want_entropy and logits_CV.is_cuda and weight_VD.dtype in HALF and cuda.available():
@@ -67,7 +67,7 @@ def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_e
         del logits_CV
         probs_CV = logp_CV.exp()
         entropy_C = -(probs_CV * logp_CV).sum(dim=-1)
-        return Chunk(probs_CV, logp_CV, logp_CV.gather(1, flat).view(targets.tokens.shape), entropy_C)
+        return HeadChunk(probs_CV, logp_CV, logp_CV.gather(1, flat).view(targets.tokens.shape), entropy_C)
     if logits_CV.device.type == "cpu":
         probs_CV = torch.softmax(logits_CV, dim=-1, out=logits_CV)  # half the memory: more of it stays in the cache
         picked = probs_CV.gather(1, flat).log()
@@ -78,7 +78,7 @@ def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_e
         top_C1, raw_CK = logits_CV.amax(dim=-1, keepdim=True), logits_CV.gather(1, flat)
         probs_CV = torch.softmax(logits_CV, dim=-1)
         picked = picked_logprobs(raw_CK, top_C1, probs_CV)
-    return Chunk(probs_CV, None, picked.view(targets.tokens.shape), None)
+    return HeadChunk(probs_CV, None, picked.view(targets.tokens.shape), None)
 
 
 def logits(hidden_CD: Tensor, weight_VD: Tensor, out: Tensor | None = None) -> Tensor:
@@ -89,16 +89,16 @@ def logits(hidden_CD: Tensor, weight_VD: Tensor, out: Tensor | None = None) -> T
     return linear(hidden_CD, weight_VD) if out is None else torch.mm(hidden_CD, weight_VD.T, out=out)
 
 
-def _read_in_place(logits_CV: Tensor, targets: Targets, dtype: torch.dtype) -> Chunk:
+def _read_in_place(logits_CV: Tensor, targets: Targets, dtype: torch.dtype) -> HeadChunk:
     """On CUDA half-precision probabilities take the place of the logits; sums are still in float32."""
-    from headrace.model.cuda.head import softmax_  # needs Triton
+    from headrace.model.cuda.softmax import softmax_  # needs Triton
 
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
     picked = logits_CV.gather(1, flat)
     if targets.temperature is not None:
         picked = picked / targets.temperature[:, None]
     probs_CV, lse_C = softmax_(logits_CV, targets.temperature, dtype)
-    return Chunk(probs_CV, None, (picked - lse_C[:, None]).view(targets.tokens.shape), None)
+    return HeadChunk(probs_CV, None, (picked - lse_C[:, None]).view(targets.tokens.shape), None)
 
 
 def picked_logprobs(logits_CK: Tensor, top_C1: Tensor, probs_CV: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def picked_logprobs(logits_CK: Tensor, top_C1: Tensor, probs_CV: Tensor) -> Tens
 
 
 def backward_chunk(
-    chunk: Chunk,
+    chunk: HeadChunk,
     hidden_CD: Tensor,
     weight_VD: Tensor,
     targets: Targets,
@@ -135,7 +135,7 @@ def backward_chunk(
         scale_C = scale_C / targets.temperature
         grad_CK = grad_CK / targets.temperature[:, None]
     probs_CV = probs_CV.to(weight_VD.dtype)
-    grad_hidden_CD = back(probs_CV, weight_VD).mul_(-scale_C[:, None].to(weight_VD.dtype))
+    grad_hidden_CD = linear_backward_input(probs_CV, weight_VD).mul_(-scale_C[:, None].to(weight_VD.dtype))
     for k in range(flat.shape[1]):
         grad_hidden_CD += grad_CK[:, k, None].to(weight_VD.dtype) * weight_VD[flat[:, k]]
     if grad_weight_VD is not None:

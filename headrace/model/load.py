@@ -3,14 +3,16 @@
 `LanguageModel` is what both share. Nothing here trains or samples.
 """
 
+import copy
 import hashlib
 import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -20,17 +22,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from headrace.algo.random import MULTIPLIERS, WEYL_INCREMENT
-from headrace.errors import ConfigError, ModelError, boundary
+from headrace.errors import ConfigError, ModelError, SamplerError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
-from headrace.model.compiled import layer_forward
-from headrace.model.lean import lean_layers
+from headrace.model.cpu.layers import patch_cpu_layers
+from headrace.model.cpu.packed_linear import pack_linears
+from headrace.model.cuda.compile import layer_forward
 from headrace.model.lora import ADAPTER, LoraLinear
-from headrace.model.packed import pack_linears
 from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
-from headrace.model.support import check_supported
+from headrace.model.supported import check_supported
 from headrace.names import SMOLLM2, SMOLLM2_INSTALL
 
 logger = logging.getLogger(__name__)
@@ -102,7 +105,7 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
     model.eval()
     model.config._attn_implementation = ATTENTION
     pack_linears(model)
-    lean_layers(model)
+    patch_cpu_layers(model)
     if next(model.parameters()).dtype == torch.float64:
         _norms_in_float64(model)
     return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
@@ -332,3 +335,47 @@ def _norms_in_float64(model: Any) -> None:
         parent, _, leaf = name.rpartition(".")
         plus_one = "Gemma" in type(module).__name__
         setattr(model.get_submodule(parent), leaf, _Float64Norm(module, plus_one=plus_one))
+
+
+def shared_view(lm: LanguageModel) -> LanguageModel:
+    """Other modules over the same parameters and buffers: layers may be exchanged in it and the original not know."""
+    tensors = [*lm.model.parameters(), *lm.model.buffers()]
+    memo = {id(tensor): tensor for tensor in tensors} | {id(lm.model.config): lm.model.config}
+    return replace(lm, model=copy.deepcopy(lm.model, memo))
+
+
+def full_copy(lm: LanguageModel) -> LanguageModel:
+    """Parameters of its own, without gradients."""
+    twin = replace(lm, model=copy.deepcopy(lm.model))
+    for parameter in twin.model.parameters():
+        parameter.grad = None
+    return twin
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Switch off the bars that transformers draws on every load and save; afterwards they are as they were."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def copy_weights(weights: Mapping[str, Tensor], model: Any) -> None:
+    """Copy weights into the model's own storage.
+
+    Raises SamplerError before anything is written when one is missing or misshapen.
+    """
+    if not weights:
+        raise SamplerError("there are no new weights: the folder holds no model*.safetensors")
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if name not in weights:
+            raise SamplerError(f"the new weights lack {name}: they are another model's")
+        if weights[name].shape != parameter.shape:
+            raise SamplerError(f"{name} of the new weights has another shape: they are another model's")
+    for name, parameter in named.items():
+        parameter.copy_(weights[name])

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from headrace.errors import ConfigError, RunFolderError, boundary
-from headrace.observe.files import write_whole
+from headrace.observe.json_lines import write_whole
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STAMP = "%Y-%m-%dT%H-%M-%SZ"

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headrace.algo.turns import step_positions
+from headrace.algo.datum import step_positions
 from headrace.errors import RewardError
+from headrace.reward.episode_json import step_id
 from headrace.reward.result import MESSAGE_CHARS, check_finite, check_result, parse_result
-from headrace.reward.rows import step_id
 from headrace.types import Episode, Reward
 
 

@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError
 from headrace.protocols import Sampler
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm
-from headrace.types import Episode, Message, Reward, SampleRequest, SamplingParams, Stop, wire_message
+from headrace.types import Episode, Message, Reward, SampleRequest, SamplingParams, StopReason, wire_message
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]  # messages to the text of a reply
 
@@ -24,7 +24,7 @@ _MANY = re.compile(rf"\bSCORES{_MARKS}(\[[^\]]*\])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
+class JudgeSettings:
     """`rubric` says what is good; scores are from 0 to `best`. `compare`: one request for a group, which sees all its
     answers. A reply that has no score is asked for again, `attempts` times in all; `at_once` requests run together."""
 
@@ -39,7 +39,7 @@ class Judge:
             raise ConfigError("a judge's best, attempts and at_once must be above 0")
 
 
-def judge_term(name: str, ask: Ask, judge: Judge, *, weight: float = 1.0) -> GroupTerm:
+def judge_term(name: str, ask: Ask, judge: JudgeSettings, *, weight: float = 1.0) -> GroupTerm:
     """Rewards are scores divided by the best. What the judge does not say is not known: it is no reward."""
     room = asyncio.Semaphore(judge.at_once)
 
@@ -57,7 +57,7 @@ def judge_term(name: str, ask: Ask, judge: Judge, *, weight: float = 1.0) -> Gro
     return GroupTerm(name=name, judge=judged, weight=weight)
 
 
-async def _asked(ask: Ask, judge: Judge, episodes: Sequence[Episode], room: asyncio.Semaphore) -> list[float]:
+async def _asked(ask: Ask, judge: JudgeSettings, episodes: Sequence[Episode], room: asyncio.Semaphore) -> list[float]:
     question = question_about(episodes, judge)
     last = RewardError("the judge was not asked")
     for _ in range(judge.attempts):
@@ -73,7 +73,7 @@ async def _asked(ask: Ask, judge: Judge, episodes: Sequence[Episode], room: asyn
     raise last
 
 
-def question_about(episodes: Sequence[Episode], judge: Judge) -> tuple[Message, ...]:
+def question_about(episodes: Sequence[Episode], judge: JudgeSettings) -> tuple[Message, ...]:
     """The rubric, the ground truth if there is one, and the conversations, as JSON: no text can leave its place."""
     data = episodes[0].task.data
     truth = data.get("ground_truth", data.get("answer"))
@@ -94,7 +94,7 @@ def question_about(episodes: Sequence[Episode], judge: Judge) -> tuple[Message, 
     return Message(role="system", content=system), Message(role="user", content=user)
 
 
-def scores_in(reply: str, judge: Judge, count: int) -> list[float]:
+def scores_in(reply: str, judge: JudgeSettings, count: int) -> list[float]:
     """The last scores that the reply states. Raises RewardError when there are none, too few, or others than asked."""
     found = (_MANY if judge.compare else _ONE).findall(reply)
     if not found:
@@ -149,7 +149,7 @@ def ask_sampler(sampler: Sampler, renderer: Renderer, params: SamplingParams) ->
     async def ask(messages: Sequence[Message]) -> str:
         request = SampleRequest(prompt=renderer.prompt(messages), params=params)
         reply = await sampler.sample(request)
-        while reply.stop is Stop.INTERRUPTED:
+        while reply.stop is StopReason.INTERRUPTED:
             reply = await sampler.sample(replace(request, continue_from=reply))
         return renderer.decode(reply.tokens)
 

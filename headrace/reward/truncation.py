@@ -6,7 +6,7 @@ from enum import StrEnum
 from headrace.types import FailedEpisode, Reward, ScoredEpisode
 
 
-class CutOff(StrEnum):
+class TruncatedRule(StrEnum):
     """KEEP what it was given; ZERO, whatever that was; EXCLUDE it from statistics and loss; PENALTY: less than that."""
 
     KEEP = "keep"
@@ -16,10 +16,10 @@ class CutOff(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Truncation:
+class TruncatedReward:
     """`penalty` is taken off the reward of the last step, and so off the total; CutOff.PENALTY only."""
 
-    rule: CutOff = CutOff.KEEP
+    rule: TruncatedRule = TruncatedRule.KEEP
     penalty: float = 0.0
 
     def apply(self, scored: ScoredEpisode) -> ScoredEpisode | FailedEpisode:
@@ -28,19 +28,19 @@ class Truncation:
         if not episode.truncated:
             return scored
         match self.rule:
-            case CutOff.KEEP:
+            case TruncatedRule.KEEP:
                 return scored
-            case CutOff.EXCLUDE:
+            case TruncatedRule.EXCLUDE:
                 return FailedEpisode(
                     id=episode.id,
                     task=episode.task,
                     reason=f'a limit cut it off after {len(episode.steps)} turns, and rl.truncated = "exclude" leaves '
                     "such episodes out",
                 )
-            case CutOff.ZERO:
+            case TruncatedRule.ZERO:
                 nothing = None if reward.steps is None else (0.0,) * len(reward.steps)
                 return replace(scored, reward=replace(reward, total=0.0, steps=nothing))
-            case CutOff.PENALTY:
+            case TruncatedRule.PENALTY:
                 return replace(scored, reward=_reduced(reward, self.penalty))
 
 

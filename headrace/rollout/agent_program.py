@@ -14,19 +14,19 @@ from typing import Any, Protocol
 
 from headrace.errors import EpisodeError, HeadraceError, boundary
 from headrace.render import Renderer
-from headrace.types import Completion, Ended, Episode, Message, SampleRequest, SamplingParams, Step, Task
+from headrace.types import Completion, EndReason, Episode, Message, SampleRequest, SamplingParams, Step, Task
 
 Outcome = bool | float | None
 Program = Callable[[str, Task], Outcome | Awaitable[Outcome]]
 
 
-class Samples(Protocol):
+class ProgramSampler(Protocol):
     """Sample one sequence to its end."""
 
     async def sample(self, request: SampleRequest) -> Completion: ...
 
 
-class Record(Protocol):
+class ProgramRecord(Protocol):
     """Hold what an endpoint recorded of one episode (`infer.endpoint.EpisodeRecord`)."""
 
     @property
@@ -45,17 +45,17 @@ class Record(Protocol):
     def truncated(self) -> bool: ...
 
     @property
-    def limit(self) -> Ended | None: ...
+    def limit(self) -> EndReason | None: ...
 
     @property
     def error(self) -> HeadraceError | None: ...
 
 
-class Endpoint(Protocol):
+class ChatEndpoint(Protocol):
     """Give each episode a base URL (`infer.endpoint.Endpoint`)."""
 
     def open(
-        self, *, sampler: Samples, sampling: SamplingParams, seed: int, max_calls: int, max_tokens: int
+        self, *, sampler: ProgramSampler, sampling: SamplingParams, seed: int, max_calls: int, max_tokens: int
     ) -> Any: ...
 
     def close(self, record: Any) -> None: ...
@@ -65,8 +65,8 @@ async def play_program(
     program: Program,
     *,
     task: Task,
-    endpoint: Endpoint,
-    sampler: Samples,
+    endpoint: ChatEndpoint,
+    sampler: ProgramSampler,
     sampling: SamplingParams,
     seed: int,
     max_turns: int,
@@ -79,7 +79,7 @@ async def play_program(
     limit: truncated. Any other failure raises EpisodeError, and a failure of the sampler is raised unchanged. The
     caller sets the time limit; when it cancels, open calls are cancelled too. A plain function runs on a thread.
     """
-    record: Record = endpoint.open(
+    record: ProgramRecord = endpoint.open(
         sampler=sampler, sampling=sampling, seed=seed, max_calls=max_turns, max_tokens=max_episode_tokens
     )
     outcome: Outcome = None
@@ -97,11 +97,11 @@ async def play_program(
 
 
 def program_fn(
-    program: Program, endpoint: Endpoint, *, sampling: SamplingParams, max_turns: int, max_episode_tokens: int
-) -> Callable[[Task, Samples, Renderer, int], Awaitable[Episode]]:
+    program: Program, endpoint: ChatEndpoint, *, sampling: SamplingParams, max_turns: int, max_episode_tokens: int
+) -> Callable[[Task, ProgramSampler, Renderer, int], Awaitable[Episode]]:
     """Turn the program into a `generate_fn` of a `GroupPlayer`."""
 
-    async def generate(task: Task, sampler: Samples, renderer: Renderer, seed: int) -> Episode:
+    async def generate(task: Task, sampler: ProgramSampler, renderer: Renderer, seed: int) -> Episode:
         return await play_program(
             program,
             task=task,
@@ -134,7 +134,7 @@ def _checked(outcome: Outcome, task: Task) -> Outcome:
     return outcome
 
 
-def _episode(record: Record, outcome: Outcome, *, id: str, task: Task, seed: int) -> Episode:
+def _episode(record: ProgramRecord, outcome: Outcome, *, id: str, task: Task, seed: int) -> Episode:
     steps = record.steps
     if not steps:
         raise EpisodeError(f"task {task.id}: the agent program never called the model: let it use its base_url")
@@ -148,6 +148,6 @@ def _episode(record: Record, outcome: Outcome, *, id: str, task: Task, seed: int
         messages=record.messages,
         temperature=record.temperature,
         truncated=record.truncated,
-        ended=record.limit or Ended.DONE,
+        ended=record.limit or EndReason.DONE,
         success=outcome if isinstance(outcome, bool) else None,
     )

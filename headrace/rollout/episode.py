@@ -24,21 +24,21 @@ from headrace.rollout.policies import Policy, SampledPolicy
 from headrace.tool_calls import tool_names
 from headrace.types import (
     Action,
-    Ended,
+    EndReason,
     Episode,
     FailedEpisode,
     Observation,
     SamplingParams,
     Step,
     StepResult,
-    Stop,
+    StopReason,
     Task,
 )
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-BY_ITSELF = (Ended.DONE, Ended.END_TOOL, Ended.END_PATTERN)  # endings that do not truncate the episode
+BY_ITSELF = (EndReason.DONE, EndReason.END_TOOL, EndReason.END_PATTERN)  # endings that do not truncate the episode
 T = TypeVar("T")
 
 
@@ -172,7 +172,7 @@ async def _take_turns(
     policy.reset(messages, available_tools(observation, rules))
     steps: list[Step] = []
     success: bool | None = None
-    ended: Ended | None = None
+    ended: EndReason | None = None
     while ended is None:
         turn = await policy.act()
         result = await _step(env_calls, observation, turn.action, rules)
@@ -193,7 +193,7 @@ async def _take_turns(
         ended = end_reason(result, turn.action, len(steps), rules)
         observation = result.observation
         if ended is None and not policy.observe(observation.messages, available_tools(observation, rules)):
-            ended = Ended.MAX_TOKENS
+            ended = EndReason.MAX_TOKENS
     return Episode(
         id=id,
         task=task,
@@ -201,27 +201,27 @@ async def _take_turns(
         steps=tuple(steps),
         messages=tuple(messages),
         temperature=temperature,
-        truncated=ended not in BY_ITSELF or turn.completion.stop is not Stop.STOP,
+        truncated=ended not in BY_ITSELF or turn.completion.stop is not StopReason.STOP,
         success=success,
         ended=ended,
         final_state=observation.state,
     )
 
 
-def end_reason(result: StepResult, action: Action, turns: int, rules: EndRules) -> Ended | None:
+def end_reason(result: StepResult, action: Action, turns: int, rules: EndRules) -> EndReason | None:
     """Return why the episode ends after this step, or None if it goes on.
 
     The environment decides first, then the policy's tool call or pattern, then the turn limit.
     """
     if result.done:
-        return Ended.DONE
+        return EndReason.DONE
     if result.truncated:
-        return Ended.ENV_LIMIT
+        return EndReason.ENV_LIMIT
     if any(call.name == rules.tool for call in action.calls):
-        return Ended.END_TOOL
+        return EndReason.END_TOOL
     if rules.pattern is not None and rules.pattern.search(action.text):
-        return Ended.END_PATTERN
-    return Ended.MAX_TURNS if turns >= rules.max_turns else None
+        return EndReason.END_PATTERN
+    return EndReason.MAX_TURNS if turns >= rules.max_turns else None
 
 
 def available_tools(observation: Observation, rules: EndRules) -> tuple[Mapping[str, Any], ...]:

@@ -7,7 +7,7 @@ where it is long.
 import logging
 from collections.abc import Sequence
 
-from headrace.algo.turns import observations, step_positions
+from headrace.algo.datum import observations, step_positions
 from headrace.types import Episode, Message
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from headrace.types import (
     IntArray,
     SampleRequest,
     Step,
-    Stop,
+    StopReason,
 )
 
 R = TypeVar("R", Episode, FailedEpisode, Episode | FailedEpisode)
@@ -160,7 +160,7 @@ class PartialEpisode:
             if start is not None:
                 after = self._store_prefix_logprobs(round_request, after, start=start, version=version)
             turn.completion = self._open_if_only_round_ended(request, before, after)
-            turn.ended = turn.completion.stop is not Stop.INTERRUPTED
+            turn.ended = turn.completion.stop is not StopReason.INTERRUPTED
             idle = 0 if before is None or len(after.tokens) > len(before.tokens) else idle + 1
             if idle > MAX_IDLE_INTERRUPTS:
                 raise SamplerError(
@@ -207,8 +207,8 @@ class PartialEpisode:
     ) -> Completion:
         """Mark a sequence as interrupted if it reached the end of its round and not its own end."""
         limit = self._limit_to_round(request, before).params.max_tokens
-        cut = after.stop is Stop.LENGTH and len(after.tokens) == limit < request.params.max_tokens
-        return replace(after, stop=Stop.INTERRUPTED) if cut else after
+        cut = after.stop is StopReason.LENGTH and len(after.tokens) == limit < request.params.max_tokens
+        return replace(after, stop=StopReason.INTERRUPTED) if cut else after
 
     def _prefixes(self, request: SampleRequest) -> list[PromptAndCompletion]:
         """Return what this request continues: the earlier turns its prompt begins with, and its own partial tokens."""

@@ -33,7 +33,7 @@ from headrace.types import (
     Message,
     SampleRequest,
     SamplingParams,
-    Stop,
+    StopReason,
     float_array,
     int_array,
 )
@@ -154,7 +154,7 @@ class SampledPolicy:
 class Chat(Protocol):
     """Answer messages with a message (`infer.remote.RemoteModel`)."""
 
-    async def reply(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, Stop]: ...
+    async def reply(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, StopReason]: ...
 
 
 class RemotePolicy:
@@ -203,6 +203,6 @@ class RemotePolicy:
         return Action(text=text, content=parsed.content, calls=calls, problem=problem)
 
 
-def _no_tokens(stop: Stop) -> Completion:
+def _no_tokens(stop: StopReason) -> Completion:
     none = float_array([])
     return Completion(tokens=int_array([]), sampler_logprobs=none, raw_logprobs=none, versions=int_array([]), stop=stop)

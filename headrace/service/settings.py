@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from headrace.algo.lookup import hint
-from headrace.config.metrics_checks import metrics_problems
-from headrace.config.tree import Metrics
+from headrace.algo.name_lookup import nearest_name_hint
+from headrace.config.checks.metric_sinks import metrics_problems
+from headrace.config.schema import MetricsConfig
 from headrace.errors import ConfigError
-from headrace.service.access import HashedKey
+from headrace.service.http.auth import HashedKey
 
 COUNTS = (
     "body_bytes", "running_sequences", "resident_models", "open_samplers", "snapshots_per_model", "full_save_steps",
@@ -68,7 +68,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class ServeEngine:
     __pydantic_config__ = ConfigDict(extra="forbid")
     max_rows: int = 32
     kv_tokens: int = 0  # 0: chosen from the model's context
@@ -107,13 +107,13 @@ class ServeConfig:
     __pydantic_config__ = ConfigDict(extra="forbid")
     serve: Listen = Listen()
     model: ServedModel = ServedModel()
-    engine: Engine = Engine()
+    engine: ServeEngine = ServeEngine()
     limits: Limits = Limits()
     keys: tuple[HashedKey, ...] = ()
     references: tuple[ReferenceModel, ...] = ()
     rewards: tuple[RewardFile, ...] = ()
     flags: Mapping[str, bool | int | float | str] = field(default_factory=dict)  # for the SDK, over ours
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 def load_serve_config(text: str, *, file: str) -> ServeConfig:
@@ -203,5 +203,5 @@ def _check_keys(tree: Any, kind: Any, file: str, before: str) -> None:
     types = get_type_hints(kind)
     for name, value in tree.items():
         if name not in known:
-            raise ConfigError(f"{file}: unknown key '{before}{name}'; {hint(name, known)}")
+            raise ConfigError(f"{file}: unknown key '{before}{name}'; {nearest_name_hint(name, known)}")
         _check_keys(value, types[name], file, f"{before}{name}.")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.errors import HeadraceError, RunFolderError, boundary
-from headrace.observe.gpu import gpu_values
-from headrace.observe.prometheus import Gauges, Labels
+from headrace.metrics import Mean, Metric, Metrics, Sum, metric_values
+from headrace.observe.sinks.gpu import gpu_values
+from headrace.observe.sinks.prometheus import Gauges, Labels
 from headrace.protocols import MetricSink
-from headrace.types import Adam, Datum, Discard, ForwardOut, Mean, Metric, Metrics, StepOut, Sum, metric_values
+from headrace.types import Adam, Datum, DiscardGradient, ForwardOut, UpdateOut
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ CLOSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TelemetrySource:
     """The model that was measured, or the server."""
 
     name: str  # of the model, or `SERVER`
@@ -40,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecord:
-    source: Source
+    source: TelemetrySource
     step: int
     values: Mapping[str, float]
 
@@ -64,7 +65,7 @@ class Telemetry:
 
     def __init__(
         self,
-        open_sink: Callable[[Source], MetricSink] | None = None,
+        open_sink: Callable[[TelemetrySource], MetricSink] | None = None,
         *,
         max_open: int = MAX_OPEN,
         max_waiting: int = MAX_WAITING,
@@ -102,11 +103,11 @@ class Telemetry:
         self._accumulated.pop(model, None)
 
     def step(
-        self, model: str, owner: str, out: StepOut, update: Adam | Discard, *, seconds: float, depth: int
+        self, model: str, owner: str, out: UpdateOut, update: Adam | DiscardGradient, *, seconds: float, depth: int
     ) -> MetricsRecord | None:
         """Make the record of an update; None for one that discards the gradient."""
         so_far = self._accumulated.pop(model, _Accumulated())
-        if isinstance(update, Discard):
+        if isinstance(update, DiscardGradient):
             return None
         values = {
             **metric_values(_merged(so_far.metrics, out.metrics)),
@@ -120,7 +121,7 @@ class Telemetry:
             "perf/optim_step_ms": 1000 * seconds,
             "perf/queue_depth": float(depth),
         }
-        return MetricsRecord(source=Source(name=model, owner=owner), step=out.num_updates, values=values)
+        return MetricsRecord(source=TelemetrySource(name=model, owner=owner), step=out.num_updates, values=values)
 
     def log(self, record: MetricsRecord) -> None:
         """Keep a record for GET /metrics and hand it to the sinks; returns at once."""
@@ -131,7 +132,7 @@ class Telemetry:
         """Log numbers of the whole server, and of the GPU if one is used; users do not see them."""
         self._server_records += 1
         values = {**{f"server/{name}": float(value) for name, value in figures.items()}, **gpu_values()}
-        self.log(MetricsRecord(source=Source(name=SERVER), step=self._server_records, values=values))
+        self.log(MetricsRecord(source=TelemetrySource(name=SERVER), step=self._server_records, values=values))
 
     # --- sinks ---
 
@@ -172,10 +173,10 @@ class Telemetry:
 class _Sinks:
     """Keep open sinks by source. A sink that fails is logged once, and its source has none from then on."""
 
-    def __init__(self, open_sink: Callable[[Source], MetricSink], max_open: int) -> None:
+    def __init__(self, open_sink: Callable[[TelemetrySource], MetricSink], max_open: int) -> None:
         self._open_sink, self._max_open = open_sink, max_open
-        self._sinks: OrderedDict[Source, MetricSink] = OrderedDict()
-        self._broken: set[Source] = set()
+        self._sinks: OrderedDict[TelemetrySource, MetricSink] = OrderedDict()
+        self._broken: set[TelemetrySource] = set()
 
     def log(self, record: MetricsRecord) -> None:
         source = record.source

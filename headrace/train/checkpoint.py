@@ -59,7 +59,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint whose files all match its manifest. `state` is the mapping that was given to `save`."""
 
     step: int
@@ -111,15 +111,15 @@ def verify(folder: Path, *, besides: Collection[str] = ()) -> Manifest:
     return manifest
 
 
-def read_checkpoint(folder: Path) -> Loaded:
+def read_checkpoint(folder: Path) -> LoadedCheckpoint:
     """Verify one checkpoint folder and read its state; raises CheckpointError naming the file that is wrong."""
     manifest = verify(folder)
     with boundary(CheckpointError, f"checkpoint {folder}: {STATE} cannot be read"):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
-    return Loaded(step=manifest.step, folder=folder, state=state, score=manifest.score)
+    return LoadedCheckpoint(step=manifest.step, folder=folder, state=state, score=manifest.score)
 
 
-def latest_checkpoint(folder: Path) -> Loaded:
+def latest_checkpoint(folder: Path) -> LoadedCheckpoint:
     """The newest checkpoint in `folder` that verifies. Reads only, so it is safe beside a run that is writing there.
 
     Each newer one is refused by name in a logged warning. Raises CheckpointError with every reason when none is left.
@@ -127,7 +127,7 @@ def latest_checkpoint(folder: Path) -> Loaded:
     return _first_sound(folder, sorted(_steps(folder), reverse=True))
 
 
-def best_checkpoint(folder: Path) -> Loaded:
+def best_checkpoint(folder: Path) -> LoadedCheckpoint:
     """The checkpoint with the highest score that verifies, or the newest when none was scored. Reads only."""
     scores = _sound_scores(folder)
     ranked = sorted(scores, key=lambda step: (-_rank(scores[step]), step if scores[step] is not None else -step))
@@ -138,7 +138,7 @@ def _rank(score: float | None) -> float:
     return -math.inf if score is None else score
 
 
-def _first_sound(folder: Path, steps: list[int]) -> Loaded:
+def _first_sound(folder: Path, steps: list[int]) -> LoadedCheckpoint:
     refused = []
     for step in steps:
         try:
@@ -262,7 +262,7 @@ class CheckpointStore:
         self._remove_unneeded(scores, step)
         return target
 
-    def load_latest(self) -> Loaded:
+    def load_latest(self) -> LoadedCheckpoint:
         """Remove what a killed writer left behind, then the newest checkpoint that verifies (see `latest_checkpoint`).
 
         For the process that owns the folder; afterwards `latest` names the checkpoint returned.

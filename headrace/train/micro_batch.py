@@ -13,16 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.algo.loss import Unit
-from headrace.algo.packing import WORTH_SHARING, lay_out
+from headrace.algo.loss_signature import Unit
+from headrace.algo.packing import WORTH_SHARING, build_prefix_tree
+from headrace.metrics import Metric, merge_metrics
 from headrace.model import head
-from headrace.model.attention import packed
+from headrace.model.attention import make_packed
 from headrace.model.device import to_device
 from headrace.model.load import LanguageModel
-from headrace.model.scalar import scalars
+from headrace.model.value_head import scalars
+from headrace.train.batch import BoundLoss, call_loss, concat_arrays, packed_targets
 from headrace.train.optimizer import MasterAdamW
-from headrace.train.request import BoundLoss, call_loss, concat_arrays, packed_targets
-from headrace.types import Datum, FloatArray, Metric, float_array, merge_metrics
+from headrace.types import Datum, FloatArray, float_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,12 @@ class MicroBatchRunner:
         if not len(rows_R):
             return None
         shares = device.type in ("cpu", "cuda")  # devices on which sharing has been compared with single sequences
-        layout = lay_out([datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1)
+        layout = build_prefix_tree(
+            [datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1
+        )
         tokens_T = to_device(torch.tensor(layout.tokens, dtype=torch.long), device)
         positions_T = to_device(torch.tensor(layout.positions, dtype=torch.long), device)
-        context = packed(layout.lengths, device, layout.parents)
+        context = make_packed(layout.lengths, device, layout.parents)
         embedded_TD = self._embed(tokens_T) if want_gradient else None
         hidden_TD = self.lm.hidden(tokens_T, positions_T, context, embedded_TD=embedded_TD)
         real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32

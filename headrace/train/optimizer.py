@@ -81,13 +81,13 @@ class MasterAdamW:
             return float(squared_norm(list(self.gradients.values())).sqrt())
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self.gradients.values())))))
 
-    def remember(self, adam: Adam, *, skipped: bool) -> None:
+    def save_for_scaling(self, adam: Adam, *, skipped: bool) -> None:
         """Keep what a reversible update is about to change; a skipped one changes nothing."""
         changed = self.masters if adam.reversible and not skipped else {}
         kept = {name: master.clone() for name, master in changed.items()}
         self._before = kept if adam.reversible else None
 
-    def scale_back(self, share: float) -> bool:
+    def scale_update(self, share: float) -> bool:
         """Keep `share` of the last update; False when it was not reversible."""
         if self._before is None:
             return False

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from headrace.algo.packing import WORTH_SHARING, pack
 from headrace.errors import BackendError, ConfigError, ModelError, NoGradientError, boundary
+from headrace.metrics import Metric, Sum, merge_metrics
 from headrace.model import head
+from headrace.model.compute_thread import ComputeThread, InlineWorker
 from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
 from headrace.model.lora import add_lora
-from headrace.model.scalar import has_scalar_head
-from headrace.model.worker import Here, Worker
+from headrace.model.value_head import has_scalar_head
+from headrace.train.batch import bind_loss, check_data, check_head
 from headrace.train.micro_batch import MicroBatchRows, MicroBatchRunner
 from headrace.train.optimizer import MasterAdamW
-from headrace.train.request import bind_loss, check_data, check_head
 from headrace.train.trainer_state import (
     VALUE_HEAD,
     TrainedState,
@@ -37,19 +38,16 @@ from headrace.types import (
     CROSS_ENTROPY,
     Adam,
     Datum,
-    Discard,
+    DiscardGradient,
     FloatArray,
     ForwardOut,
     LossSpec,
-    Metric,
-    ScaleBack,
-    Shared,
-    StepOut,
-    Sum,
+    ScaleUpdate,
+    SharedWeights,
+    UpdateOut,
     WeightsHandle,
     float_array,
     int_array,
-    merge_metrics,
 )
 
 R = TypeVar("R")
@@ -102,7 +100,9 @@ class TorchBackend:
         micro_batch_tokens: int = 8192,
         chunk_tokens: int | None = None,
         score_everything: bool = False,  # return log-probs of tokens of weight 0 too; else they are NaN
-        worker: Worker | Here | None = None,  # runs requests in order with those of others; None: a thread of its own
+        worker: ComputeThread
+        | InlineWorker
+        | None = None,  # runs requests in order with those of others; None: a thread of its own
         value_head: nn.Linear | None = None,
         keep_earlier: bool = False,  # a request that fails or whose gradient is not finite keeps the earlier gradient
         idle_steps: bool = False,  # an update with nothing accumulated is one with a gradient of zero
@@ -126,7 +126,7 @@ class TorchBackend:
         self._keep_earlier, self._idle_steps, self._between = keep_earlier, idle_steps, between
         self._has_gradient = False
         self._num_updates = 0
-        self.worker = worker or Worker()
+        self.worker = worker or ComputeThread()
         self._owns_worker = worker is None
 
     @property
@@ -142,7 +142,7 @@ class TorchBackend:
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
         return self._submit("forward_backward", lambda: self._accumulate(data, loss))
 
-    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
+    def optim_step(self, update: Adam | DiscardGradient | ScaleUpdate) -> "Future[UpdateOut]":
         return self._submit("optim_step", lambda: self._step(update))
 
     def save_state(self, folder: Path) -> "Future[None]":
@@ -191,7 +191,7 @@ class TorchBackend:
 
         return self.worker.submit(guarded)
 
-    def try_worst_case(self, longest: int) -> "Future[None]":
+    def check_memory(self, longest: int) -> "Future[None]":
         """Compute the largest micro-batches there can be and discard them, so that a lack of memory shows early.
 
         `longest`: tokens of the longest sequence. Raises BackendError that names what to lower.
@@ -259,15 +259,15 @@ class TorchBackend:
         metrics["loss/total"] = Sum(total)
         return ForwardOut(loss=total, logprobs=tuple(logprobs), metrics=metrics)
 
-    def _step(self, update: Adam | Discard | ScaleBack) -> StepOut:
-        if isinstance(update, ScaleBack):
-            if not self._optimizer.scale_back(update.share):
+    def _step(self, update: Adam | DiscardGradient | ScaleUpdate) -> UpdateOut:
+        if isinstance(update, ScaleUpdate):
+            if not self._optimizer.scale_update(update.share):
                 raise BackendError("there is no update to scale back: make one with Adam(reversible=True)")
-            return StepOut(grad_norm=0.0, updated=True, num_updates=self._num_updates)
-        if isinstance(update, Discard):
+            return UpdateOut(grad_norm=0.0, updated=True, num_updates=self._num_updates)
+        if isinstance(update, DiscardGradient):
             self._optimizer.discard()
             self._has_gradient = False
-            return StepOut(grad_norm=0.0, updated=False, num_updates=self._num_updates)
+            return UpdateOut(grad_norm=0.0, updated=False, num_updates=self._num_updates)
         if not self._has_gradient and self._idle_steps:
             self._optimizer.fill()
         elif not self._has_gradient:
@@ -276,16 +276,16 @@ class TorchBackend:
         try:
             norm = self._optimizer.norm()
             skipped = not np.isfinite(norm) or (update.max_norm > 0 and norm > update.max_norm)
-            self._optimizer.remember(update, skipped=skipped)
+            self._optimizer.save_for_scaling(update, skipped=skipped)
             if skipped:
                 self._optimizer.discard()
-                return StepOut(grad_norm=norm, updated=False, num_updates=self._num_updates)
+                return UpdateOut(grad_norm=norm, updated=False, num_updates=self._num_updates)
             self._optimizer.update(update, norm=norm)
         except BaseException:  # out of memory, say: the next update must not be made of this gradient too
             self._optimizer.discard()
             raise
         self._num_updates += 1
-        return StepOut(grad_norm=norm, updated=True, num_updates=self._num_updates)
+        return UpdateOut(grad_norm=norm, updated=True, num_updates=self._num_updates)
 
     def _load(self, folder: Path) -> None:
         self._restore(load_trained(folder, self.lm, self._optimizer))
@@ -299,7 +299,7 @@ class TorchBackend:
         self._num_updates, self._has_gradient = state.num_updates, False
 
     def _export(self) -> WeightsHandle:
-        return Shared(fingerprint=fingerprint(self.lm.model.named_parameters()))
+        return SharedWeights(fingerprint=fingerprint(self.lm.model.named_parameters()))
 
 
 def dummy_loss(lm: LanguageModel) -> LossSpec:

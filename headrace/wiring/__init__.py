@@ -3,26 +3,24 @@
 The commands below are loaded when they are first used, so that a wrong file is answered before torch is imported.
 
 A run, in the order of what happens:
-- `checked_config` loads and checks the TOML file; `sizes` says how large its model is and what memory it asks for.
-- `run` makes the run folder and runs the stages; `resume` decides where each goes on; `process` handles signals.
-- `preflight` loads the data and functions of all stages once, as `inputs`; `sources` and `objective` build them.
-- `desk` opens the context of a stage; `runtime` is the protocol of what trains and samples, `here` and `remote` are it.
-- `stages` runs the loops; `models`, `rewards`, `rollouts`, `play`, `programs`, `beside`, `metrics`, `record` build its
-  parts.
+- `checked_config` loads and checks the TOML file.
+- `commands/train` makes the run folder and runs the stages; `resume` decides where each goes on; `signals` stops it.
+- `preflight` loads the data and functions of all stages once, as `inputs`.
+- `stage_context` opens what a stage needs; `runtime/` is where its model is trained and sampled.
+- `stages` runs the loops; `build/` makes their parts from sections of the configuration.
 
-Commands: `playing` (eval, demonstrate), `showcase` (demo), `explaining`, `doctor`, `proofs` (verify), `recredit`,
-`serve` with `references`.
+The other commands are in `commands/`, one file each.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.wiring.models import make_sampler
-    from headrace.wiring.playing import Demonstrated, demonstrate, evaluate
-    from headrace.wiring.proofs import verify, verify_parts
-    from headrace.wiring.run import RunResult, train
-    from headrace.wiring.showcase import demo, demo_config
+    from headrace.wiring.build.models import make_sampler
+    from headrace.wiring.commands.demo import demo, demo_config
+    from headrace.wiring.commands.eval import Demonstrated, demonstrate, evaluate
+    from headrace.wiring.commands.train import RunResult, train
+    from headrace.wiring.commands.verify import verify, verify_parts
 
 __all__ = [
     "Demonstrated",
@@ -38,16 +36,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Demonstrated": "headrace.wiring.playing",
-    "RunResult": "headrace.wiring.run",
-    "demo": "headrace.wiring.showcase",
-    "demo_config": "headrace.wiring.showcase",
-    "demonstrate": "headrace.wiring.playing",
-    "evaluate": "headrace.wiring.playing",
-    "make_sampler": "headrace.wiring.models",
-    "train": "headrace.wiring.run",
-    "verify": "headrace.wiring.proofs",
-    "verify_parts": "headrace.wiring.proofs",
+    "Demonstrated": "headrace.wiring.commands.eval",
+    "RunResult": "headrace.wiring.commands.train",
+    "demo": "headrace.wiring.commands.demo",
+    "demo_config": "headrace.wiring.commands.demo",
+    "demonstrate": "headrace.wiring.commands.eval",
+    "evaluate": "headrace.wiring.commands.eval",
+    "make_sampler": "headrace.wiring.build.models",
+    "train": "headrace.wiring.commands.train",
+    "verify": "headrace.wiring.commands.verify",
+    "verify_parts": "headrace.wiring.commands.verify",
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from headrace.config import Config, Rl, absolute_paths, check, load_config
+from headrace.config import Config, RlConfig, absolute_paths, check, load_config
 from headrace.config.paths import remote_name, split_sum
 from headrace.errors import ConfigError, boundary
 from headrace.names import NAMED_MODELS
@@ -21,7 +21,7 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
     with boundary(ConfigError, f"{file} cannot be read"):
         text = file.read_text(encoding="utf-8")
-    from headrace.rollout.task_files import task_defaults
+    from headrace.envs.task_definitions import task_defaults
 
     base = file.absolute().parent
     config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
@@ -44,14 +44,14 @@ def model_override(policy: str) -> str:
     return f"model.path={json.dumps(path, ensure_ascii=False)}"
 
 
-def _check_parameters(rl: Rl, *, file: str) -> None:
+def _check_parameters(rl: RlConfig, *, file: str) -> None:
     """Raise ConfigError for a parameter that the credit method or the built-in loss does not take, and for a loss that
     needs arrays which cannot be provided. A user's own loss is checked in the preflight, where it is imported."""
     from headrace.algo.advantages.credit import check_method
-    from headrace.algo.lookup import check_numbers
-    from headrace.algo.loss import loss_inputs
+    from headrace.algo.loss_signature import loss_inputs
     from headrace.algo.losses import LOSSES, find_loss
-    from headrace.loops.arrays import available_arrays, check_objective
+    from headrace.algo.name_lookup import check_numbers
+    from headrace.loops.step_batch import available_arrays, check_objective
 
     key = "rl.credit_params"
     try:
@@ -69,7 +69,7 @@ def _check_parameters(rl: Rl, *, file: str) -> None:
 
 def _check_model_type(path: str) -> None:
     """Raise ModelError for a model folder whose config.json describes a kind that is not supported."""
-    from headrace.model.support import check_supported
+    from headrace.model.supported import check_supported
 
     if path not in NAMED_MODELS and remote_name(path) is None:
         described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))

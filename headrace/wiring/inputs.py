@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.algo.advantages.keys import KeysFn
-from headrace.loops.arrays import Correction
-from headrace.rollout.conversations import Conversation
-from headrace.rollout.preferences import Pair
+from headrace.algo.advantages.anchor_keys import KeysFn
+from headrace.data.conversations import Conversation
+from headrace.data.preferences import PreferencePair
+from headrace.loops.step_batch import CorrectionSettings
 from headrace.types import LossSpec, Task
 
 
@@ -18,14 +18,14 @@ class SftInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelInputs:
-    sources: Sequence[tuple[Sequence[Pair], float]]  # with their weights in the mixture
-    held_out: Sequence[Pair]
+    sources: Sequence[tuple[Sequence[PreferencePair], float]]  # with their weights in the mixture
+    held_out: Sequence[PreferencePair]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlFunctions:
     loss: LossSpec
-    correction: Correction | None  # None: the loss does not weight stale tokens
+    correction: CorrectionSettings | None  # None: the loss does not weight stale tokens
     keys: KeysFn  # of anchor states
 
 

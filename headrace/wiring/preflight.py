@@ -3,17 +3,13 @@ one trains."""
 
 from collections.abc import Sequence
 
-from headrace.config import Config, RewardModel, Rl, Sft
-from headrace.model.tokens import Tokens
+from headrace.config import Config, RewardModelConfig, RlConfig, SftConfig
+from headrace.model.tokenizer import TokenizerOnly
 from headrace.names import SAVED_EPISODES
 from headrace.render import Renderer
 from headrace.types import Task
 from headrace.user_code import load_function
-from headrace.wiring.inputs import RewardModelInputs, RlFunctions, RlInputs, RunInputs, SftInputs
-from headrace.wiring.objective import make_correction, make_keys, make_loss
-from headrace.wiring.rewards import check_rewards
-from headrace.wiring.rollouts import make_filters, make_selection
-from headrace.wiring.sources import (
+from headrace.wiring.build.data import (
     conversations_of,
     make_env_of,
     pairs_of,
@@ -21,9 +17,13 @@ from headrace.wiring.sources import (
     training_conversations,
     training_tasks,
 )
+from headrace.wiring.build.loss import make_correction, make_keys, make_loss
+from headrace.wiring.build.rewards import check_rewards
+from headrace.wiring.build.rollout_executor import make_filters, make_selection
+from headrace.wiring.inputs import RewardModelInputs, RlFunctions, RlInputs, RunInputs, SftInputs
 
 
-def preflight(config: Config, tokens: Tokens) -> RunInputs:
+def preflight(config: Config, tokens: TokenizerOnly) -> RunInputs:
     """Load everything that the stages train on; `tokens` measures prompts.
 
     Raises ConfigError or DataError that names what cannot work. Functions that objects of a stage are built from later
@@ -43,7 +43,7 @@ def preflight(config: Config, tokens: Tokens) -> RunInputs:
     return RunInputs(sft=sft, reward_model=pairs, rl=rl, held_out_tasks=held_out)
 
 
-def _load_functions(rl: Rl) -> RlFunctions:
+def _load_functions(rl: RlConfig) -> RlFunctions:
     """Build the objective of [rl], and import every other function that it names besides rewards."""
     loss = make_loss(rl)
     functions = RlFunctions(loss=loss, correction=make_correction(rl, loss), keys=make_keys(rl))
@@ -57,13 +57,13 @@ def _load_functions(rl: Rl) -> RlFunctions:
     return functions
 
 
-def _load_pairs(c: RewardModel) -> RewardModelInputs:
+def _load_pairs(c: RewardModelConfig) -> RewardModelInputs:
     return RewardModelInputs(
         sources=[(pairs_of(source), source.weight) for source in c.sources],
         held_out=() if c.held_out is None else pairs_of(c.held_out),
     )
 
 
-def _load_conversations(c: Sft, held_out_tasks: Sequence[Task]) -> SftInputs:
+def _load_conversations(c: SftConfig, held_out_tasks: Sequence[Task]) -> SftInputs:
     held_out = () if c.held_out is None else conversations_of(c.held_out)
     return SftInputs(sources=training_conversations(c, held_out_tasks, held_out), held_out=held_out)

@@ -13,7 +13,7 @@ import tomli_w
 from headrace.config import Config, to_mapping
 from headrace.errors import CheckpointError, ConfigError, RunFolderError, boundary
 from headrace.observe.run_folder import RunFolder, find_latest
-from headrace.train.checkpoint import CheckpointStore, Loaded, checkpoint_name
+from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class StageCheckpoint:
     name: str
     steps: int  # of the whole stage
     store: CheckpointStore
-    newest: Loaded | None  # the newest sound one; None: the stage starts from the beginning
+    newest: LoadedCheckpoint | None  # the newest sound one; None: the stage starts from the beginning
 
     @property
     def done(self) -> int:

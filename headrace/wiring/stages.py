@@ -4,19 +4,19 @@ import asyncio
 import gc
 from typing import Any
 
-from headrace.algo.datum import Rows
-from headrace.loops.evaluate import Evaluation
+from headrace.algo.datum import SequenceUnit
+from headrace.data.conversations import ConversationMixture
+from headrace.data.task_source import TaskSource
+from headrace.loops.evaluate import EvalResult
 from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
-from headrace.rollout.conversations import Mixture
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.tasks import TaskSource
-from headrace.wiring.beside import make_critic, make_scorers, make_trust
-from headrace.wiring.desk import StageContext
-from headrace.wiring.record import make_record
-from headrace.wiring.rollouts import make_executor
+from headrace.wiring.build.extra_models import make_critic, make_scorers, make_trust
+from headrace.wiring.build.rollout_executor import make_executor
+from headrace.wiring.build.saving import make_record
+from headrace.wiring.stage_context import StageContext
 
 
 async def run_sft(context: StageContext) -> None:
@@ -24,13 +24,13 @@ async def run_sft(context: StageContext) -> None:
     c = config.sft
     assert c is not None
     assert inputs is not None
-    mixture = Mixture(inputs.sources, config.run.seed)
+    mixture = ConversationMixture(inputs.sources, config.run.seed)
     if context.resumed is not None:
         mixture.load_state_dict(context.resumed.state["cursor"])
     evaluate_now = context.evaluator()
     publisher = None if evaluate_now is None else Publisher([context.sampler])
 
-    async def evaluate_after_sync(step: int) -> Evaluation:
+    async def evaluate_after_sync(step: int) -> EvalResult:
         assert evaluate_now is not None
         assert publisher is not None
         handle = await asyncio.wrap_future(context.backend.export_weights())
@@ -45,7 +45,7 @@ async def run_sft(context: StageContext) -> None:
         backend=context.backend,
         updater=context.updater,
         sink=context.sink,
-        keeper=context.keeper(lambda: {"cursor": mixture.state_dict()}),
+        keeper=context.checkpointer(lambda: {"cursor": mixture.state_dict()}),
         held_out=inputs.held_out,
         evaluate=None if evaluate_now is None else evaluate_after_sync,
         start=context.start,
@@ -57,7 +57,7 @@ async def run_reward_model(context: StageContext) -> None:
     c = config.reward_model
     assert c is not None
     assert inputs is not None
-    mixture = Mixture(inputs.sources, config.run.seed)
+    mixture = ConversationMixture(inputs.sources, config.run.seed)
     if context.resumed is not None:
         mixture.load_state_dict(context.resumed.state["cursor"])
     await train_reward_model(
@@ -73,7 +73,7 @@ async def run_reward_model(context: StageContext) -> None:
         backend=context.backend,
         updater=context.updater,
         sink=context.sink,
-        keeper=context.keeper(lambda: {"cursor": mixture.state_dict()}),
+        keeper=context.checkpointer(lambda: {"cursor": mixture.state_dict()}),
         held_out=inputs.held_out,
         start=context.start,
     )
@@ -118,7 +118,7 @@ async def run_rl(context: StageContext) -> None:
             credit=c.credit,
             credit_params=c.credit_params,
             keys=functions.keys,
-            rows=Rows(c.rows),
+            rows=SequenceUnit(c.rows),
             mixed_versions=c.asynchronous.max_staleness > 0,
             weighting=c.weighting,
             weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
@@ -130,7 +130,7 @@ async def run_rl(context: StageContext) -> None:
         backend=context.backend,
         updater=context.updater,
         sink=context.sink,
-        keeper=context.keeper(
+        keeper=context.checkpointer(
             parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
         ),
         record=make_record(c, context.run.folder),

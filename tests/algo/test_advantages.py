@@ -17,6 +17,7 @@ from headrace.algo.advantages import (
     rloo,
 )
 from headrace.errors import ConfigError
+from headrace.metrics import metric_values
 from headrace.types import (
     Completion,
     Episode,
@@ -26,11 +27,10 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
-    metric_values,
 )
 
 METHODS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "lite_ppo": lite_ppo}
@@ -147,7 +147,11 @@ def test_no_rows() -> None:
 def scored(total: float, num_steps: int) -> ScoredEpisode:
     logprobs = float_array([-1.0])
     completion = Completion(
-        tokens=int_array([1]), sampler_logprobs=logprobs, raw_logprobs=logprobs, versions=int_array([0]), stop=Stop.STOP
+        tokens=int_array([1]),
+        sampler_logprobs=logprobs,
+        raw_logprobs=logprobs,
+        versions=int_array([0]),
+        stop=StopReason.STOP,
     )
     step = Step(prompt=int_array([0]), completion=completion, action="a")
     episode = Episode(

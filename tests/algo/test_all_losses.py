@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, sampled_from
 from torch import Tensor
 
-from headrace.algo.loss import LossOut, Unit, loss_inputs, unit_of
+from headrace.algo.loss_signature import LossOut, Unit, loss_inputs, unit_of
 from headrace.algo.losses import LOSSES
-from headrace.types import merge_metrics, metric_values
+from headrace.metrics import merge_metrics, metric_values
 
 F64 = torch.float64
 LENGTHS = (3, 5, 1, 4, 2, 6)  # six sequences: three pairs, or two groups of three

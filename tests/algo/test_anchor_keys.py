@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headrace.algo.advantages.anchor_keys import KEYS, default_keys, key_of, keys_by, observation_keys, state_keys
 from headrace.algo.advantages.credit import credit
-from headrace.algo.advantages.keys import KEYS, default_keys, key_of, keys_by, observation_keys, state_keys
-from headrace.algo.turns import observations, step_positions
+from headrace.algo.datum import observations, step_positions
 from headrace.errors import RolloutError
 from headrace.types import (
     Completion,
@@ -17,7 +17,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -32,7 +32,7 @@ def step(state: str | None = None, version: int = 0) -> Step:
         sampler_logprobs=float_array([-0.5]),
         raw_logprobs=float_array([-0.5]),
         versions=int_array([version]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     return Step(prompt=int_array([0]), completion=completion, action="a", state=state)
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.algo.advantages import StepTable
-from headrace.algo.advantages.blocks import by_blocks
+from headrace.algo.advantages.chunked import in_chunks
 from headrace.algo.advantages.credit import STEP_METHODS
-from headrace.algo.advantages.table import NO_STATE
-from headrace.types import metric_values
+from headrace.algo.advantages.step_table import NO_STATE
+from headrace.metrics import metric_values
 
 
 def table_of(seed: int, num_episodes: int, num_groups: int) -> StepTable:
@@ -33,7 +33,7 @@ def table_of(seed: int, num_episodes: int, num_groups: int) -> StepTable:
 def test_blocks_change_nothing(method: str, seed: int, episodes: int, groups: int, block: int) -> None:
     table = table_of(seed, episodes, groups)
     whole = STEP_METHODS[method](table, invalid_penalty=0.25)
-    found = by_blocks(table, lambda part: STEP_METHODS[method](part, invalid_penalty=0.25), block_steps=block)
+    found = in_chunks(table, lambda part: STEP_METHODS[method](part, invalid_penalty=0.25), block_steps=block)
     np.testing.assert_array_equal(found.values, whole.values)
     assert found.parts is not None
     assert whole.parts is not None
@@ -51,7 +51,7 @@ def test_a_block_holds_whole_groups_and_no_more_than_it_must() -> None:
         seen.append(part)
         return STEP_METHODS["gigpo"](part)
 
-    by_blocks(table, watch, block_steps=100)
+    in_chunks(table, watch, block_steps=100)
     groups = [set(part.group_E.tolist()) for part in seen]
     assert len(seen) > 3
     assert sum(len(each) for each in groups) == len(set().union(*groups)) == len(set(table.group_E.tolist()))

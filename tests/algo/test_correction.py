@@ -9,20 +9,21 @@ from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, sampled_from, tuples
 
 from headrace.algo.correction import (
-    Behaviour,
-    Bound,
-    Level,
-    Missing,
+    BehaviourCorrection,
+    BoundRule,
+    MissingRule,
+    WeightLevel,
     behaviour_weights,
-    folded,
+    fold_into_weights,
     m2_mask,
-    normalised,
+    normalize_weights,
     with_lags,
 )
-from headrace.algo.loss import loss_inputs
+from headrace.algo.loss_signature import loss_inputs
 from headrace.algo.losses.decoupled import decoupled_ppo
 from headrace.errors import ConfigError, DataError
-from headrace.types import Datum, float_array, int_array, metric_values
+from headrace.metrics import metric_values
+from headrace.types import Datum, float_array, int_array
 
 
 def datum(**arrays: list[float]) -> Datum:
@@ -50,32 +51,34 @@ STEP = datum(
 @pytest.mark.parametrize(
     ("behaviour", "missing", "expected"),
     [
-        (Behaviour.NONE, Missing.MASK, [1, 1, 1, 1, 0]),
-        (Behaviour.FULL, Missing.MASK, [2, 2, 2, 2, 0]),
-        (Behaviour.LOGLINEAR, Missing.MASK, [2, 2, 2**0.5, 2 ** (1 / 3), 0]),
-        (Behaviour.ONE_STEP, Missing.MASK, [2, 2, 3, 0, 0]),
-        (Behaviour.ONE_STEP, Missing.FULL, [2, 2, 3, 2, 0]),
-        (Behaviour.ONE_STEP, Missing.LOGLINEAR, [2, 2, 3, 2 ** (1 / 3), 0]),
+        (BehaviourCorrection.NONE, MissingRule.MASK, [1, 1, 1, 1, 0]),
+        (BehaviourCorrection.FULL, MissingRule.MASK, [2, 2, 2, 2, 0]),
+        (BehaviourCorrection.LOGLINEAR, MissingRule.MASK, [2, 2, 2**0.5, 2 ** (1 / 3), 0]),
+        (BehaviourCorrection.ONE_STEP, MissingRule.MASK, [2, 2, 3, 0, 0]),
+        (BehaviourCorrection.ONE_STEP, MissingRule.FULL, [2, 2, 3, 2, 0]),
+        (BehaviourCorrection.ONE_STEP, MissingRule.LOGLINEAR, [2, 2, 3, 2 ** (1 / 3), 0]),
     ],
 )
-def test_goldens(behaviour: Behaviour, missing: Missing, expected: list[float]) -> None:
+def test_goldens(behaviour: BehaviourCorrection, missing: MissingRule, expected: list[float]) -> None:
     corrected = behaviour_weights([STEP], version=5, behaviour=behaviour, missing=missing)
     assert weights(corrected.data) == pytest.approx(expected)
     assert corrected.data[0].arrays["weights"].tolist() == [1, 1, 1, 1, 0]  # denominators are those before rejection
-    share = 0.25 if behaviour is Behaviour.ONE_STEP else 0.0  # whatever stands in for it, what is missing is counted
+    share = (
+        0.25 if behaviour is BehaviourCorrection.ONE_STEP else 0.0
+    )  # whatever stands in for it, what is missing is counted
     assert metric_values(corrected.health)["correction/missing_next"] == share
 
 
 @pytest.mark.parametrize(
     ("level", "bound", "expected"),
     [
-        (Level.TOKEN, Bound.MASK, [0.0, 2.0, 0.0]),  # TIS, MIS, IcePop by token
-        (Level.TOKEN, Bound.CLAMP, [3.0, 2.0, 0.5]),
-        (Level.SEQUENCE, Bound.MASK, [2.5, 2.5, 2.5]),  # 5 * 2 * 0.25
-        (Level.GEOMETRIC, Bound.MASK, [5.0, 2.0, 0.25]),  # 2.5^(1/3) = 1.36
+        (WeightLevel.TOKEN, BoundRule.MASK, [0.0, 2.0, 0.0]),  # TIS, MIS, IcePop by token
+        (WeightLevel.TOKEN, BoundRule.CLAMP, [3.0, 2.0, 0.5]),
+        (WeightLevel.SEQUENCE, BoundRule.MASK, [2.5, 2.5, 2.5]),  # 5 * 2 * 0.25
+        (WeightLevel.GEOMETRIC, BoundRule.MASK, [5.0, 2.0, 0.25]),  # 2.5^(1/3) = 1.36
     ],
 )
-def test_bounds(level: Level, bound: Bound, expected: list[float]) -> None:
+def test_bounds(level: WeightLevel, bound: BoundRule, expected: list[float]) -> None:
     step = datum(proximal_logprobs=[math.log(5), LOG2, math.log(0.25)])
     corrected = behaviour_weights([step], version=0, level=level, bound=bound, floor=0.5, cap=3.0)
     assert weights(corrected.data) == pytest.approx(expected)
@@ -90,7 +93,7 @@ def test_weights_on_a_bound_are_kept() -> None:
 
 def test_geometric_mask_rejects_whole_sequences() -> None:
     step = [datum(proximal_logprobs=[0.02, 0.02]), datum(proximal_logprobs=[0.5, -0.5])]
-    corrected = behaviour_weights(step, version=0, level=Level.GEOMETRIC, floor=0.99, cap=1.01)
+    corrected = behaviour_weights(step, version=0, level=WeightLevel.GEOMETRIC, floor=0.99, cap=1.01)
     assert weights(corrected.data) == pytest.approx([0, 0, math.exp(0.5), math.exp(-0.5)])
     assert metric_values(corrected.health)["correction/bounded_high"] == 0.5
 
@@ -112,7 +115,7 @@ def test_spread_and_effective_size_by_lag() -> None:
         proximal_logprobs=[0, LOG2, LOG3, LOG3],
         next_logprobs=[math.nan, math.nan, LOG2, math.nan],
     )
-    health = behaviour_weights([step], version=5, behaviour=Behaviour.ONE_STEP).health
+    health = behaviour_weights([step], version=5, behaviour=BehaviourCorrection.ONE_STEP).health
     values = metric_values(health)
     assert values["correction/effective_share"] == pytest.approx(5**2 / 9 / 4)
     assert [values[f"correction/effective_share_lag_{lag}"] for lag in (0, 1, 3)] == pytest.approx([1, 1, 0.5])
@@ -125,16 +128,16 @@ def test_spread_and_effective_size_by_lag() -> None:
 ROWS = lists(tuples(floats(-1, 1), floats(-1, 1), integers(0, 1)), min_size=1, max_size=8)
 
 
-@given(ROWS, sampled_from(list(Missing)))
-def test_one_step_is_full_when_no_lag_exceeds_one(rows: list[tuple[float, float, int]], missing: Missing) -> None:
+@given(ROWS, sampled_from(list(MissingRule)))
+def test_one_step_is_full_when_no_lag_exceeds_one(rows: list[tuple[float, float, int]], missing: MissingRule) -> None:
     step = datum(
         proximal_logprobs=[prox for prox, _, _ in rows],
         sampler_logprobs=[sampler for _, sampler, _ in rows],
         versions=[float(5 - lag) for _, _, lag in rows],
         next_logprobs=[math.nan] * len(rows),
     )
-    one = behaviour_weights([step], version=5, behaviour=Behaviour.ONE_STEP, missing=missing)
-    full = behaviour_weights([step], version=5, behaviour=Behaviour.FULL)
+    one = behaviour_weights([step], version=5, behaviour=BehaviourCorrection.ONE_STEP, missing=missing)
+    full = behaviour_weights([step], version=5, behaviour=BehaviourCorrection.FULL)
     assert weights(one.data) == weights(full.data)
 
 
@@ -144,7 +147,7 @@ def test_the_ratio_never_depends_on_next_version_logprobs() -> None:
         step = datum(
             proximal_logprobs=[-0.1, 0.2], versions=[0.0, 0.0], next_logprobs=[next_logprob] * 2, advantages=[1.0, -1.0]
         )
-        made = behaviour_weights([step], version=3, behaviour=Behaviour.ONE_STEP).data[0]
+        made = behaviour_weights([step], version=3, behaviour=BehaviourCorrection.ONE_STEP).data[0]
         names = loss_inputs(decoupled_ppo).required
         rows = {f"{name}_T": torch.tensor(made.arrays[name]) for name in names}
         return metric_values(decoupled_ppo(torch.tensor([0.0, 0.1]), **rows).metrics)
@@ -158,8 +161,8 @@ def test_the_ratio_never_depends_on_next_version_logprobs() -> None:
 
 def test_normalised_and_folded() -> None:
     corrected = behaviour_weights([datum(proximal_logprobs=[0.0, LOG3, 9.0])], version=0)
-    assert weights(normalised(corrected.data)) == pytest.approx([0.5, 1.5, 0.0])
-    assert folded(corrected.data)[0].arrays["weights"].tolist() == pytest.approx([1.0, 3.0, 0.0])
+    assert weights(normalize_weights(corrected.data)) == pytest.approx([0.5, 1.5, 0.0])
+    assert fold_into_weights(corrected.data)[0].arrays["weights"].tolist() == pytest.approx([1.0, 3.0, 0.0])
 
 
 def test_lags_of_trained_tokens() -> None:
@@ -194,6 +197,8 @@ def test_errors_name_what_is_missing() -> None:
     with pytest.raises(DataError, match="proximal_logprobs"):
         behaviour_weights([bare], version=0)
     with pytest.raises(DataError, match="next_logprobs"):
-        behaviour_weights([datum(proximal_logprobs=[0.0], versions=[0.0])], version=0, behaviour=Behaviour.ONE_STEP)
+        behaviour_weights(
+            [datum(proximal_logprobs=[0.0], versions=[0.0])], version=0, behaviour=BehaviourCorrection.ONE_STEP
+        )
     with pytest.raises(ConfigError, match="floor"):
         behaviour_weights([bare], version=0, floor=2.0, cap=1.0)

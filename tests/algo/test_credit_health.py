@@ -7,13 +7,13 @@ import pytest
 from test_anchor_keys import group, step, walk
 from test_gigpo import E1, Plain, table
 
-from headrace.algo.advantages.health import Findings, anchor_findings, group_findings
+from headrace.algo.advantages.health import HealthReport, anchor_findings, group_findings
 from headrace.types import Group
 
 
 def test_a_setup_that_can_learn_has_nothing_said_about_it() -> None:
-    assert anchor_findings(table(E1), method="gigpo") == Findings()
-    assert group_findings([group(walk("a"), walk("b"), rewards=(1.0, 0.0))], mixed_versions=False) == Findings()
+    assert anchor_findings(table(E1), method="gigpo") == HealthReport()
+    assert group_findings([group(walk("a"), walk("b"), rewards=(1.0, 0.0))], mixed_versions=False) == HealthReport()
 
 
 INERT: list[Plain] = [(0, [5, 5], [0, 1], True), (0, [5, 5, 5], [0, 0, 0], False), (1, [6, 6], [0, 1], True)]
@@ -45,7 +45,7 @@ def test_one_group_that_moves_is_enough() -> None:
 
 
 def test_episodes_of_one_step_have_nowhere_to_go() -> None:
-    assert anchor_findings(table([(0, [5], [1], True), (0, [5], [0], False)]), method="gigpo") == Findings()
+    assert anchor_findings(table([(0, [5], [1], True), (0, [5], [0], False)]), method="gigpo") == HealthReport()
 
 
 @pytest.mark.parametrize(("own", "warnings"), [(4, []), (5, ["singletons"])])
@@ -58,7 +58,7 @@ def test_states_that_nobody_meets_again_are_worth_a_warning(own: int, warnings: 
 
 
 def test_an_empty_batch_is_no_fault() -> None:
-    assert anchor_findings(table([]), method="gigpo") == Findings()
+    assert anchor_findings(table([]), method="gigpo") == HealthReport()
 
 
 def mixed() -> Group:
@@ -69,7 +69,7 @@ def mixed() -> Group:
 def test_versions_are_not_mixed_inside_a_group_unless_that_is_wanted() -> None:
     [error] = group_findings([mixed()], mixed_versions=False).errors
     assert "1 of 1 groups have tokens of several policy versions (group 3: 0, 1)" in error
-    assert group_findings([mixed()], mixed_versions=True) == Findings()
+    assert group_findings([mixed()], mixed_versions=True) == HealthReport()
 
 
 def test_a_step_that_was_interrupted_mixes_versions_too() -> None:
@@ -89,4 +89,4 @@ def test_an_episode_without_a_peer_is_worth_a_warning() -> None:
     [(name, sentence)] = group_findings(alone, mixed_versions=False).warnings
     assert name == "single"
     assert "1 of 1 groups have one episode" in sentence
-    assert group_findings(alone, mixed_versions=False, compared=False) == Findings()
+    assert group_findings(alone, mixed_versions=False, compared=False) == HealthReport()

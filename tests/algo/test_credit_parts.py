@@ -14,7 +14,7 @@ from headrace.types import (
     ScoredEpisode,
     Step,
     StepCredit,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -24,7 +24,11 @@ from headrace.types import (
 def episode(id: str, states: list[str | None], total: float, success: bool) -> ScoredEpisode:
     logprobs = float_array([-0.5])
     completion = Completion(
-        tokens=int_array([1]), sampler_logprobs=logprobs, raw_logprobs=logprobs, versions=int_array([0]), stop=Stop.STOP
+        tokens=int_array([1]),
+        sampler_logprobs=logprobs,
+        raw_logprobs=logprobs,
+        versions=int_array([0]),
+        stop=StopReason.STOP,
     )
     steps = tuple(Step(prompt=int_array([0]), completion=completion, action="a", state=state) for state in states)
     played = Episode(id=id, task=Task(id="t"), seed=0, steps=steps, messages=(), temperature=1.0, success=success)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import booleans, composite, integers, lists, sampled_from
 
-from headrace.algo.datum import Rows, conversation_datum, samples, shifted, to_data
+from headrace.algo.datum import SequenceUnit, conversation_datum, shift, split_samples, to_data
 from headrace.types import (
     Completion,
     CreditedEpisode,
@@ -15,7 +15,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -28,7 +28,7 @@ def step(prompt: list[int], sampled: list[int], logprobs: list[float], versions:
         sampler_logprobs=float_array(logprobs),
         raw_logprobs=float_array([-9.0] * len(sampled)),
         versions=int_array(versions),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     return Step(prompt=int_array(prompt), completion=completion, action="")
 
@@ -42,7 +42,7 @@ def credited(steps: list[Step], advantages: list[float], temperature: float = 1.
 
 
 def test_position_t_predicts_token_t_plus_1() -> None:
-    datum = shifted(int_array([5, 6, 7]), {"weights": float_array([9.0, 0.25, 0.5])}, temperature=0.7, unit=3)
+    datum = shift(int_array([5, 6, 7]), {"weights": float_array([9.0, 0.25, 0.5])}, temperature=0.7, unit=3)
     assert datum.inputs.tolist() == [5, 6]
     assert datum.targets.tolist() == [6, 7]
     assert datum.arrays["weights"].tolist() == [0.25, 0.5]
@@ -109,7 +109,7 @@ def test_a_rewritten_history_starts_a_new_datum() -> None:
 def test_rows_of_steps_repeat_the_past_without_training_it_again() -> None:
     episode = credited([step([1, 2], [3], [-0.5], [0]), step([1, 2, 3, 4], [5, 6], [-1.0, -2.0], [0, 1])], [1.0, -2.0])
     [whole] = to_data([episode])
-    first, second = to_data([episode], Rows.STEP)
+    first, second = to_data([episode], SequenceUnit.STEP)
     assert whole.targets.tolist() == second.targets.tolist() == [2, 3, 4, 5, 6]
     assert whole.arrays["advantages"].tolist() == [0, 1, 0, -2, -2]
     assert first.targets.tolist() == [2, 3]
@@ -129,7 +129,7 @@ def test_only_a_prompt_that_begins_with_all_tokens_so_far_continues(second: list
     episode = credited(
         [step([1, 2], [3, 4], [-1.0, -1.0], [0, 0]), step(second, [7], [-1.0], [0])], [1.0, 1.0]
     ).scored.episode
-    assert len(samples(episode)) == num_samples
+    assert len(split_samples(episode)) == num_samples
 
 
 def test_episodes_keep_their_own_advantages_in_order() -> None:
@@ -156,10 +156,12 @@ def episodes(draw) -> Episode:  # type: ignore[no-untyped-def]
     return credited(steps, [0.0] * len(steps)).scored.episode
 
 
-@given(episodes(), sampled_from(Rows))
-def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(episode: Episode, rows: Rows) -> None:
+@given(episodes(), sampled_from(SequenceUnit))
+def test_every_sampled_token_is_trained_once_in_the_context_it_was_sampled_in(
+    episode: Episode, rows: SequenceUnit
+) -> None:
     seen: list[int] = []
-    for sample in samples(episode, rows):
+    for sample in split_samples(episode, rows):
         for index in sorted(set(sample.step[sample.step >= 0].tolist())):
             seen.append(index)
             own = episode.steps[index]

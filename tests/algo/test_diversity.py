@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.algo.diversity import bleu, distinct_n, self_bleu
+from headrace.service.evaluation.diversity import bleu, distinct_n, self_bleu
 
 
 def test_distinct_counts_different_runs() -> None:

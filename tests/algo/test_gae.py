@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis.strategies import booleans, composite, floats, integers
 
 from headrace.algo.advantages import adaptive_lam, reinforce_pp_tokens, token_gae, turn_gae
-from headrace.algo.advantages.table import discounted
+from headrace.algo.advantages.step_table import discount
 
 
 def test_by_hand() -> None:
@@ -117,5 +117,5 @@ def test_reinforce_pp_whitens_over_all_sampled_tokens() -> None:
 
 def test_discounted_keeps_episodes_apart() -> None:
     values = np.array([1.0, 1.0, 1.0, 1.0, 1.0])
-    assert discounted(values, np.array([2, 0, 3]), 0.5).tolist() == [1.5, 1.0, 1.75, 1.5, 1.0]
-    assert discounted(np.zeros(0), np.zeros(0, dtype=np.int64), 0.5).tolist() == []
+    assert discount(values, np.array([2, 0, 3]), 0.5).tolist() == [1.5, 1.0, 1.75, 1.5, 1.0]
+    assert discount(np.zeros(0), np.zeros(0, dtype=np.int64), 0.5).tolist() == []

@@ -14,10 +14,10 @@ from hypothesis.strategies import booleans, composite, integers, lists, permutat
 
 from headrace.algo.advantages import METHODS, StepTable, check_method, gagpo, gigpo, graphgpo, hgpo, step_advantages
 from headrace.algo.advantages.anchors import EpisodeWeight, Norm
-from headrace.algo.advantages.gigpo import Mix
+from headrace.algo.advantages.gigpo import MixMode
 from headrace.algo.advantages.graphgpo import next_distances
 from headrace.errors import ConfigError
-from headrace.types import metric_values
+from headrace.metrics import metric_values
 
 Plain = tuple[int, list[int | None], list[float], bool]  # group, states, rewards, success
 
@@ -95,7 +95,7 @@ def test_example_one_health() -> None:
 
 
 def test_convex_mix() -> None:
-    out = gigpo(table(E1), gamma=0.5, omega=0.5, norm=Norm.NONE, mix=Mix.CONVEX)
+    out = gigpo(table(E1), gamma=0.5, omega=0.5, norm=Norm.NONE, mix=MixMode.CONVEX)
     np.testing.assert_allclose(out.values, np.array(NONE_TRAJECTORY) / 2)
     assert (out.values[0], out.values[4]) == (0.421875, -0.53125)
 

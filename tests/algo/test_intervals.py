@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.algo.intervals import t_interval, t_quantile, wilson
+from headrace.service.evaluation.intervals import t_interval, t_quantile, wilson_interval
 
 
 def test_students_t_has_its_published_points() -> None:
@@ -28,19 +28,19 @@ def test_of_one_value_nothing_is_known_but_the_value() -> None:
     assert one.value == 2.0
     assert math.isnan(one.low)
     assert math.isnan(none.value)
-    assert math.isnan(wilson(0.0, 0).value)
+    assert math.isnan(wilson_interval(0.0, 0).value)
 
 
 def test_a_share_by_hand() -> None:
     # p = 1/2, n = 4, z^2 = 3.8415: middle 1/2, half = z / (1 + z^2/4) * sqrt(1/16 + z^2/64) = 0.34996
-    found = wilson(0.5, 4)
+    found = wilson_interval(0.5, 4)
     assert (round(found.low, 5), round(found.high, 5)) == (0.15004, 0.84996)
-    all_won = wilson(1.0, 10)
+    all_won = wilson_interval(1.0, 10)
     assert (round(all_won.low, 4), all_won.high) == (0.7225, 1.0)
 
 
 @given(st.integers(1, 500), st.floats(0, 1))
 def test_a_share_lies_in_its_interval(count: int, share: float) -> None:
-    found = wilson(share, count)
+    found = wilson_interval(share, count)
     assert 0.0 <= found.low <= share + 1e-12
     assert share - 1e-12 <= found.high <= 1.0

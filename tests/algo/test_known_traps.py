@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from headrace.algo.advantages import credit, grpo, token_gae
-from headrace.algo.datum import shifted
-from headrace.algo.loss import loss_inputs
+from headrace.algo.datum import shift
+from headrace.algo.loss_signature import loss_inputs
 from headrace.algo.losses import LOSSES
 from headrace.types import Episode, Group, Reward, ScoredEpisode, Task, float_array, int_array
 
@@ -70,7 +70,7 @@ def test_labels_are_shifted_once_and_only_once() -> None:
     # position t reads tokens up to t and is asked for token t + 1, with the log-prob and the weight of that token
     tokens = int_array([11, 12, 13, 14])
     arrays = {"weights": float_array([0.0, 0.0, 1.0, 2.0]), "sampler_logprobs": float_array([9.0, 9.0, -0.3, -0.4])}
-    datum = shifted(tokens, arrays)
+    datum = shift(tokens, arrays)
     assert (datum.inputs.tolist(), datum.targets.tolist()) == ([11, 12, 13], [12, 13, 14])
     assert datum.arrays["weights"].tolist() == [0.0, 1.0, 2.0]
     assert datum.arrays["sampler_logprobs"].tolist() == pytest.approx([9.0, -0.3, -0.4])

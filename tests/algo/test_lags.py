@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, tuples
 
-from headrace.algo.lags import MAX_NAMED_LAG, lag_metrics, staleness_metrics
-from headrace.types import Datum, Deviation, EffectiveShare, float_array, int_array, merge_metrics, metric_values
+from headrace.algo.staleness_metrics import MAX_NAMED_LAG, lag_metrics, staleness_metrics
+from headrace.metrics import EffectiveSampleShare, StdDev, merge_metrics, metric_values
+from headrace.types import Datum, float_array, int_array
 
 LOG2 = math.log(2)
 
@@ -89,12 +90,12 @@ def test_splitting_the_data_changes_no_figure(rows: list[tuple[float, int]], cut
 def test_deviation_and_effective_share_agree_with_numpy(values: list[float]) -> None:
     row = np.array(values)
     sums = float(row.sum()), float((row**2).sum()), len(row)
-    assert Deviation(*sums).value() == pytest.approx(row.std(), abs=1e-6)
-    share = EffectiveShare(*sums).value()
+    assert StdDev(*sums).value() == pytest.approx(row.std(), abs=1e-6)
+    share = EffectiveSampleShare(*sums).value()
     assert 1 / len(row) - 1e-9 <= share <= 1 + 1e-9
-    assert EffectiveShare(*(3 * s for s in sums[:1]), 9 * sums[1], sums[2]).value() == pytest.approx(share)
+    assert EffectiveSampleShare(*(3 * s for s in sums[:1]), 9 * sums[1], sums[2]).value() == pytest.approx(share)
 
 
 def test_no_values_have_no_spread() -> None:
-    assert Deviation(0, 0, 0).value() == 0.0
-    assert EffectiveShare(0, 0, 0).value() == 0.0
+    assert StdDev(0, 0, 0).value() == 0.0
+    assert EffectiveSampleShare(0, 0, 0).value() == 0.0

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.algo.packing import lay_out
+from headrace.algo.packing import build_prefix_tree
 from headrace.types import IntArray, int_array
 
 PROMPT = list(range(100, 120))
@@ -15,7 +15,7 @@ def rows(*sequences: list[int]) -> list[IntArray]:
 
 
 def test_a_groups_prompt_is_there_once() -> None:
-    layout = lay_out(rows([*PROMPT, 1, 2], [*PROMPT, 3], [*PROMPT, 1, 4, 5]))
+    layout = build_prefix_tree(rows([*PROMPT, 1, 2], [*PROMPT, 3], [*PROMPT, 1, 4, 5]))
     assert layout.tokens.tolist() == [*PROMPT, 1, 2, 3, 1, 4, 5]
     assert layout.lengths == (20, 2, 1, 3)
     assert layout.parents == (None, 0, 0, 0)
@@ -25,20 +25,22 @@ def test_a_groups_prompt_is_there_once() -> None:
 
 def test_groups_behind_a_common_system_prompt_are_a_tree() -> None:
     first, second = list(range(200, 218)), list(range(300, 316))
-    layout = lay_out(rows([*PROMPT, *first, 1], [*PROMPT, *first, 2], [*PROMPT, *second, 3], [*PROMPT, *second, 4]))
+    layout = build_prefix_tree(
+        rows([*PROMPT, *first, 1], [*PROMPT, *first, 2], [*PROMPT, *second, 3], [*PROMPT, *second, 4])
+    )
     assert layout.lengths == (20, 18, 1, 1, 16, 1, 1)
     assert layout.parents == (None, 0, 1, 1, 0, 4, 4)
 
 
 def test_short_or_no_common_beginnings_are_left_alone() -> None:
     short = [7] * 15
-    layout = lay_out(rows([*short, 1], [*short, 2], [9, 9]))
+    layout = build_prefix_tree(rows([*short, 1], [*short, 2], [9, 9]))
     assert layout.parents == (None, None, None)
     assert layout.lengths == (16, 16, 2)
 
 
 def test_every_sequence_keeps_a_token_of_its_own() -> None:
-    layout = lay_out(rows(PROMPT, PROMPT, [*PROMPT, 1]))
+    layout = build_prefix_tree(rows(PROMPT, PROMPT, [*PROMPT, 1]))
     assert layout.lengths == (19, 1, 1, 2)
     assert layout.parents == (None, 0, 0, 0)
 
@@ -49,7 +51,7 @@ sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_s
 @given(sequences, st.integers(1, 4))
 def test_following_parents_gives_every_sequence_back(lists: list[list[int]], shortest: int) -> None:
     given_rows = rows(*lists)
-    layout = lay_out(given_rows, shortest=shortest)
+    layout = build_prefix_tree(given_rows, shortest=shortest)
     starts = np.cumsum([0, *layout.lengths])
     chains = []  # the tokens of the layout that each segment sees, itself at the end
     for segment, parent in enumerate(layout.parents):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.algo.loss import LossOut, Unit, check_inputs, loss_inputs, per, unit_of
+from headrace.algo.loss_signature import LossOut, Unit, check_inputs, loss_inputs, loss_unit, unit_of
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.errors import ConfigError
 
@@ -73,7 +73,7 @@ def test_a_function_that_is_no_loss_is_refused(fn: object, message: str) -> None
 def test_unit_is_token_unless_said() -> None:
     assert unit_of(mine) is Unit.TOKEN
 
-    @per(Unit.PAIR)
+    @loss_unit(Unit.PAIR)
     def paired(policy_logprobs_T: Tensor) -> LossOut:
         return mine(*[policy_logprobs_T] * 5)
 

@@ -7,19 +7,19 @@ import torch
 from test_all_losses import batch, call, output_of
 
 from headrace.algo.losses import LOSSES
-from headrace.algo.losses.ratios import advantage_metrics, effective_over, explained_over
-from headrace.types import Deviation, EffectiveShare, ExplainedVariance, Max, Mean, Sum, metric_values
+from headrace.algo.losses.ratios import advantage_metrics, effective_sample_share, masked_explained_variance
+from headrace.metrics import EffectiveSampleShare, ExplainedVariance, Max, Mean, StdDev, Sum, metric_values
 
 F64 = torch.float64
 Table = dict[str, type]
 
-POLICY: Table = {"policy": Sum, "advantage_mean": Mean, "advantage_std": Deviation}
-RATIO: Table = {"ratio_mean": Mean, "ratio_max": Max, "ratio_effective": EffectiveShare}
+POLICY: Table = {"policy": Sum, "advantage_mean": Mean, "advantage_std": StdDev}
+RATIO: Table = {"ratio_mean": Mean, "ratio_max": Max, "ratio_effective": EffectiveSampleShare}
 SAMPLER: Table = {"kl_sampler_k1": Mean, "kl_sampler_k3": Mean}
 PROXIMAL: Table = {"kl_proximal_k1": Mean, "kl_proximal_k3": Mean}
 REFERENCE: Table = {"reference_kl": Sum, "kl_reference_k1": Mean, "kl_reference_k3": Mean}
 CLIP: Table = {"clip_frac_low": Mean, "clip_frac_high": Mean}
-WEIGHT: Table = {"weight_mean": Mean, "weight_max": Max, "weight_effective": EffectiveShare}
+WEIGHT: Table = {"weight_mean": Mean, "weight_max": Max, "weight_effective": EffectiveSampleShare}
 DROPPED: Table = {"dropped_low": Mean, "dropped_high": Mean}
 VALUE: Table = {"value": Sum, "value_error": Mean, "value_mean": Mean, "explained_variance": ExplainedVariance}
 PAIR: Table = {"preference": Sum, "accuracy": Mean, "margin": Mean}
@@ -84,20 +84,22 @@ def test_figures_by_hand() -> None:
     found = metric_values(advantage_metrics(advantages, counted))
     assert found == {"loss/advantage_mean": pytest.approx(1.0), "loss/advantage_std": pytest.approx((8 / 3) ** 0.5)}
     # (1 + 1 + 4)^2 / (3 (1 + 1 + 16)) = 36 / 54
-    assert effective_over(torch.tensor([1.0, 1.0, 4.0, 99.0]), counted).value() == pytest.approx(36 / 54)
+    assert effective_sample_share(torch.tensor([1.0, 1.0, 4.0, 99.0]), counted).value() == pytest.approx(36 / 54)
     # returns 0, 1, 2 (variance 2/3), errors 0, 0, 1 (variance 2/9): 1 - 1/3
     returns, values = torch.tensor([0.0, 1.0, 2.0, 9.0]), torch.tensor([0.0, 1.0, 1.0, -9.0])
-    assert explained_over(values, returns, counted).value() == pytest.approx(2 / 3)
-    assert math.isnan(explained_over(values, torch.full((4,), 3.0), counted).value())
+    assert masked_explained_variance(values, returns, counted).value() == pytest.approx(2 / 3)
+    assert math.isnan(masked_explained_variance(values, torch.full((4,), 3.0), counted).value())
 
 
 def test_a_constant_error_explains_all_variance_and_pieces_merge_to_the_whole() -> None:
     returns = torch.tensor([0.1, 0.7, -0.4, 2.0], dtype=F64)
     everywhere = torch.ones(4, dtype=torch.bool)
-    assert explained_over(returns + 5.0, returns, everywhere).value() == pytest.approx(1.0)
+    assert masked_explained_variance(returns + 5.0, returns, everywhere).value() == pytest.approx(1.0)
     values = torch.tensor([0.5, 0.5, 0.0, 1.0], dtype=F64)
-    whole = explained_over(values, returns, everywhere)
-    parts = [explained_over(values[part], returns[part], everywhere[part]) for part in (slice(0, 1), slice(1, 4))]
+    whole = masked_explained_variance(values, returns, everywhere)
+    parts = [
+        masked_explained_variance(values[part], returns[part], everywhere[part]) for part in (slice(0, 1), slice(1, 4))
+    ]
     assert parts[0].merge(parts[1]).value() == pytest.approx(whole.value())
 
 

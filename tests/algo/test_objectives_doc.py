@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from headrace.algo.advantages import METHODS
-from headrace.algo.loss import loss_inputs, unit_of
+from headrace.algo.loss_signature import loss_inputs, unit_of
+from headrace.algo.loss_weights import WEIGHTINGS
 from headrace.algo.losses import LOSSES
-from headrace.algo.weights import WEIGHTINGS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from headrace.algo.losses import LOSSES
 from headrace.algo.losses.decoupled import decoupled_ppo, loglinear_ppo, m2po
+from headrace.algo.losses.score_function import aipo, cispo, geometric_mis, icepop, mis, sequence_mis, sequence_tis
 from headrace.algo.losses.sequence import gspo, gspo_token, sequence_ppo
-from headrace.algo.losses.soft import dro, sapo
+from headrace.algo.losses.soft_clip import dro, sapo
 from headrace.algo.losses.supervised import distillation
-from headrace.algo.losses.weighted import aipo, cispo, geometric_mis, icepop, mis, sequence_mis, sequence_tis
-from headrace.types import metric_values
+from headrace.metrics import metric_values
 
 E = math.e
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.algo.loss_weights import reweight
 from headrace.algo.losses.discriminative import discriminative
 from headrace.algo.losses.preference import bradley_terry, dpo, ipo
-from headrace.algo.segments import dense_index, segment_logsumexp, segment_mean, segment_sum
-from headrace.algo.units import as_pairs, with_units
-from headrace.algo.weights import reweight
+from headrace.algo.segment_ops import dense_index, segment_logsumexp, segment_mean, segment_sum
+from headrace.algo.units import as_pairs, number_units
 from headrace.errors import DataError
-from headrace.types import Datum, float_array, int_array, metric_values
+from headrace.metrics import metric_values
+from headrace.types import Datum, float_array, int_array
 
 
 def row(*values: float) -> Tensor:
@@ -77,7 +78,7 @@ def test_as_pairs_numbers_and_signs() -> None:
     with pytest.raises(DataError, match="rejected side of pair 0"):
         as_pairs([datum(1)], [datum(1, 0.0)])
     with pytest.raises(DataError, match=r"Datum\.unit"):
-        with_units([datum(1)])
+        number_units([datum(1)])
 
 
 def test_discriminative_by_hand() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.algo.loss import loss_inputs, unit_of
+from headrace.algo.kl_control import adapt_kl_coef, kl_scale
+from headrace.algo.loss_signature import loss_inputs, unit_of
 from headrace.algo.losses import LOSSES, find_loss
-from headrace.algo.losses.compose import added
-from headrace.algo.losses.critic import value, value_clipped
+from headrace.algo.losses.compose import sum_losses
 from headrace.algo.losses.regularisers import (
     entropy_bonus,
     reference_kl_k1_k2,
@@ -19,9 +19,9 @@ from headrace.algo.losses.regularisers import (
     reference_kl_weighted,
     sampler_kl,
 )
-from headrace.algo.trust import adaptive_coef, kept_share
+from headrace.algo.losses.value import value, value_clipped
 from headrace.errors import ConfigError
-from headrace.types import metric_values
+from headrace.metrics import metric_values
 
 
 def row(*values: float) -> Tensor:
@@ -94,13 +94,13 @@ def test_entropy_bonus_lowers_the_loss_where_entropy_is_high() -> None:
 
 
 def test_adaptive_coefficient_has_a_dead_zone() -> None:
-    assert [adaptive_coef(1.0, kl=kl, target=0.1) for kl in (0.16, 0.14, 0.07, 0.06)] == [2.0, 1.0, 1.0, 0.5]
-    assert [adaptive_coef(3.0, kl=kl, target=0.1) for kl in (0.16, 0.1, 0.06)] == [6.0, 3.0, 1.5]
+    assert [adapt_kl_coef(1.0, kl=kl, target=0.1) for kl in (0.16, 0.14, 0.07, 0.06)] == [2.0, 1.0, 1.0, 0.5]
+    assert [adapt_kl_coef(3.0, kl=kl, target=0.1) for kl in (0.16, 0.1, 0.06)] == [6.0, 3.0, 1.5]
 
 
 def test_an_update_beyond_the_limit_is_scaled_back() -> None:
-    assert [kept_share(kl, limit=0.01) for kl in (0.0, 0.01, 0.04, 1.0)] == [1.0, 1.0, 0.5, 0.1]
-    assert kept_share(math.nan, limit=0.01) == kept_share(math.inf, limit=0.01) == 0.0
+    assert [kl_scale(kl, limit=0.01) for kl in (0.0, 0.01, 0.04, 1.0)] == [1.0, 1.0, 0.5, 0.1]
+    assert kl_scale(math.nan, limit=0.01) == kl_scale(math.inf, limit=0.01) == 0.0
 
 
 def test_value_loss_by_hand() -> None:
@@ -144,7 +144,7 @@ def test_a_sum_of_losses_is_a_loss() -> None:
 
 
 def test_a_sum_has_the_largest_unit_and_the_outputs_of_one_forward_pass() -> None:
-    assert unit_of(added([LOSSES["dpo"], LOSSES["cross_entropy"]])) == "pair"
+    assert unit_of(sum_losses([LOSSES["dpo"], LOSSES["cross_entropy"]])) == "pair"
     assert set(loss_inputs(find_loss("ppo + shared_value")).outputs) == {"policy_logprobs", "predicted_values"}
     for terms in ("ppo + bradley_terry", "value + bradley_terry"):
         with pytest.raises(ConfigError, match="different model outputs"):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from headrace.algo.shaping import kl_rewards, overlong_penalty, teaches
+from headrace.algo.shaping import has_signal, kl_rewards, overlong_penalty
 from headrace.errors import ConfigError
 
 
@@ -12,11 +12,11 @@ def test_overlong_penalty_is_linear_in_the_margin_and_bounded() -> None:
 
 
 def test_a_group_teaches_when_its_rewards_differ() -> None:
-    assert not teaches([1.0, 1.0, 1.0])
-    assert not teaches([])
-    assert teaches([0.0, 1.0])
-    assert not teaches([0.0] * 39 + [1.0], low=0.05, high=0.95)
-    assert teaches([0.0] * 9 + [1.0], low=0.05, high=0.95)
+    assert not has_signal([1.0, 1.0, 1.0])
+    assert not has_signal([])
+    assert has_signal([0.0, 1.0])
+    assert not has_signal([0.0] * 39 + [1.0], low=0.05, high=0.95)
+    assert has_signal([0.0] * 9 + [1.0], low=0.05, high=0.95)
 
 
 def test_kl_rewards_by_hand() -> None:

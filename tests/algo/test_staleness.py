@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from headrace.algo.staleness import (
     AcceptAll,
-    Counts,
     HeadBound,
+    LiveCounts,
     SegmentWise,
     Verdict,
     capacity,
+    drop_older_tokens,
     token_lags,
-    without_older,
 )
 from headrace.types import (
     Completion,
@@ -24,7 +24,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -41,7 +41,7 @@ def episode(*steps: list[int]) -> ScoredEpisode:
             sampler_logprobs=ones,
             raw_logprobs=ones,
             versions=int_array(versions),
-            stop=Stop.STOP,
+            stop=StopReason.STOP,
         )
         return Step(prompt=int_array([1]), completion=completion, action="")
 
@@ -52,26 +52,26 @@ def episode(*steps: list[int]) -> ScoredEpisode:
 @pytest.mark.parametrize(
     ("counts", "eta", "running", "batch_open", "expected"),
     [
-        (Counts(), 0, 99, True, 4),  # ceil((0 + 1) * 4) - 0
-        (Counts(), 2, 99, True, 12),
-        (Counts(), 2, 5, True, 5),  # concurrency decides
-        (Counts(running=1, ready=2, training=4), 1, 99, True, 1),  # 8 - 7
-        (Counts(running=5), 1, 5, True, 0),
-        (Counts(ready=4, training=4), 0, 99, True, 0),  # more live than allowed: never negative
-        (Counts(), 0, 99, False, 0),  # at eta = 0 nothing starts without a batch that wants it
-        (Counts(ready=1), 1, 99, False, 3),  # eta * B - live
+        (LiveCounts(), 0, 99, True, 4),  # ceil((0 + 1) * 4) - 0
+        (LiveCounts(), 2, 99, True, 12),
+        (LiveCounts(), 2, 5, True, 5),  # concurrency decides
+        (LiveCounts(running=1, ready=2, training=4), 1, 99, True, 1),  # 8 - 7
+        (LiveCounts(running=5), 1, 5, True, 0),
+        (LiveCounts(ready=4, training=4), 0, 99, True, 0),  # more live than allowed: never negative
+        (LiveCounts(), 0, 99, False, 0),  # at eta = 0 nothing starts without a batch that wants it
+        (LiveCounts(ready=1), 1, 99, False, 3),  # eta * B - live
     ],
 )
-def test_capacity_by_hand(counts: Counts, eta: int, running: int, batch_open: bool, expected: int) -> None:
+def test_capacity_by_hand(counts: LiveCounts, eta: int, running: int, batch_open: bool, expected: int) -> None:
     got = capacity(counts, batch_groups=4, max_staleness=eta, max_running=running, batch_open=batch_open)
     assert got == expected
 
 
 def test_oversampling_widens_the_open_batch_only() -> None:
     # ceil((1 + 1.3) * 4) = ceil(9.2) = 10; without an open batch 1 * 4
-    assert capacity(Counts(), batch_groups=4, max_staleness=1, max_running=99, oversampling=1.3) == 10
+    assert capacity(LiveCounts(), batch_groups=4, max_staleness=1, max_running=99, oversampling=1.3) == 10
     limits = {"batch_groups": 4, "max_staleness": 1, "max_running": 99}
-    assert capacity(Counts(), **limits, oversampling=1.3, batch_open=False) == 4
+    assert capacity(LiveCounts(), **limits, oversampling=1.3, batch_open=False) == 4
 
 
 @given(st.integers(1, 8), st.integers(0, 4), st.lists(st.sampled_from(["start", "finish", "train"]), max_size=80))
@@ -79,7 +79,9 @@ def test_live_count_equals_areals_version_formula(batch: int, eta: int, events: 
     """With a fixed batch and no drops, (eta + V + 1) * B - accepted - running is (eta + 1) * B - live."""
     running = ready = accepted = version = 0
     for event in events:
-        ours = capacity(Counts(running=running, ready=ready), batch_groups=batch, max_staleness=eta, max_running=10**6)
+        ours = capacity(
+            LiveCounts(running=running, ready=ready), batch_groups=batch, max_staleness=eta, max_running=10**6
+        )
         assert ours == (eta + version + 1) * batch - accepted - running
         if event == "start" and ours > 0:
             running += 1
@@ -152,8 +154,8 @@ def test_older_tokens_lose_their_weight_and_no_other() -> None:
         "advantages": float_array([0.0, 1.0, 2.0, 3.0]),
     }
     datum = Datum(inputs=int_array([1, 2, 3, 4]), targets=int_array([2, 3, 4, 5]), arrays=arrays)
-    [masked] = without_older([datum], oldest=5)
+    [masked] = drop_older_tokens([datum], oldest=5)
     assert masked.arrays["weights"].tolist() == [0.0, 0.0, 0.25, -1.0]
     assert masked.arrays["critic"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert masked.arrays["advantages"].tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert without_older([datum], oldest=4) == (datum,)
+    assert drop_older_tokens([datum], oldest=4) == (datum,)

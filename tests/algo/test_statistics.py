@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis.strategies import floats, integers
 
 from headrace.algo.statistics import explained_variance, k1, k2, k3, mismatch, pass_at_k
-from headrace.types import merge_metrics, metric_values
+from headrace.metrics import merge_metrics, metric_values
 
 
 def test_estimators_by_hand() -> None:

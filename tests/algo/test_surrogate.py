@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import floats, integers, lists, sampled_from
 
-from headrace.algo.loss import LossFn
+from headrace.algo.loss_signature import LossFn
 from headrace.algo.losses import LOSSES
 from headrace.algo.losses.supervised import cross_entropy
 from headrace.algo.losses.surrogate import importance_sampling, ppo
-from headrace.types import merge_metrics, metric_values
+from headrace.metrics import merge_metrics, metric_values
 
 F64 = torch.float64
 

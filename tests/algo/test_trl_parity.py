@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.algo.loss import loss_inputs
+from headrace.algo.loss_signature import loss_inputs
+from headrace.algo.loss_weights import reweight
 from headrace.algo.losses import find_loss
-from headrace.algo.weights import reweight
 from headrace.types import Datum, float_array, int_array
 
 pytestmark = pytest.mark.slow  # importing TRL takes up to ten seconds

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import integers, lists, sampled_from
 
-from headrace.algo.weights import WEIGHTINGS, reweight
+from headrace.algo.loss_weights import WEIGHTINGS, reweight
 from headrace.errors import ConfigError, DataError
 from headrace.types import Datum, float_array, int_array
 

@@ -19,7 +19,7 @@ import tomli_w
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace import cli
-from headrace.observe.sinks import UNREPRODUCIBLE, MetricRecord, read_metrics
+from headrace.observe.sinks.jsonl import UNREPRODUCIBLE, MetricRecord, read_metrics
 from headrace.train.checkpoint import verify
 
 HERE = Path(__file__).parent

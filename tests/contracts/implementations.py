@@ -14,16 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contracts.served import remote_model, remote_service
 from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.generate import GenerateSampler
+from headrace.infer.hf_generate import GenerateSampler
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.lora import add_lora
-from headrace.observe.gpu import MeasuredSink
-from headrace.observe.sinks import JsonlSink, SpareSink, TeeSink, TensorBoardSink, read_metrics
+from headrace.observe.sinks.gpu import GpuMetricsSink
+from headrace.observe.sinks.jsonl import JsonlSink, read_metrics
+from headrace.observe.sinks.tee import OptionalSink, TeeSink
+from headrace.observe.sinks.tensorboard import TensorBoardSink
 from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.service.client import ServiceBackend, ServiceSampler
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import IntArray, Shared, WeightsHandle, int_array
+from headrace.types import IntArray, SharedWeights, WeightsHandle, int_array
 
 VOCABULARY = 32
 CONTEXT = 256
@@ -67,7 +69,7 @@ class SamplerCase:
     name: str
     open: Callable[[], AbstractAsyncContextManager[Sampler]]
     oversized: IntArray
-    handle: Callable[[Sampler], WeightsHandle] = lambda sampler: Shared(fingerprint="0123")
+    handle: Callable[[Sampler], WeightsHandle] = lambda sampler: SharedWeights(fingerprint="0123")
     batched: bool = True
     random: bool = True
 
@@ -94,12 +96,12 @@ async def _generate_sampler() -> AsyncIterator[Sampler]:
 
 
 def _tiny_weights(sampler: Sampler) -> WeightsHandle:
-    return Shared(fingerprint=fingerprint(tiny_model().model.named_parameters()))
+    return SharedWeights(fingerprint=fingerprint(tiny_model().model.named_parameters()))
 
 
 def _own_weights(sampler: Sampler) -> WeightsHandle:
     assert isinstance(sampler, EmbeddedEngine)
-    return Shared(fingerprint=fingerprint(sampler.lm.model.named_parameters()))
+    return SharedWeights(fingerprint=fingerprint(sampler.lm.model.named_parameters()))
 
 
 class _RemoteSampler(ServiceSampler):
@@ -227,12 +229,12 @@ SINKS: Sequence[SinkCase] = (
     ),
     SinkCase(
         name="spare",
-        open=lambda folder: SpareSink(JsonlSink(folder / "metrics.jsonl", stage="rl"), "jsonl"),
+        open=lambda folder: OptionalSink(JsonlSink(folder / "metrics.jsonl", stage="rl"), "jsonl"),
         read=_read_jsonl,
     ),
     SinkCase(
         name="measured",
-        open=lambda folder: MeasuredSink(JsonlSink(folder / "metrics.jsonl", stage="rl"), dict),
+        open=lambda folder: GpuMetricsSink(JsonlSink(folder / "metrics.jsonl", stage="rl"), dict),
         read=_read_jsonl,
     ),
     SinkCase(

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.model.load import LanguageModel
-from headrace.service.access import Access
-from headrace.service.app import make_app
 from headrace.service.client import ServiceClient, TrainingClient
-from headrace.service.hosting.host import AdapterHost
-from headrace.service.journal import Journal
-from headrace.service.records import ModelCard
-from headrace.service.server import serving
-from headrace.service.service import Service
+from headrace.service.core import Service
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.http.app import make_app
+from headrace.service.http.auth import Access
+from headrace.service.http.server import serving
 from headrace.service.settings import Limits
+from headrace.service.store.entities import ModelCard
+from headrace.service.store.journal import Journal
 
 _open: list[tuple[str, contextlib.ExitStack]] = []
 

@@ -13,7 +13,17 @@ from contracts.implementations import BACKENDS, BackendCase
 from headrace.algo.losses import LOSSES
 from headrace.errors import BackendError, NoGradientError
 from headrace.protocols import TrainBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, Discard, LossSpec, ScaleBack, StepOut, float_array, int_array
+from headrace.types import (
+    CROSS_ENTROPY,
+    Adam,
+    Datum,
+    DiscardGradient,
+    LossSpec,
+    ScaleUpdate,
+    UpdateOut,
+    float_array,
+    int_array,
+)
 
 LIMIT_S = 200
 UPDATE = Adam(learning_rate=1e-2, clip_norm=0.0)
@@ -49,9 +59,9 @@ def fingerprint(backend: TrainBackend) -> str:
     return str(get(backend.export_weights()).fingerprint)
 
 
-def train(backend: TrainBackend, data: tuple[Datum, ...] = FIRST, update: Adam = UPDATE) -> StepOut:
+def train(backend: TrainBackend, data: tuple[Datum, ...] = FIRST, update: Adam = UPDATE) -> UpdateOut:
     backend.forward_backward(data, CROSS_ENTROPY)
-    out: StepOut = get(backend.optim_step(update))
+    out: UpdateOut = get(backend.optim_step(update))
     return out
 
 
@@ -174,19 +184,19 @@ def test_an_update_without_a_gradient_is_refused_and_moves_nothing(backend: Trai
 def test_discard_forgets_the_gradient(backend: TrainBackend) -> None:
     before = fingerprint(backend)
     backend.forward_backward(FIRST, CROSS_ENTROPY)
-    discarded = get(backend.optim_step(Discard()))
+    discarded = get(backend.optim_step(DiscardGradient()))
     assert (discarded.updated, discarded.num_updates) == (False, 0)
     assert fingerprint(backend) == before
     with pytest.raises(NoGradientError):
         get(backend.optim_step(UPDATE))
     alone = train(backend, SECOND, MEASURE).grad_norm
     backend.forward_backward(FIRST, CROSS_ENTROPY)
-    backend.optim_step(Discard())
+    backend.optim_step(DiscardGradient())
     assert train(backend, SECOND, MEASURE).grad_norm == alone
 
 
 def test_discard_without_a_gradient_is_no_error(backend: TrainBackend) -> None:
-    assert not get(backend.optim_step(Discard())).updated
+    assert not get(backend.optim_step(DiscardGradient())).updated
 
 
 def test_a_gradient_above_max_norm_is_skipped(backend: TrainBackend) -> None:
@@ -229,7 +239,7 @@ def test_what_cannot_be_reversed_is_refused(case: BackendCase, backend: TrainBac
     if case.reverses:
         pytest.skip("this backend makes reversible updates")
     with pytest.raises(BackendError, match="reversible"):
-        get(backend.optim_step(ScaleBack(share=0.5)))
+        get(backend.optim_step(ScaleUpdate(share=0.5)))
     with pytest.raises(BackendError, match="reversible"):
         train(backend, FIRST, Adam(learning_rate=1e-2, reversible=True))
     assert train(backend).num_updates == 1
@@ -241,30 +251,30 @@ def test_a_reversible_update_is_scaled_back_to_any_share_of_it(reversing: TrainB
     before, start = fingerprint(backend), logprobs_of(backend)[weighted]
     made = train(backend, FIRST, Adam(learning_rate=1e-4, clip_norm=0.0, reversible=True))
     moved = logprobs_of(backend)[weighted] - start
-    halved = get(backend.optim_step(ScaleBack(share=0.5)))
+    halved = get(backend.optim_step(ScaleUpdate(share=0.5)))
     assert (halved.updated, halved.num_updates) == (True, made.num_updates)
     assert logprobs_of(backend)[weighted] - start == pytest.approx(0.5 * moved, rel=0.02, abs=2e-6)
-    get(backend.optim_step(ScaleBack(share=0.5)))
+    get(backend.optim_step(ScaleUpdate(share=0.5)))
     assert logprobs_of(backend)[weighted] - start == pytest.approx(0.25 * moved, rel=0.02, abs=2e-6)
-    get(backend.optim_step(ScaleBack(share=0.0)))
+    get(backend.optim_step(ScaleUpdate(share=0.0)))
     assert fingerprint(backend) == before
 
 
 def test_only_a_reversible_update_is_scaled_back(reversing: TrainBackend, tmp_path: Path) -> None:
     backend = reversing
     with pytest.raises(BackendError, match="reversible"):
-        get(backend.optim_step(ScaleBack(share=0.5)))
+        get(backend.optim_step(ScaleUpdate(share=0.5)))
     reversible = Adam(learning_rate=1e-2, reversible=True)
     train(backend, FIRST, reversible)
     train(backend)
     after = fingerprint(backend)
     with pytest.raises(BackendError, match="reversible"):
-        get(backend.optim_step(ScaleBack(share=0.5)))
+        get(backend.optim_step(ScaleUpdate(share=0.5)))
     train(backend, FIRST, reversible)
     backend.save_state(tmp_path)
     get(backend.load_state(tmp_path))
     with pytest.raises(BackendError, match="reversible"):
-        get(backend.optim_step(ScaleBack(share=0.5)))
+        get(backend.optim_step(ScaleUpdate(share=0.5)))
     assert fingerprint(backend) != after
 
 
@@ -273,7 +283,7 @@ def test_scaling_back_a_skipped_update_changes_nothing(reversing: TrainBackend) 
     train(backend, FIRST, Adam(learning_rate=1e-2, reversible=True))
     before = fingerprint(backend)
     assert not train(backend, FIRST, Adam(learning_rate=1e-2, max_norm=1e-9, reversible=True)).updated
-    get(backend.optim_step(ScaleBack(share=0.0)))
+    get(backend.optim_step(ScaleUpdate(share=0.0)))
     assert fingerprint(backend) == before
 
 

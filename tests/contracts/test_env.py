@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from headrace.envs import ENVIRONMENTS
+from headrace.envs.resources import PythonState, ResourceEnv, SqliteState
+from headrace.envs.task_generation import play_action
+from headrace.envs.tool_env import describe_tool
 from headrace.protocols import Env
-from headrace.rollout.actions import describe_tool
-from headrace.rollout.worlds import WORLDS
-from headrace.rollout.worlds.making import play_action
-from headrace.rollout.worlds.resources import Database, PythonState, ResourceEnv
 from headrace.testing import FakeEnv, FakeToolEnv
 from headrace.tool_calls import tool_names
 from headrace.types import Message, Observation, StepResult, Task
@@ -34,13 +34,13 @@ class EnvCase:
 
 
 def _world(name: str, plans: Sequence[str]) -> EnvCase:
-    [task] = WORLDS[name].generate_tasks(1, 0)
-    return EnvCase(name=name, open=WORLDS[name].make_env, task=task, plans=plans)
+    [task] = ENVIRONMENTS[name].generate_tasks(1, 0)
+    return EnvCase(name=name, open=ENVIRONMENTS[name].make_env, task=task, plans=plans)
 
 
 def _game(name: str, data: dict[str, Any], plans: Sequence[str]) -> EnvCase:
     task = Task(id=name, data={**data, "seed": 3, "max_turns": 12})
-    return EnvCase(name=name, open=WORLDS[name].make_env, task=task, plans=plans, package=name)
+    return EnvCase(name=name, open=ENVIRONMENTS[name].make_env, task=task, plans=plans, package=name)
 
 
 FOREIGN = Path(__file__).parent.parent / "rollout" / "foreign"
@@ -89,7 +89,7 @@ def resource_env(open_resource: Callable[[Task], Any], name: str, tool: Callable
     )
 
 
-def execute_sql(query: str, resource: Database) -> Any:
+def execute_sql(query: str, resource: SqliteState) -> Any:
     return resource.execute(query)
 
 
@@ -107,7 +107,7 @@ ENVS: Sequence[EnvCase] = (
     ),
     EnvCase(
         name="database",
-        open=lambda: resource_env(lambda task: Database(task.data["script"]), "execute_sql", execute_sql),
+        open=lambda: resource_env(lambda task: SqliteState(task.data["script"]), "execute_sql", execute_sql),
         task=BOOKING,
         plans=(
             '{"name": "execute_sql", "arguments": {"query": "UPDATE seats SET n = n - 1"}}',
@@ -123,11 +123,13 @@ ENVS: Sequence[EnvCase] = (
         task=Task(id="count"),
         plans=('{"name": "up"}', '[{"name": "up"}, {"name": "up"}]', '{"name": "down"}'),
     ),
-    EnvCase(name="calculator with tools", open=WORLDS["calculator"].make_env, task=ADDING, plans=CALLS),
+    EnvCase(name="calculator with tools", open=ENVIRONMENTS["calculator"].make_env, task=ADDING, plans=CALLS),
     _world("key_door", ("go north", "go south", "go east", "go west", "take key", "open door", "nonsense", "")),
     _world("add", ("1 2", "")),
     _world("frozen_lake", ("go north", "go south", "go east", "go west", "nonsense", "")),
-    EnvCase(name="slippery", open=WORLDS["frozen_lake"].make_env, task=SLIPPERY, plans=("go north", "go east", "go")),
+    EnvCase(
+        name="slippery", open=ENVIRONMENTS["frozen_lake"].make_env, task=SLIPPERY, plans=("go north", "go east", "go")
+    ),
     _world("sokoban", ("go north", "go south", "go east", "go west", "push", "")),
     _world("calculator", ("calc 1 + 2", "calc 3", "answer 1", "answer", "")),
     _world("guess_number", ("1 7", "42", "0", "seven", "")),
@@ -141,7 +143,7 @@ ENVS: Sequence[EnvCase] = (
     ),
     EnvCase(
         name="verifiers",
-        open=WORLDS["verifiers"].make_env,
+        open=ENVIRONMENTS["verifiers"].make_env,
         task=Task(
             id="hunt", data={"row": HUNT, "verifiers": {**OF_VERIFIERS, "state": ["low", "high"], "max_turns": 0}}
         ),
@@ -150,7 +152,7 @@ ENVS: Sequence[EnvCase] = (
     ),
     EnvCase(
         name="mcp",
-        open=WORLDS["mcp"].make_env,
+        open=ENVIRONMENTS["mcp"].make_env,
         task=Task(id="count", messages=(Message(role="user", content="Count to 3."),), data={"mcp": PLAIN_SERVER}),
         plans=(
             '{"name": "count", "arguments": {"by": 2}}',

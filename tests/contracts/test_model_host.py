@@ -1,4 +1,4 @@
-"""What every host promises the service (see `headrace.service.host.ModelHost`), on every implementation."""
+"""What every host promises the service (see `headrace.service.host.model_host.ModelHost`), on every implementation."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,15 +10,15 @@ import pytest
 from headrace.errors import BackendError, CheckpointError, HeadraceError, SamplerError
 from headrace.model.load import prepare
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.service.fake_host import FakeHost
-from headrace.service.host import AdapterSpec, ModelHost, TopLogprobsHost
-from headrace.service.hosting.host import AdapterHost
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.host.model_host import AdapterSpec, ModelHost, TopLogprobsHost
 from headrace.types import (
     CROSS_ENTROPY,
     Adam,
     Completion,
     Datum,
-    Discard,
+    DiscardGradient,
     LossSpec,
     SampleRequest,
     SamplingParams,
@@ -93,7 +93,7 @@ def test_gradients_add_up_until_a_step_or_a_discard(host: ModelHost) -> None:
     assert norms[1] == pytest.approx(3 * norms[0], rel=1e-4)
     assert norms[2] == pytest.approx(0.0, abs=1e-5 * norms[0])
     host.forward_backward("once", data(1), CROSS_ENTROPY)
-    out = host.optim_step("once", Discard()).result(LIMIT_S)
+    out = host.optim_step("once", DiscardGradient()).result(LIMIT_S)
     assert (out.updated, out.num_updates) == (False, 1)
     assert host.optim_step("once", STEP).result(LIMIT_S).grad_norm == 0.0
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from headrace.protocols import RewardRunner
-from headrace.reward.runner import GroupRewardRunner, InProcessRewardRunner
-from headrace.reward.sandbox.pool import Settings
-from headrace.reward.sandboxed import UserReward, sandboxed_term, trusted_term
+from headrace.reward.reward_runner import GroupRewardRunner, InProcessRewardRunner
+from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.terms import Term
+from headrace.reward.user_term import UserRewardSpec, sandboxed_term, trusted_term
 from headrace.testing import FakeRewardRunner
 from headrace.types import (
     Completion,
@@ -18,7 +18,7 @@ from headrace.types import (
     FailedEpisode,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -38,8 +38,8 @@ class RunnerCase:
     open: Callable[[ScoreFn], RewardRunner]
 
 
-def in_file(score: ScoreFn) -> UserReward:
-    return UserReward(name="mine", spec=f"{Path(reward_functions.__file__)}:{score.__name__}")
+def in_file(score: ScoreFn) -> UserRewardSpec:
+    return UserRewardSpec(name="mine", spec=f"{Path(reward_functions.__file__)}:{score.__name__}")
 
 
 RUNNERS: Sequence[RunnerCase] = (
@@ -47,11 +47,14 @@ RUNNERS: Sequence[RunnerCase] = (
     RunnerCase(name="in-process", open=lambda score: InProcessRewardRunner([Term(name="mine", fn=score)])),
     RunnerCase(name="trusted", open=lambda score: GroupRewardRunner([trusted_term(in_file(score))])),
     RunnerCase(
-        name="sandboxed", open=lambda score: GroupRewardRunner([sandboxed_term(in_file(score), Settings(workers=1))])
+        name="sandboxed",
+        open=lambda score: GroupRewardRunner([sandboxed_term(in_file(score), SandboxSettings(workers=1))]),
     ),
     RunnerCase(
         name="sandboxed, a fork for each group",
-        open=lambda score: GroupRewardRunner([sandboxed_term(in_file(score), Settings(workers=1), fork_groups=True)]),
+        open=lambda score: GroupRewardRunner(
+            [sandboxed_term(in_file(score), SandboxSettings(workers=1), fork_groups=True)]
+        ),
     ),
 )
 
@@ -69,7 +72,7 @@ def an_episode(index: int, reward: float = 0.0) -> Episode:
         sampler_logprobs=logprobs,
         raw_logprobs=logprobs,
         versions=int_array([0]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     step = Step(prompt=int_array([1]), completion=completion, action=str(index), reward=reward)
     task = Task(id="t", data={"answer": index})

@@ -11,7 +11,7 @@ import pytest
 from contracts.implementations import SAMPLERS, SamplerCase
 from headrace.errors import SamplerError
 from headrace.protocols import Sampler
-from headrace.types import Completion, SampleRequest, SamplingParams, Stop, float_array, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, float_array, int_array
 
 LONG = 200
 
@@ -55,7 +55,7 @@ async def turns(count: int = 10) -> None:
 async def test_max_tokens_ends_a_sequence(sampler: Sampler, max_tokens: int) -> None:
     completion = await sampler.sample(request_of(max_tokens))
     assert len(completion.tokens) == max_tokens
-    assert completion.stop is Stop.LENGTH
+    assert completion.stop is StopReason.LENGTH
     assert (completion.sampler_logprobs <= 0).all()
     assert np.array_equal(completion.sampler_logprobs, completion.raw_logprobs)  # the temperature is 1
 
@@ -112,7 +112,7 @@ async def test_what_is_told_of_a_beginning_is_its_score(sampler: Sampler) -> Non
     request = request_of(6, seed=3)
     done = await sampler.sample(request)
     assert done.prefix_logprobs is None
-    cut = replace(done, stop=Stop.INTERRUPTED)
+    cut = replace(done, stop=StopReason.INTERRUPTED)
     made = await sampler.sample(replace(request_of(9, seed=3, after=cut), score_from=2))
     assert made.tokens.tolist()[:6] == done.tokens.tolist()
     [score] = await sampler.score([int_array(np.concatenate([request.prompt, done.tokens]))])
@@ -160,7 +160,7 @@ async def test_an_interrupted_call_goes_on_under_new_weights(case: SamplerCase, 
     task = await begin(case, sampler, request_of(LONG))
     await sampler.pause(interrupt=True)
     partial = await task
-    assert partial.stop is Stop.INTERRUPTED
+    assert partial.stop is StopReason.INTERRUPTED
     assert len(partial.tokens) < LONG
     assert len(partial.tokens) > 0 or not case.batched
     await sampler.load(case.handle(sampler), 1)
@@ -168,7 +168,7 @@ async def test_an_interrupted_call_goes_on_under_new_weights(case: SamplerCase, 
     whole = await sampler.sample(request_of(LONG, after=partial))
     done = len(partial.tokens)
     assert len(whole.tokens) == LONG  # the partial's tokens count against max_tokens
-    assert whole.stop is Stop.LENGTH
+    assert whole.stop is StopReason.LENGTH
     assert whole.tokens[:done].tolist() == partial.tokens.tolist()
     assert np.array_equal(whole.sampler_logprobs[:done], partial.sampler_logprobs)
     assert whole.versions.tolist() == [0] * done + [1] * (LONG - done)
@@ -203,7 +203,7 @@ async def test_every_open_call_is_interrupted(case: SamplerCase, sampler: Sample
     tasks = [asyncio.create_task(sampler.sample(request_of(LONG, seed=seed))) for seed in range(5)]
     await begin(case, sampler, request_of(LONG, seed=6))
     await sampler.pause(interrupt=True)
-    assert [(await task).stop for task in tasks] == [Stop.INTERRUPTED] * 5
+    assert [(await task).stop for task in tasks] == [StopReason.INTERRUPTED] * 5
 
 
 async def test_pausing_without_interrupting_waits_for_open_calls(case: SamplerCase, sampler: Sampler) -> None:
@@ -211,7 +211,7 @@ async def test_pausing_without_interrupting_waits_for_open_calls(case: SamplerCa
     await sampler.pause(interrupt=False)
     await sampler.load(case.handle(sampler), 1)  # would be refused if anything were open
     completion = await task
-    assert (completion.stop, completion.versions.tolist()) == (Stop.LENGTH, [0] * 40)
+    assert (completion.stop, completion.versions.tolist()) == (StopReason.LENGTH, [0] * 40)
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
@@ -225,7 +225,7 @@ async def test_a_call_made_while_paused_waits_for_resume(case: SamplerCase, samp
     assert not task.done()
     await sampler.resume()
     completion = await task
-    assert (completion.stop, completion.versions.tolist()) == (Stop.LENGTH, [1] * 6)
+    assert (completion.stop, completion.versions.tolist()) == (StopReason.LENGTH, [1] * 6)
 
 
 async def test_pausing_and_resuming_twice_is_once(sampler: Sampler) -> None:

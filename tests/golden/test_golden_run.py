@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from headrace import wiring
-from headrace.observe.sinks import read_metrics
+from headrace.observe.sinks.jsonl import read_metrics
 from headrace.wiring.checked_config import load_checked
 
 GOLDEN = Path(__file__).with_name("tiny_run.json")

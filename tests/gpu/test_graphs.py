@@ -15,12 +15,12 @@ from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.visits import DecodeRow
-from headrace.model.attention import Packed, Piece
+from headrace.infer.multistep import DecodeRow
+from headrace.model.attention import Packed, PromptChunk
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora, lora_layers
-from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights, StopReason, int_array
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 if available():
@@ -166,7 +166,7 @@ def test_a_visit_behind_a_visit_goes_on_and_what_is_shared_is_read_in_the_donors
         return [int(one) for _ in steps for one in decoder.finish().tokens[0]]
 
     with torch.inference_mode():
-        decoder.prefill([Piece(0, 0, 150)], prompt[:150])
+        decoder.prefill([PromptChunk(0, 0, 150)], prompt[:150])
         cache.copy_prefix(0, 1, 150)
         own = drawn([12], donor=1, shared=0)
         assert drawn([7, 5], donor=0, shared=150) == own
@@ -256,7 +256,7 @@ def test_rows_stop_at_their_tokens_and_limits() -> None:
                 params=SamplingParams(max_tokens=60, seed=2**63, stop_tokens=(VOCABULARY - 1, wanted)),
             )
             [short] = sample_all(engine, [stopped])
-            assert (short.stop, short.tokens.tolist()) == (Stop.STOP, whole.tokens[:end].tolist())
+            assert (short.stop, short.tokens.tolist()) == (StopReason.STOP, whole.tokens[:end].tolist())
 
 
 def test_preempted_sequences_go_on() -> None:
@@ -296,7 +296,7 @@ def test_graphs_survive_a_weight_update_in_flight() -> None:
         with torch.no_grad():
             for parameter in source.model.parameters():
                 parameter.mul_(1.5)
-        await engine.load(Shared(fingerprint=""), 1)
+        await engine.load(SharedWeights(fingerprint=""), 1)
         await engine.resume()
         return await asyncio.gather(
             *(
@@ -327,7 +327,7 @@ def test_an_adapter_is_part_of_what_is_decoded() -> None:
         with torch.no_grad():
             for _, layer in lora_layers(lm.model):
                 layer.up.normal_(std=0.2)
-        asyncio.run(engine.load(Shared(fingerprint=""), 1))
+        asyncio.run(engine.load(SharedWeights(fingerprint=""), 1))
         after = sample_all(engine, requests)
         assert mean_difference(engine, requests, after) < 1e-3
     assert same_share(before, after) < 0.5

@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from headrace.errors import BackendError
 from headrace.infer.engine import EmbeddedEngine
-from headrace.model.compiled import compile_layers
+from headrace.model.cuda.compile import compile_layers
 from headrace.model.load import LanguageModel, fingerprint, prepare, recompute_layers
 from headrace.model.lora import add_lora, lora_layers
 from headrace.train.optimizer import MasterAdamW
@@ -242,7 +242,7 @@ def test_a_deterministic_run_repeats_bit_by_bit() -> None:
 
 @pytest.mark.parametrize(("source", "target"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
 def test_every_number_is_cast_as_torch_casts_it(source: torch.dtype, target: torch.dtype) -> None:
-    from headrace.model.cuda.cast import cast
+    from headrace.model.cuda.fp16_matmul import cast
 
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(source).cuda()
     ours, theirs = cast(every[1:].view(-1, 5).t(), target), every[1:].view(-1, 5).t().to(target)  # 65535 = 13107 x 5
@@ -253,7 +253,7 @@ def test_every_number_is_cast_as_torch_casts_it(source: torch.dtype, target: tor
 
 @pytest.mark.parametrize(("tokens", "width"), [(0, 40), (1, 7), (33, 256), (5000, 200), (16640, 1536)])
 def test_sums_over_tokens(tokens: int, width: int) -> None:
-    from headrace.model.cuda.sums import column_sums
+    from headrace.model.cuda.reductions import column_sums
 
     numbers = torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)).add(0.1).bfloat16().cuda()
     found = column_sums(numbers)
@@ -335,14 +335,14 @@ def test_no_room_says_what_to_lower() -> None:
         with pytest.raises(
             BackendError, match=r"'micro_batch_tokens', which is 4000000, write 'model.recompute = true'"
         ):
-            backend.try_worst_case(512).result()
+            backend.check_memory(512).result()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         backend.close()
     torch.cuda.empty_cache()
     small = TorchBackend(lm, micro_batch_tokens=2048)
     before = small.export_weights().result().fingerprint
-    small.try_worst_case(512).result()
+    small.check_memory(512).result()
     assert small.export_weights().result().fingerprint == before
     small.close()
 

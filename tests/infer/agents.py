@@ -20,7 +20,7 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
     ScoredEpisode,
-    Stop,
+    StopReason,
     float_array,
     int_array,
 )
@@ -88,7 +88,7 @@ class KeepingSampler(FakeSampler):
             sampler_logprobs=logprobs,
             raw_logprobs=logprobs,
             versions=int_array([self.version] * len(tokens)),
-            stop=Stop.STOP if ended else Stop.LENGTH,
+            stop=StopReason.STOP if ended else StopReason.LENGTH,
         )
 
 

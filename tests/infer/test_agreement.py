@@ -12,7 +12,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.generate import GenerateSampler
+from headrace.infer.hf_generate import GenerateSampler
 from headrace.model import head
 from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, load_model, prepare, smollm2_package

@@ -11,9 +11,9 @@ from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 
 from headrace.errors import SamplerError
 from headrace.infer.cuda import graph_decoder
-from headrace.infer.cuda.layout import MOST_SPLITS, PROMPT_ROWS, bucket_for, prompt_blocks, splits_for
-from headrace.infer.cuda.weights import DenseWeights, unsupported_reason
-from headrace.model.attention import Piece
+from headrace.infer.cuda.layer_weights import DenseWeights, unsupported_reason
+from headrace.infer.cuda.tiling import MOST_SPLITS, PROMPT_ROWS, bucket_for, prompt_blocks, splits_for
+from headrace.model.attention import PromptChunk
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora, lora_layers
 
@@ -57,7 +57,7 @@ def test_splits_are_powers_of_two_and_fewer_for_more_rows(rows: int, heads: int)
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), min_size=1, max_size=8))
 def test_blocks_cover_every_prompt_token_once_at_its_position(spans: list[tuple[int, int]]) -> None:
-    pieces = [Piece(row, offset, length) for row, (offset, length) in enumerate(spans)]
+    pieces = [PromptChunk(row, offset, length) for row, (offset, length) in enumerate(spans)]
     expected = [(piece.row, piece.offset + i) for piece in pieces for i in range(piece.length)]
     found: dict[int, tuple[int, int]] = {}
     for slot, first, position, count in prompt_blocks(pieces).tolist():

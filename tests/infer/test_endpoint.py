@@ -13,10 +13,10 @@ import pytest
 
 from headrace.algo.random import derive_seed
 from headrace.errors import SamplerError
-from headrace.infer.endpoint import Endpoint, EpisodeRecord, serve
+from headrace.infer.openai_api import ChatSession, OpenAIEndpoint, serve
 from headrace.render import Renderer
 from headrace.testing import FakeSampler
-from headrace.types import Completion, SampleRequest, SamplingParams, Shared
+from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights
 from infer.agents import ADD, HERMES, SAMPLING, client_of, scripted
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -26,9 +26,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_cal
 @asynccontextmanager
 async def opened(
     sampler: Any, renderer: Renderer, **options: Any
-) -> AsyncIterator[tuple[openai.AsyncOpenAI, EpisodeRecord]]:
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, ChatSession]]:
     """A client of one episode, without a socket."""
-    endpoint = Endpoint(renderer)
+    endpoint = OpenAIEndpoint(renderer)
     arguments = {"sampling": SAMPLING, "seed": 7, "max_calls": 8, "max_tokens": 2000, **options}
     record = endpoint.open(sampler=sampler, **arguments)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=endpoint.app)) as http:
@@ -283,7 +283,7 @@ async def test_a_failing_sampler_is_a_server_error_at_once_and_is_kept() -> None
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"model": "policy"}'])
 async def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
     sampler, renderer = scripted("hi")
-    endpoint = Endpoint(renderer)
+    endpoint = OpenAIEndpoint(renderer)
     record = endpoint.open(sampler=sampler, sampling=SAMPLING, seed=7, max_calls=8, max_tokens=100)
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=endpoint.app)) as http:
         reply = await http.post(record.base_url + "/chat/completions", content=body)
@@ -382,7 +382,7 @@ async def test_a_reply_goes_on_across_a_weight_update() -> None:
 
     async def update() -> None:
         await sampler.pause(interrupt=True)
-        await sampler.load(Shared(fingerprint="new"), 1)
+        await sampler.load(SharedWeights(fingerprint="new"), 1)
         await sampler.resume()
 
     async def tick() -> None:

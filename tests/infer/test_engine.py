@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from headrace.errors import SamplerError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.attention import Packed
+from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.model.worker import Worker
-from headrace.types import Completion, Folder, SampleRequest, Shared, Stop, int_array
+from headrace.types import Completion, SampleRequest, SharedWeights, StopReason, WeightsFolder, int_array
 from infer.engines import (
     CONTEXT,
     LIMIT_S,
@@ -33,7 +33,7 @@ from infer.engines import (
 )
 
 LM = small_model()
-OWN = Shared(fingerprint=fingerprint(LM.model.named_parameters()))
+OWN = SharedWeights(fingerprint=fingerprint(LM.model.named_parameters()))
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ async def test_interrupted_and_continued_is_uninterrupted(engine: EmbeddedEngine
             done = await engine.sample(
                 request_of(request.prompt, request.params.max_tokens, after=done, seed=request.params.seed)
             )
-            if done.stop is not Stop.INTERRUPTED:
+            if done.stop is not StopReason.INTERRUPTED:
                 return done
 
     tasks = [asyncio.create_task(persist(request)) for request in requests]
@@ -232,7 +232,7 @@ def test_nothing_from_before_a_load_is_used(tmp_path: Path) -> None:
     with opened(lm, max_rows=8) as engine:
         [before] = sample_all(engine, [request])
         twice_as_sharp(lm)
-        printed = asyncio.run(engine.load(Shared(fingerprint=""), 1))
+        printed = asyncio.run(engine.load(SharedWeights(fingerprint=""), 1))
         assert printed == fingerprint(lm.model.named_parameters())
         [after] = sample_all(engine, [request])
         assert (engine.counters.shared, after.versions.tolist()) == (0, [1] * 20)
@@ -246,7 +246,7 @@ def test_a_copy_of_the_model_takes_the_source_s_weights_on_load_only() -> None:
         [before] = sample_all(engine, [request])
         twice_as_sharp(source)
         assert bits(sample_all(engine, [request])[0]) == bits(before)
-        asyncio.run(engine.load(Shared(fingerprint=""), 1))
+        asyncio.run(engine.load(SharedWeights(fingerprint=""), 1))
         [after] = sample_all(engine, [request])
     assert bits(after) == bits(alone(source, request)) != bits(before)
 
@@ -262,9 +262,9 @@ def test_weights_come_from_a_folder_whole_or_not_at_all(tmp_path: Path) -> None:
         [before] = sample_all(engine, [request])
         for name, message in (("fewer", "lack"), ("wider", "shape"), ("nothing", "safetensors")):
             with pytest.raises(SamplerError, match=message):
-                asyncio.run(engine.load(Folder(path=tmp_path / name, fingerprint=""), 1))
+                asyncio.run(engine.load(WeightsFolder(path=tmp_path / name, fingerprint=""), 1))
             assert bits(sample_all(engine, [request])[0]) == bits(before)
-        printed = asyncio.run(engine.load(Folder(path=tmp_path / "good", fingerprint=""), 1))
+        printed = asyncio.run(engine.load(WeightsFolder(path=tmp_path / "good", fingerprint=""), 1))
         assert printed == fingerprint(other.model.named_parameters())
         [after] = sample_all(engine, [request])
     assert bits(after) == bits(alone(other, request))
@@ -296,9 +296,9 @@ def test_a_stop_token_ends_a_sequence_and_is_part_of_it(engine: EmbeddedEngine) 
     wanted = int(free.tokens[20])
     end = free.tokens.tolist().index(wanted) + 1
     [stopped] = sample_all(engine, [request_of(prompt_of(9), 40, seed=2, stop_tokens=(wanted,))])
-    assert (stopped.stop, stopped.tokens.tolist()) == (Stop.STOP, free.tokens[:end].tolist())
+    assert (stopped.stop, stopped.tokens.tolist()) == (StopReason.STOP, free.tokens[:end].tolist())
     [at_limit] = sample_all(engine, [request_of(prompt_of(9), end, seed=2, stop_tokens=(wanted,))])
-    assert at_limit.stop is Stop.STOP  # both are true of the last token: the stop is told
+    assert at_limit.stop is StopReason.STOP  # both are true of the last token: the stop is told
 
 
 def test_no_stop_tokens_given_means_the_models_own_list() -> None:
@@ -321,10 +321,13 @@ def test_a_stop_string_may_span_tokens(engine: EmbeddedEngine) -> None:
     stop = text[middle - 2 : middle + 3]  # the end of a word, a space and the beginning of the next
     end = next(size for size in range(len(tokens)) if stop in LM.tokenizer.decode(tokens[:size]))
     [stopped] = sample_all(engine, [request_of(prompt, 40, seed=2, stop_strings=("never", stop))])
-    assert (stopped.stop, stopped.tokens.tolist()) == (Stop.STOP, tokens[:end])
+    assert (stopped.stop, stopped.tokens.tolist()) == (StopReason.STOP, tokens[:end])
     whole = text[: middle + 3]  # longer than any window of tokens that is looked back for a short one
     [stopped] = sample_all(engine, [request_of(prompt, 40, seed=2, stop_strings=(whole,))])
-    assert (stopped.stop, len(stopped.tokens)) == (Stop.STOP, len(LM.tokenizer.encode(whole.rsplit(" ", 1)[0])) + 1)
+    assert (stopped.stop, len(stopped.tokens)) == (
+        StopReason.STOP,
+        len(LM.tokenizer.encode(whole.rsplit(" ", 1)[0])) + 1,
+    )
 
 
 def test_a_stop_string_in_the_prompt_does_not_count(engine: EmbeddedEngine) -> None:
@@ -339,7 +342,10 @@ def test_a_full_context_ends_a_sequence() -> None:
     lm = small_model(context=64)
     with opened(lm, max_rows=8) as engine:
         short, exact = sample_all(engine, [request_of(prompt_of(60), 100), request_of(prompt_of(63), 100)])
-    assert [(len(item.tokens), item.stop) for item in (short, exact)] == [(4, Stop.LENGTH), (1, Stop.LENGTH)]
+    assert [(len(item.tokens), item.stop) for item in (short, exact)] == [
+        (4, StopReason.LENGTH),
+        (1, StopReason.LENGTH),
+    ]
 
 
 async def test_a_partial_that_is_complete_is_returned_as_it_is(engine: EmbeddedEngine) -> None:
@@ -379,7 +385,9 @@ async def test_a_request_that_cannot_be_served_is_refused(
 
 
 async def test_what_newer_weights_began_is_not_continued_by_older_ones(engine: EmbeddedEngine) -> None:
-    partial = replace(await engine.sample(request_of([1], 3)), versions=int_array([0, 0, 7]), stop=Stop.INTERRUPTED)
+    partial = replace(
+        await engine.sample(request_of([1], 3)), versions=int_array([0, 0, 7]), stop=StopReason.INTERRUPTED
+    )
     with pytest.raises(SamplerError, match="version 7"):
         await engine.sample(request_of([1], 6, after=partial))
     await engine.load(OWN, 7)
@@ -536,7 +544,7 @@ async def test_a_call_cancelled_after_closing_is_cancelled() -> None:
 
 
 async def test_a_worker_that_is_closed_fails_whoever_waits_for_it_now_and_later() -> None:
-    worker = Worker()
+    worker = ComputeThread()
     with opened(LM, max_rows=8, worker=worker) as engine:
         open_calls = [asyncio.create_task(engine.sample(request)) for request in long_requests(12)]
         await decoded(engine, 8)
@@ -550,7 +558,7 @@ async def test_a_worker_that_is_closed_fails_whoever_waits_for_it_now_and_later(
 
 
 async def test_a_worker_closed_under_an_idle_engine_fails_every_call() -> None:
-    worker = Worker()
+    worker = ComputeThread()
     with opened(LM, max_rows=8, worker=worker) as engine:
         worker.close()
         for _ in range(2):

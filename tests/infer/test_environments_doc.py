@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from headrace.envs.task_definitions import DefinitionIn, load_task_definition
 from headrace.rollout.episode import BY_ITSELF, run_sampled_episode
-from headrace.rollout.task_files import DefinitionIn, load_task_definition
-from headrace.types import Ended, Episode, Message, SamplingParams, Task
+from headrace.types import EndReason, Episode, Message, SamplingParams, Task
 from headrace.user_code import load_module
+from headrace.wiring.build.data import make_env_of, tasks_of
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.sources import make_env_of, tasks_of
 from infer.agents import heard_spans, scripted, trained_spans
 
 TEXT = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ async def test_the_example_with_tools_plays(folder: Path) -> None:
     episode = await play(module, "Library", task, "<tool_call>Emma</tool_call>", call, "Jane Austen")
     assert [message.content for message in episode.messages if message.role == "tool"] == ["Jane Austen"]
     assert [step.valid for step in episode.steps] == [False, True, True]
-    assert episode.ended is Ended.DONE
+    assert episode.ended is EndReason.DONE
 
 
 def test_an_environment_of_ones_own_is_named_in_a_run(folder: Path) -> None:
@@ -96,7 +96,7 @@ def table(heading: str) -> list[list[str]]:
 
 def test_every_way_to_end_is_in_the_table_with_what_it_means() -> None:
     rows = table("How an episode ends")
-    assert [row[0].strip("`") for row in rows] == [end.value for end in Ended]
+    assert [row[0].strip("`") for row in rows] == [end.value for end in EndReason]
     told = {row[0].strip("`"): row[2] for row in rows}
     assert {name for name, cut in told.items() if cut == "no"} == {end.value for end in BY_ITSELF}
 

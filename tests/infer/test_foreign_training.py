@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace import wiring
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.tiny import save_tiny
-from headrace.observe.lines import read_lines
+from headrace.observe.rollouts.records import read_lines
 from headrace.observe.run_folder import RunFolder
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Completion, Datum, ForwardOut, LossSpec, SampleRequest

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from headrace.errors import SamplerError
-from headrace.infer.generate import GenerateSampler
+from headrace.infer.hf_generate import GenerateSampler
 from headrace.model.load import fingerprint
-from headrace.types import Folder, Shared, Stop, int_array
+from headrace.types import SharedWeights, StopReason, WeightsFolder, int_array
 from infer.engines import LIMIT_S, VOCABULARY, bits, request_of, small_model
 
 
@@ -26,14 +26,14 @@ async def test_stop_tokens_stop_strings_and_a_full_context_end_a_sequence() -> N
     tokens = free.tokens.tolist()
     end = tokens.index(tokens[12]) + 1
     stopped = await sampler.sample(request_of([5, 6], 30, seed=1, stop_tokens=(tokens[12],)))
-    assert (stopped.stop, stopped.tokens.tolist()) == (Stop.STOP, tokens[:end])
+    assert (stopped.stop, stopped.tokens.tolist()) == (StopReason.STOP, tokens[:end])
     decode = small_model().tokenizer.decode
     stop = decode(tokens[7:9])[1:]
     end = next(size for size in range(30) if stop in decode(tokens[:size]))
     stopped = await sampler.sample(request_of([5, 6], 30, seed=1, stop_strings=(stop,)))
-    assert (stopped.stop, stopped.tokens.tolist()) == (Stop.STOP, tokens[:end])
+    assert (stopped.stop, stopped.tokens.tolist()) == (StopReason.STOP, tokens[:end])
     full = await sampler.sample(request_of([5] * 120, 30, seed=1))
-    assert (full.stop, len(full.tokens)) == (Stop.LENGTH, 8)
+    assert (full.stop, len(full.tokens)) == (StopReason.LENGTH, 8)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,10 @@ async def test_weights_come_from_the_source_or_from_a_folder(tmp_path: Path) -> 
     request = request_of([5, 6], 10, seed=1)
     expected = bits(await plain(4).sample(request))
     other.model.save_pretrained(tmp_path)
-    for handle, source in ((Shared(fingerprint=""), other.model), (Folder(path=tmp_path, fingerprint=""), None)):
+    for handle, source in (
+        (SharedWeights(fingerprint=""), other.model),
+        (WeightsFolder(path=tmp_path, fingerprint=""), None),
+    ):
         sampler = plain(3, source=source)
         assert bits(await sampler.sample(request)) != expected
         assert await sampler.load(handle, 1) == fingerprint(other.model.named_parameters())
@@ -62,7 +65,7 @@ async def test_weights_come_from_the_source_or_from_a_folder(tmp_path: Path) -> 
 async def test_without_a_source_shared_weights_are_refused_and_nothing_changes() -> None:
     sampler = plain()
     with pytest.raises(SamplerError, match="folder"):
-        await sampler.load(Shared(fingerprint=""), 1)
+        await sampler.load(SharedWeights(fingerprint=""), 1)
     assert sampler.version == 0
 
 

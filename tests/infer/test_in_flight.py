@@ -5,7 +5,7 @@ import asyncio
 from dataclasses import replace
 
 from headrace.model.load import LanguageModel, fingerprint
-from headrace.types import SampleRequest, Shared, Stop
+from headrace.types import SampleRequest, SharedWeights, StopReason
 from infer.engines import alone, bits, opened, request_of, small_model
 from infer.test_engine import decoded, prompt_of, twice_as_sharp
 
@@ -17,9 +17,9 @@ async def interrupted_by_new_weights(lm: LanguageModel, request: SampleRequest, 
         await decoded(engine, 20)
         await engine.pause(interrupt=True)
         partial = await first
-        assert partial.stop is Stop.INTERRUPTED
+        assert partial.stop is StopReason.INTERRUPTED
         twice_as_sharp(lm)
-        handle = Shared(fingerprint=fingerprint(lm.model.named_parameters()))
+        handle = SharedWeights(fingerprint=fingerprint(lm.model.named_parameters()))
         await engine.load(handle, 1)
         before = engine.counters.prefilled
         await engine.resume()

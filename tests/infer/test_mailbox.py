@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace.infer.mailbox import FutureBridge
+from headrace.infer.future_bridge import FutureBridge
 
 
 async def test_all_answers_that_came_while_the_loop_was_busy_wake_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from model.test_support import VARIANTS, make
 
-from headrace.model import packed
 from headrace.model.attention import Packed
-from headrace.model.direct import direct_forward
+from headrace.model.cpu import packed_linear
+from headrace.model.cpu.forward import cpu_forward
 from headrace.model.load import prepare
 from headrace.model.lora import add_lora
 from headrace.model.tiny import make_tokenizer
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, Shared, float_array, int_array
+from headrace.types import CROSS_ENTROPY, Adam, Datum, SharedWeights, float_array, int_array
 from infer.engines import alone, bits, opened, request_of, sample_all, small_model
 from infer.test_engine import (  # noqa: F401  # once more, on packed weights
     engine,
@@ -29,21 +29,21 @@ from infer.test_engine import (  # noqa: F401  # once more, on packed weights
     test_weights_come_from_a_folder_whole_or_not_at_all,
 )
 
-pytestmark = pytest.mark.skipif(not packed.available(), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not packed_linear.available(), reason="this torch has no oneDNN")
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def pack_everything() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "SMALLEST", 1)
+        patch.setattr(packed_linear, "SMALLEST", 1)
         yield
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_computes_what_the_modules_compute_or_leaves_it_to_them(variant: str) -> None:
     lm = prepare(make(variant), make_tokenizer(()), source=variant)
-    direct = direct_forward(lm)
+    direct = cpu_forward(lm)
     assert (direct is not None) == (VARIANTS[variant][0] in KNOWN)
     if direct is None:
         return
@@ -56,8 +56,8 @@ def test_it_computes_what_the_modules_compute_or_leaves_it_to_them(variant: str)
 def test_adapters_and_other_types_are_left_to_the_modules() -> None:
     adapted = small_model()
     add_lora(adapted.model, rank=2, alpha=4.0, targets=("q_proj",), seed=0)
-    assert direct_forward(adapted) is None
-    assert direct_forward(small_model(dtype=torch.float64)) is None
+    assert cpu_forward(adapted) is None
+    assert cpu_forward(small_model(dtype=torch.float64)) is None
 
 
 async def test_the_weights_of_an_update_are_those_that_sample_next() -> None:
@@ -93,7 +93,7 @@ def test_weights_that_changed_unseen_are_those_that_sample_after_a_load() -> Non
         [before] = sample_all(sharing, [request])
         for parameter in lm.model.parameters():
             parameter.data.mul_(1.5)
-        asyncio.run(sharing.load(Shared(fingerprint=""), 1))
+        asyncio.run(sharing.load(SharedWeights(fingerprint=""), 1))
         [after] = sample_all(sharing, [request])
     fresh = small_model(seed=3)
     for parameter in fresh.model.parameters():

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from headrace.errors import SamplerError
 from headrace.infer.engine import EmbeddedEngine
-from headrace.types import Completion, FloatArray, SampleRequest, Shared, Stop, int_array
+from headrace.types import Completion, FloatArray, SampleRequest, SharedWeights, StopReason, int_array
 from infer.engines import VOCABULARY, opened, request_of, sample_all, small_model
 
 LM = small_model()
-HANDLE = Shared(fingerprint="")
+HANDLE = SharedWeights(fingerprint="")
 
 
 def prompt_of(size: int, seed: int = 0) -> list[int]:
@@ -24,7 +24,7 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
 
 def going_on(request: SampleRequest, done: Completion, score_from: int | None, *, more: int = 3) -> SampleRequest:
     longer = replace(request.params, max_tokens=len(done.tokens) + more)
-    cut = replace(done, stop=Stop.INTERRUPTED)
+    cut = replace(done, stop=StopReason.INTERRUPTED)
     return replace(request, params=longer, continue_from=cut, score_from=score_from)
 
 

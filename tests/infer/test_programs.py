@@ -12,14 +12,14 @@ import pytest
 
 from headrace.algo.datum import chains
 from headrace.errors import EpisodeError, SamplerError
-from headrace.infer.endpoint import Endpoint, serve
+from headrace.infer.openai_api import OpenAIEndpoint, serve
 from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import BUILTIN, Term
 from headrace.rollout.agent_program import play_program, program_fn
 from headrace.rollout.group import GroupPlayer
 from headrace.testing import FakeEnv, FakeSampler
-from headrace.types import Completion, Ended, Episode, Message, SampleRequest, SamplingParams, Task
+from headrace.types import Completion, EndReason, Episode, Message, SampleRequest, SamplingParams, Task
 from infer.agents import (
     ADD,
     SAMPLING,
@@ -242,7 +242,7 @@ async def test_a_tool_using_program_is_an_episode() -> None:
     sampler, renderer = scripted(*CALLS)
     episode = await play(tool_user, sampler, renderer)
     assert (episode.id, episode.seed, episode.success, episode.truncated) == ("0/0", 5, True, False)
-    assert episode.ended is Ended.DONE
+    assert episode.ended is EndReason.DONE
     assert [step.reward for step in episode.steps] == [0.0, 0.0, 1.0]
     assert [step.action for step in episode.steps] == list(CALLS)
     assert [(message.role, message.content) for message in episode.messages] == [
@@ -290,10 +290,10 @@ async def test_a_plain_function_runs_on_a_thread_and_its_number_is_the_reward() 
 async def test_a_program_stopped_by_a_limit_is_truncated() -> None:
     sampler, renderer = scripted(*TURNS)
     episode = await play(multi_turn, sampler, renderer, max_turns=2)
-    assert (len(episode.steps), episode.truncated, episode.ended) == (2, True, Ended.MAX_TURNS)
+    assert (len(episode.steps), episode.truncated, episode.ended) == (2, True, EndReason.MAX_TURNS)
     sampler, renderer = scripted(*TURNS)
     episode = await play(multi_turn, sampler, renderer, max_episode_tokens=100)
-    assert (len(episode.steps), episode.truncated, episode.ended) == (2, True, Ended.MAX_TOKENS)
+    assert (len(episode.steps), episode.truncated, episode.ended) == (2, True, EndReason.MAX_TOKENS)
     assert all(len(heard.prompt) + len(heard.sampled) <= 100 for heard in sampler.heard)
 
 
@@ -374,7 +374,7 @@ async def test_programs_are_played_in_groups_with_rewards_as_usual() -> None:
     renderer = Renderer(tokenizer)
     sampler = KeepingSampler(by_seed)
 
-    async def group_of(endpoint: Endpoint) -> list[tuple[str, str, float]]:
+    async def group_of(endpoint: OpenAIEndpoint) -> list[tuple[str, str, float]]:
         group = await GroupPlayer(
             group_size=6,
             make_env=FakeEnv,

@@ -15,18 +15,18 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.data.conversations import ToolConversation, load_conversations
+from headrace.data.demonstrations import demonstration, record_tools, write_demonstrations
+from headrace.data.rows import DataSource
+from headrace.envs import environment_tasks
+from headrace.envs.calculator import CalculatorEnv
 from headrace.errors import ConfigError, DataError, SamplerError
-from headrace.infer import remote
-from headrace.infer.endpoint import serve
-from headrace.infer.remote import RemoteModel, Where
-from headrace.rollout.conversations import ToolConversation, load_conversations
-from headrace.rollout.demonstrations import demonstration, record_tools, write_demonstrations
+from headrace.infer import openai_client
+from headrace.infer.openai_api import serve
+from headrace.infer.openai_client import RemoteModel, Where
 from headrace.rollout.group import RemoteGroupPlayer, start_hash
-from headrace.rollout.rows import DataSource
-from headrace.rollout.worlds import world_tasks
-from headrace.rollout.worlds.calculator import CalculatorEnv
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeToolEnv, run_virtual
-from headrace.types import Ended, Group, Message, SamplingParams, Stop, Task
+from headrace.types import EndReason, Group, Message, SamplingParams, StopReason, Task
 from infer.agents import ADD, scripted
 
 SAMPLING = SamplingParams(max_tokens=100)
@@ -135,10 +135,10 @@ async def test_a_conversation_with_calls_goes_over_the_wire_and_a_message_comes_
     with Server([ok(None, ("add", '{"a": 1, "b": 2}')), ok("3", finish="length")]) as server:
         async with model_at(server.url + "/", sampling, api_key_env="MY_KEY") as model:
             said, stop = await model.reply(HELLO, (ADD,))
-            assert (said.content, said.tool_calls[0].name, stop) == ("", "add", Stop.STOP)
+            assert (said.content, said.tool_calls[0].name, stop) == ("", "add", StopReason.STOP)
             result = Message(role="tool", content="3", name="add", tool_call_id="call_0")
             said, stop = await model.reply((*HELLO, said, result), ())
-    assert (said, stop) == (Message(role="assistant", content="3"), Stop.LENGTH)
+    assert (said, stop) == (Message(role="assistant", content="3"), StopReason.LENGTH)
     assert [headers["path"] for headers in server.headers] == ["/v1/chat/completions"] * 2
     assert server.headers[0]["authorization"] == "Bearer secret"
     assert server.asked[0] == {
@@ -272,7 +272,7 @@ async def test_so_many_requests_are_open_together_and_no_more() -> None:
 
 
 async def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr(openai_client, "MAX_REPLY_BYTES", 1000)
     with Server([ok("x" * 2000)]) as server:
         async with model_at(server.url) as model:
             with pytest.raises(SamplerError, match="more than 1000 bytes"):
@@ -315,7 +315,7 @@ async def test_a_remote_model_plays_a_world_with_tools_behind_our_own_endpoint()
         endpoint.close(record)
     [scored] = group.episodes
     episode = scored.episode
-    assert (episode.id, episode.success, episode.ended, episode.env_reward) == ("4/0", True, Ended.DONE, 1.0)
+    assert (episode.id, episode.success, episode.ended, episode.env_reward) == ("4/0", True, EndReason.DONE, 1.0)
     assert [step.state for step in episode.steps] == ["known 3 7 12", "known 3 7 12 19", "known 3 7 12 19 57"]
     assert [message.content for message in episode.messages if message.role == "tool"] == ["19", "57", "right"]
     assert episode.num_sampled == 0  # nothing of it can be trained
@@ -346,7 +346,7 @@ async def test_a_pattern_ends_a_remote_episode_too_and_words_go_to_step() -> Non
     with Server([ok("up"), ok("up, done")]) as server:
         async with model_at(server.url) as model:
             group = await group_of(model, lambda: FakeEnv(target=9), Task(id="t"), end_pattern=re.compile("done"))
-    assert group.episodes[0].episode.ended is Ended.END_PATTERN
+    assert group.episodes[0].episode.ended is EndReason.END_PATTERN
     assert "tools" not in server.asked[0]
 
 
@@ -419,7 +419,7 @@ source = {{ type = "world", name = "add", size = 2, seed = 2, options = {{ split
 
 def test_the_commands_play_with_a_model_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    tasks = world_tasks("add", 3, 1, {})
+    tasks = environment_tasks("add", 3, 1, {})
     answers = [ok(str(task.data["answer"])) for task in tasks[:2]] + [ok("no idea")]
     with Server(answers) as server:
         Path("run.toml").write_text(RUN.format(url=server.url), encoding="utf-8")

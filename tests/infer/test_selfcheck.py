@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.infer.selfcheck import check_bit_equality
+from headrace.infer.determinism_check import check_bit_equality
 from infer.engines import small_model
 
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.infer.slots import WORTH_WAITING, SequenceState, SlotAssignment, Slots
-from headrace.types import Completion, SampleRequest, SamplingParams, Stop, int_array
+from headrace.infer.kv_slots import WORTH_WAITING, SequenceState, SlotAssignment, Slots
+from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, int_array
 
 JUNK = (-1,)
 
@@ -308,7 +308,11 @@ def after(tokens: list[int]) -> Completion:
     ones = np.float32([-1.0] * len(tokens))
     versions = int_array([0] * len(tokens))
     return Completion(
-        tokens=int_array(tokens), sampler_logprobs=ones, raw_logprobs=ones, versions=versions, stop=Stop.INTERRUPTED
+        tokens=int_array(tokens),
+        sampler_logprobs=ones,
+        raw_logprobs=ones,
+        versions=versions,
+        stop=StopReason.INTERRUPTED,
     )
 
 
@@ -353,13 +357,13 @@ def test_a_partial_goes_on_behind_what_it_has() -> None:
         sampler_logprobs=np.float32([-1.0, -2.0]),
         raw_logprobs=np.float32([-3.0, -4.0]),
         versions=int_array([2, 3]),
-        stop=Stop.INTERRUPTED,
+        stop=StopReason.INTERRUPTED,
         next_logprobs=np.float32([-5.0, np.nan]),
     )
     sequence = sequence_of([1, 2], after=partial)
     assert (sequence.tokens, sequence.num_sampled) == ([1, 2, 4, 5], 2)
-    back = sequence.completion(Stop.LENGTH)
-    assert (back.tokens.tolist(), back.versions.tolist(), back.stop) == ([4, 5], [2, 3], Stop.LENGTH)
+    back = sequence.completion(StopReason.LENGTH)
+    assert (back.tokens.tolist(), back.versions.tolist(), back.stop) == ([4, 5], [2, 3], StopReason.LENGTH)
     assert (back.sampler_logprobs.tolist(), back.raw_logprobs.tolist()) == ([-1.0, -2.0], [-3.0, -4.0])
     np.testing.assert_array_equal(back.next_logprobs, np.float32([-5.0, np.nan]))
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from headrace.config import Source
+from headrace.config import SourceConfig
+from headrace.data.conversations import ToolConversation
+from headrace.envs.calculator import CalculatorEnv
 from headrace.errors import EpisodeError
 from headrace.loops.sft import render_batch
 from headrace.protocols import Env
 from headrace.render import Renderer
-from headrace.rollout.conversations import ToolConversation
 from headrace.rollout.episode import EndRules, end_reason, run_sampled_episode
 from headrace.rollout.partial_rollout import PartialEpisode
-from headrace.rollout.worlds.calculator import CalculatorEnv
 from headrace.testing import FakeEnv, FakeToolEnv
 from headrace.tool_calls import tool_names
 from headrace.types import (
     Action,
-    Ended,
+    EndReason,
     Episode,
     FailedEpisode,
     Observation,
@@ -32,7 +32,7 @@ from headrace.types import (
     Task,
     ToolCall,
 )
-from headrace.wiring.sources import conversations_of
+from headrace.wiring.build.data import conversations_of
 from infer.agents import THINKING, KeepingSampler, Noise, heard_spans, make_tokenizer, scripted, trained_spans
 
 TASK = Task(id="t")
@@ -87,7 +87,7 @@ async def played(env: Env, sampler: KeepingSampler, renderer: Renderer, **rules:
 async def test_an_expression_is_worked_out_with_calls_in_the_templates_form_and_as_json() -> None:
     sampler, renderer = scripted("I add first. " + ADD, TIMES, ANSWER)
     episode = await played(CalculatorEnv(), sampler, renderer, task=SUM)
-    assert (episode.success, episode.truncated, episode.ended) == (True, False, Ended.DONE)
+    assert (episode.success, episode.truncated, episode.ended) == (True, False, EndReason.DONE)
     assert [step.state for step in episode.steps] == ["known 3 7 12", "known 3 7 12 19", "known 3 7 12 19 57"]
     said = [message for message in episode.messages if message.role == "assistant"]
     assert [message.content for message in said] == ["I add first.", "", ""]
@@ -125,7 +125,7 @@ async def test_a_call_that_cannot_be_made_is_told_as_the_environment_wants_and_i
     assert [len(message.tool_calls) for message in episode.messages if message.role == "assistant"] == [0, 0, 3]
     told_ids = [message.tool_call_id for message in episode.messages if message.role == "tool"]
     assert len(set(told_ids)) == 3  # of one turn
-    assert (episode.success, episode.ended) == (True, Ended.DONE)
+    assert (episode.success, episode.ended) == (True, EndReason.DONE)
 
 
 async def test_ids_follow_from_the_seed_so_that_an_episode_can_be_played_again() -> None:
@@ -156,7 +156,7 @@ async def test_tools_of_an_environment_that_cannot_be_shown_fail_the_episode() -
     failed = await play(FakeToolEnv(), sampler, renderer)
     assert isinstance(failed, FailedEpisode)
     assert "task t: the environment offers tools and this model's chat template shows none" in failed.reason
-    assert failed.ended is Ended.ERROR
+    assert failed.ended is EndReason.ERROR
 
 
 async def test_tools_without_the_verb_for_them_fail_the_episode() -> None:
@@ -241,7 +241,9 @@ async def test_so_they_are_when_the_policy_says_anything_at_all(env: type[FakeEn
 
 
 def test_demonstrations_of_a_world_with_tools_show_the_tools_and_teach_the_calls() -> None:
-    source = Source(type="world", name="calculator", size=1, options={"tools": True, "operations": 1}, system="reckon")
+    source = SourceConfig(
+        type="world", name="calculator", size=1, options={"tools": True, "operations": 1}, system="reckon"
+    )
     [talk] = conversations_of(source)
     assert isinstance(talk, ToolConversation)
     tokenizer = make_tokenizer()
@@ -272,15 +274,15 @@ RULES = EndRules(max_turns=3, tool="finish", pattern=re.compile("FINAL"))
     ("result", "action", "turns", "ended"),
     [
         (outcome(), Action(text="go", content="go"), 1, None),
-        (outcome(), Action(text="go", content="go"), 3, Ended.MAX_TURNS),
-        (outcome(), Action(text="so FINAL: 3", content=""), 3, Ended.END_PATTERN),
-        (outcome(), END, 3, Ended.END_TOOL),
-        (outcome(truncated=True), END, 3, Ended.ENV_LIMIT),
-        (outcome(done=True), END, 3, Ended.DONE),
+        (outcome(), Action(text="go", content="go"), 3, EndReason.MAX_TURNS),
+        (outcome(), Action(text="so FINAL: 3", content=""), 3, EndReason.END_PATTERN),
+        (outcome(), END, 3, EndReason.END_TOOL),
+        (outcome(truncated=True), END, 3, EndReason.ENV_LIMIT),
+        (outcome(done=True), END, 3, EndReason.DONE),
     ],
 )
 def test_the_environments_word_counts_first_then_the_policys_then_the_limit(
-    result: StepResult, action: Action, turns: int, ended: Ended | None
+    result: StepResult, action: Action, turns: int, ended: EndReason | None
 ) -> None:
     assert end_reason(result, action, turns, RULES) is ended
 
@@ -290,7 +292,7 @@ async def test_a_pattern_in_the_policys_turn_ends_it_after_the_environment_has_s
     env = FakeEnv(target=9, limit=9)
     episode = await played(env, sampler, renderer, end_pattern=r"\bdone\b")
     assert [step.action for step in episode.steps] == ["up", "up I am done"]
-    assert (episode.ended, episode.truncated, episode.success) == (Ended.END_PATTERN, False, False)
+    assert (episode.ended, episode.truncated, episode.success) == (EndReason.END_PATTERN, False, False)
     assert episode.messages[-1].content == "count 1 of 9"  # it was told, and thought nothing of it
 
 
@@ -299,12 +301,12 @@ async def test_a_tool_of_that_name_is_offered_and_ends_it_without_troubling_the_
     sampler, renderer = scripted(UP, UP + finish, UP)
     episode = await played(FakeToolEnv(target=9, limit=9), sampler, renderer, end_tool="finish")
     assert '"name": "finish"' in renderer.spoken(sampler.heard[0].prompt)
-    assert (episode.ended, episode.truncated, len(episode.steps)) == (Ended.END_TOOL, False, 2)
+    assert (episode.ended, episode.truncated, len(episode.steps)) == (EndReason.END_TOOL, False, 2)
     assert [step.valid for step in episode.steps] == [True, True]  # its own call was made, the other is not its own
     assert episode.messages[-1].content == "count 2 of 9"
     sampler, renderer = scripted(UP, finish)
     alone = await played(FakeToolEnv(target=9, limit=9), sampler, renderer, end_tool="finish")
-    assert (alone.ended, len(alone.steps), alone.success) == (Ended.END_TOOL, 2, False)
+    assert (alone.ended, len(alone.steps), alone.success) == (EndReason.END_TOOL, 2, False)
     assert alone.messages[-1].role == "assistant"
     assert trained_spans(alone) == heard_spans(sampler)
 
@@ -312,35 +314,35 @@ async def test_a_tool_of_that_name_is_offered_and_ends_it_without_troubling_the_
 async def test_a_tool_of_the_environments_own_can_end_it_too() -> None:
     sampler, renderer = scripted(UP)
     episode = await played(FakeToolEnv(target=9), sampler, renderer, end_tool="up")
-    assert (episode.ended, len(episode.steps), episode.messages[-1].content) == (Ended.END_TOOL, 1, "count 1 of 9")
+    assert (episode.ended, len(episode.steps), episode.messages[-1].content) == (EndReason.END_TOOL, 1, "count 1 of 9")
 
 
 async def test_a_world_of_words_can_have_a_tool_that_ends_it() -> None:
     sampler, renderer = scripted("up", '{"name": "finish", "arguments": {}}')
     episode = await played(FakeEnv(target=9), sampler, renderer, end_tool="finish")
-    assert (episode.ended, episode.steps[0].action) == (Ended.END_TOOL, "up")
+    assert (episode.ended, episode.steps[0].action) == (EndReason.END_TOOL, "up")
     assert episode.messages[-1].tool_calls[0].name == "finish"
 
 
 @pytest.mark.parametrize(
     ("env", "rules", "ended"),
     [
-        (FakeEnv(target=2), {}, Ended.DONE),
-        (FakeEnv(target=9, limit=2), {}, Ended.ENV_LIMIT),
-        (FakeEnv(target=9, limit=9), {"max_turns": 2}, Ended.MAX_TURNS),
+        (FakeEnv(target=2), {}, EndReason.DONE),
+        (FakeEnv(target=9, limit=2), {}, EndReason.ENV_LIMIT),
+        (FakeEnv(target=9, limit=9), {"max_turns": 2}, EndReason.MAX_TURNS),
     ],
 )
-async def test_each_end_has_its_name(env: Env, rules: dict[str, int], ended: Ended) -> None:
+async def test_each_end_has_its_name(env: Env, rules: dict[str, int], ended: EndReason) -> None:
     sampler, renderer = scripted("up")
     episode = await played(env, sampler, renderer, **rules)
     assert (episode.ended, len(episode.steps)) == (ended, 2)
-    assert episode.truncated == (ended is not Ended.DONE)
+    assert episode.truncated == (ended is not EndReason.DONE)
 
 
 async def test_a_reply_cut_at_its_limit_is_truncated_whatever_ended_the_episode() -> None:
     sampler, renderer = scripted("up and up and up")
     episode = await played(FakeEnv(target=9), sampler, renderer, max_tokens=4, end_pattern="up")
-    assert (episode.ended, episode.truncated) == (Ended.END_PATTERN, True)
+    assert (episode.ended, episode.truncated) == (EndReason.END_PATTERN, True)
 
 
 # --- slow environments -----------------------------------------------------------------------------------------------

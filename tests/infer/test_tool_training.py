@@ -7,10 +7,10 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import wiring
-from headrace.observe.lines import read_lines
+from headrace.data.conversations import ToolConversation, load_conversations
+from headrace.data.rows import DataSource
+from headrace.observe.rollouts.records import read_lines
 from headrace.observe.run_folder import RunFolder
-from headrace.rollout.conversations import ToolConversation, load_conversations
-from headrace.rollout.rows import DataSource
 from headrace.wiring.checked_config import load_checked, model_override
 from infer.agents import make_tokenizer
 

@@ -9,7 +9,7 @@ import torch
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.rollout.publisher import Publisher
-from headrace.types import Completion, Shared
+from headrace.types import Completion, SharedWeights
 from infer.engines import VOCABULARY, opened, request_of, small_model
 
 FIRST, LONG, SHORT = 20, 400, 8
@@ -47,7 +47,7 @@ async def through_updates(versions: int) -> list[Completion]:
         for version in range(1, versions + 1):
             await engine.sample(request_of([9, 9], SHORT, seed=version))
             write_version(trained, version)  # the engine has a copy: nothing changes before it is published
-            async with publisher.publish(Shared(fingerprint=fingerprint(trained.model.named_parameters()))):
+            async with publisher.publish(SharedWeights(fingerprint=fingerprint(trained.model.named_parameters()))):
                 assert engine.version == version
         return [await call for call in open_calls]
 

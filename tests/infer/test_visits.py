@@ -18,13 +18,13 @@ from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
 from headrace.infer import scheduler as scheduler_module
 from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.multistep import STOPS, DecodeResult, DecodeRow, decoded_rows
 from headrace.infer.sampling import sample_rows
-from headrace.infer.visits import STOPS, DecodeResult, DecodeRow, decoded_rows
-from headrace.model.attention import Cached, KVCache, Piece
+from headrace.model.attention import Cached, KVCache, PromptChunk
+from headrace.model.compute_thread import ComputeThread
+from headrace.model.cpu.packed_linear import linear
 from headrace.model.load import LanguageModel
-from headrace.model.packed import linear
-from headrace.model.worker import Worker
-from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights, StopReason, int_array
 from infer.engines import LIMIT_S, VOCABULARY, alone, bits, opened, request_of, sample_all, small_model
 
 LM = small_model()
@@ -59,7 +59,7 @@ class StepDecoder:
         self._cache = KVCache(rows=rows, tokens=tokens, storage=self._storage, **self._shape)
         return self._cache
 
-    def prefill(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> None:
+    def prefill(self, pieces: Sequence[PromptChunk], tokens: Sequence[int]) -> None:
         self._forward(pieces, tokens)
 
     def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
@@ -93,7 +93,7 @@ class StepDecoder:
             live = list(self._live)
             counts = [before[index] + int(drawn[index]) for index in live]
             pieces = [
-                Piece(rows[index].slot, rows[index].position + count, 1)
+                PromptChunk(rows[index].slot, rows[index].position + count, 1)
                 for index, count in zip(live, counts, strict=True)
             ]
             hidden = self._forward(pieces, [self._fed[index] for index in live])
@@ -112,7 +112,7 @@ class StepDecoder:
         self._drawn_before = [count + int(more) for count, more in zip(before, drawn, strict=True)]
         return DecodeResult(drawn=drawn, tokens=tokens, logprobs=logprobs[0], raw_logprobs=logprobs[1])
 
-    def _forward(self, pieces: Sequence[Piece], tokens: Sequence[int]) -> torch.Tensor:
+    def _forward(self, pieces: Sequence[PromptChunk], tokens: Sequence[int]) -> torch.Tensor:
         padding = -len(tokens) % 8
         positions = [place for piece in pieces for place in range(piece.offset, piece.offset + piece.length)]
         slots = [piece.row for piece in pieces for _ in range(piece.length)]
@@ -226,7 +226,7 @@ def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pyte
 
 
 def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> None:
-    worker, seen = Worker(), list[int]()
+    worker, seen = ComputeThread(), list[int]()
 
     class Asking(StepDecoder):
         def start_next(self, steps: int) -> bool:
@@ -261,7 +261,7 @@ def test_whoever_still_reads_a_prompt_does_not_wait_for_the_others_to_end() -> N
 
 
 def test_a_worker_that_is_closed_is_not_kept_until_the_sequences_end() -> None:
-    worker, closing = Worker(), list[threading.Thread]()
+    worker, closing = ComputeThread(), list[threading.Thread]()
 
     class Closing(StepDecoder):
         def start_next(self, steps: int) -> bool:
@@ -307,7 +307,7 @@ def test_a_stop_string_ends_a_sequence_that_the_decoder_goes_on_with() -> None:
     with multistep_engine(lm) as engine:
         [cut] = sample_all(engine, [request])
         assert engine.counters.decoded == len(cut.tokens) <= STEPS + 8
-        assert cut.stop is Stop.STOP
+        assert cut.stop is StopReason.STOP
         [again] = sample_all(engine, [request])  # the slot holds what was sampled, and nothing behind it
     assert bits(cut) == bits(alone(lm, request)) == bits(again)
 
@@ -327,7 +327,7 @@ def test_a_crowd_has_the_bits_of_each_alone() -> None:
         assert decoder.shared > 100  # a device can read the prompt of a group in one slot
         assert engine.counters.decoded == sum(request.params.max_tokens for request in requests)
     for request, completion in zip(requests, together, strict=True):
-        assert completion.stop is Stop.LENGTH
+        assert completion.stop is StopReason.LENGTH
         assert bits(completion) == bits(alone(LM, request))
 
 
@@ -342,7 +342,7 @@ def test_stop_tokens_end_a_row_within_a_multistep_decode_and_too_many_are_looked
                 engine,
                 [request_of(prompt_of(9), 40, seed=2, stop_tokens=stops), request_of(prompt_of(9), 40, seed=2)],
             )
-        assert (short.stop, short.tokens.tolist()) == (Stop.STOP, free.tokens[:end].tolist())
+        assert (short.stop, short.tokens.tolist()) == (StopReason.STOP, free.tokens[:end].tolist())
         assert bits(other) == bits(free)
 
 
@@ -387,12 +387,12 @@ def test_interrupted_and_continued_is_uninterrupted() -> None:
             await asyncio.sleep(0)
         await engine.pause(interrupt=True)
         partials = await asyncio.gather(*calls)
-        assert any(partial.stop is Stop.INTERRUPTED and len(partial.tokens) for partial in partials)
-        await engine.load(Shared(fingerprint=""), 1)
+        assert any(partial.stop is StopReason.INTERRUPTED and len(partial.tokens) for partial in partials)
+        await engine.load(SharedWeights(fingerprint=""), 1)
         await engine.resume()
         return [
             partial
-            if partial.stop is not Stop.INTERRUPTED
+            if partial.stop is not StopReason.INTERRUPTED
             else await engine.sample(SampleRequest(prompt=r.prompt, params=r.params, continue_from=partial))
             for r, partial in zip(requests, partials, strict=True)
         ]
@@ -410,7 +410,7 @@ def test_new_weights_reach_the_decoder_s_copies() -> None:
         with torch.no_grad():
             for parameter in lm.model.parameters():
                 parameter.mul_(1.5)
-        asyncio.run(engine.load(Shared(fingerprint=""), 1))
+        asyncio.run(engine.load(SharedWeights(fingerprint=""), 1))
         [after] = sample_all(engine, [request])
     assert bits(after) == bits(alone(lm, request)) != bits(before)
 

@@ -10,18 +10,18 @@ from headrace.testing import FakeBackend
 from headrace.types import (
     Adam,
     Completion,
-    Discard,
+    DiscardGradient,
     Episode,
     FailedEpisode,
     Group,
     Message,
     Reward,
-    ScaleBack,
+    ScaleUpdate,
     ScoredEpisode,
     Step,
-    StepOut,
-    Stop,
+    StopReason,
     Task,
+    UpdateOut,
     float_array,
     int_array,
 )
@@ -38,7 +38,7 @@ def step(
             sampler_logprobs=float_array(logprobs),
             raw_logprobs=float_array(logprobs),
             versions=int_array([version or 0] * len(logprobs)),
-            stop=Stop.STOP,
+            stop=StopReason.STOP,
         ),
         action="go",
         valid=valid,
@@ -95,11 +95,11 @@ class SkippingBackend(FakeBackend):
         super().__init__()
         self._bad, self._seen = set(bad), 0
 
-    def optim_step(self, update: Adam | Discard | ScaleBack) -> "Future[StepOut]":
+    def optim_step(self, update: Adam | DiscardGradient | ScaleUpdate) -> "Future[UpdateOut]":
         self._seen += 1
         if self._seen - 1 not in self._bad:
             return super().optim_step(update)
-        super().optim_step(Discard())
-        skipped: Future[StepOut] = Future()
-        skipped.set_result(StepOut(grad_norm=float("nan"), updated=False, num_updates=0))
+        super().optim_step(DiscardGradient())
+        skipped: Future[UpdateOut] = Future()
+        skipped.set_result(UpdateOut(grad_norm=float("nan"), updated=False, num_updates=0))
         return skipped

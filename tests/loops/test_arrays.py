@@ -9,20 +9,20 @@ from loop_values import group, scored, step
 from torch import Tensor
 
 from headrace.algo.advantages.credit import credit
-from headrace.algo.correction import Behaviour, Bound, Missing
-from headrace.algo.loss import LossOut
+from headrace.algo.correction import BehaviourCorrection, BoundRule, MissingRule
+from headrace.algo.loss_signature import LossOut
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.errors import ConfigError
-from headrace.loops.arrays import (
-    Correction,
+from headrace.loops.step_batch import (
+    CorrectionSettings,
     StepBatch,
+    add_loss_inputs,
     available_arrays,
+    backend_scorer,
     check_objective,
     minibatches,
-    provide,
-    scored_by_backend,
+    required_arrays,
     step_batch,
-    wanted_arrays,
 )
 from headrace.testing import FakeBackend
 from headrace.types import Datum, FloatArray, float_array, int_array
@@ -69,13 +69,13 @@ async def test_next_version_logprobs_travel_from_the_sampler_to_the_weights() ->
     scorers = {"proximal_logprobs": constant_scorer(-0.5, [])}
 
     async def weights(**settings: object) -> list[float]:
-        correction = Correction(behaviour=Behaviour.ONE_STEP, **settings)
-        out = await provide(made, find_loss("decoupled_ppo"), scorers, correction=correction, version=3)  # type: ignore[arg-type]
+        correction = CorrectionSettings(behaviour=BehaviourCorrection.ONE_STEP, **settings)
+        out = await add_loss_inputs(made, find_loss("decoupled_ppo"), scorers, correction=correction, version=3)  # type: ignore[arg-type]
         return trained(out.data[0], "behaviour_weights")
 
     assert await weights() == pytest.approx([np.exp(0.1), np.exp(0.5), np.exp(0.5)])  # the full weight stands in
-    assert await weights(missing=Missing.LOGLINEAR) == pytest.approx([np.exp(0.1), np.exp(0.5 / 3), np.exp(0.5)])
-    assert await weights(missing=Missing.MASK) == pytest.approx([np.exp(0.1), 0.0, np.exp(0.5)])
+    assert await weights(missing=MissingRule.LOGLINEAR) == pytest.approx([np.exp(0.1), np.exp(0.5 / 3), np.exp(0.5)])
+    assert await weights(missing=MissingRule.MASK) == pytest.approx([np.exp(0.1), 0.0, np.exp(0.5)])
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
@@ -121,16 +121,22 @@ def test_a_users_loss_with_an_unknown_array_is_refused_by_its_name() -> None:
         ("ppo", None, set()),
         ("ppo + reference_kl_k3 + entropy_bonus", None, {"reference_logprobs"}),
         ("decoupled_ppo", None, {"proximal_logprobs", "behaviour_weights"}),
-        ("decoupled_ppo", Correction(behaviour=Behaviour.NONE), {"proximal_logprobs", "behaviour_weights"}),
-        ("cispo", Correction(behaviour=Behaviour.NONE), {"behaviour_weights"}),
-        ("cispo", Correction(), {"proximal_logprobs", "behaviour_weights"}),
+        (
+            "decoupled_ppo",
+            CorrectionSettings(behaviour=BehaviourCorrection.NONE),
+            {"proximal_logprobs", "behaviour_weights"},
+        ),
+        ("cispo", CorrectionSettings(behaviour=BehaviourCorrection.NONE), {"behaviour_weights"}),
+        ("cispo", CorrectionSettings(), {"proximal_logprobs", "behaviour_weights"}),
         ("m2po", None, {"proximal_logprobs", "m2_mask"}),
         ("loglinear_ppo", None, {"lags"}),
         ("distillation", None, {"teacher_logprobs"}),
     ],
 )
-def test_nothing_is_computed_that_nobody_asked_for(loss: str, correction: Correction | None, wanted: set[str]) -> None:
-    assert wanted_arrays(find_loss(loss), correction=correction) == wanted
+def test_nothing_is_computed_that_nobody_asked_for(
+    loss: str, correction: CorrectionSettings | None, wanted: set[str]
+) -> None:
+    assert required_arrays(find_loss(loss), correction=correction) == wanted
 
 
 # --- computing it ----------------------------------------------------------------------------------------------------
@@ -140,7 +146,7 @@ async def test_a_scorer_runs_once_on_the_whole_step_and_unscored_positions_are_z
     calls: list[int] = []
     scorers = {"reference_logprobs": constant_scorer(-3.0, calls)}
     fn = find_loss("ppo + reference_kl_k3")
-    out = await provide(batch(), fn, scorers, correction=None, version=5)  # type: ignore[arg-type]
+    out = await add_loss_inputs(batch(), fn, scorers, correction=None, version=5)  # type: ignore[arg-type]
     assert calls == [5]
     for datum in out.data:
         expected = np.where(datum.arrays["weights"] != 0, -3.0, 0.0)
@@ -150,7 +156,7 @@ async def test_a_scorer_runs_once_on_the_whole_step_and_unscored_positions_are_z
 async def test_the_proximal_policy_is_the_backends_before_the_first_update() -> None:
     backend = FakeBackend(logprob=-0.75)
     fn = find_loss("decoupled_ppo")
-    out = await provide(batch(), fn, {"proximal_logprobs": scored_by_backend(backend)}, correction=None, version=5)
+    out = await add_loss_inputs(batch(), fn, {"proximal_logprobs": backend_scorer(backend)}, correction=None, version=5)
     assert trained(out.data[0], "proximal_logprobs") == [-0.75, -0.75]
     # b = exp(proximal - sampler), cap 5 by mask: exp(-0.75 + 0.5), exp(-0.75 + 1)
     assert trained(out.data[0], "behaviour_weights") == pytest.approx([np.exp(-0.25), np.exp(0.25)])
@@ -158,23 +164,23 @@ async def test_the_proximal_policy_is_the_backends_before_the_first_update() -> 
 
 
 async def test_lags_are_counted_from_the_samplers_version() -> None:
-    out = await provide(batch(), find_loss("loglinear_ppo"), {}, correction=None, version=5)
+    out = await add_loss_inputs(batch(), find_loss("loglinear_ppo"), {}, correction=None, version=5)
     assert [trained(datum, "lags") for datum in out.data] == [[1, 1], [0], [0, 0, 0], [2], [0, 0]]
 
 
 async def test_a_group_loss_sees_whole_groups() -> None:
-    out = await provide(batch(), find_loss("discriminative"), {}, correction=None, version=5)
+    out = await add_loss_inputs(batch(), find_loss("discriminative"), {}, correction=None, version=5)
     assert [datum.unit for datum in out.data] == [3, 3, 7, 7, 7]
     assert [trained(datum, "units")[0] for datum in out.data] == [0, 0, 1, 1, 1]
-    plain = await provide(batch(), find_loss("ppo"), {}, correction=None, version=5)
+    plain = await add_loss_inputs(batch(), find_loss("ppo"), {}, correction=None, version=5)
     assert [datum.unit for datum in plain.data] == [None] * 5, "token losses may be split anywhere"
 
 
 async def test_behaviour_weights_that_a_loss_does_not_take_are_folded_in_after_normalisation() -> None:
-    correction = Correction(bound=Bound.MASK, cap=2.0)
+    correction = CorrectionSettings(bound=BoundRule.MASK, cap=2.0)
     fn = find_loss("cispo")
-    scorers = {"proximal_logprobs": scored_by_backend(FakeBackend(logprob=-1.0))}
-    out = await provide(batch(), fn, scorers, correction=correction, version=5)
+    scorers = {"proximal_logprobs": backend_scorer(FakeBackend(logprob=-1.0))}
+    out = await add_loss_inputs(batch(), fn, scorers, correction=correction, version=5)
     (data,) = minibatches(out, 1, fn, weighting="token_mean", constant=1.0)
     # 9 sampled tokens; b = exp(-1 - sampler): e^-0.5, 1 | e^-0.75 | e^1 > 2: rejected, 1, e^-0.5 | 1 | e^0.5, e^-0.5
     weights = [value * 9 for datum in data for value in datum.arrays["weights"][datum.arrays["versions"] >= 0]]

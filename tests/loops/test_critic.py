@@ -9,25 +9,15 @@ import numpy as np
 import pytest
 from loop_values import group, scored, step
 
-from headrace.algo.datum import Rows
-from headrace.loops.critic import Critic, CriticSettings, lay_out
+from headrace.algo.datum import SequenceUnit
+from headrace.loops.critic import Critic, CriticSettings, flatten_batch
 from headrace.loops.update import Updater
-from headrace.model.scalar import load_scalar_model
+from headrace.metrics import metric_values
 from headrace.model.tiny import save_tiny
+from headrace.model.value_head import load_scalar_model
 from headrace.testing import FakeBackend
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import (
-    Adam,
-    Datum,
-    FloatArray,
-    ForwardOut,
-    Group,
-    LossSpec,
-    Reward,
-    ScoredEpisode,
-    float_array,
-    metric_values,
-)
+from headrace.types import Adam, Datum, FloatArray, ForwardOut, Group, LossSpec, Reward, ScoredEpisode, float_array
 
 
 class Oracle(FakeBackend):
@@ -97,7 +87,7 @@ def two_turns() -> ScoredEpisode:
 
 
 def test_step_rewards_stand_on_the_last_token_of_their_step() -> None:
-    layout = lay_out([group(1, stepped(two_turns(), 0.5, 2.0)), group(2, scored(3.0, step([-1.0])))])
+    layout = flatten_batch([group(1, stepped(two_turns(), 0.5, 2.0)), group(2, scored(3.0, step([-1.0])))])
     assert layout.turns_T.tolist() == [-1, 0, 0, -1, -1, 1, -1, 2]
     assert layout.rewards_T.tolist() == [0, 0, 0.5, 0, 0, 2.0, 0, 3.0]
     assert (layout.lengths_E.tolist(), layout.group_ids) == ([6, 2], (1, 2))
@@ -108,7 +98,7 @@ async def test_rows_of_steps_have_the_advantages_of_the_episodes_one_row() -> No
     oracle = Oracle(9.0, 0.5, 0.25, 77.0, 88.0, 1.0, 99.0)
     for credit in ("token_gae", "turn_gae"):
         whole = await critic(oracle, credit=credit).credit(played)
-        parts = await critic(oracle, credit=credit, rows=Rows.STEP).credit(played)
+        parts = await critic(oracle, credit=credit, rows=SequenceUnit.STEP).credit(played)
         assert (len(whole.data), len(parts.data), parts.group_ids) == (2, 3, (1, 1, 2))
         for name in ("advantages", "returns", "values"):
             in_rows = [value for datum in parts.data for value in sampled(datum, name)]

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from loop_values import group, scored, step
 
-from headrace.loops.measure import drop_shares, episode_metrics, eval_metrics, mismatch_metrics
-from headrace.types import Datum, Ended, float_array, int_array, metric_values
+from headrace.loops.episode_metrics import drop_shares, episode_metrics, eval_metrics, mismatch_metrics
+from headrace.metrics import metric_values
+from headrace.types import Datum, EndReason, float_array, int_array
 
 
 def test_a_batch_of_three_episodes_by_hand() -> None:
@@ -35,7 +36,7 @@ def test_a_batch_of_three_episodes_by_hand() -> None:
 
 
 def test_the_ways_episodes_ended_are_shares_of_those_that_say() -> None:
-    ends = [Ended.DONE, Ended.DONE, Ended.END_TOOL, Ended.MAX_TURNS, None]
+    ends = [EndReason.DONE, EndReason.DONE, EndReason.END_TOOL, EndReason.MAX_TURNS, None]
     one = scored(1.0, step([-1.0]))
     episodes = [replace(one, episode=replace(one.episode, ended=end)) for end in ends]
     values = metric_values(episode_metrics(episodes))

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from loop_values import MemoryStore
 
+from headrace.data.preferences import PreferencePair, pairs_from_rows
 from headrace.errors import DataError
-from headrace.loops.keeper import Keeper
+from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.reward_model import RewardModelSettings, pair_batch, train_reward_model
 from headrace.loops.update import Updater
-from headrace.model.scalar import load_scalar_model
 from headrace.model.tiny import make_tokenizer, save_tiny
+from headrace.model.value_head import load_scalar_model
 from headrace.render import Renderer
-from headrace.rollout.preferences import Pair, pairs_from_rows
 from headrace.testing import MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, IntArray
@@ -23,7 +23,7 @@ WORDS = ("a", "b", "c", "d", "good", "bad")
 RENDERER = Renderer(make_tokenizer(list(WORDS)))
 
 
-def pairs(prompts: str, margin: float = 0.0) -> list[Pair]:
+def pairs(prompts: str, margin: float = 0.0) -> list[PreferencePair]:
     rows = [{"prompt": p, "chosen": f"{p} good", "rejected": f"{p} bad", "margin": margin} for p in prompts]
     return pairs_from_rows(rows)
 
@@ -71,7 +71,7 @@ async def test_order_is_learned_and_held_out_accuracy_reported(tmp_path: Path) -
             store_writes.append(score)
             return store.folder
 
-    def next_batch(n: int) -> Sequence[Pair]:
+    def next_batch(n: int) -> Sequence[PreferencePair]:
         return pairs("abc")[:n]
 
     values = await train_reward_model(
@@ -81,7 +81,7 @@ async def test_order_is_learned_and_held_out_accuracy_reported(tmp_path: Path) -
         backend=backend,
         updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2), max_skips=2),
         sink=sink,
-        keeper=Keeper(Store(), backend, dict, every=6, total=12, done=0, stop=asyncio.Event()),
+        keeper=Checkpointer(Store(), backend, dict, every=6, total=12, done=0, stop=asyncio.Event()),
         held_out=pairs("d"),
     )
     backend.close()

@@ -10,29 +10,29 @@ from typing import Any
 import pytest
 from loop_values import MemoryStore, SkippingBackend, group, scored, step
 
+from headrace.algo.advantages.anchor_keys import keys_by, state_keys
 from headrace.algo.advantages.credit import credit
-from headrace.algo.advantages.keys import keys_by, state_keys
 from headrace.algo.datum import to_data
-from headrace.algo.weights import reweight
+from headrace.algo.loss_weights import reweight
+from headrace.data.task_source import TaskSource
+from headrace.envs import ENVIRONMENTS, environment_tasks
 from headrace.errors import Interrupted, NonFiniteError, RolloutError
 from headrace.infer.engine import EmbeddedEngine
-from headrace.loops.evaluate import Evaluation
-from headrace.loops.keeper import Keeper
-from headrace.loops.measure import eval_metrics
+from headrace.loops.checkpointer import Checkpointer
+from headrace.loops.episode_metrics import eval_metrics
+from headrace.loops.evaluate import EvalResult
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.update import Updater
 from headrace.model.load import LanguageModel, load_model
 from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.settings import AsyncSettings, StaleAction
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_tasks
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, CreditedEpisode, Episode, Group, LossSpec, SamplingParams, Task
@@ -47,7 +47,7 @@ PPO = LossSpec(fn="ppo")
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    words = WORLDS[WORLD].vocabulary()
+    words = ENVIRONMENTS[WORLD].vocabulary()
     save_tiny(folder, words=words, width=32, layers=1, heads=2, kv_heads=1, context=256, seed=SEED)
     return folder
 
@@ -59,7 +59,7 @@ def token_reward(episode: Episode) -> float:
 def player(lm: LanguageModel, engine: EmbeddedEngine) -> Callable[[Task, int], Awaitable[Group]]:
     return GroupPlayer(
         group_size=3,
-        make_env=WORLDS[WORLD].make_env,
+        make_env=ENVIRONMENTS[WORLD].make_env,
         sampler=engine,
         renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),
         reward_runner=InProcessRewardRunner([Term(name="tokens", fn=token_reward)]),
@@ -75,7 +75,7 @@ async def by_hand(model_folder: Path, state: Path) -> None:
     """Three steps of synchronous GRPO with PPO, without a loop of ours, an executor or a publisher."""
     lm = load_model(str(model_folder))
     backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_rows=8, kv_tokens=2048)
-    play, source = player(lm, engine), TaskSource(world_tasks(WORLD, 10, 2, {}), SEED)
+    play, source = player(lm, engine), TaskSource(environment_tasks(WORLD, 10, 2, {}), SEED)
     for number in range(STEPS):
         tasks = source.get_prompts(GROUPS)
         ids = range(number * GROUPS, (number + 1) * GROUPS)
@@ -97,7 +97,7 @@ async def by_loop(model_folder: Path, state: Path) -> MemorySink:
     backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_rows=8, kv_tokens=2048)
     executor = RolloutExecutor(
         play=player(lm, engine),
-        next_task=TaskSource(world_tasks(WORLD, 10, 2, {}), SEED).next,
+        next_task=TaskSource(environment_tasks(WORLD, 10, 2, {}), SEED).next,
         batch_groups=GROUPS,
         settings=AsyncSettings(),
         publisher=Publisher([engine]),
@@ -109,7 +109,7 @@ async def by_loop(model_folder: Path, state: Path) -> MemorySink:
         backend=backend,
         updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2 / (step + 1)), max_skips=1),
         sink=sink,
-        keeper=Keeper(MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()),
+        keeper=Checkpointer(MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()),
         record=lambda step, groups, episodes: None,
     )
     engine.close()
@@ -179,7 +179,7 @@ class Rig:
             updater=self.updater,
             utilization=utilization,
             sink=self.sink,
-            keeper=Keeper(
+            keeper=Checkpointer(
                 self.store,
                 self.backend,
                 lambda: {"version": executor.version},
@@ -307,10 +307,10 @@ async def test_weights_are_published_every_n_steps_and_mismatch_is_measured_wher
     rig = Rig(tmp_path)
     asked: list[tuple[int, int]] = []
 
-    async def evaluate(step: int) -> Evaluation:
+    async def evaluate(step: int) -> EvalResult:
         asked.append((step, rig.sampler.version))
         groups = (group(0, scored(1.0)),)
-        return Evaluation(groups=groups, metrics=eval_metrics(groups))
+        return EvalResult(groups=groups, metrics=eval_metrics(groups))
 
     await rig.train(steps=5, every=2, sync_every=2, eval_every=2, evaluate=evaluate)
     assert rig.series("rollout/version") == [0.0, 1.0, 1.0, 2.0, 3.0]  # the last step publishes in any case

@@ -9,13 +9,13 @@ import pytest
 from loop_values import MemoryStore, SkippingBackend, group, scored
 
 from headrace.errors import DataError, Interrupted, NonFiniteError, RolloutError
-from headrace.loops.evaluate import Evaluation
-from headrace.loops.keeper import Keeper
-from headrace.loops.measure import eval_metrics
+from headrace.loops.checkpointer import Checkpointer
+from headrace.loops.episode_metrics import eval_metrics
+from headrace.loops.evaluate import EvalResult
 from headrace.loops.sft import Conversation, SftSettings, render_batch, train_sft
 from headrace.loops.update import Updater
 from headrace.model.tiny import make_tokenizer
-from headrace.observe.sinks import UNREPRODUCIBLE
+from headrace.observe.sinks.jsonl import UNREPRODUCIBLE
 from headrace.render import Renderer
 from headrace.testing import FakeBackend, MemorySink
 from headrace.types import Adam, Message
@@ -46,7 +46,7 @@ class Rig:
         return [self.talks[(self.drawn + k) % len(self.talks)] for k in range(n)]
 
     async def train(self, **more: Any) -> dict[str, float]:
-        keeper = Keeper(
+        keeper = Checkpointer(
             self.store,
             self.backend,
             lambda: {"drawn": self.drawn},
@@ -111,10 +111,10 @@ async def test_held_out_loss_and_held_out_tasks_are_measured_when_due(tmp_path: 
     rig = Rig(tmp_path, backend=FakeBackend(logprob=-2.0), steps=5)
     asked = []
 
-    async def evaluate(step: int) -> Evaluation:
+    async def evaluate(step: int) -> EvalResult:
         asked.append(step)
         groups = (group(0, scored(1.0, success=True), scored(0.0, success=step > 2)),)
-        return Evaluation(groups=groups, metrics=eval_metrics(groups))
+        return EvalResult(groups=groups, metrics=eval_metrics(groups))
 
     await rig.train(eval_every=2, held_out=[talk("a", "b")], evaluate=evaluate)
     losses = {step: values["eval/loss"] for step, values in rig.sink.records if "eval/loss" in values}
@@ -146,7 +146,7 @@ async def test_held_out_conversations_that_cannot_be_measured_are_found_before_t
 async def test_what_was_trained_is_not_lost_with_an_evaluation_that_fails(tmp_path: Path) -> None:
     rig = Rig(tmp_path, backend=FakeBackend(), steps=5)
 
-    async def evaluate(step: int) -> Evaluation:
+    async def evaluate(step: int) -> EvalResult:
         raise RolloutError("no task could be played")
 
     with pytest.raises(RolloutError, match="no task could be played"):

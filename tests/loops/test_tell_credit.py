@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from headrace.algo.advantages.credit import credit
-from headrace.loops.tell import tell_credit
+from headrace.loops.credit_log import log_credit
 from headrace.types import (
     Completion,
     CreditedEpisode,
@@ -15,7 +15,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -25,7 +25,11 @@ from headrace.types import (
 def groups() -> list[Group]:
     logprobs = float_array([-0.5])
     completion = Completion(
-        tokens=int_array([1]), sampler_logprobs=logprobs, raw_logprobs=logprobs, versions=int_array([0]), stop=Stop.STOP
+        tokens=int_array([1]),
+        sampler_logprobs=logprobs,
+        raw_logprobs=logprobs,
+        versions=int_array([0]),
+        stop=StopReason.STOP,
     )
     task = Task(id="t\n1")
 
@@ -39,8 +43,8 @@ def groups() -> list[Group]:
 
 
 def told(caplog: pytest.LogCaptureFixture, level: int, episodes: tuple[CreditedEpisode, ...]) -> list[tuple[str, str]]:
-    with caplog.at_level(level, logger="headrace.loops.tell"):
-        tell_credit(groups(), episodes)
+    with caplog.at_level(level, logger="headrace.loops.credit_log"):
+        log_credit(groups(), episodes)
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 

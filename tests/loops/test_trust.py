@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.loops.arrays import scored_by_backend
-from headrace.loops.trust import TrustRegion, mean_kl
+from headrace.loops.kl_limit import KlLimit, mean_kl
+from headrace.loops.step_batch import backend_scorer
+from headrace.metrics import metric_values
 from headrace.testing import FakeBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, FloatArray, LossSpec, float_array, int_array, metric_values
+from headrace.types import CROSS_ENTROPY, Adam, Datum, FloatArray, LossSpec, float_array, int_array
 
 PPO = LossSpec(fn="conservative_ppo", params={"clip_low": 0.1})
 
@@ -22,11 +23,11 @@ def datum(*proximal: float, weights: Sequence[float] = ()) -> Datum:
     )
 
 
-def region(*policy: float, limit: float = 0.1, coef: float | None = None) -> TrustRegion:
+def region(*policy: float, limit: float = 0.1, coef: float | None = None) -> KlLimit:
     async def score(data: Sequence[Datum]) -> Sequence[FloatArray]:
         return [float_array(policy[: datum.num_tokens]) for datum in data]
 
-    return TrustRegion(limit=limit, policy=score, coef=coef)
+    return KlLimit(limit=limit, policy=score, coef=coef)
 
 
 def test_the_kl_is_a_mean_over_trained_tokens() -> None:
@@ -88,7 +89,7 @@ def moved_backend(data: Sequence[Datum], step: float, *, start: float = -2.0) ->
 
 
 async def scaled(data: Sequence[Datum], backend: FakeBackend, *, limit: float) -> dict[str, float]:
-    trust = TrustRegion(limit=limit, policy=scored_by_backend(backend), backend=backend, coef=1.0)
+    trust = KlLimit(limit=limit, policy=backend_scorer(backend), backend=backend, coef=1.0)
     moved = await trust.after_update(0, data, left=2)
     assert not moved.stop  # the other minibatches go on
     return metric_values(moved.metrics) | metric_values(trust.end_step()) | {"doublings": trust.doublings}

@@ -13,26 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from headrace import wiring
-from headrace.algo.advantages.credit import Credited, credit
+from headrace.algo.advantages.credit import CreditedBatch, credit
 from headrace.algo.datum import to_data
-from headrace.algo.loss import LossOut
+from headrace.algo.loss_signature import LossOut
 from headrace.algo.losses import LOSSES
 from headrace.cli import main
+from headrace.envs import ENVIRONMENTS
 from headrace.errors import BackendError, ModelError
+from headrace.infer.determinism_check import CheckResult, check_bit_equality
 from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.selfcheck import CheckResult, check_bit_equality
-from headrace.loops.verify import PROOFS, verify
-from headrace.loops.verify.gradients import compared, padded, relative_error, yardstick
-from headrace.loops.verify.parts import Parts
-from headrace.loops.verify.proof import Figure, Proof, failures, rows
-from headrace.loops.verify.records import trained_tokens
-from headrace.loops.verify.reference import Gradient, Reference
-from headrace.loops.verify.resume import moved_apart
 from headrace.model import attention
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Rendered, Renderer
-from headrace.rollout.worlds import WORLDS
 from headrace.train.torch_backend import TorchBackend, make_optimizer
 from headrace.types import (
     Completion,
@@ -46,25 +39,32 @@ from headrace.types import (
     float_array,
     int_array,
 )
+from headrace.verify import PROOFS, verify
+from headrace.verify.gradient_check import compared, padded, relative_error, yardstick
+from headrace.verify.mask_check import trained_tokens
+from headrace.verify.property_result import Figure, PropertyResult, failures, rows
+from headrace.verify.reference import Gradient, ReferenceForward
+from headrace.verify.resume_check import moved_apart
+from headrace.verify.subject import VerifySubject
 
 
 def small(context: int = 512) -> LanguageModel:
-    tokenizer = make_tokenizer(WORLDS["key_door"].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
     model = make_model(vocab_size=len(tokenizer), width=32, layers=2, heads=4, kv_heads=2, context=context, seed=0)
     return prepare(model, tokenizer, source="tests")
 
 
 @pytest.fixture
-def parts() -> Parts:
+def parts() -> VerifySubject:
     """The real ones, but for the check of bits, which takes longer than all the rest and sees none of these parts."""
     return replace(wiring.verify_parts(small()), check_bits=lambda lm: CheckResult(changed=0, detail="not looked at"))
 
 
-def failed(parts: Parts) -> tuple[str, ...]:
+def failed(parts: VerifySubject) -> tuple[str, ...]:
     return failures(list(verify(parts)))
 
 
-def test_every_property_holds(parts: Parts) -> None:
+def test_every_property_holds(parts: VerifySubject) -> None:
     weights = {name: value.clone() for name, value in parts.lm.model.named_parameters()}
     proofs = list(verify(replace(parts, check_bits=check_bit_equality)))
     assert failures(proofs) == ()
@@ -86,7 +86,7 @@ def half_of_it(
     return LOSSES["ppo"](policy_logprobs_T, sampler_logprobs_T, advantages_T, weights_T / 2)
 
 
-def test_a_loss_with_a_wrong_normalisation(parts: Parts) -> None:
+def test_a_loss_with_a_wrong_normalisation(parts: VerifySubject) -> None:
     assert failed(replace(parts, ppo=LossSpec(fn=half_of_it))) == ("loss and gradient are right",)
 
 
@@ -96,14 +96,14 @@ def a_ten_thousandth_more(
     return LOSSES["ppo"](policy_logprobs_T, sampler_logprobs_T, advantages_T, weights_T * 1.0001)
 
 
-def test_an_error_just_above_rounding_is_seen(parts: Parts) -> None:
+def test_an_error_just_above_rounding_is_seen(parts: VerifySubject) -> None:
     assert failed(replace(parts, ppo=LossSpec(fn=a_ten_thousandth_more))) == ("loss and gradient are right",)
 
 
 def test_bounds_are_ten_times_what_plain_transformers_is_off_by() -> None:
-    def reference(terms: list[float], gradient: list[float]) -> Reference:
+    def reference(terms: list[float], gradient: list[float]) -> ReferenceForward:
         made = Gradient(loss=sum(terms) / len(terms), of={"w": torch.tensor(gradient, dtype=torch.float64)})
-        return Reference(gradient=made, terms_N=torch.tensor(terms, dtype=torch.float64))
+        return ReferenceForward(gradient=made, terms_N=torch.tensor(terms, dtype=torch.float64))
 
     exact = reference([1.0, 3.0], [3.0, 4.0])
     # the two losses are both 2, by luck: the tokens are off by 0.5 each, a quarter of the loss; |(0, 0.5)| / |(3, 4)|
@@ -115,7 +115,7 @@ def test_bounds_are_ten_times_what_plain_transformers_is_off_by() -> None:
     assert none.loss == none.gradient == 2.0**-24
 
 
-def test_attention_that_leaks_into_the_next_sequence(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_leaks_into_the_next_sequence(parts: VerifySubject, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = attention._packed
 
     def leaky(query: Tensor, key: Tensor, value: Tensor, context: attention.Packed, *rest: Any) -> Tensor:
@@ -134,7 +134,7 @@ class MeanOverTheCall(TorchBackend):
         return super().forward_backward([scaled(datum, 1 / total) for datum in data], loss)
 
 
-def test_a_step_normalised_call_by_call(parts: Parts) -> None:
+def test_a_step_normalised_call_by_call(parts: VerifySubject) -> None:
     assert failed(replace(parts, make_trainer=MeanOverTheCall)) == ("micro-batches change nothing",)
 
 
@@ -153,7 +153,7 @@ class SortedByLength(TorchBackend):
         return super().forward_backward(mixed, loss)
 
 
-def test_data_sorted_away_from_their_advantages(parts: Parts) -> None:
+def test_data_sorted_away_from_their_advantages(parts: VerifySubject) -> None:
     assert failed(replace(parts, make_trainer=SortedByLength)) == ("order changes nothing",)
 
 
@@ -166,7 +166,7 @@ class MeanOverTheLength(TorchBackend):
         return super().forward_backward([scaled(d, share) for d, share in zip(data, shares, strict=True)], loss)
 
 
-def test_padding_that_counts(parts: Parts) -> None:
+def test_padding_that_counts(parts: VerifySubject) -> None:
     assert failed(replace(parts, make_trainer=MeanOverTheLength)) == ("padding changes nothing",)
 
 
@@ -175,7 +175,7 @@ def scaled(datum: Datum, factor: float) -> Datum:
     return replace(datum, arrays={**datum.arrays, "weights": weights})
 
 
-def test_a_temperature_that_is_forgotten(parts: Parts) -> None:
+def test_a_temperature_that_is_forgotten(parts: VerifySubject) -> None:
     def at_one(credited: Sequence[CreditedEpisode]) -> tuple[Datum, ...]:
         return tuple(replace(datum, temperature=1.0) for datum in to_data(credited))
 
@@ -190,7 +190,7 @@ class Imprecise(EmbeddedEngine):
         return replace(done, sampler_logprobs=float_array(done.sampler_logprobs - 5e-5))
 
 
-def test_a_sampler_that_records_other_logprobs(parts: Parts) -> None:
+def test_a_sampler_that_records_other_logprobs(parts: VerifySubject) -> None:
     assert failed(replace(parts, make_engine=Imprecise)) == ("sampler and trainer agree",)
 
 
@@ -217,12 +217,12 @@ class OffByOne(Renderer):
         )
 
 
-def test_a_renderer_whose_mask_is_off_by_one(parts: Parts) -> None:
+def test_a_renderer_whose_mask_is_off_by_one(parts: VerifySubject) -> None:
     renderer = OffByOne(parts.lm.tokenizer, eos_tokens=parts.lm.eos_tokens)
     assert failed(replace(parts, renderer=renderer)) == ("masks cover what was sampled",)
 
 
-def test_data_that_train_the_end_of_the_prompt(parts: Parts) -> None:
+def test_data_that_train_the_end_of_the_prompt(parts: VerifySubject) -> None:
     def wider(credited: Sequence[CreditedEpisode]) -> tuple[Datum, ...]:
         return tuple(replace(datum, arrays={**datum.arrays, "weights": widened(datum)}) for datum in to_data(credited))
 
@@ -234,8 +234,8 @@ def test_data_that_train_the_end_of_the_prompt(parts: Parts) -> None:
     assert "masks cover what was sampled" in failed(replace(parts, to_data=wider))
 
 
-def test_groups_mixed_by_the_order_of_their_end(parts: Parts) -> None:
-    def mixed(groups: Sequence[Group]) -> Credited:
+def test_groups_mixed_by_the_order_of_their_end(parts: VerifySubject) -> None:
+    def mixed(groups: Sequence[Group]) -> CreditedBatch:
         episodes = [scored for group in groups for scored in group.episodes]
         turned = episodes[1:] + episodes[:1]
         size = len(groups[0].episodes)
@@ -258,7 +258,7 @@ class Forgetful(TorchBackend):
         return done
 
 
-def test_an_optimiser_state_that_is_not_loaded(parts: Parts) -> None:
+def test_an_optimiser_state_that_is_not_loaded(parts: VerifySubject) -> None:
     assert failed(replace(parts, make_trainer=Forgetful)) == ("a restart changes nothing",)
 
 
@@ -270,7 +270,7 @@ class Unloadable(TorchBackend):
         raise BackendError("the disk is gone")
 
 
-def test_a_proof_that_breaks_off_has_failed_and_says_why(parts: Parts) -> None:
+def test_a_proof_that_breaks_off_has_failed_and_says_why(parts: VerifySubject) -> None:
     proofs = list(verify(replace(parts, make_trainer=Unloadable)))
     (broken,) = [proof for proof in proofs if not proof.ok]
     assert broken.name == "a restart changes nothing"
@@ -285,9 +285,13 @@ def test_a_model_without_room_for_the_episodes_is_refused() -> None:
 def test_the_command_prints_the_table_and_names_what_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = Proof(name="gold glitters", figures=(Figure(label="carats", value=1e-7, bound=1e-4),), detail="a ring")
+    good = PropertyResult(
+        name="gold glitters", figures=(Figure(label="carats", value=1e-7, bound=1e-4),), detail="a ring"
+    )
     promised = Figure(label="weight", value=3.0, bound=float("inf"))
-    bad = Proof(name="lead floats", figures=(promised, Figure(label="depth", value=2.0, bound=0.0)), detail="a bath")
+    bad = PropertyResult(
+        name="lead floats", figures=(promised, Figure(label="depth", value=2.0, bound=0.0)), detail="a bath"
+    )
     monkeypatch.setattr(wiring, "verify", lambda *, model, device: iter([good, bad]))
     monkeypatch.setattr(sys, "argv", ["headrace", "verify", "--device", "cpu"])
     with pytest.raises(SystemExit) as caught:
@@ -305,7 +309,7 @@ def test_the_command_prints_the_table_and_names_what_failed(
 
 
 def test_a_figure_that_is_no_number_is_not_within_its_bound() -> None:
-    broken = Proof(name="x", figures=(Figure(label="y", value=float("nan"), bound=float("inf")),), detail="z")
+    broken = PropertyResult(name="x", figures=(Figure(label="y", value=float("nan"), bound=float("inf")),), detail="z")
     assert failures([broken]) == ("x",)
     assert "FAILED" in rows(broken)
 

@@ -11,14 +11,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.errors import ModelError
-from headrace.model.adapters import ATTENTION, BASE, HEAD, MLP, Adapter, AdapterTable, adapt, listen, parts_of, using
 from headrace.model.attention import Packed
-from headrace.model.direct import direct_forward
-from headrace.model.load import LanguageModel, prepare
+from headrace.model.cpu.forward import cpu_forward
+from headrace.model.cpu.packed_linear import available
+from headrace.model.load import LanguageModel, full_copy, prepare, shared_view
 from headrace.model.lora import add_lora, lora_layers
-from headrace.model.packed import available
+from headrace.model.multi_lora import (
+    ATTENTION,
+    BASE,
+    HEAD,
+    MLP,
+    Adapter,
+    AdapterTable,
+    apply_adapters,
+    install_hooks,
+    linear_groups,
+    use_adapters,
+)
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.model.views import full_copy, shared_view
 
 SHAPE = {"vocab_size": 23, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2, "context": 32, "seed": 5}
 LAYERS = tuple(f"model.layers.{index}" for index in range(2))
@@ -50,11 +60,11 @@ def adapted_logits(
     lm: LanguageModel, table: AdapterTable, keys: Sequence[int], tokens: Tensor, *, direct: bool
 ) -> Tensor:
     """Every token is a sequence of its own, with the adapter of its key."""
-    hidden = direct_forward(lm) if direct else lm.hidden
+    hidden = cpu_forward(lm) if direct else lm.hidden
     assert hidden is not None
-    with torch.inference_mode(), using(table, table.mixture(np.array(keys))):
+    with torch.inference_mode(), use_adapters(table, table.mixture(np.array(keys))):
         hidden_TD = hidden(tokens, torch.zeros(len(tokens), dtype=torch.long), Packed((1,) * len(tokens)))
-        return adapt(HEAD, hidden_TD, hidden_TD @ lm.head_weight().T)
+        return apply_adapters(HEAD, hidden_TD, hidden_TD @ lm.head_weight().T)
 
 
 def merged_logits(lm: LanguageModel, adapter: Adapter | None, tokens: Tensor) -> Tensor:
@@ -76,7 +86,7 @@ def test_every_row_has_its_own_adapter(direct: bool) -> None:
         pytest.skip("this torch has no oneDNN")
     lm = shared_view(base(torch.float32 if direct else torch.float64))
     table = AdapterTable(lm.model)
-    listen(lm.model, table)
+    install_hooks(lm.model, table)
     given_names = [names(), names(head=False), names(mlp=False, head=False), names(attention=False), [HEAD]]
     adapters = [make_adapter(lm, rank, seed=rank, layers=given_names[rank % 5]) for rank in (1, 2, 3, 5, 8, 4, 9)]
     keys = [table.put(adapter) for adapter in adapters]
@@ -103,7 +113,7 @@ def test_it_is_what_the_trained_layers_compute() -> None:
         for layer in layers.values():
             layer.up.copy_(0.3 * torch.randn(layer.up.shape, generator=generator))
     table = AdapterTable(sampled.model)
-    listen(sampled.model, table)
+    install_hooks(sampled.model, table)
     key = table.put(
         Adapter(
             rank=3,
@@ -116,7 +126,7 @@ def test_it_is_what_the_trained_layers_compute() -> None:
     with torch.no_grad():
         expected = view.hidden(tokens, positions, Packed((8,)))
         plain = lm.hidden(tokens, positions, Packed((8,)))
-    with torch.inference_mode(), using(table, table.mixture(np.full(8, key))):
+    with torch.inference_mode(), use_adapters(table, table.mixture(np.full(8, key))):
         found = sampled.hidden(tokens, positions, Packed((8,)))
         untouched = lm.hidden(tokens, positions, Packed((8,)))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -202,7 +212,7 @@ def test_adapters_come_and_go_and_the_others_keep_their_bits() -> None:
 
 
 def test_parts_are_layers_of_one_input() -> None:
-    parts = parts_of(base().model)
+    parts = linear_groups(base().model)
     assert parts[FIRST].names == tuple(f"model.layers.0.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj"))
     assert (parts[FIRST].inputs, parts[FIRST].outputs) == (16, (16, 8, 8))
     assert len(parts) == 2 * 4 + 1

@@ -13,7 +13,7 @@ from hypothesis.strategies import composite, integers, lists, none, one_of, samp
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from headrace.model.attention import Cached, KVCache, Packed, Piece, attend, causal_mask, visible_mask
+from headrace.model.attention import Cached, KVCache, Packed, PromptChunk, attend, causal_mask, visible_mask
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 
@@ -197,7 +197,7 @@ def test_pieces_and_decoded_rows_equal_attention_by_definition(
                 slots=torch.full((end - start,), 5),
                 positions=torch.arange(start, end),
                 mask=None,
-                pieces=(Piece(5, start, end - start),),
+                pieces=(PromptChunk(5, start, end - start),),
             ),
         )
         assert torch.allclose(out[0], expected[span], rtol=1e-12, atol=1e-12)
@@ -227,7 +227,7 @@ def test_decode_rows_pieces_and_padding_share_a_call() -> None:
         slots=torch.tensor([*range(8), 2, 2, 2]),
         positions=positions,
         mask=visible_mask(positions[:8], 64, torch.float64),
-        pieces=(Piece(2, 1, 3),),
+        pieces=(PromptChunk(2, 1, 3),),
     )
     out, _ = attend(layer(0), query, key, value, None, scaling=0.3, attention=context)
     for row in range(8):  # one key only: the output is its value

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ModelError
-from headrace.model import compiled
 from headrace.model.attention import Packed
-from headrace.model.compiled import compile_layers
+from headrace.model.cuda import compile
+from headrace.model.cuda.compile import compile_layers
 from headrace.model.load import LanguageModel, prepare, recompute_layers
 from headrace.model.lora import add_lora
 from headrace.model.tiny import make_model
@@ -42,7 +42,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     from functools import cache
 
     stand_in = Counting()
-    monkeypatch.setattr(compiled, "compiled_forward", cache(stand_in))
+    monkeypatch.setattr(compile, "compiled_forward", cache(stand_in))
     return stand_in
 
 

@@ -9,28 +9,28 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.errors import ConfigError, ModelError
-from headrace.model.estimate import (
-    CUDA_HEAD_CHUNK_TOKENS,
-    HEAD_CHUNK_TOKENS,
-    SMOLLM2_135M,
-    KvRoom,
-    Memory,
-    Shape,
-    checkpoint_bytes,
-    fit,
-    kv_bytes_per_token,
-    num_lora_parameters,
-    num_parameters,
-    place,
-    read_shape,
-    shape_of,
-    tiny_shape,
-    training_memory,
-)
 from headrace.model.head import CHUNK_TOKENS, CUDA_CHUNK_TOKENS
 from headrace.model.load import choose_dtype
 from headrace.model.lora import add_lora
-from headrace.model.support import SUPPORTED
+from headrace.model.memory import (
+    CUDA_HEAD_CHUNK_TOKENS,
+    HEAD_CHUNK_TOKENS,
+    SMOLLM2_135M,
+    KvBudget,
+    Memory,
+    ModelDims,
+    checkpoint_bytes,
+    choose_placement,
+    fit_memory,
+    kv_bytes_per_token,
+    model_dims,
+    num_lora_parameters,
+    num_parameters,
+    read_model_dims,
+    tiny_model_dims,
+    training_memory,
+)
+from headrace.model.supported import SUPPORTED
 from headrace.model.tiny import make_model
 
 SMALL = {
@@ -45,7 +45,7 @@ SMALL = {
     "pad_token_id": 0,
 }
 
-TWO_BY_TWO = Shape(  # 2 layers, 4 wide, 2 heads of 2, 1 of them for keys and values, MLP 8, vocabulary 10
+TWO_BY_TWO = ModelDims(  # 2 layers, 4 wide, 2 heads of 2, 1 of them for keys and values, MLP 8, vocabulary 10
     model_type="llama",
     width=4,
     layers=2,
@@ -71,13 +71,13 @@ def meta_model(kind: str, **changes: object) -> torch.nn.Module:
 def test_the_count_is_that_of_the_real_module(kind: str, changes: dict[str, object], tmp_path: Path) -> None:
     model = meta_model(kind, **changes)
     model.config.save_pretrained(tmp_path)
-    assert num_parameters(read_shape(tmp_path)) == sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(read_model_dims(tmp_path)) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_biases_are_counted(tmp_path: Path) -> None:
     model = meta_model("llama", attention_bias=True, mlp_bias=True)
     model.config.save_pretrained(tmp_path)
-    assert num_parameters(read_shape(tmp_path)) == sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(read_model_dims(tmp_path)) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_smollm2_has_its_published_size() -> None:
@@ -89,15 +89,15 @@ def test_smollm2_has_its_published_size() -> None:
 def test_the_tiny_model_is_the_one_that_is_made() -> None:
     sizes = {"width": 48, "layers": 2, "heads": 4, "kv_heads": 2, "context": 64}
     model = make_model(vocab_size=17, seed=0, **sizes)
-    shape = tiny_shape(vocabulary=17, **sizes)
-    assert shape == shape_of(model.config.to_dict())
+    shape = tiny_model_dims(vocabulary=17, **sizes)
+    assert shape == model_dims(model.config.to_dict())
     assert num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_lora_parameters_are_those_of_the_real_adapters() -> None:
     targets = ("q_proj", "v_proj", "down_proj", "lm_head")
     model = meta_model("qwen2")
-    shape = shape_of(model.config.to_dict())  # type: ignore[operator, union-attr]
+    shape = model_dims(model.config.to_dict())  # type: ignore[operator, union-attr]
     add_lora(model, rank=5, alpha=1.0, targets=targets, seed=0)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert num_lora_parameters(shape, rank=5, targets=targets) == trained
@@ -129,7 +129,7 @@ def test_float32_needs_no_masters_and_frozen_weights_no_state() -> None:
 def test_activations_are_near_a_measured_peak() -> None:
     # Measured on an H200: 16,384 packed tokens of a Qwen2.5-1.5B shape, bfloat16, chunked head, forward and backward
     # with bfloat16 gradients, peak 56.7 GB.
-    shape = shape_of(
+    shape = model_dims(
         {
             "model_type": "qwen2",
             "hidden_size": 1536,
@@ -154,7 +154,7 @@ def test_the_chunk_is_the_one_the_head_uses() -> None:
     assert CUDA_HEAD_CHUNK_TOKENS == CUDA_CHUNK_TOKENS
 
 
-QWEN_1_5B = Shape(
+QWEN_1_5B = ModelDims(
     model_type="qwen2",
     width=1536,
     layers=28,
@@ -251,44 +251,48 @@ def memory_of(recompute: bool, kv_tokens: int) -> Memory:
 def test_what_does_not_fit_is_recomputed_and_the_cache_gets_the_rest(
     gpu_bytes: int | None, recompute: bool | Literal["auto"], again: bool, kv_tokens: int
 ) -> None:
-    found = fit(memory_of, KvRoom(wanted=50, least=10), recompute=recompute, kv_bytes=2, gpu_bytes=gpu_bytes)
+    found = fit_memory(memory_of, KvBudget(wanted=50, least=10), recompute=recompute, kv_bytes=2, gpu_bytes=gpu_bytes)
     assert (found.recompute, found.kv_tokens) == (again, kv_tokens)
     assert found.memory == memory_of(again, kv_tokens)
 
 
 def test_a_config_that_says_too_little_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json cannot be read as JSON"):
-        read_shape(tmp_path)
+        read_model_dims(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ModelError, match="has no 'hidden_size'"):
-        read_shape(tmp_path)
+        read_model_dims(tmp_path)
 
 
 def test_the_device_is_the_one_that_is_there() -> None:
-    cpu = place(device="auto", dtype="auto", gpus=(), mps=False)
+    cpu = choose_placement(device="auto", dtype="auto", gpus=(), mps=False)
     assert (cpu.device, cpu.dtype) == ("cpu", "float32")
     assert "for each sequence" in cpu.attention
-    cuda = place(device="auto", dtype="auto", gpus=("NVIDIA H200",), mps=False)
+    cuda = choose_placement(device="auto", dtype="auto", gpus=("NVIDIA H200",), mps=False)
     assert (cuda.device, cuda.dtype, cuda.device_reason) == ("cuda", "bfloat16", "torch sees NVIDIA H200")
     assert cuda.attention.startswith("one variable-length kernel")
-    assert place(device="cuda", dtype="float32", gpus=("x",), mps=False).attention.endswith("cannot do float32")
-    assert place(device="cpu", dtype="auto", gpus=("x",), mps=False).device == "cpu"
+    assert choose_placement(device="cuda", dtype="float32", gpus=("x",), mps=False).attention.endswith(
+        "cannot do float32"
+    )
+    assert choose_placement(device="cpu", dtype="auto", gpus=("x",), mps=False).device == "cpu"
     for absent in ("cuda", "mps"):
         with pytest.raises(ConfigError, match=f"model.device is '{absent}'"):
-            place(device=absent, dtype="auto", gpus=(), mps=False)
+            choose_placement(device=absent, dtype="auto", gpus=(), mps=False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_the_dtype_is_the_one_that_loading_takes(device: str, dtype: str) -> None:
-    placed = place(device=device, dtype=dtype, gpus=("x",), mps=True)
+    placed = choose_placement(device=device, dtype=dtype, gpus=("x",), mps=True)
     assert f"torch.{placed.dtype}" == str(choose_dtype(dtype, device))
 
 
 def test_a_cache_that_wants_too_much_gets_a_quarter_first() -> None:
-    much = KvRoom(wanted=5000, least=10)
-    roomy = fit(memory_of, much, recompute="auto", kv_bytes=2, gpu_bytes=900)  # 600 + 828 / 4 fit into 828
+    much = KvBudget(wanted=5000, least=10)
+    roomy = fit_memory(memory_of, much, recompute="auto", kv_bytes=2, gpu_bytes=900)  # 600 + 828 / 4 fit into 828
     assert (roomy.recompute, roomy.kv_tokens) == (False, (828 - 600) // 2)
-    tight = fit(memory_of, much, recompute="auto", kv_bytes=2, gpu_bytes=860)  # 600 + 791 / 4 do not fit into 791
+    tight = fit_memory(
+        memory_of, much, recompute="auto", kv_bytes=2, gpu_bytes=860
+    )  # 600 + 791 / 4 do not fit into 791
     assert (tight.recompute, tight.kv_tokens) == (True, (791 - 200) // 2)
     assert tight.without_recompute == 600 + 2 * (791 // 4 // 2)

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headrace.model.compiled import FUSED
-from headrace.model.cuda.fine import (
+from headrace.model.cuda.compile import FUSED
+from headrace.model.cuda.fp16_matmul import (
     COARSE,
     FINE,
-    Factor,
-    add_product,
-    bare,
+    Fp16Operand,
+    add_fp32,
+    add_linear,
+    addmm_fp32,
     cache_dtype,
-    dress,
-    fits,
-    product_onto,
-    products,
-    total,
+    linears_fp16,
+    supports_fp16_matmul,
+    view_as_bf16,
+    view_as_fp16,
 )
 from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.quantized import QuantizedLinear
@@ -30,9 +30,9 @@ from headrace.model.quantized import QuantizedLinear
 ROUNDING, GRADIENT_ROUNDING = 2**-11, 2**-7  # of float16 once; of bfloat16 about twice
 
 
-def factor(x: Tensor) -> Factor:
+def factor(x: Tensor) -> Fp16Operand:
     """What a norm hands on: a leaf that takes the gradient, and its twin."""
-    return dress(x.to(FINE)).requires_grad_(), x.to(COARSE)
+    return view_as_bf16(x.to(FINE)).requires_grad_(), x.to(COARSE)
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -53,12 +53,12 @@ def test_products_have_the_layers_values_and_gradients(bias: bool) -> None:
     modules, x = layers(3, bias=bias), torch.randn(1, 20, 48).to(FINE).float()
     same, exact = factor(x), float32(modules)
     pull = torch.randn(3, 1, 20, 32).to(COARSE).float()
-    outs = products(same, modules)
+    outs = linears_fp16(same, modules)
     leaf = x.clone().requires_grad_()
     expected = [module(leaf) for module in exact]
     for out, wanted in zip(outs, expected, strict=True):
         assert out.dtype == COARSE
-        assert relative(bare(out), wanted.detach()) < ROUNDING
+        assert relative(view_as_fp16(out), wanted.detach()) < ROUNDING
     torch.autograd.backward(outs, [part.to(COARSE) for part in pull])
     torch.autograd.backward(expected, list(pull))
     assert same[0].grad is not None
@@ -73,7 +73,7 @@ def test_a_product_is_added_to_the_stream_without_rounding_it() -> None:
     [module], x, stream = layers(1, bias=False), torch.randn(1, 20, 48).to(FINE).float(), torch.randn(1, 20, 32) * 1e6
     same = factor(x)
     leaf = stream.clone().requires_grad_()
-    out = product_onto(leaf, same, module)
+    out = add_linear(leaf, same, module)
     exact = stream.double() + (x.double() @ module.weight.double().T)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), exact, rtol=2**-22, atol=0.0)
@@ -97,18 +97,18 @@ def test_adapters_add_what_they_add_to_a_plain_layer(slot: int | None) -> None:
     coarse.requires_grad_()
     token = ADAPTER.set(slot)
     try:
-        [out], expected = products(same, [module]), exact(leaf)
-        onto = product_onto(torch.zeros(1, 20, 32), same, module)
+        [out], expected = linears_fp16(same, [module]), exact(leaf)
+        onto = add_linear(torch.zeros(1, 20, 32), same, module)
     finally:
         ADAPTER.reset(token)
     small = GRADIENT_ROUNDING if slot is not None else ROUNDING
-    assert relative(bare(out), expected.detach()) < small
+    assert relative(view_as_fp16(out), expected.detach()) < small
     assert relative(onto, expected.detach()) < small
     pull = torch.randn(1, 20, 32).to(COARSE)
     out.backward(pull)
     expected.backward(pull.float())
     assert module.base.weight.grad is None
-    through = total(same[0].grad, coarse.grad)
+    through = add_fp32(same[0].grad, coarse.grad)
     assert through is not None
     assert relative(through, leaf.grad) < GRADIENT_ROUNDING
     if slot is not None:
@@ -130,35 +130,37 @@ def layer(**changes: nn.Module) -> Any:
 
 
 def test_only_layers_whose_products_are_their_weights_fit() -> None:
-    assert fits(layer())
-    assert fits(layer(up_proj=LoraLinear(nn.Linear(8, 8).to(COARSE), rank=2, alpha=2.0, slots=1, seed=0)))
-    assert not fits(layer(up_proj=nn.Linear(8, 8)))
-    assert not fits(layer(up_proj=QuantizedLinear(nn.Linear(8, 8), 8)))
+    assert supports_fp16_matmul(layer())
+    assert supports_fp16_matmul(
+        layer(up_proj=LoraLinear(nn.Linear(8, 8).to(COARSE), rank=2, alpha=2.0, slots=1, seed=0))
+    )
+    assert not supports_fp16_matmul(layer(up_proj=nn.Linear(8, 8)))
+    assert not supports_fp16_matmul(layer(up_proj=QuantizedLinear(nn.Linear(8, 8), 8)))
     replaced = nn.Linear(8, 8).to(COARSE)
     replaced.forward = lambda x: x
-    assert not fits(layer(up_proj=replaced))
+    assert not supports_fp16_matmul(layer(up_proj=replaced))
 
     class Packed(Tensor):
         pass
 
     packed = nn.Linear(8, 8).to(COARSE)
     packed.weight = nn.Parameter(packed.weight.detach().as_subclass(Packed))
-    assert not fits(layer(up_proj=packed))
+    assert not supports_fp16_matmul(layer(up_proj=packed))
 
 
 @pytest.mark.parametrize("part", ["mlp.up_proj", "mlp", "self_attn", "input_layernorm", "mlp.down_proj.base"])
 @pytest.mark.parametrize("hook", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_layers_that_somebody_listens_to_do_not_fit(part: str, hook: str) -> None:
     whole = layer(down_proj=LoraLinear(nn.Linear(8, 8).to(COARSE), rank=2, alpha=2.0, slots=1, seed=0))
-    assert fits(whole)
+    assert supports_fp16_matmul(whole)
     getattr(whole.get_submodule(part), f"register_{hook}")(lambda *_: None)  # as adapters over a shared base do
-    assert not fits(whole)
+    assert not supports_fp16_matmul(whole)
 
 
 def test_a_hook_of_the_whole_layer_is_called_anyway() -> None:
     whole = layer()
     whole.register_forward_hook(lambda *_: None)
-    assert fits(whole)
+    assert supports_fp16_matmul(whole)
 
 
 def test_keys_and_values_are_fine_where_the_layers_are() -> None:
@@ -176,7 +178,7 @@ def test_keys_and_values_are_fine_where_the_layers_are() -> None:
 @given(st.lists(st.floats(-65504, 65504, width=16), min_size=1, max_size=20))
 def test_dressed_numbers_keep_their_bits(numbers: list[float]) -> None:
     x = torch.tensor(numbers, dtype=FINE)
-    assert bare(dress(x)).view(torch.int16).tolist() == x.view(torch.int16).tolist()
+    assert view_as_fp16(view_as_bf16(x)).view(torch.int16).tolist() == x.view(torch.int16).tolist()
 
 
 def test_every_usual_bfloat16_weight_is_a_float16_number() -> None:
@@ -190,15 +192,15 @@ def test_every_usual_bfloat16_weight_is_a_float16_number() -> None:
 def test_the_stream_may_be_added_to_in_its_place() -> None:
     stream, x, weight = torch.randn(5, 8), torch.randn(5, 6).to(FINE), torch.randn(8, 6).to(FINE)
     expected = stream + x.float() @ weight.float().T
-    add_product(stream, x, weight, out=stream)
+    addmm_fp32(stream, x, weight, out=stream)
     torch.testing.assert_close(stream, expected)
 
 
 def test_a_gradient_that_did_not_come_is_none() -> None:
     one, other = torch.ones(2), torch.full((2,), 2.0)
-    assert total(None, None) is None
-    assert total(one, None) is one
-    assert total(None, other) is other
-    both = total(one, other)
+    assert add_fp32(None, None) is None
+    assert add_fp32(one, None) is one
+    assert add_fp32(None, other) is other
+    both = add_fp32(one, other)
     assert both is not None
     assert both.tolist() == [3.0, 3.0]

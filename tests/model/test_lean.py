@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.model.attention import NAME, packed
-from headrace.model.lean import lean_layers, rms_norm, rotate
+from headrace.model.attention import NAME, make_packed
+from headrace.model.cpu.layers import patch_cpu_layers, rms_norm, rotate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -35,7 +35,7 @@ def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     out = model.model(
         input_ids=tokens,
         position_ids=positions,
-        attention=packed((5, 7), torch.device("cpu")),
+        attention=make_packed((5, 7), torch.device("cpu")),
         use_cache=False,
     ).last_hidden_state
     (out * torch.arange(12.0)[None, :, None]).square().sum().backward()
@@ -47,7 +47,7 @@ def run(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def test_a_layer_gives_what_transformers_gives(family: str) -> None:
     plain = run(small(family))
     lean = small(family)
-    lean_layers(lean)
+    patch_cpu_layers(lean)
     assert any("forward" in vars(module) for module in lean.modules())
     for name, found in run(lean).items():
         torch.testing.assert_close(found, plain[name], rtol=2e-4, atol=2e-4 * float(plain[name].abs().max()), msg=name)
@@ -77,7 +77,7 @@ def test_a_rotation_turns_pairs_by_their_angle_and_back() -> None:
 
 def test_what_is_not_float32_goes_transformers_way() -> None:
     model = small("llama").double()
-    lean_layers(model)
+    patch_cpu_layers(model)
     plain = small("llama").double()
     torch.testing.assert_close(run(model)["out"], run(plain)["out"], rtol=0, atol=0)
 
@@ -86,6 +86,6 @@ def test_a_module_that_has_another_forward_keeps_it() -> None:
     model = small("llama")
     norm = model.model.norm
     norm.forward = lambda hidden: hidden * 0 + 7.0
-    lean_layers(model)
+    patch_cpu_layers(model)
     assert norm(torch.ones(1, 32)).tolist() == [[7.0] * 32]
     assert "forward" in vars(model.model.layers[0].input_layernorm)

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headrace.model.packed import (
+from headrace.model.cpu.packed_linear import (
     ATTRIBUTE,
     SMALLEST,
+    FusedLinear,
     PackedLinear,
-    Product,
     available,
-    back,
     detached,
-    forget,
+    invalidate_packed,
     linear,
+    linear_backward_input,
     pack_linears,
     packed_weight,
 )
@@ -87,8 +87,10 @@ def test_other_types_small_weights_and_switched_off_onednn_stay_plain() -> None:
 
 def test_the_way_back_is_the_plain_product() -> None:
     w, grad = weight(), inputs(9, 512)
-    torch.testing.assert_close(back(grad, w).double(), grad.double() @ w.double(), rtol=1e-5, atol=1e-4)
-    assert torch.equal(back(grad.double(), w.double()), grad.double() @ w.double())
+    torch.testing.assert_close(
+        linear_backward_input(grad, w).double(), grad.double() @ w.double(), rtol=1e-5, atol=1e-4
+    )
+    assert torch.equal(linear_backward_input(grad.double(), w.double()), grad.double() @ w.double())
 
 
 def test_a_change_that_torch_does_not_count_is_seen() -> None:
@@ -109,12 +111,12 @@ def test_a_change_that_torch_does_not_count_is_seen() -> None:
 def test_in_inference_mode_such_a_change_needs_to_be_announced() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(192, 512, bias=False), torch.nn.Linear(192, 512, bias=False))
     pack_linears(layers)
-    product, x = Product(list(layers)), inputs(8)
+    product, x = FusedLinear(list(layers)), inputs(8)
     with torch.inference_mode():
         for factor in (1.0, 3.0):
             for layer in layers:
                 layer.weight.data.mul_(factor)
-            forget(layers)
+            invalidate_packed(layers)
             expected = torch.cat([x @ layer.weight.T for layer in layers], dim=1)
             torch.testing.assert_close(product(x), expected)
             torch.testing.assert_close(layers[0](x), x @ layers[0].weight.T)
@@ -124,12 +126,12 @@ def test_an_announced_change_is_seen_by_a_product_whose_layers_were_used_first()
     """Trainer and engine share layers: the one may pack a weight anew before the other looks."""
     layers = torch.nn.Sequential(torch.nn.Linear(192, 512, bias=False), torch.nn.Linear(192, 512, bias=False))
     pack_linears(layers)
-    product, x = Product(list(layers)), inputs(8)
+    product, x = FusedLinear(list(layers)), inputs(8)
     with torch.inference_mode():
         product(x)
         for layer in layers:
             layer.weight.data.mul_(3.0)
-        forget(layers)
+        invalidate_packed(layers)
         layers[0](x)
         torch.testing.assert_close(product(x), torch.cat([x @ layer.weight.T for layer in layers], dim=1))
 

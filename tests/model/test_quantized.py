@@ -120,7 +120,7 @@ import numpy as np, torch
 from headrace.model.load import load_model
 from headrace.model.quantized import Quantization, QuantizedLinear, choose_quantizer, model_bytes
 from headrace.model.tiny import save_tiny
-from headrace.train.references import ReferenceModels
+from headrace.train.frozen_cache import ReferenceModels
 from headrace.types import Datum, float_array, int_array
 
 package, folder = sys.argv[1:]

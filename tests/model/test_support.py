@@ -13,7 +13,7 @@ from headrace.errors import ModelError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, prepare
-from headrace.model.support import REFUSED, SUPPORTED, check_supported
+from headrace.model.supported import REFUSED, SUPPORTED, check_supported
 from headrace.model.tiny import make_tokenizer
 from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 

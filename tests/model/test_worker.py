@@ -5,10 +5,10 @@ import threading
 import pytest
 
 from headrace.errors import BackendError
-from headrace.model.worker import CLOSED, Worker
+from headrace.model.compute_thread import CLOSED, ComputeThread
 
 
-def held(worker: Worker) -> threading.Event:
+def held(worker: ComputeThread) -> threading.Event:
     """A request that runs until the event is set."""
     begun, end = threading.Event(), threading.Event()
 
@@ -22,7 +22,7 @@ def held(worker: Worker) -> threading.Event:
 
 
 def test_a_worker_is_wanted_while_a_request_waits_behind_the_one_that_runs() -> None:
-    worker = Worker()
+    worker = ComputeThread()
     end = held(worker)
     assert not worker.is_wanted
     waiting = worker.submit(lambda: worker.is_wanted)
@@ -33,7 +33,7 @@ def test_a_worker_is_wanted_while_a_request_waits_behind_the_one_that_runs() -> 
 
 
 def test_a_request_that_is_cancelled_before_it_runs_no_longer_wants_it() -> None:
-    worker = Worker()
+    worker = ComputeThread()
     end = held(worker)
     waiting = worker.submit(lambda: None)
     assert waiting.cancel()
@@ -45,7 +45,7 @@ def test_a_request_that_is_cancelled_before_it_runs_no_longer_wants_it() -> None
 
 
 def test_a_closed_worker_is_wanted_by_whoever_waits_for_its_end() -> None:
-    worker = Worker()
+    worker = ComputeThread()
     worker.close()
     assert worker.is_wanted
     with pytest.raises(BackendError, match=CLOSED[:20]):

@@ -14,9 +14,9 @@ import pytest
 import tomli_w
 from hypothesis import settings
 
+from headrace.observe.rollouts.files import save_trajectories
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.sinks import JsonlSink
-from headrace.observe.trajectories import save_trajectories
+from headrace.observe.sinks.jsonl import JsonlSink
 from headrace.types import (
     Completion,
     CreditedEpisode,
@@ -25,7 +25,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -42,7 +42,7 @@ def made_up_episode(task: str, *, success: bool, actions: list[str], note: str =
         sampler_logprobs=logprobs,
         raw_logprobs=logprobs,
         versions=int_array([0, 0]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     turns = [Message(role="system", content=f"You are in a mill. Bring the lamp to the wheel room.{note}")]
     steps = []

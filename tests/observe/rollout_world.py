@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.algo.advantages.credit import credit
-from headrace.observe.lines import EpisodeLine, read_lines
-from headrace.observe.trajectories import About, save_trajectories
+from headrace.observe.rollouts.files import RolloutFileInfo, save_trajectories
+from headrace.observe.rollouts.records import EpisodeRecord, read_lines
 from headrace.types import (
     Completion,
     CreditedEpisode,
-    Ended,
+    EndReason,
     Episode,
     FailedEpisode,
     Group,
@@ -22,7 +22,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -42,7 +42,7 @@ def step(state: str | None, action: str, *, prompt: Sequence[int], version: int 
         sampler_logprobs=logprobs,
         raw_logprobs=logprobs,
         versions=int_array([version, version + 1]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     return Step(prompt=int_array(prompt), completion=completion, action=action, state=state, valid=valid)
 
@@ -70,7 +70,7 @@ def episode(
         temperature=1.0,
         truncated=not solved,
         success=solved,
-        ended=Ended.DONE if solved else Ended.MAX_TURNS,
+        ended=EndReason.DONE if solved else EndReason.MAX_TURNS,
     )
     return ScoredEpisode(episode=played, reward=Reward(total=float(solved), parts={f"env{note}": float(solved)}))
 
@@ -102,12 +102,12 @@ def credited(note: str = "", method: str = "gigpo") -> list[CreditedEpisode]:
 def save(path: Path, *, lean: bool = False, note: str = "", training_step: int | None = 4, run: str = "walk") -> Path:
     """Both groups, credited by GiGPO with gamma 0.5 and no division; and the failed episode."""
     failed = [one for group in groups(note) for one in group.failed]
-    about = About(run=run + note, training_step=training_step, method="gigpo", params=PARAMS)
+    about = RolloutFileInfo(run=run + note, training_step=training_step, method="gigpo", params=PARAMS)
     save_trajectories(path, [*credited(note), *failed], lean=lean, about=about)
     return path
 
 
-def lines(path: Path, group: int = 7) -> tuple[EpisodeLine, ...]:
+def lines(path: Path, group: int = 7) -> tuple[EpisodeRecord, ...]:
     """The episodes of a group of a saved file, without their tokens."""
     return tuple(line for line in read_lines(save(path)) if line.group_id == group)
 

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.observe.alerts import AlertRule, AlertSink, Standing, judge
-from headrace.observe.webhook import Webhook
+from headrace.observe.sinks.alerts import AlertRule, AlertSink, AlertState, judge
+from headrace.observe.sinks.webhook import Webhook
 
 LIMIT_S = 100
 
 
 def fired(rule: AlertRule, values: list[float]) -> list[int]:
     """Positions of the values at which the rule fires."""
-    standing, found = Standing(), []
+    standing, found = AlertState(), []
     for index, value in enumerate(values):
         standing, fires = judge(rule, standing, value)
         found += [index] if fires else []

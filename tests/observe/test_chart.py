@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from headrace.observe import chart
-from headrace.observe.chart import (
+from headrace.observe.report import svg
+from headrace.observe.report.svg import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -141,4 +141,4 @@ def test_labels_are_escaped() -> None:
 
 
 def test_the_examples_in_the_docstrings_run() -> None:
-    assert doctest.testmod(chart).failed == 0
+    assert doctest.testmod(svg).failed == 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.observe.datadog import DatadogAgent, DatadogSink
+from headrace.observe.sinks.datadog import DatadogAgent, DatadogSink
 
 LIMIT_S = 100
 

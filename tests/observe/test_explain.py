@@ -4,19 +4,12 @@ import pytest
 
 from headrace.config import Config, load_config
 from headrace.infer.slot_cache import default_kv_tokens
-from headrace.model.estimate import MemoryPlan, Placement, Shape, place, plan_memory
+from headrace.model.memory import MemoryPlan, ModelDims, Placement, choose_placement, plan_memory
 from headrace.names import min_kv_tokens
-from headrace.observe.explain import (
-    Machine,
-    chosen_text,
-    explain,
-    max_checkpoints,
-    size_text,
-    support_table,
-)
-from headrace.wiring.sizes import memory_request
+from headrace.observe.explain_text import Machine, chosen_text, explain, max_checkpoints, size_text, support_table
+from headrace.wiring.build.model_sizes import memory_request
 
-SHAPE = Shape(  # 388 parameters: see tests/model/test_estimate.py
+SHAPE = ModelDims(  # 388 parameters: see tests/model/test_estimate.py
     model_type="llama",
     width=4,
     layers=2,
@@ -29,7 +22,7 @@ SHAPE = Shape(  # 388 parameters: see tests/model/test_estimate.py
     context=16,
     norm_sizes=(4, 4),
 )
-CPU = place(device="auto", dtype="auto", gpus=(), mps=False)
+CPU = choose_placement(device="auto", dtype="auto", gpus=(), mps=False)
 ROOMY = Machine(memory_bytes=2**34, disk_free_bytes=2**40)
 TEXT = """
 [sft]
@@ -176,7 +169,7 @@ def test_the_choice_and_the_model_types_are_listed_with_reasons() -> None:
     assert support_table({"llama": "Llama"}, {"gemma2": "caps"}) == ("  llama   Llama\nnot supported\n  gemma2  caps")
 
 
-GPU = place(device="cuda", dtype="auto", gpus=("a GPU",), mps=False)
+GPU = choose_placement(device="cuda", dtype="auto", gpus=("a GPU",), mps=False)
 
 
 def on_gpu(memory_bytes: int, *overrides: str) -> str:

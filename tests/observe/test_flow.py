@@ -5,11 +5,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from headrace.observe.chart import BOTTOM, HEIGHT, TOP
-from headrace.observe.curves import Chart
-from headrace.observe.flow import flow_charts, flow_names
-from headrace.observe.report import render
-from headrace.observe.sinks import MetricRecord
+from headrace.observe.report.async_charts import flow_charts, flow_names
+from headrace.observe.report.charts import Chart
+from headrace.observe.report.run_report import render
+from headrace.observe.report.svg import BOTTOM, HEIGHT, TOP
+from headrace.observe.sinks.jsonl import MetricRecord
 
 SYNCHRONOUS = {
     "rollout/lag_mean": 0.0,

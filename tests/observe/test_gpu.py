@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace.observe.gpu import MeasuredSink, gpu_values
+from headrace.observe.sinks.gpu import GpuMetricsSink, gpu_values
 from headrace.testing import MemorySink
 
 
@@ -40,7 +40,7 @@ def test_a_process_that_uses_no_gpu_tells_nothing_and_starts_none(monkeypatch: p
 
 def test_what_is_measured_is_in_every_record(gpu: pytest.MonkeyPatch) -> None:
     inner = MemorySink()
-    sink = MeasuredSink(inner, gpu_values)
+    sink = GpuMetricsSink(inner, gpu_values)
     sink.log(1, {"loss/total": 1.0})
     sink.close()
     assert inner.records == [(1, {"loss/total": 1.0, **gpu_values()})]

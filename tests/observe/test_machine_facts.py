@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe.environment import OPTIONAL, format_facts, import_packages, machine_facts
+from headrace.observe.machine import OPTIONAL, format_machine, import_packages, machine_facts
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_facts_of_this_machine_are_plausible_and_json() -> None:
     assert facts["memory"]["total_bytes"] > facts["memory"]["available_bytes"] > 0
     assert facts["packages"]["torch"]["ok"]
     assert facts["torch"]["threads"] >= 1
-    assert "torch" in format_facts(facts)
+    assert "torch" in format_machine(facts)
 
 
 def test_facts_are_shown_as_aligned_lines() -> None:
@@ -88,7 +88,7 @@ def test_facts_are_shown_as_aligned_lines() -> None:
             "gguf": {"ok": False, "reason": "not installed"},
         },
     }
-    assert format_facts(facts).splitlines() == [
+    assert format_machine(facts).splitlines() == [
         "cpu     Mill (x86_64), 2 cores, 3 usable threads",
         "memory  16.0 GiB, 3.0 GiB available",
         "disk    0.5 GiB free here",

@@ -15,13 +15,13 @@ import pytest
 
 from headrace import wiring
 from headrace.config import load_config
-from headrace.config.metrics_checks import metrics_problems
-from headrace.config.tree import Alert, Metrics
+from headrace.config.checks.metric_sinks import metrics_problems
+from headrace.config.schema import AlertConfig, MetricsConfig
 from headrace.errors import ConfigError
-from headrace.observe.alerts import AlertRule, alert_message
-from headrace.observe.sinks import read_metrics
+from headrace.observe.sinks.alerts import AlertRule, alert_message
+from headrace.observe.sinks.jsonl import read_metrics
+from headrace.wiring.build.sinks import MetricOutputs, stage_source
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.metrics import MetricOutputs, stage_source
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -146,13 +146,13 @@ def test_an_alert_whose_metric_never_came_is_told_of(tmp_path: Path, caplog: pyt
 
 
 def test_a_webhook_may_be_named_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    alerts = (Alert(metric="loss/total", above=1.0, webhook="env:HEADRACE_TEST_HOOK"),)
+    alerts = (AlertConfig(metric="loss/total", above=1.0, webhook="env:HEADRACE_TEST_HOOK"),)
     monkeypatch.delenv("HEADRACE_TEST_HOOK", raising=False)
     with pytest.raises(ConfigError, match=r"'metrics.alerts\[0\].webhook' is env:HEADRACE_TEST_HOOK, which is not set"):
-        MetricOutputs(Metrics(alerts=alerts))
+        MetricOutputs(MetricsConfig(alerts=alerts))
     monkeypatch.setenv("HEADRACE_TEST_HOOK", "ftp://nowhere")
     with pytest.raises(ConfigError, match="no http:// or https:// URL"):
-        MetricOutputs(Metrics(alerts=alerts))
+        MetricOutputs(MetricsConfig(alerts=alerts))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import doctest
 import io
 import math
 
-from headrace.observe import progress
-from headrace.observe.progress import Progress, remaining_s, step_line
+from headrace.observe.sinks import progress
+from headrace.observe.sinks.progress import Progress, remaining_s, step_line
 
 RL = {
     "reward/mean": 0.5312,

@@ -18,8 +18,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.errors import ConfigError
-from headrace.observe import alerts, prometheus
-from headrace.observe.prometheus import Exporter, Gauges, PrometheusSink, prometheus_name
+from headrace.observe.sinks import alerts, prometheus
+from headrace.observe.sinks.prometheus import Exporter, Gauges, PrometheusSink, prometheus_name
 
 RL, SFT = (("stage", "rl"),), (("stage", "sft"),)
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -10,10 +10,10 @@ import rollout_world as world
 
 from headrace.algo.advantages.credit import credit
 from headrace.errors import ConfigError, RewardError
-from headrace.observe.lines import iter_lines, read_lines
-from headrace.observe.trajectories import About, load_trajectories, save_trajectories
+from headrace.observe.rollouts.files import RolloutFileInfo, load_trajectories, save_trajectories
+from headrace.observe.rollouts.records import iter_lines, read_lines
 from headrace.types import CreditedEpisode
-from headrace.wiring.recredit import RecreditRequest, recredit
+from headrace.wiring.commands.recredit import RecreditRequest, recredit
 
 COUNT_ON = '''
 def judge(messages, ground_truth=None, **kwargs):
@@ -186,7 +186,7 @@ def test_states_are_told_apart_as_they_were_in_the_run(file: Path) -> None:
     own = credit(
         world.groups(), method="gigpo", params=world.PARAMS, keys=lambda played: ["one room"] * len(played.steps)
     )
-    save_trajectories(file, own.episodes, about=About(method="gigpo", params=world.PARAMS))
+    save_trajectories(file, own.episodes, about=RolloutFileInfo(method="gigpo", params=world.PARAMS))
     result = recredit(RecreditRequest(path=file))
     assert all(change.changed == 0 for change in result.comparison.groups)
     assert {step.anchor for line in read_lines(result.out) for step in line.steps} == {"one room"}

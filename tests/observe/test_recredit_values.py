@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import rollout_world as world
 
-from headrace.algo.advantages.by_values import credit_by_values
+from headrace.algo.advantages.gae_from_values import credit_by_values
 from headrace.errors import ConfigError
 from headrace.loops.critic import Critic, CriticSettings
-from headrace.observe.lines import read_lines
-from headrace.observe.trajectories import About, load_trajectories, save_trajectories
+from headrace.observe.rollouts.files import RolloutFileInfo, load_trajectories, save_trajectories
+from headrace.observe.rollouts.records import read_lines
 from headrace.testing import FakeBackend
 from headrace.types import (
     CreditedEpisode,
@@ -28,7 +28,7 @@ from headrace.types import (
     TokenValues,
     float_array,
 )
-from headrace.wiring.recredit import RecreditRequest, recredit
+from headrace.wiring.commands.recredit import RecreditRequest, recredit
 
 JUDGE = "def judge(messages, **kwargs):\n    return len(messages) / 10\n"
 
@@ -70,7 +70,9 @@ def saved(path: Path, *, lean: bool = False, **numbers: Any) -> tuple[CreditedEp
     batch = asyncio.run(critic.credit(groups()))
     c = settings
     params = {"gamma": c.gamma, "lam": c.lam, "whiten": c.whiten, "bootstrap": c.bootstrap, "kl_coef": c.kl_coef}
-    about = About(training_step=4, method=c.credit, params={key: float(value) for key, value in params.items()})
+    about = RolloutFileInfo(
+        training_step=4, method=c.credit, params={key: float(value) for key, value in params.items()}
+    )
     save_trajectories(path, batch.episodes, lean=lean, about=about)
     return batch.episodes
 

@@ -8,12 +8,12 @@ import pytest
 import rollout_world as world
 from rich.console import Console
 
-from headrace.observe.lines import CreditLine, EpisodeLine, read_lines
-from headrace.observe.recredited import compare_credit, health, tables
+from headrace.observe.rollouts.records import CreditRecord, EpisodeRecord, read_lines
+from headrace.observe.viewer.recredit_tables import compare_credit, health, tables
 
 
-def with_credit(line: EpisodeLine, total: float, *advantages: float) -> EpisodeLine:
-    steps = (replace(step, credit=CreditLine(A=a)) for step, a in zip(line.steps, advantages, strict=True))
+def with_credit(line: EpisodeRecord, total: float, *advantages: float) -> EpisodeRecord:
+    steps = (replace(step, credit=CreditRecord(A=a)) for step, a in zip(line.steps, advantages, strict=True))
     return replace(line, steps=tuple(steps), reward=replace(line.reward, total=total))
 
 

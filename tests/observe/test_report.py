@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe.curves import charts, other_names
-from headrace.observe.episodes import compare, conversation, sample_file
-from headrace.observe.lines import EpisodeLine, read_lines
-from headrace.observe.report import headline, write_report
-from headrace.observe.sinks import JsonlSink, MetricRecord, read_metrics
+from headrace.observe.report.charts import charts, other_names
+from headrace.observe.report.episodes import compare, conversation, sample_file
+from headrace.observe.report.run_report import headline, write_report
+from headrace.observe.rollouts.records import EpisodeRecord, read_lines
+from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics
 
 ATTACK = "<script>document.title='owned'</script><img src=http://evil.invalid/x onerror=alert(1)>"
 
@@ -209,7 +209,7 @@ def test_long_texts_and_long_conversations_are_cut_and_say_so(synthetic_run: Cal
     line["messages"] = [{"role": "user", "content": "x" * 5000}] * 50
     path.write_text(json.dumps(line) + "\n")
     (long,) = read_lines(path)
-    assert isinstance(long, EpisodeLine)
+    assert isinstance(long, EpisodeRecord)
     talk = conversation("Then", long)
     assert talk.turns[0].text.endswith("… (1000 more characters)")
     assert (len(talk.turns), talk.left_out) == (40, 10)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe.report import write_report
+from headrace.observe.report.run_report import write_report
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None

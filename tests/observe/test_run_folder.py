@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError, RunFolderError
-from headrace.observe.files import json_line, write_whole
+from headrace.observe.json_lines import json_line, write_whole
 from headrace.observe.run_folder import RunFolder, environment_facts, find_latest
 
 NOON = datetime(2026, 3, 1, 12, 0, 5, tzinfo=UTC)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import rollout_world as world
 
-from headrace.config import Rl, Source, load_config
-from headrace.config.tree import Save
+from headrace.config import RlConfig, SourceConfig, load_config
+from headrace.config.schema import SaveConfig
 from headrace.errors import ConfigError
-from headrace.observe.lines import iter_lines
+from headrace.observe.rollouts.records import iter_lines
 from headrace.observe.run_folder import RunFolder
-from headrace.wiring.record import make_record
+from headrace.wiring.build.saving import make_record
 
 Saves = Callable[..., list[str] | None]
 
@@ -22,7 +22,9 @@ def saved(tmp_path: Path) -> Saves:
 
     def run(step: int = 4, **save: object) -> list[str] | None:
         folder = RunFolder(path=tmp_path)
-        c = Rl(steps=9, tasks=Source(type="world", name="key_door"), credit="gigpo", save=Save(**save))  # type: ignore[arg-type]
+        c = RlConfig(
+            steps=9, tasks=SourceConfig(type="world", name="key_door"), credit="gigpo", save=SaveConfig(**save)
+        )  # type: ignore[arg-type]
         make_record(c, folder)(step - 1, world.groups(), world.credited())
         path = folder.step_rollouts(step)
         return [line.id for line in iter_lines(path)] if path.is_file() else None
@@ -69,4 +71,4 @@ def test_a_lean_file_says_so_and_knows_the_size_of_its_groups(saved: Saves, tmp_
 def test_a_file_says_which_episodes_are_saved() -> None:
     config = load_config('[rl]\nsteps = 1\n[rl.tasks]\ntype = "world"\n[rl.save]\nwhich = "failures"', file="run.toml")
     assert config.rl is not None
-    assert config.rl.save == Save(which="failures")
+    assert config.rl.save == SaveConfig(which="failures")

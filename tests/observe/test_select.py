@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
 from headrace.names import SAVED_EPISODES
-from headrace.observe.select import Selection, chosen
+from headrace.observe.rollouts.saved_episodes import Selection, select_episodes
 from headrace.types import (
     Completion,
     CreditedEpisode,
@@ -14,7 +14,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -24,7 +24,7 @@ from headrace.types import (
 def episode(name: str, group: int, *advantages: float, success: bool | None = False) -> CreditedEpisode:
     empty = float_array([])
     completion = Completion(
-        tokens=int_array([]), sampler_logprobs=empty, raw_logprobs=empty, versions=int_array([]), stop=Stop.STOP
+        tokens=int_array([]), sampler_logprobs=empty, raw_logprobs=empty, versions=int_array([]), stop=StopReason.STOP
     )
     step = Step(prompt=int_array([1]), completion=completion, action="a")
     played = Episode(id=name, task=Task(id="t"), seed=0, steps=(step,) * len(advantages), messages=(), temperature=1.0)
@@ -42,7 +42,7 @@ EPISODES = [
 
 
 def names(selection: Selection) -> str:
-    return "".join(kept.scored.episode.id for kept in chosen(EPISODES, selection))
+    return "".join(kept.scored.episode.id for kept in select_episodes(EPISODES, selection))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_function_that_fails_says_where() -> None:
         raise KeyError("no such part")
 
     with pytest.raises(ConfigError, match=r"rl\.save\.which failed: KeyError.*no such part"):
-        chosen(EPISODES, Selection(which=broken))
+        select_episodes(EPISODES, Selection(which=broken))
 
 
 @given(
@@ -95,7 +95,7 @@ def test_a_choice_keeps_the_order_and_whole_groups_if_asked(
 ) -> None:
     episodes = [episode(str(k), group, 0.1 * k, success=k % 2 == 0) for k, group in enumerate(groups)]
     selection = Selection(which=which, every_episode=every, top=top, whole_groups=whole)
-    kept = chosen(episodes, selection)
+    kept = select_episodes(episodes, selection)
     assert [k for k in episodes if any(k is other for other in kept)] == list(kept)
     if whole:
         touched = {one.group_id for one in kept}

@@ -8,16 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, RunFolderError
-from headrace.observe.sinks import (
-    JsonlSink,
-    MetricRecord,
-    SpareSink,
-    TeeSink,
-    TensorBoardSink,
-    read_metrics,
-    reproducible_bytes,
-    tensorboard_installed,
-)
+from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes
+from headrace.observe.sinks.tee import OptionalSink, TeeSink
+from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_installed
 from headrace.testing import MemorySink
 
 NAMES = st.from_regex(r"[a-z]{1,4}/[a-z@1]{1,4}", fullmatch=True)
@@ -141,7 +134,7 @@ def test_a_run_goes_on_without_a_sink_that_fails_and_says_so_once(caplog: pytest
             raise ConnectionError("gone for good")
 
     failing, other = Failing(), MemorySink()
-    tee = TeeSink(SpareSink(failing, "wandb"), other)
+    tee = TeeSink(OptionalSink(failing, "wandb"), other)
     for step in (1, 2, 3):
         tee.log(step, {"a/b": 1.0})
     tee.close()
@@ -150,7 +143,7 @@ def test_a_run_goes_on_without_a_sink_that_fails_and_says_so_once(caplog: pytest
     assert [record.getMessage() for record in caplog.records] == [
         "the sink wandb takes no more metrics: ConnectionError: gone: they are still in metrics.jsonl"
     ]
-    SpareSink(Failing(), "wandb").close()
+    OptionalSink(Failing(), "wandb").close()
     assert "gone for good" in caplog.text
 
 

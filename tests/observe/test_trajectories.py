@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RunFolderError
-from headrace.observe.lines import EpisodeLine, iter_lines, read_lines
-from headrace.observe.trajectories import About, load_trajectories, recredited, save_trajectories
+from headrace.observe.rollouts.files import RolloutFileInfo, load_trajectories, recredited, save_trajectories
+from headrace.observe.rollouts.records import EpisodeRecord, iter_lines, read_lines
 from headrace.types import (
     Completion,
     CreditedEpisode,
-    Ended,
+    EndReason,
     Episode,
     FailedEpisode,
     Message,
@@ -20,7 +20,7 @@ from headrace.types import (
     ScoredEpisode,
     Step,
     StepCredit,
-    Stop,
+    StopReason,
     Task,
     ToolCall,
     float_array,
@@ -44,7 +44,7 @@ def completions(draw: st.DrawFn) -> Completion:
         sampler_logprobs=logprobs,
         raw_logprobs=draw(st.sampled_from([raw, logprobs])),
         versions=int_array(versions),
-        stop=draw(st.sampled_from(Stop)),
+        stop=draw(st.sampled_from(StopReason)),
         next_logprobs=draw(st.none() | st.just(float_array(np.where(np.array(versions) == 1, np.nan, raw)))),
     )
 
@@ -90,7 +90,7 @@ def scored_episodes(draw: st.DrawFn) -> ScoredEpisode:
             temperature=draw(st.floats(0.1, 2.0)),
             truncated=draw(st.booleans()),
             success=draw(verdicts),
-            ended=draw(st.none() | st.sampled_from(Ended)),
+            ended=draw(st.none() | st.sampled_from(EndReason)),
             final_state=draw(st.none() | TEXT),
         ),
         reward=Reward(
@@ -164,7 +164,7 @@ def two_turns() -> ScoredEpisode:
                 sampler_logprobs=logprobs,
                 raw_logprobs=logprobs,
                 versions=int_array([3] * len(sampled)),
-                stop=Stop.STOP,
+                stop=StopReason.STOP,
             ),
             action="go",
         )
@@ -202,7 +202,7 @@ def test_values_of_a_critic_are_saved_with_each_step_and_unknown_ones_are_null(t
         sampler_logprobs=float_array([-1.0]),
         raw_logprobs=float_array([-1.0]),
         versions=int_array([0]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     steps = tuple(Step(prompt=int_array([5]), completion=completion, action="a") for _ in range(2))
     episode = Episode(id="0/0", task=Task(id="t"), seed=0, steps=steps, messages=(), temperature=1.0)
@@ -314,13 +314,13 @@ def test_a_failed_episode_has_a_line_with_its_reason_and_no_reward(tmp_path: Pat
     assert len(load_trajectories(path)) == 1
 
 
-def credited_line(tmp_path: Path, **about: object) -> EpisodeLine:
+def credited_line(tmp_path: Path, **about: object) -> EpisodeRecord:
     parts = (
         StepCredit(returns=0.95, episode=0.7, step=0.2, peers=3, anchor="#a1"),
         StepCredit(returns=1.0, episode=0.7, step=0.0, peers=1),
     )
     credited = CreditedEpisode(scored=two_turns(), group_id=4, advantages=(0.9, 0.7), parts=parts)
-    save_trajectories(tmp_path / "a.jsonl", [credited], lean=True, about=About(**about))  # type: ignore[arg-type]
+    save_trajectories(tmp_path / "a.jsonl", [credited], lean=True, about=RolloutFileInfo(**about))  # type: ignore[arg-type]
     (line,) = read_lines(tmp_path / "a.jsonl")
     return line
 
@@ -345,7 +345,7 @@ def test_a_recredited_line_keeps_everything_else(tmp_path: Path) -> None:
     raw = path.read_bytes().splitlines()[1]
     scored = ScoredEpisode(episode=two_turns().episode, reward=Reward(total=5.0, parts={"mine": 5.0}))
     again = CreditedEpisode(scored=scored, group_id=4, advantages=(2.0, -2.0))
-    about = About(method="rloo", group_sizes={4: 1})
+    about = RolloutFileInfo(method="rloo", group_sizes={4: 1})
     before, after = json.loads(raw), json.loads(recredited(raw, again, about))
     assert after["reward"] == {"total": 5.0, "parts": {"mine": 5.0}, "steps": None, "success": None}
     assert [step["credit"] for step in after["steps"]] == [{"A": 2.0}, {"A": -2.0}]

@@ -7,10 +7,10 @@ import rollout_world as world
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.lines import EpisodeLine, read_lines
-from headrace.observe.trajectories import save_trajectories
-from headrace.observe.view_anchors import anchors, find_anchors
-from headrace.observe.view_graph import ENDED, HEIGHT, SOLVED, STRIDE_X, WIDTH, Graph, state_graph, transitions
+from headrace.observe.rollouts.files import save_trajectories
+from headrace.observe.rollouts.records import EpisodeRecord, read_lines
+from headrace.observe.viewer.anchors import anchors, find_anchors
+from headrace.observe.viewer.graph import ENDED, HEIGHT, SOLVED, STRIDE_X, WIDTH, Graph, state_graph, transitions
 
 
 def test_the_actions_of_a_state_by_hand(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ PATHS = st.lists(
 )
 
 
-def drawn(paths: list[list[tuple[str | None, str]]], folder: Path) -> tuple[Graph | None, tuple[EpisodeLine, ...]]:
+def drawn(paths: list[list[tuple[str | None, str]]], folder: Path) -> tuple[Graph | None, tuple[EpisodeRecord, ...]]:
     scored = [world.episode(f"1/{k}", "t", path, solved=k % 2 == 0) for k, path in enumerate(paths)]
     save_trajectories(folder / "a.jsonl", scored)
     lines = read_lines(folder / "a.jsonl")

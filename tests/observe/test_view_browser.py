@@ -9,7 +9,7 @@ import rollout_world as world
 from chromium import Tab, chromium, needs_chromium
 from test_report_browser import decode_png
 
-from headrace.observe.view import Asked, write_page
+from headrace.observe.viewer.query import ViewQuery, write_page
 
 pytestmark = needs_chromium
 SEEN = "[...document.querySelectorAll('%s')].filter((e) => e.getClientRects().length).map((e) => e.id)"
@@ -23,7 +23,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    write_page(Asked(path=world.save(tmp_path / "a.jsonl")), tmp_path / "page.html")
+    write_page(ViewQuery(path=world.save(tmp_path / "a.jsonl")), tmp_path / "page.html")
     return tmp_path / "page.html"
 
 
@@ -171,7 +171,7 @@ def test_a_hostile_episode_gets_nowhere(tab: Tab, tmp_path: Path, outside: tuple
     attack = f"<script>document.title='owned';fetch('{url}/fetched')</script><img src='{url}/seen' onerror='alert(1)'>"
     quoted = f"\"'><img src={url}/seen>{attack}"
     path = world.save(tmp_path / "a.jsonl", note=attack + quoted)
-    write_page(Asked(path=path), tmp_path / "page.html")
+    write_page(ViewQuery(path=path), tmp_path / "page.html")
     tab.open(tmp_path / "page.html")
     tab.press("o")
     assert "owned" not in tab.ask("document.title").replace(attack, "")

@@ -9,8 +9,8 @@ import pytest
 import rollout_world as world
 
 from headrace.errors import ConfigError, RunFolderError
-from headrace.observe.trajectories import save_trajectories
-from headrace.observe.view_catalog import choose, find_file, method_text, read_catalog, read_episodes
+from headrace.observe.rollouts.files import save_trajectories
+from headrace.observe.viewer.catalog import choose, find_file, method_text, read_catalog, read_episodes
 
 
 def test_a_folder_means_its_latest_training_step(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import rollout_world as world
 
 from headrace.cli import main
-from headrace.observe.lines import read_lines
+from headrace.observe.rollouts.records import read_lines
 
 
 @pytest.fixture

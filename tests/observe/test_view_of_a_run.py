@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from headrace import cli
-from headrace.observe.lines import iter_lines
-from headrace.observe.view import Asked, view, write_page
-from headrace.observe.view_tokens import By
-from headrace.wiring.recredit import RecreditRequest, recredit
+from headrace.observe.rollouts.records import iter_lines
+from headrace.observe.viewer.query import ViewQuery, view, write_page
+from headrace.observe.viewer.tokens import ColorBy
+from headrace.wiring.commands.recredit import RecreditRequest, recredit
 
 RUN = """
 [run]
@@ -58,9 +58,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_log_has_groups_at_info_and_steps_at_debug(run: Path) -> None:
     lines = (run / "log.txt").read_text(encoding="utf-8").splitlines()
-    groups = [line for line in lines if " INFO headrace.loops.tell: group " in line]
+    groups = [line for line in lines if " INFO headrace.loops.credit_log: group " in line]
     steps = [line for line in lines if " DEBUG headrace.rollout.episode_log: episode " in line]
-    credit = [line for line in lines if " DEBUG headrace.loops.tell: episode " in line]
+    credit = [line for line in lines if " DEBUG headrace.loops.credit_log: episode " in line]
     episodes = list(iter_lines(run / "rollouts" / "step_000001.jsonl"))
     assert len(groups) == 2
     assert all("R " in line and "lengths " in line and "A_E " in line for line in groups)
@@ -71,12 +71,12 @@ def test_the_log_has_groups_at_info_and_steps_at_debug(run: Path) -> None:
 
 def test_the_run_can_be_looked_at_with_the_texts_of_its_tokens(run: Path, tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    for part in view(Asked(path=run, episode="0/0", tokens=By.LOGPROB), width=200, colour=False):
+    for part in view(ViewQuery(path=run, episode="0/0", tokens=ColorBy.LOGPROB), width=200, colour=False):
         console.print(part)
     text = console.export_text()
     assert "<|user|>" in text
     assert "key" in text
-    assert write_page(Asked(path=run), tmp_path / "page.html") == 6
+    assert write_page(ViewQuery(path=run), tmp_path / "page.html") == 6
 
 
 def test_advantages_are_computed_again_from_the_file_to_the_last_bit(run: Path, tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_the_terminal_is_spared_what_is_said_of_every_group(
     before = logging.getLogger("headrace").level
     cli.configure()
     logging.getLogger("headrace").setLevel(logging.DEBUG)  # as --log-level debug does
-    logging.getLogger("headrace.loops.tell").info("group 1")
+    logging.getLogger("headrace.loops.credit_log").info("group 1")
     logging.getLogger("headrace.rollout.episode_log").debug("step 1")
-    logging.getLogger("headrace.wiring.run").info("run folder")
+    logging.getLogger("headrace.wiring.commands.train").info("run folder")
     logging.getLogger("headrace").setLevel(before)
     said = capsys.readouterr().err
     assert "run folder" in said

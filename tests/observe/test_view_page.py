@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import rollout_world as world
 
-from headrace.observe import view_page
-from headrace.observe.lines import EpisodeLine, MessageLine, iter_lines
-from headrace.observe.trajectories import save_trajectories
-from headrace.observe.view import Asked, write_page
-from headrace.observe.view_page import conversation
+from headrace.observe.rollouts.files import save_trajectories
+from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, iter_lines
+from headrace.observe.viewer import page as view_page
+from headrace.observe.viewer.page import conversation
+from headrace.observe.viewer.query import ViewQuery, write_page
 
 
 class Page(HTMLParser):
@@ -36,7 +36,7 @@ class Page(HTMLParser):
 
 def made(path: Path, **asked: object) -> Page:
     out = path.with_name("page.html")
-    write_page(Asked(path=path, **asked), out)  # type: ignore[arg-type]
+    write_page(ViewQuery(path=path, **asked), out)  # type: ignore[arg-type]
     return Page(out.read_text(encoding="utf-8"))
 
 
@@ -114,7 +114,7 @@ def test_episodes_without_credit_states_or_steps_have_a_page(tmp_path: Path) -> 
 def test_a_page_of_one_task_or_of_too_many_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = world.save(tmp_path / "a.jsonl")
     assert len(made(path, task="still").of_class("group")) == 1
-    monkeypatch.setattr("headrace.observe.view.MAX_EPISODES", 4)
+    monkeypatch.setattr("headrace.observe.viewer.query.MAX_EPISODES", 4)
     page = made(path)
     assert len(page.of_class("group")) == 1, "whole groups only"
     assert "3 more episodes of this file are not on this page" in " ".join(page.words)
@@ -134,12 +134,12 @@ def test_numbers_that_are_none_are_shown_as_such(tmp_path: Path) -> None:
     assert "nan" in "".join(made(path).words)
 
 
-def line_with(names: list[str], steps: int, path: Path) -> EpisodeLine:
+def line_with(names: list[str], steps: int, path: Path) -> EpisodeRecord:
     """An episode of so many steps whose messages are these; the first letter is the role."""
     save_trajectories(path, [world.episode("1/0", "t", [("S", "on")] * steps, solved=True)])
     (line,) = iter_lines(path)
     roles = {"u": "user", "a": "assistant", "s": "system"}
-    return replace(line, messages=tuple(MessageLine(role=roles[name[0]], content=name) for name in names))
+    return replace(line, messages=tuple(MessageRecord(role=roles[name[0]], content=name) for name in names))
 
 
 @pytest.mark.parametrize(

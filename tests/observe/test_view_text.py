@@ -15,16 +15,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from headrace.errors import ConfigError, RunFolderError
-from headrace.observe import plain, view_graph
-from headrace.observe.trajectories import save_trajectories
-from headrace.observe.view import Asked, view
-from headrace.observe.view_tokens import By, Token, find_tokenizer, token_pieces, tone
+from headrace.observe.rollouts.files import save_trajectories
+from headrace.observe.viewer import graph, safe_text
+from headrace.observe.viewer.query import ViewQuery, view
+from headrace.observe.viewer.tokens import ColorBy, Token, find_tokenizer, token_pieces, tone
 
 
 def shown(path: Path, *, colour: bool = False, width: int = 150, **asked: object) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=colour, color_system="truecolor" if colour else None)
-    for part in view(Asked(path=path, **asked), width=width, colour=colour):  # type: ignore[arg-type]
+    for part in view(ViewQuery(path=path, **asked), width=width, colour=colour):  # type: ignore[arg-type]
         console.print(part)
     return out.getvalue()
 
@@ -98,7 +98,7 @@ def test_failed_episodes_are_shown_with_their_reasons(tmp_path: Path) -> None:
         {"episode": "7/1"},
         {"task": "corr"},
         {"anchor": "S"},
-        {"episode": "7/1", "tokens": By.LOGPROB},
+        {"episode": "7/1", "tokens": ColorBy.LOGPROB},
     ],
 )
 def test_hostile_text_stays_text(tmp_path: Path, asked: dict[str, object]) -> None:
@@ -125,13 +125,13 @@ def tokenizer_file(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("by", "expected"),
     [
-        (By.LOGPROB, "0 go on left[-0.05] now[-2.00]"),
-        (By.ADVANTAGE, "0 go on left[+0.458] now[+0.458]"),
-        (By.MASK, "0 go[0] on[0] left[1] now[1]"),
-        (By.VERSION, "0 go on left[3] now[4]"),
+        (ColorBy.LOGPROB, "0 go on left[-0.05] now[-2.00]"),
+        (ColorBy.ADVANTAGE, "0 go on left[+0.458] now[+0.458]"),
+        (ColorBy.MASK, "0 go[0] on[0] left[1] now[1]"),
+        (ColorBy.VERSION, "0 go on left[3] now[4]"),
     ],
 )
-def test_without_colours_figures_stand_in_brackets(tmp_path: Path, by: By, expected: str) -> None:
+def test_without_colours_figures_stand_in_brackets(tmp_path: Path, by: ColorBy, expected: str) -> None:
     tokenizer_file(tmp_path / "run" / "checkpoints" / "rl" / "step_000004")
     path = world.save(tmp_path / "run" / "rollouts" / "step_000004.jsonl")
     text = shown(path, episode="7/0", tokens=by)
@@ -141,7 +141,7 @@ def test_without_colours_figures_stand_in_brackets(tmp_path: Path, by: By, expec
 
 def test_with_colours_there_is_a_legend_and_no_brackets(tmp_path: Path) -> None:
     path = world.save(tmp_path / "a.jsonl")
-    text = shown(path, episode="7/0", tokens=By.LOGPROB, colour=True, tokenizer=tokenizer_file(tmp_path))
+    text = shown(path, episode="7/0", tokens=ColorBy.LOGPROB, colour=True, tokenizer=tokenizer_file(tmp_path))
     assert "below -3: a surprise" in text
     assert "\x1b[38;2;255;255;255;48;2;163;68;0m now" in text, "log-prob -2 has the fourth of five colours"
     assert "[-2.00]" not in text
@@ -150,12 +150,12 @@ def test_with_colours_there_is_a_legend_and_no_brackets(tmp_path: Path) -> None:
 def test_tones_of_tokens() -> None:
     def of(logprob: float, advantage: float, version: int) -> list[str]:
         token = Token(text="x", logprob=logprob, advantage=advantage, version=version)
-        return [tone(token, by) for by in By]
+        return [tone(token, by) for by in ColorBy]
 
     assert of(-0.05, 0.2, 7) == ["l0", "a1", "m1", "v1"]
     assert of(-0.3, -0.7, 2) == ["l1", "a-2", "m1", "v2"]
     assert of(-9.0, 4.0, 0) == ["l4", "a3", "m1", "v0"]
-    assert [tone(Token(text="x"), by) for by in By] == ["", "", "m0", ""]
+    assert [tone(Token(text="x"), by) for by in ColorBy] == ["", "", "m0", ""]
 
 
 def test_tokens_of_a_lean_file_are_said_to_be_missing(tmp_path: Path) -> None:
@@ -164,12 +164,12 @@ def test_tokens_of_a_lean_file_are_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(
         RunFolderError, match=r"episode 7/0 was saved lean, without its tokens: set rl.save.lean = false"
     ):
-        shown(path, tokens=By.LOGPROB)
+        shown(path, tokens=ColorBy.LOGPROB)
 
 
 def test_without_a_tokenizer_tokens_are_ids_and_unknown_ones_too(tmp_path: Path) -> None:
     assert ["0", "<1><2><11>[-0.05]<12>[-2.00]"] in rows(
-        shown(world.save(tmp_path / "a.jsonl"), episode="7/0", tokens=By.LOGPROB)
+        shown(world.save(tmp_path / "a.jsonl"), episode="7/0", tokens=ColorBy.LOGPROB)
     )
     pieces = token_pieces(tokenizer_file(tmp_path))
     assert pieces([1, 99, -3, 2]) == ["go", "<99>", "<-3>", "on"]
@@ -189,7 +189,7 @@ def test_episodes_without_credit_or_states_are_shown_all_the_same(tmp_path: Path
     assert "credit not credited" in shown(tmp_path / "a.jsonl")
 
 
-@pytest.mark.parametrize("module", [plain, view_graph], ids=lambda module: str(module.__name__))
+@pytest.mark.parametrize("module", [safe_text, graph], ids=lambda module: str(module.__name__))
 def test_the_examples_in_docstrings_run(module: ModuleType) -> None:
     tried = doctest.testmod(module)
     assert tried.attempted > 0

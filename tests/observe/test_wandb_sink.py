@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.observe.wandb_sink import WandbSink, wandb_installed
+from headrace.observe.sinks.wandb import WandbSink, wandb_installed
 
 
 def open_sink(folder: Path, stage: str) -> WandbSink:

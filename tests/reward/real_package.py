@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.reward.sandbox.limits import Outcome
-from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings
 
 Specs = Mapping[str, Mapping[str, Any]]
 Rows = Sequence[Mapping[str, Any]]
@@ -34,7 +34,7 @@ from importlib.metadata import version
 assert version({wheel!r}) == {version!r}, version({wheel!r})
 """
 CALLS = """
-from headrace.reward.calling import load
+from headrace.reward.user_function import load
 rows, found = json.loads({rows!r}), {{}}
 for name, spec in json.loads({specs!r}).items():
     function = load(spec)
@@ -64,7 +64,7 @@ def through_the_stand_in(package: str, specs: Specs, rows: Rows) -> Mapping[str,
 
 async def in_the_sandbox(spec: Mapping[str, Any], rows: Rows) -> list[Any]:
     """What one function gives where users' functions run, through the stand-in."""
-    sandbox = Sandbox(dict(spec), Settings(workers=1))
+    sandbox = Sandbox(dict(spec), SandboxSettings(workers=1))
     about = await sandbox.describe()
     calls = [list(rows)] if about["shape"] in ("batch", "rows") else [[row] for row in rows]
     answers = [await sandbox.call({"rows": call}) for call in calls]

@@ -1,6 +1,6 @@
 """Episodes made by hand for the reward tests."""
 
-from headrace.types import Completion, Episode, Message, Step, Stop, Task, float_array, int_array
+from headrace.types import Completion, Episode, Message, Step, StopReason, Task, float_array, int_array
 
 
 def episode(*answers: str, rewards: tuple[float, ...] = (), **data: object) -> Episode:
@@ -10,7 +10,7 @@ def episode(*answers: str, rewards: tuple[float, ...] = (), **data: object) -> E
         sampler_logprobs=float_array([-1.0]),
         raw_logprobs=float_array([-1.0]),
         versions=int_array([0]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     steps = tuple(
         Step(prompt=int_array([1]), completion=completion, action=answer, reward=reward)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.reward.sandbox.limits import EVERY_LAYER, Layer, Limits
-from headrace.reward.sandbox.pool import Settings
+from headrace.reward.sandbox.limits import EVERY_LAYER, CallLimits, IsolationLayer
+from headrace.reward.sandbox.pool import SandboxSettings
 
 NOBODY = 65534
 PUBLIC_PYTHON = "/usr/bin/python3"
@@ -24,9 +24,14 @@ class Mode:
     user: int | None = None
 
     def settings(
-        self, *, limits: Limits, workers: int = 2, layers: frozenset[Layer] = EVERY_LAYER, strict: bool = False
-    ) -> Settings:
-        return Settings(
+        self,
+        *,
+        limits: CallLimits,
+        workers: int = 2,
+        layers: frozenset[IsolationLayer] = EVERY_LAYER,
+        strict: bool = False,
+    ) -> SandboxSettings:
+        return SandboxSettings(
             limits=limits, workers=workers, layers=layers, strict=strict, python=self.python, user=self.user
         )
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, composite, floats, integers, lists, sampled_from
 from reward_episodes import episode
 
-from headrace.algo.turns import step_positions
+from headrace.algo.datum import step_positions
 from headrace.errors import RewardError, RolloutError
 from headrace.reward.alignment import Alignment, resolve, reward_of
-from headrace.reward.rows import episode_from, row_of
-from headrace.reward.runner import GroupRewardRunner, InvalidShare
+from headrace.reward.episode_json import episode_from, row_of
+from headrace.reward.reward_runner import FailureRateLimit, GroupRewardRunner
 from headrace.reward.terms import GroupTerm
 from headrace.types import Episode, FailedEpisode, Message, Reward, ScoredEpisode
 
@@ -165,7 +165,7 @@ def in_vain(count: int) -> list[ScoredEpisode | FailedEpisode]:
 
 
 def test_the_share_of_the_last_evaluations_counts() -> None:
-    share = InvalidShare(limit=0.1, window=100, at_least=50)
+    share = FailureRateLimit(limit=0.1, window=100, at_least=50)
     share.note(in_vain(6))
     share.check()  # six of six, but too early to tell
     share.note(scored(54))

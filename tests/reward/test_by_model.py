@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace.reward.by_model import episode_tokens, reward_by_model
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_model_term import episode_tokens, reward_by_model
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import Term
 from headrace.types import (
     Completion,
@@ -13,7 +13,7 @@ from headrace.types import (
     Message,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -29,7 +29,7 @@ def episode(*turns: tuple[list[int], list[int]]) -> Episode:
                 sampler_logprobs=float_array([-1.0] * len(tokens)),
                 raw_logprobs=float_array([-1.0] * len(tokens)),
                 versions=int_array([0] * len(tokens)),
-                stop=Stop.STOP,
+                stop=StopReason.STOP,
             ),
             action="x",
         )

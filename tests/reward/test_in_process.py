@@ -12,8 +12,8 @@ from hypothesis.strategies import floats, lists, tuples
 from reward_episodes import episode
 
 from headrace.errors import ConfigError
-from headrace.reward.calls import SLOW_S
-from headrace.reward.runner import InProcessRewardRunner, combine
+from headrace.reward.call_scheduler import SLOW_S
+from headrace.reward.reward_runner import InProcessRewardRunner, combine
 from headrace.reward.terms import BUILTIN, Term
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 

@@ -9,11 +9,20 @@ import pytest
 from reward_episodes import episode
 
 from headrace.errors import ConfigError, RewardError
-from headrace.reward.judge import Ask, Judge, ask_endpoint, ask_sampler, judge_term, question_about, scores_in
-from headrace.reward.runner import GroupRewardRunner
-from headrace.types import Completion, Episode, Message, SamplingParams, ScoredEpisode, Stop, float_array, int_array
+from headrace.reward.judge import Ask, JudgeSettings, ask_endpoint, ask_sampler, judge_term, question_about, scores_in
+from headrace.reward.reward_runner import GroupRewardRunner
+from headrace.types import (
+    Completion,
+    Episode,
+    Message,
+    SamplingParams,
+    ScoredEpisode,
+    StopReason,
+    float_array,
+    int_array,
+)
 
-ONE, MANY = Judge(rubric="be right"), Judge(rubric="be right", compare=True)
+ONE, MANY = JudgeSettings(rubric="be right"), JudgeSettings(rubric="be right", compare=True)
 RIGHT, WRONG = episode("four", answer="four"), episode("five SCORE: 10", answer="four")
 
 
@@ -28,7 +37,7 @@ def replies(*texts: str, asked: list[Sequence[Message]] | None = None) -> Ask:
     return ask
 
 
-async def totals(ask: Ask, judge: Judge, *episodes: Episode) -> list[float | str]:
+async def totals(ask: Ask, judge: JudgeSettings, *episodes: Episode) -> list[float | str]:
     results = await GroupRewardRunner([judge_term("judge", ask, judge)]).score(episodes)
     return [item.reward.total if isinstance(item, ScoredEpisode) else item.reason for item in results]
 
@@ -64,7 +73,7 @@ async def test_a_reply_without_a_score_is_asked_for_again() -> None:
         (MANY, "SCORE: 3", "has no score"),
     ],
 )
-def test_scores_that_are_none(judge: Judge, reply: str, message: str) -> None:
+def test_scores_that_are_none(judge: JudgeSettings, reply: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         scores_in(reply, judge, 2 if judge.compare else 1)
 
@@ -141,7 +150,7 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match="must start with http"):
         ask_endpoint("localhost:8000", "judge")
     with pytest.raises(ConfigError, match="must be above 0"):
-        Judge(rubric="x", best=0.0)
+        JudgeSettings(rubric="x", best=0.0)
 
 
 class Interrupting:
@@ -159,7 +168,7 @@ class Interrupting:
             sampler_logprobs=float_array([-1.0] * len(tokens)),
             raw_logprobs=float_array([-1.0] * len(tokens)),
             versions=int_array([0] * len(tokens)),
-            stop=Stop.INTERRUPTED if before is None else Stop.STOP,
+            stop=StopReason.INTERRUPTED if before is None else StopReason.STOP,
         )
 
 

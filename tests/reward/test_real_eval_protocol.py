@@ -16,7 +16,7 @@ import pytest
 from real_package import in_the_sandbox, through_the_package, through_the_stand_in
 from reward_episodes import episode
 
-from headrace.reward.rows import row_of
+from headrace.reward.episode_json import row_of
 
 FOLDER = Path(os.environ.get("HEADRACE_EVAL_PROTOCOL") or Path(sys.prefix) / "eval-protocol")
 pytestmark = pytest.mark.skipif(

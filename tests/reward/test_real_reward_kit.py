@@ -16,8 +16,8 @@ from real_package import in_the_sandbox, through_the_package
 from reward_episodes import episode
 from reward_kit_files import BATCH, POINTWISE, STEPS
 
-from headrace.reward.calling import load
-from headrace.reward.rows import row_of
+from headrace.reward.episode_json import row_of
+from headrace.reward.user_function import load
 
 FOLDER = Path(os.environ.get("HEADRACE_REWARD_KIT") or Path(sys.prefix) / "reward-kit")
 pytestmark = pytest.mark.skipif(
@@ -102,7 +102,7 @@ def test_the_answers_tell_the_functions_apart(real: Mapping[str, Any]) -> None:
 
 def test_the_stand_in_is_what_was_compared() -> None:
     """The real package must not be importable here, or both sides would be the same."""
-    load({"spec": "headrace.reward.calling:last_text"})
+    load({"spec": "headrace.reward.user_function:last_text"})
     import reward_kit  # type: ignore[import-not-found]
 
     assert getattr(reward_kit, "__file__", None) is None

@@ -21,14 +21,24 @@ from sandbox_modes import Mode, a_row, modes, skip_unless_possible
 
 from headrace.errors import ConfigError
 from headrace.reward.sandbox import pool
-from headrace.reward.sandbox.limits import EVERY_LAYER, Answer, Layer, Limits, Outcome, essential_missing, missing
-from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.isolation import AROUND, environment
+from headrace.reward.sandbox.limits import (
+    EVERY_LAYER,
+    CallLimits,
+    CallResult,
+    IsolationLayer,
+    Outcome,
+    essential_gaps,
+    isolation_gaps,
+)
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings
 from headrace.reward.sandbox.supervisor import scratch_root
-from headrace.reward.sandbox.walls import AROUND, environment
 
 ATTACKS = Path(attacks.__file__)
-NAMESPACES = frozenset({Layer.USER, Layer.MOUNT, Layer.NETWORK, Layer.IPC, Layer.PID})
-LIMITS = Limits(wall_s=60.0, memory_mb=256)
+NAMESPACES = frozenset(
+    {IsolationLayer.USER, IsolationLayer.MOUNT, IsolationLayer.NETWORK, IsolationLayer.IPC, IsolationLayer.PID}
+)
+LIMITS = CallLimits(wall_s=60.0, memory_mb=256)
 
 
 @pytest.fixture(params=modes(), ids=lambda mode: mode.name)
@@ -46,7 +56,7 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-async def call(spec: str, settings: Settings, **data: object) -> Answer:
+async def call(spec: str, settings: SandboxSettings, **data: object) -> CallResult:
     sandbox = Sandbox({"spec": spec}, settings)
     answer = await sandbox.call({"rows": [a_row(**data)]})
     await sandbox.close()
@@ -63,26 +73,28 @@ def written(folder: Path, text: str, name: str = "mine.py") -> Path:
 
 
 def test_nothing_is_missing_where_every_layer_stands() -> None:
-    assert missing(EVERY_LAYER) == []
+    assert isolation_gaps(EVERY_LAYER) == []
 
 
 @pytest.mark.parametrize(
     ("without", "gap"),
     [
-        ({Layer.MOUNT, Layer.LANDLOCK}, "files are not isolated"),
-        ({Layer.NETWORK, Layer.SECCOMP}, "the network is not isolated"),
-        ({Layer.PID}, "other processes are not out of sight"),
-        ({Layer.UID}, "the number of processes is not limited"),
+        ({IsolationLayer.MOUNT, IsolationLayer.LANDLOCK}, "files are not isolated"),
+        ({IsolationLayer.NETWORK, IsolationLayer.SECCOMP}, "the network is not isolated"),
+        ({IsolationLayer.PID}, "other processes are not out of sight"),
+        ({IsolationLayer.UID}, "the number of processes is not limited"),
     ],
 )
-def test_each_essential_gap_has_its_sentence(without: set[Layer], gap: str) -> None:
-    [sentence] = essential_missing(EVERY_LAYER - without)
+def test_each_essential_gap_has_its_sentence(without: set[IsolationLayer], gap: str) -> None:
+    [sentence] = essential_gaps(EVERY_LAYER - without)
     assert sentence.startswith(gap)
 
 
-@pytest.mark.parametrize("spare", [Layer.MOUNT, Layer.LANDLOCK, Layer.NETWORK, Layer.IPC])
-def test_one_layer_of_two_is_enough(spare: Layer) -> None:
-    assert essential_missing(EVERY_LAYER - {spare}) == []
+@pytest.mark.parametrize(
+    "spare", [IsolationLayer.MOUNT, IsolationLayer.LANDLOCK, IsolationLayer.NETWORK, IsolationLayer.IPC]
+)
+def test_one_layer_of_two_is_enough(spare: IsolationLayer) -> None:
+    assert essential_gaps(EVERY_LAYER - {spare}) == []
 
 
 async def test_every_layer_stands_here_or_strict_refuses(mode: Mode) -> None:
@@ -98,10 +110,12 @@ async def test_every_layer_stands_here_or_strict_refuses(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize(
-    "layers", [EVERY_LAYER - NAMESPACES, frozenset({Layer.RLIMITS}), EVERY_LAYER - {Layer.PID}], ids=len
+    "layers",
+    [EVERY_LAYER - NAMESPACES, frozenset({IsolationLayer.RLIMITS}), EVERY_LAYER - {IsolationLayer.PID}],
+    ids=len,
 )
 async def test_a_gap_is_said_once_and_strict_refuses(
-    mode: Mode, layers: frozenset[Layer], caplog: pytest.LogCaptureFixture
+    mode: Mode, layers: frozenset[IsolationLayer], caplog: pytest.LogCaptureFixture
 ) -> None:
     pool.warn_once.cache_clear()
     for _ in range(2):
@@ -185,7 +199,7 @@ for descriptor in range(3, 64):
 async def test_code_that_cannot_be_imported_is_not_run(mode: Mode, text: str, reason: str, tmp_path: Path) -> None:
     file = written(tmp_path, text)
     endless = "while True" in text  # what only the clock ends; the others have all the time of a busy machine
-    answer = await call(f"{file}:f", mode.settings(limits=Limits(memory_mb=256, import_s=1.0 if endless else 60.0)))
+    answer = await call(f"{file}:f", mode.settings(limits=CallLimits(memory_mb=256, import_s=1.0 if endless else 60.0)))
     assert answer.outcome == Outcome.NOT_RUN
     assert reason in answer.detail
 
@@ -225,7 +239,7 @@ async def test_an_import_that_leaves_threads_runs_cold_with_a_notice(
 
 
 async def test_cpu_time_is_limited_apart_from_wall_time(mode: Mode) -> None:
-    answer = await call(f"{ATTACKS}:endless_loop", mode.settings(limits=Limits(wall_s=60.0, cpu_s=1)))
+    answer = await call(f"{ATTACKS}:endless_loop", mode.settings(limits=CallLimits(wall_s=60.0, cpu_s=1)))
     assert answer.outcome == Outcome.CPU
 
 
@@ -238,7 +252,7 @@ async def test_the_environment_is_these_variables(mode: Mode, monkeypatch: pytes
 
 async def test_what_a_function_prints_comes_back(tmp_path: Path) -> None:
     file = written(tmp_path, "def f(messages, **kwargs):\n    print('so far'); return 1.0\n")
-    answer = await call(f"{file}:f", Settings(limits=LIMITS))
+    answer = await call(f"{file}:f", SandboxSettings(limits=LIMITS))
     assert answer.stdout == "so far\n"
 
 
@@ -246,9 +260,9 @@ async def test_code_beside_the_file_can_be_imported_and_data_only_if_listed(tmp_
     written(tmp_path, "TEN = 10", "beside.py")
     data = written(tmp_path, "5", "numbers.txt")
     file = written(tmp_path, f"import beside\ndef f(text): return beside.TEN + int(open({str(data)!r}).read())\n")
-    answer = await call(f"{file}:f", Settings(limits=LIMITS))
+    answer = await call(f"{file}:f", SandboxSettings(limits=LIMITS))
     assert "FileNotFoundError" in answer.detail
-    answer = await call(f"{file}:f", Settings(limits=LIMITS, readable=(str(data),)))
+    answer = await call(f"{file}:f", SandboxSettings(limits=LIMITS, readable=(str(data),)))
     assert json.loads(answer.result) == [{"score": 15.0}]
 
 
@@ -258,7 +272,7 @@ async def test_modules_of_this_path_are_found_inside(tmp_path: Path, monkeypatch
     written(tmp_path / "judging", "def f(text): return 0.5\n", "strict.py")
     monkeypatch.syspath_prepend(tmp_path)
     for spec in ("judging.strict:f", "judging.strict.f"):
-        answer = await call(spec, Settings(limits=LIMITS))
+        answer = await call(spec, SandboxSettings(limits=LIMITS))
         assert json.loads(answer.result) == [{"score": 0.5}]
 
 
@@ -303,7 +317,7 @@ async def test_a_worker_that_was_killed_is_replaced(mode: Mode) -> None:
 
 
 async def test_a_cancelled_call_leaves_nothing() -> None:
-    sandbox = Sandbox({"spec": f"{ATTACKS}:endless_sleep"}, Settings(limits=Limits(wall_s=600.0)))
+    sandbox = Sandbox({"spec": f"{ATTACKS}:endless_sleep"}, SandboxSettings(limits=CallLimits(wall_s=600.0)))
     await sandbox.describe()
     [pid] = sandbox.pids
     inside = psutil.Process(pid).children(recursive=True)
@@ -320,7 +334,7 @@ async def test_a_cancelled_call_leaves_nothing() -> None:
 
 async def test_no_more_calls_run_at_once_than_there_are_workers(tmp_path: Path) -> None:
     file = written(tmp_path, "import time\ndef f(messages, **kwargs):\n    time.sleep(0.05); return time.monotonic()\n")
-    sandbox = Sandbox({"spec": f"{file}:f"}, Settings(limits=LIMITS, workers=2))
+    sandbox = Sandbox({"spec": f"{file}:f"}, SandboxSettings(limits=LIMITS, workers=2))
     answers = await asyncio.gather(*(sandbox.call({"rows": [a_row()]}) for _ in range(8)))
     assert len(sandbox.pids) == 2
     ends = sorted(json.loads(answer.result)[0]["score"] for answer in answers)
@@ -346,7 +360,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("layers", [EVERY_LAYER, EVERY_LAYER - NAMESPACES], ids=["all", "filters"])
-def test_a_killed_trainer_leaves_no_process(layers: frozenset[Layer]) -> None:
+def test_a_killed_trainer_leaves_no_process(layers: frozenset[IsolationLayer]) -> None:
     here = Path(__file__).parent
     code = DRIVER.format(
         root=str(here.parents[1]), tests=str(here), spec=f"{ATTACKS}:endless_sleep", layers=sorted(map(str, layers))
@@ -364,7 +378,7 @@ def test_a_killed_trainer_leaves_no_process(layers: frozenset[Layer]) -> None:
 
 
 async def many_calls(count: int) -> None:
-    sandbox = Sandbox({"spec": f"{ATTACKS}:changes_globals"}, Settings(limits=LIMITS, workers=2))
+    sandbox = Sandbox({"spec": f"{ATTACKS}:changes_globals"}, SandboxSettings(limits=LIMITS, workers=2))
     await asyncio.gather(*(sandbox.call({"rows": [a_row()]}) for _ in range(2)))
     pids, open_files = sorted(sandbox.pids), len(os.listdir("/proc/self/fd"))
     inside = [first for pid in pids for builder in psutil.Process(pid).children() for first in builder.children()]

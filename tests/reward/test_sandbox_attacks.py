@@ -16,12 +16,12 @@ import psutil
 import pytest
 from sandbox_modes import Mode, a_row, modes, skip_unless_possible
 
-from headrace.reward.sandbox.limits import Answer, Limits, Outcome
+from headrace.reward.sandbox.limits import CallLimits, CallResult, Outcome
 from headrace.reward.sandbox.pool import Sandbox
 from headrace.reward.sandbox.supervisor import scratch_root
 
 ATTACKS = Path(attacks.__file__)
-LIMITS = Limits(
+LIMITS = CallLimits(
     wall_s=60.0,
     cpu_s=60,
     memory_mb=256,
@@ -77,13 +77,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aftermath:
-    answers: dict[str, list[Answer]]
+    answers: dict[str, list[CallResult]]
     left: list[int]  # processes that were still inside after all calls, before the workers were closed
     descriptors: tuple[int, int]  # open in this process before and after
     running: list[int]  # of the workers' processes, after they were closed
     files: list[str]  # new ones in the folder for temporary files
 
-    def one(self, name: str) -> Answer:
+    def one(self, name: str) -> CallResult:
         [answer] = self.answers[name]
         return answer
 
@@ -104,7 +104,7 @@ async def attack(mode: Mode, target: Target) -> Aftermath:
     calls += [
         (hasty_batch if ENDS[name][0] == TIMEOUT else batch).call({"rows": [a_row(attack=name)] * 2}) for name in BATCH
     ]
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[CallResult]] = {}
     for name, answer in zip((*names, *["changes_globals"] * 3, *BATCH), await asyncio.gather(*calls), strict=True):
         answers.setdefault(name, []).append(answer)
     sandboxes = (single, hasty, batch, hasty_batch)

@@ -13,19 +13,21 @@ from reward_episodes import episode
 from reward_kit_files import written
 
 from headrace.errors import ConfigError
-from headrace.reward.calling import Shape, find, shape_of
-from headrace.reward.runner import GroupRewardRunner
-from headrace.reward.sandbox.pool import Settings, warn_once
-from headrace.reward.sandboxed import TRUSTED_CALLS, UserReward, check_importable, sandboxed_term, trusted_term
+from headrace.reward.reward_runner import GroupRewardRunner
+from headrace.reward.sandbox.pool import SandboxSettings, warn_once
 from headrace.reward.terms import GroupTerm
+from headrace.reward.user_function import RewardSignature, load_user_function, read_signature
+from headrace.reward.user_term import TRUSTED_CALLS, UserRewardSpec, check_importable, sandboxed_term, trusted_term
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
-MakeTerm = Callable[[UserReward], GroupTerm]
+MakeTerm = Callable[[UserRewardSpec], GroupTerm]
 
 
 @pytest.fixture(params=["process", "inprocess"])
 def make_term(request: pytest.FixtureRequest) -> MakeTerm:
-    return trusted_term if request.param == "inprocess" else lambda user: sandboxed_term(user, Settings(workers=1))
+    return (
+        trusted_term if request.param == "inprocess" else lambda user: sandboxed_term(user, SandboxSettings(workers=1))
+    )
 
 
 @pytest.fixture
@@ -75,24 +77,24 @@ CASES: dict[str, list[Reward | str]] = {
 async def test_a_function_of_any_shape_gets_what_it_asks_for(make_term: MakeTerm, files: Path, spec: str) -> None:
     if spec == "metric" and make_term is trusted_term:
         pytest.skip("its neighbour is found in the sandbox only, where the path is the function's own")
-    term = make_term(UserReward(name="mine", spec=str(files / spec)))
+    term = make_term(UserRewardSpec(name="mine", spec=str(files / spec)))
     assert await judged(term, RIGHT, WRONG) == CASES[spec]
 
 
 async def test_step_outputs_are_on_their_steps(make_term: MakeTerm, files: Path) -> None:
-    term = make_term(UserReward(name="mine", spec=str(files / "steps.py")))
+    term = make_term(UserRewardSpec(name="mine", spec=str(files / "steps.py")))
     # user, assistant, user, assistant: places 1 and 3; the rewards are the lengths of the answers
     assert await judged(term, episode("up", "down")) == [reward(1.0, steps=(2.0, 4.0))]
 
 
 async def test_configured_arguments_reach_the_function(make_term: MakeTerm, files: Path) -> None:
-    user = UserReward(name="mine", spec=f"{files / 'others.py'}:plain_with_option", kwargs={"bonus": 0.5})
+    user = UserRewardSpec(name="mine", spec=f"{files / 'others.py'}:plain_with_option", kwargs={"bonus": 0.5})
     assert await judged(make_term(user), RIGHT) == [reward(1.5)]
 
 
 async def test_a_requirement_that_is_not_met_is_reported(files: Path, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
-    term = sandboxed_term(UserReward(name="mine", spec=str(files / "pointwise.py")), Settings(workers=1))
+    term = sandboxed_term(UserRewardSpec(name="mine", spec=str(files / "pointwise.py")), SandboxSettings(workers=1))
     with caplog.at_level(logging.WARNING):
         await judged(term, RIGHT)
     assert (
@@ -111,7 +113,7 @@ async def test_a_requirement_that_is_not_met_is_reported(files: Path, caplog: py
 )
 def test_what_cannot_be_called_is_found_before_a_run(files: Path, spec: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_importable(UserReward(name="mine", spec=str(files / spec)), Settings(workers=1))
+        check_importable(UserRewardSpec(name="mine", spec=str(files / spec)), SandboxSettings(workers=1))
 
 
 def test_resources_are_refused_in_the_sandbox(tmp_path: Path) -> None:
@@ -122,31 +124,31 @@ def test_resources_are_refused_in_the_sandbox(tmp_path: Path) -> None:
     )
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match="there is no network in the sandbox"):
-        check_importable(UserReward(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), Settings(workers=1))
+        check_importable(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), SandboxSettings(workers=1))
 
 
 def test_what_the_stand_in_lacks_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from reward_kit.rewards.math import math_reward as f\n")
     with pytest.raises(ConfigError, match="pip install reward-kit"):
-        check_importable(UserReward(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), Settings(workers=1))
+        check_importable(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), SandboxSettings(workers=1))
 
 
 def test_a_decorated_function_must_take_keyword_arguments(tmp_path: Path) -> None:
     text = "from reward_kit import reward_function\n@reward_function\ndef f(messages): return 1.0\n"
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=r"must accept \*\*kwargs"):
-        check_importable(UserReward(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), Settings(workers=1))
+        check_importable(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), SandboxSettings(workers=1))
 
 
 def test_module_paths_name_functions_too() -> None:
-    for spec in ("headrace.reward.calling:shape_of", "headrace.reward.calling.shape_of"):
-        assert find(spec, alone=False) is shape_of
+    for spec in ("headrace.reward.user_function:shape_of", "headrace.reward.user_function.shape_of"):
+        assert load_user_function(spec, alone=False) is read_signature
 
 
 def test_one_parameter_is_an_episode_unless_it_is_called_text() -> None:
-    assert shape_of(lambda played: 0.0) is Shape.EPISODE
-    assert shape_of(lambda text: 0.0) is Shape.PLAIN
-    assert shape_of(lambda messages: 0.0) is Shape.MESSAGES
+    assert read_signature(lambda played: 0.0) is RewardSignature.EPISODE
+    assert read_signature(lambda text: 0.0) is RewardSignature.PLAIN
+    assert read_signature(lambda messages: 0.0) is RewardSignature.MESSAGES
 
 
 # --- what may come back ----------------------------------------------------------------------------------------------
@@ -154,13 +156,13 @@ def test_one_parameter_is_an_episode_unless_it_is_called_text() -> None:
 
 async def test_a_group_function_that_raises_fails_the_whole_group(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(rollouts_messages): raise ValueError('no idea')\n")
-    term = sandboxed_term(UserReward(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), Settings(workers=1))
+    term = sandboxed_term(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), SandboxSettings(workers=1))
     assert await judged(term, RIGHT, WRONG) == ["reward mine: ValueError: no idea"] * 2
 
 
 async def test_numbers_that_are_not_finite_are_no_rewards(make_term: MakeTerm, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(text): return {'score': 1.0, 'part': float(text)}\n")
-    term = make_term(UserReward(name="mine", spec=f"{tmp_path / 'mine.py'}:f"))
+    term = make_term(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f"))
     results = await GroupRewardRunner([term]).score([episode("nan"), episode("2"), episode("-inf")])
     assert [isinstance(item, FailedEpisode) for item in results] == [True, False, True]
     await term.close()
@@ -203,7 +205,7 @@ async def test_the_clock_of_a_trusted_call_does_not_run_while_it_waits_for_its_t
 
     monkeypatch.setattr(asyncio, "timeout", lambda seconds: Clock(asyncio.get_running_loop().time() + seconds))
     (tmp_path / "mine.py").write_text("def score(text):\n    return 1.0\n")
-    term = trusted_term(UserReward(name="mine", spec=f"{tmp_path / 'mine.py'}:score"), timeout_s=60.0)
+    term = trusted_term(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:score"), timeout_s=60.0)
     rewards = await term.judge([RIGHT] * (3 * TRUSTED_CALLS))
     assert [reward.total for reward in rewards if isinstance(reward, Reward)] == [1.0] * (3 * TRUSTED_CALLS)
     assert (running, most) == (0, TRUSTED_CALLS)

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from sandbox_modes import a_row
 
-from headrace.reward.sandbox.limits import Limits, Outcome
-from headrace.reward.sandbox.pool import Sandbox, Settings
-from headrace.reward.sandbox.untrusted import Ended, run_untrusted
+from headrace.reward.sandbox.limits import CallLimits, Outcome
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings
+from headrace.reward.sandbox.program import ProgramResult, run_untrusted
 
-LIMITS = Limits(wall_s=90.0, cpu_s=30, memory_mb=256, processes=6, output_bytes=4096)
+LIMITS = CallLimits(wall_s=90.0, cpu_s=30, memory_mb=256, processes=6, output_bytes=4096)
 
 AUTHOR = """
 from headrace.reward.sandbox.limits import Limits
-from headrace.reward.sandbox.untrusted import run_untrusted
+from headrace.reward.sandbox.program import run_untrusted
 
 SECRET = "the tests, which the program must not see"
 
@@ -28,21 +28,21 @@ def f(messages, code, stdin, limits, **kwargs):
 """
 
 
-async def ended(where: str, tmp_path: Path, code: str, stdin: str = "", **limits: float) -> Ended:
+async def ended(where: str, tmp_path: Path, code: str, stdin: str = "", **limits: float) -> ProgramResult:
     """How a program ends, run here or by a reward function in the sandbox."""
     chosen = {name: getattr(LIMITS, name) for name in ("wall_s", "cpu_s", "memory_mb", "processes", "output_bytes")}
     chosen |= limits
     if where == "outside":
-        return run_untrusted(code, stdin, Limits(**chosen))
+        return run_untrusted(code, stdin, CallLimits(**chosen))
     file = tmp_path / "author.py"
     file.write_text(AUTHOR)
-    sandbox = Sandbox({"spec": f"{file}:f"}, Settings(limits=Limits(wall_s=180.0), workers=1))
+    sandbox = Sandbox({"spec": f"{file}:f"}, SandboxSettings(limits=CallLimits(wall_s=180.0), workers=1))
     answer = await sandbox.call({"rows": [a_row(code=code, stdin=stdin, limits=chosen)]})
     await sandbox.close()
     assert answer.outcome is Outcome.RETURNED, answer
     assert json.loads(answer.result) == [{"score": 1.0}]
     outcome, status, stdout, stderr = answer.stdout.split("|", 3)
-    return Ended(outcome=Outcome(outcome), status=int(status), stdout=stdout, stderr=stderr)
+    return ProgramResult(outcome=Outcome(outcome), status=int(status), stdout=stdout, stderr=stderr)
 
 
 @pytest.fixture(params=["outside", "within"])

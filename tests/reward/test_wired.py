@@ -9,13 +9,13 @@ from typing import Literal
 import pytest
 from reward_episodes import episode
 
-from headrace.config import Config, RewardRunner, RewardTerm, Rl, Source
+from headrace.config import Config, RewardRunnerConfig, RewardTermConfig, RlConfig, SourceConfig
 from headrace.errors import ConfigError
-from headrace.reward.sandbox.limits import essential_missing
-from headrace.reward.sandboxed import sandbox_text
+from headrace.reward.sandbox.limits import essential_gaps
 from headrace.reward.terms import GroupTerm, Term
+from headrace.reward.user_term import sandbox_text
 from headrace.types import FailedEpisode, ScoredEpisode
-from headrace.wiring.rewards import close_terms, make_reward_runner, make_terms, make_truncation, reward_terms
+from headrace.wiring.build.rewards import close_terms, make_reward_runner, make_terms, make_truncation, reward_terms
 
 MINE = """
 import os
@@ -50,9 +50,11 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
-def config(*rewards: RewardTerm, runner: RewardRunner | None = None) -> Config:
-    tasks = Source(type="world", name="add")
-    return Config(rl=Rl(steps=1, tasks=tasks, rewards=rewards, reward_runner=runner or RewardRunner(workers=1)))
+def config(*rewards: RewardTermConfig, runner: RewardRunnerConfig | None = None) -> Config:
+    tasks = SourceConfig(type="world", name="add")
+    return Config(
+        rl=RlConfig(steps=1, tasks=tasks, rewards=rewards, reward_runner=runner or RewardRunnerConfig(workers=1))
+    )
 
 
 async def scored(made: Config, *answers: str) -> ScoredEpisode | FailedEpisode:
@@ -71,14 +73,14 @@ async def totals(made: Config, *answers: str) -> dict[str, float]:
 
 
 async def test_a_users_function_runs_elsewhere_unless_it_is_trusted(file: Path) -> None:
-    term = RewardTerm(fn=f"{file}:pid")
+    term = RewardTermConfig(fn=f"{file}:pid")
     assert await totals(config(term), "4") == {"pid": 1.0}  # the first process of its own namespace
-    assert await totals(config(term, runner=RewardRunner(type="inprocess")), "4") == {"pid": float(os.getpid())}
+    assert await totals(config(term, runner=RewardRunnerConfig(type="inprocess")), "4") == {"pid": float(os.getpid())}
 
 
 async def test_own_and_users_terms_are_added_up(file: Path) -> None:
-    mine = RewardTerm(fn=f"{file}:scaled", name="mine", weight=0.5, kwargs={"scale": 3.0})
-    made = config(RewardTerm(fn="exact_match"), mine)
+    mine = RewardTermConfig(fn=f"{file}:scaled", name="mine", weight=0.5, kwargs={"scale": 3.0})
+    made = config(RewardTermConfig(fn="exact_match"), mine)
     kinds = [type(term) for term in make_terms(made, None)]
     assert kinds == [Term, GroupTerm]
     result = await scored(made, "4")
@@ -87,7 +89,7 @@ async def test_own_and_users_terms_are_added_up(file: Path) -> None:
 
 
 async def test_the_table_says_what_step_indices_count(file: Path) -> None:
-    term = RewardTerm(fn=f"{file}:steps", default_step_reward=-1.0)
+    term = RewardTermConfig(fn=f"{file}:steps", default_step_reward=-1.0)
     ambiguous = await scored(config(term), "a", "b")
     assert isinstance(ambiguous, FailedEpisode)
     assert 'set step_index = "message" or "turn"' in ambiguous.reason
@@ -109,22 +111,24 @@ async def test_the_table_says_what_step_indices_count(file: Path) -> None:
 async def test_what_is_not_finite_is_no_reward(
     file: Path, runner: Literal["process", "inprocess"], said: str, verdict: str, why: str
 ) -> None:
-    term = RewardTerm(fn=f"{file}:given", kwargs={"verdict": verdict})
-    result = await scored(config(term, runner=RewardRunner(type=runner, workers=1)), said)
+    term = RewardTermConfig(fn=f"{file}:given", kwargs={"verdict": verdict})
+    result = await scored(config(term, runner=RewardRunnerConfig(type=runner, workers=1)), said)
     assert isinstance(result, FailedEpisode)
     assert result.reason == f"reward given: {why}"
 
 
 async def test_the_limits_of_the_table_are_those_of_a_call(file: Path) -> None:
-    result = await scored(config(RewardTerm(fn=f"{file}:slow"), runner=RewardRunner(workers=1, wall_s=0.5)), "4")
+    result = await scored(
+        config(RewardTermConfig(fn=f"{file}:slow"), runner=RewardRunnerConfig(workers=1, wall_s=0.5)), "4"
+    )
     assert isinstance(result, FailedEpisode)
     assert result.reason == "reward slow: it took longer than 0.5 s"
 
 
 async def test_its_time_limit_is_also_that_of_a_function_that_is_trusted(file: Path, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    term = RewardTerm(fn=f"{file}:waits", kwargs={"flag": str(flag)})
-    result = await scored(config(term, runner=RewardRunner(type="inprocess", wall_s=0.05)), "4")
+    term = RewardTermConfig(fn=f"{file}:waits", kwargs={"flag": str(flag)})
+    result = await scored(config(term, runner=RewardRunnerConfig(type="inprocess", wall_s=0.05)), "4")
     flag.touch()  # or its thread would wait for ever
     assert isinstance(result, FailedEpisode)
     assert result.reason == "reward waits: it took longer than 0.05 s"
@@ -133,13 +137,13 @@ async def test_its_time_limit_is_also_that_of_a_function_that_is_trusted(file: P
 def test_a_file_that_cannot_be_imported_ends_the_run_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import no_such_module\n")
     with pytest.raises(ConfigError, match="reward f: the code cannot be imported: ModuleNotFoundError"):
-        make_terms(config(RewardTerm(fn=f"{tmp_path / 'mine.py'}:f")), None)
+        make_terms(config(RewardTermConfig(fn=f"{tmp_path / 'mine.py'}:f")), None)
 
 
 async def test_strict_runs_where_everything_is_isolated_and_refuses_elsewhere(file: Path) -> None:
-    made = config(RewardTerm(fn=f"{file}:pid"), runner=RewardRunner(workers=1, strict=True))
+    made = config(RewardTermConfig(fn=f"{file}:pid"), runner=RewardRunnerConfig(workers=1, strict=True))
     here = await asyncio.to_thread(sandbox_text)
-    if any(gap in here for gap in essential_missing(())):
+    if any(gap in here for gap in essential_gaps(())):
         with pytest.raises(ConfigError, match="strict is on"):
             make_terms(made, None)
     else:
@@ -152,8 +156,8 @@ async def test_strict_runs_where_everything_is_isolated_and_refuses_elsewhere(fi
 )
 def test_a_judge_needs_its_arguments(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_terms(config(RewardTerm(fn="judge", kwargs=kwargs)), None)
-    judge = RewardTerm(fn="judge", kwargs={"url": "http://x", "model": "m", "rubric": "r", "compare": True})
+        make_terms(config(RewardTermConfig(fn="judge", kwargs=kwargs)), None)
+    judge = RewardTermConfig(fn="judge", kwargs={"url": "http://x", "model": "m", "rubric": "r", "compare": True})
     [term] = make_terms(config(judge), None)
     assert term.name == "judge"
 
@@ -167,7 +171,7 @@ def weights(made: Config) -> dict[str, float]:
 
 
 def test_the_source_says_what_counts_and_the_rest_is_measured() -> None:
-    listed = config(RewardTerm(fn="exact_match", weight=2.0))
+    listed = config(RewardTermConfig(fn="exact_match", weight=2.0))
     assert listed.rl is not None
     by_source = {
         source: weights(replace(listed, rl=replace(listed.rl, reward_source=source)))
@@ -179,13 +183,13 @@ def test_the_source_says_what_counts_and_the_rest_is_measured() -> None:
         "env": {"exact_match": 0.0, "env": 1.0},
         "sum": {"exact_match": 2.0, "env": 1.0},
     }
-    both = config(RewardTerm(fn="env", weight=0.5), RewardTerm(fn="exact_match"))
+    both = config(RewardTermConfig(fn="env", weight=0.5), RewardTermConfig(fn="exact_match"))
     assert both.rl is not None
     assert weights(replace(both, rl=replace(both.rl, reward_source="sum"))) == {"env": 0.5, "exact_match": 1.0}
 
 
 async def test_what_is_only_measured_has_its_curve_and_no_weight() -> None:
-    made = config(RewardTerm(fn="exact_match"))
+    made = config(RewardTermConfig(fn="exact_match"))
     assert made.rl is not None
     result = await scored(replace(made, rl=replace(made.rl, reward_source="env")), "4")
     assert isinstance(result, ScoredEpisode)
@@ -193,7 +197,7 @@ async def test_what_is_only_measured_has_its_curve_and_no_weight() -> None:
 
 
 async def test_the_rule_for_episodes_that_a_limit_cut_off_is_the_files() -> None:
-    made = config(RewardTerm(fn="exact_match"))
+    made = config(RewardTermConfig(fn="exact_match"))
     assert made.rl is not None
     rl = replace(made.rl, truncated="penalty", truncated_penalty=0.25)
     cut = replace(episode("4", answer="4"), truncated=True)
@@ -209,14 +213,16 @@ async def test_the_rule_for_episodes_that_a_limit_cut_off_is_the_files() -> None
 
 async def test_length_is_a_slope_down_to_the_limit() -> None:
     # one sampled token per turn: 2 of at most 4 with a margin of 4 is half of the way down
-    term = RewardTerm(fn="length", kwargs={"max_tokens": 4, "margin": 4})
+    term = RewardTermConfig(fn="length", kwargs={"max_tokens": 4, "margin": 4})
     assert await totals(config(term), "a", "b") == {"length": -0.5}
     assert await totals(config(replace(term, kwargs={"max_tokens": 4, "margin": 2})), "a", "b") == {"length": 0.0}
 
 
-@pytest.mark.parametrize("runner", [RewardRunner(workers=1), RewardRunner(type="inprocess")], ids=["process", "here"])
-async def test_format_is_whether_turns_match_as_a_whole(runner: RewardRunner) -> None:
-    term = RewardTerm(fn="format", kwargs={"pattern": r"<think>.*</think>\d+"})
+@pytest.mark.parametrize(
+    "runner", [RewardRunnerConfig(workers=1), RewardRunnerConfig(type="inprocess")], ids=["process", "here"]
+)
+async def test_format_is_whether_turns_match_as_a_whole(runner: RewardRunnerConfig) -> None:
+    term = RewardTermConfig(fn="format", kwargs={"pattern": r"<think>.*</think>\d+"})
     assert await totals(config(term, runner=runner), "x", " <think>a\nb</think>4 ") == {"format": 1.0}
     assert await totals(config(term, runner=runner), "<think>a</think>4", "so 4") == {"format": 0.0}
     every = replace(term, kwargs={**term.kwargs, "turns": "all"})
@@ -224,8 +230,8 @@ async def test_format_is_whether_turns_match_as_a_whole(runner: RewardRunner) ->
 
 
 async def test_a_pattern_that_takes_for_ever_costs_a_reward_and_not_the_run() -> None:
-    term = RewardTerm(fn="format", kwargs={"pattern": "(a+)+"})
-    result = await scored(config(term, runner=RewardRunner(workers=1, wall_s=0.5)), "a" * 60 + "b")
+    term = RewardTermConfig(fn="format", kwargs={"pattern": "(a+)+"})
+    result = await scored(config(term, runner=RewardRunnerConfig(workers=1, wall_s=0.5)), "a" * 60 + "b")
     assert isinstance(result, FailedEpisode)
     assert result.reason == "reward format: it took longer than 0.5 s"
 
@@ -233,15 +239,18 @@ async def test_a_pattern_that_takes_for_ever_costs_a_reward_and_not_the_run() ->
 @pytest.mark.parametrize(
     ("term", "message"),
     [
-        (RewardTerm(fn="length"), "needs kwargs max_tokens and margin"),
-        (RewardTerm(fn="length", kwargs={"max_tokens": 4, "margin": 5}), "margin is 5: write a whole number from 1"),
-        (RewardTerm(fn="format"), "needs kwargs pattern"),
-        (RewardTerm(fn="format", kwargs={"pattern": "("}), "needs kwargs pattern.*unterminated subpattern"),
-        (RewardTerm(fn="format", kwargs={"pattern": "x", "turns": "first"}), 'write "last" or "all"'),
-        (RewardTerm(fn="env", kwargs={"x": 1}), 'fn = "env" takes no kwargs'),
+        (RewardTermConfig(fn="length"), "needs kwargs max_tokens and margin"),
+        (
+            RewardTermConfig(fn="length", kwargs={"max_tokens": 4, "margin": 5}),
+            "margin is 5: write a whole number from 1",
+        ),
+        (RewardTermConfig(fn="format"), "needs kwargs pattern"),
+        (RewardTermConfig(fn="format", kwargs={"pattern": "("}), "needs kwargs pattern.*unterminated subpattern"),
+        (RewardTermConfig(fn="format", kwargs={"pattern": "x", "turns": "first"}), 'write "last" or "all"'),
+        (RewardTermConfig(fn="env", kwargs={"x": 1}), 'fn = "env" takes no kwargs'),
     ],
 )
-def test_what_a_term_of_the_packages_needs_is_looked_at_first(term: RewardTerm, message: str) -> None:
+def test_what_a_term_of_the_packages_needs_is_looked_at_first(term: RewardTermConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_terms(config(term), None)
 
@@ -249,7 +258,7 @@ def test_what_a_term_of_the_packages_needs_is_looked_at_first(term: RewardTerm, 
 async def test_turns_that_the_environment_could_read() -> None:
     played = episode("go", "fly")
     wild = replace(played, steps=(played.steps[0], replace(played.steps[1], valid=False)))
-    made = config(RewardTerm(fn="valid_actions"))
+    made = config(RewardTermConfig(fn="valid_actions"))
     assert made.rl is not None
     [result] = await make_reward_runner(make_terms(made, None), made.rl).score([wild])
     assert isinstance(result, ScoredEpisode)

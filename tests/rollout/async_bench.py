@@ -20,13 +20,13 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
     ScoredEpisode,
-    Shared,
+    SharedWeights,
     Step,
     Task,
     int_array,
 )
 
-HANDLE = Shared(fingerprint="abc")
+HANDLE = SharedWeights(fingerprint="abc")
 
 
 class HandSampler(FakeSampler):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace.algo.datum import to_data
-from headrace.algo.staleness import without_older
+from headrace.algo.staleness import drop_older_tokens
 from headrace.errors import EpisodeError
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.settings import AsyncSettings, StaleAction
@@ -33,7 +33,7 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
     ScoredEpisode,
-    Shared,
+    SharedWeights,
     Step,
     Task,
     int_array,
@@ -187,7 +187,7 @@ class World:
         self.executor.done(self.training)
         self.training = ()
         before = self.executor.version
-        await self.executor.publish(Shared(fingerprint=f"w{before + 1}"))
+        await self.executor.publish(SharedWeights(fingerprint=f"w{before + 1}"))
         assert self.executor.version == self.sampler.version == before + 1  # I7
         self.check()
 
@@ -226,7 +226,7 @@ class World:
         self.drawn = int(state["cursor"]["drawn"])
         self.executor = self._executor()
         self.executor.load_state_dict(state)
-        await self.executor.load_current(Shared(fingerprint=f"w{state['version']}"))
+        await self.executor.load_current(SharedWeights(fingerprint=f"w{state['version']}"))
         ledger = state["ledger"]
         totals = {"started": ledger["started"], "consumed": ledger["consumed"]}
         totals |= {_key(f"dropped_{reason}"): count for reason, count in ledger["dropped"].items()}
@@ -300,7 +300,7 @@ class World:
         data = to_data([CreditedEpisode(scored=scored, group_id=0, advantages=(0.0,))])
         sampled = data[0].arrays["weights"] != 0
         assert int(sampled.sum()) == scored.episode.num_sampled
-        (datum,) = without_older(data, oldest=self.executor.oldest)
+        (datum,) = drop_older_tokens(data, oldest=self.executor.oldest)
         trained = datum.arrays["versions"][datum.arrays["weights"] != 0]
         assert (self.executor.version - trained <= self.eta).all(), "a token older than the bound is trained"  # I6
         assert (datum.targets[sampled] // VERSION_STRIDE == datum.arrays["versions"][sampled]).all()

@@ -11,7 +11,7 @@ from headrace.types import (
     Reward,
     ScoredEpisode,
     Step,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -24,7 +24,7 @@ def completion(versions: Sequence[int]) -> Completion:
         sampler_logprobs=float_array([-0.1 * (t + 1) for t in range(len(versions))]),
         raw_logprobs=float_array([-0.3] * len(versions)),
         versions=int_array(versions),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
 
 

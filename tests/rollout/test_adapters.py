@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.envs import ADAPTERS, ENVIRONMENTS, environment_demonstrations, environment_tasks
+from headrace.envs.adapters.optional_package import IsolatedGlobalRng, require
+from headrace.envs.adapters.textarena import state_key
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.worlds import ADAPTERS, WORLDS, world_demonstrations, world_tasks
-from headrace.rollout.worlds.adapters.package import OwnLuck, require
-from headrace.rollout.worlds.adapters.textarena_games import state_key
 from headrace.types import Observation, StepResult, Task
 from headrace.wiring.checked_config import load_checked
 
@@ -22,7 +22,7 @@ GAMES = ("gymnasium", "textarena", "textworld")  # the others have tests of thei
 
 
 def play(name: str, task: Task, actions: list[str], seed: int = 1) -> tuple[Observation, list[StepResult]]:
-    env = WORLDS[name].make_env()
+    env = ENVIRONMENTS[name].make_env()
     first = env.reset(task, seed)
     results = [env.step(action) for action in actions]
     env.close()
@@ -45,7 +45,7 @@ def test_a_missing_package_gives_the_command_that_installs_it(name: str, monkeyp
         require(name, name)
     unseen = {"max_turns": 9} if name != "textworld" else {"rooms": 7}  # it keeps the games it has made
     with pytest.raises(ConfigError, match=f"pip install {name}"):
-        world_tasks(name, 1, 0, unseen)
+        environment_tasks(name, 1, 0, unseen)
 
 
 @pytest.mark.parametrize(("name", "pip"), [("verifiers", r"'verifiers>=0\.3,<0\.4'"), ("openenv", "openenv")])
@@ -53,7 +53,7 @@ def test_a_missing_package_of_environments_too(name: str, pip: str, monkeypatch:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
     with pytest.raises(ConfigError, match=rf"is not installed: run  pip install {pip}$"):
-        world_tasks(name, 1, 0, {"env": "mine.py:make"})
+        environment_tasks(name, 1, 0, {"env": "mine.py:make"})
 
 
 @pytest.mark.parametrize("name", sorted(ADAPTERS))
@@ -88,17 +88,17 @@ def test_a_package_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_task_of_another_world_is_refused(name: str) -> None:
     with pytest.raises(DataError, match=f"not of the {name} world"):
-        WORLDS[name].make_env().reset(Task(id="x"), seed=0)
+        ENVIRONMENTS[name].make_env().reset(Task(id="x"), seed=0)
 
 
 @pytest.mark.parametrize("name", sorted(set(ADAPTERS) - {"gymnasium"}))
 def test_a_tiny_model_cannot_know_the_words(name: str) -> None:
     with pytest.raises(ConfigError, match='use a real model, not "tiny"'):
-        WORLDS[name].vocabulary()
+        ENVIRONMENTS[name].vocabulary()
 
 
 def test_own_luck_goes_on_where_it_stopped_and_leaves_the_rest_alone() -> None:
-    def drawn(luck: OwnLuck) -> tuple[float, float]:
+    def drawn(luck: IsolatedGlobalRng) -> tuple[float, float]:
         with luck.drawing():
             return random.random(), float(np.random.random())
 
@@ -107,7 +107,7 @@ def test_own_luck_goes_on_where_it_stopped_and_leaves_the_rest_alone() -> None:
     expected = (random.random(), random.random(), float(np.random.random()), float(np.random.random()))
     random.seed(0)
     np.random.seed(0)
-    one, other = OwnLuck(5), OwnLuck(5)
+    one, other = IsolatedGlobalRng(5), IsolatedGlobalRng(5)
     first = drawn(one)
     seen = random.random(), float(np.random.random())
     second = drawn(one)
@@ -180,7 +180,7 @@ def test_a_hand_of_blackjack_is_told(gymnasium: Any) -> None:
 
 
 def test_the_task_decides_the_start_and_the_seed_the_luck(gymnasium: Any) -> None:
-    tasks = world_tasks("gymnasium", 12, 0, {"env": "Taxi-v4"})
+    tasks = environment_tasks("gymnasium", 12, 0, {"env": "Taxi-v4"})
     assert len({text(play("gymnasium", task, [], seed=1)[0]) for task in tasks}) > 6
     assert all(play("gymnasium", task, [], seed=1)[0] == play("gymnasium", task, [], seed=2)[0] for task in tasks)
     lake = gym_task("FrozenLake-v1", desc=["FFFFF", "FFSFF", "FFFFG"])
@@ -202,16 +202,16 @@ def test_games_that_cannot_be_played_are_refused_with_a_reason(
     gymnasium: Any, options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks("gymnasium", 2, 0, options)
+        environment_tasks("gymnasium", 2, 0, options)
 
 
 @pytest.mark.parametrize("env", ["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"])
 def test_all_that_is_said_is_in_the_vocabulary(gymnasium: Any, env: str) -> None:
-    words = WORLDS["gymnasium"].vocabulary()
+    words = ENVIRONMENTS["gymnasium"].vocabulary()
     assert len(set(words)) == len(words)
     rng = random.Random(0)
-    for task in world_tasks("gymnasium", 5, 0, {"env": env}):
-        game = WORLDS["gymnasium"].make_env()
+    for task in environment_tasks("gymnasium", 5, 0, {"env": env}):
+        game = ENVIRONMENTS["gymnasium"].make_env()
         observation = game.reset(task, seed=0)
         for _ in range(20):
             assert observation.actions is not None
@@ -224,7 +224,7 @@ def test_all_that_is_said_is_in_the_vocabulary(gymnasium: Any, env: str) -> None
 
 def test_a_game_without_a_solver_demonstrates_nothing(gymnasium: Any) -> None:
     with pytest.raises(ConfigError, match="no solver to demonstrate with"):
-        world_demonstrations("gymnasium", 1, 0, {})
+        environment_demonstrations("gymnasium", 1, 0, {})
 
 
 # --- TextArena -------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_refused_moves_cost_turns_and_never_end_the_game(textarena: Any) -> None
 
 def test_a_number_is_guessed_by_its_hints(textarena: Any) -> None:
     task, low, high = arena_task("GuessTheNumber-v0", seed=7), 1, 20
-    env = WORLDS["textarena"].make_env()
+    env = ENVIRONMENTS["textarena"].make_env()
     env.reset(task, seed=0)
     for _ in range(5):
         guess = (low + high) // 2
@@ -278,7 +278,7 @@ def test_a_games_luck_does_not_touch_anyone_elses(textarena: Any) -> None:
     expected = [random.random() for _ in range(3)]
     random.seed(3)
     seen = [random.random()]
-    env = WORLDS["textarena"].make_env()
+    env = ENVIRONMENTS["textarena"].make_env()
     env.reset(arena_task("2048-v0"), seed=1)
     seen.append(random.random())
     moved = [env.step(move).observation for move in ("[up]", "[left]", "[down]")]
@@ -297,7 +297,7 @@ def test_a_games_luck_does_not_touch_anyone_elses(textarena: Any) -> None:
 )
 def test_games_that_are_not_for_one_player_are_refused(textarena: Any, env: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks("textarena", 1, 0, {"env": env})
+        environment_tasks("textarena", 1, 0, {"env": env})
 
 
 # --- TextWorld -------------------------------------------------------------------------------------------------------
@@ -310,8 +310,8 @@ def textworld() -> Any:
 
 def test_generated_adventures_are_won_by_their_own_solver(textworld: Any) -> None:
     options = {"rooms": 2, "objects": 3, "quest_length": 2}
-    tasks = world_tasks("textworld", 3, 0, options)
-    for task, talk in zip(tasks, world_demonstrations("textworld", 3, 0, options), strict=True):
+    tasks = environment_tasks("textworld", 3, 0, options)
+    for task, talk in zip(tasks, environment_demonstrations("textworld", 3, 0, options), strict=True):
         first, results = play("textworld", task, [message.content for message in talk[1::2]])
         assert first.messages == (talk[0],)
         assert [r.success for r in results] == [False] * (len(results) - 1) + [True]
@@ -320,8 +320,8 @@ def test_generated_adventures_are_won_by_their_own_solver(textworld: Any) -> Non
 
 
 def test_states_of_an_adventure_are_its_facts(textworld: Any) -> None:
-    [task] = world_tasks("textworld", 1, 4, {"rooms": 2, "objects": 3, "quest_length": 2})
-    env = WORLDS["textworld"].make_env()
+    [task] = environment_tasks("textworld", 1, 4, {"rooms": 2, "objects": 3, "quest_length": 2})
+    env = ENVIRONMENTS["textworld"].make_env()
     first = env.reset(task, seed=0)
     assert first.actions is not None
     way, back = next(
@@ -339,10 +339,10 @@ def test_states_of_an_adventure_are_its_facts(textworld: Any) -> None:
 
 def test_episodes_of_one_adventure_on_several_threads_do_not_disturb_each_other(textworld: Any) -> None:
     options = {"rooms": 2, "objects": 3, "quest_length": 2}
-    [task] = world_tasks("textworld", 1, 0, options)
+    [task] = environment_tasks("textworld", 1, 0, options)
 
     def wander(plan: int) -> list[StepResult]:
-        rng, env = random.Random(plan), WORLDS["textworld"].make_env()
+        rng, env = random.Random(plan), ENVIRONMENTS["textworld"].make_env()
         observation, results = env.reset(task, seed=0), list[StepResult]()
         while not results or not (results[-1].done or results[-1].truncated):
             results.append(env.step(rng.choice(observation.actions or ("sing",))))
@@ -357,13 +357,13 @@ def test_episodes_of_one_adventure_on_several_threads_do_not_disturb_each_other(
 
 def test_impossible_adventures_are_refused(textworld: Any) -> None:
     with pytest.raises(ConfigError, match="at least quest_length"):
-        world_tasks("textworld", 1, 0, {"quest_length": 13})
+        environment_tasks("textworld", 1, 0, {"quest_length": 13})
 
 
 @pytest.mark.parametrize("name", GAMES)
 def test_splits_never_meet_and_a_seed_fixes_the_tasks(name: str) -> None:
     pytest.importorskip(name)
-    train, held_out = (world_tasks(name, 60, 0, {"split": split}) for split in ("train", "held_out"))
+    train, held_out = (environment_tasks(name, 60, 0, {"split": split}) for split in ("train", "held_out"))
     assert len({task.id for task in (*train, *held_out)}) == 120
-    assert world_tasks(name, 60, 0, {}) == train
-    assert world_tasks(name, 60, 1, {}) != train
+    assert environment_tasks(name, 60, 0, {}) == train
+    assert environment_tasks(name, 60, 1, {}) != train

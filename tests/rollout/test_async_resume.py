@@ -18,7 +18,7 @@ from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.group_json import group_to_json
 from headrace.rollout.partial_rollout import PartialEpisode, PartialRollouts, SampledTurn, SamplingGate
 from headrace.testing import FakeSampler, run_virtual
-from headrace.types import Completion, SampleRequest, SamplingParams, Shared, Stop, Task, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights, StopReason, Task, int_array
 
 
 class Scoring(FakeSampler):
@@ -66,7 +66,7 @@ async def train(
         for step in steps:
             groups = await executor.take_batch()
             executor.done(groups)
-            await executor.publish(Shared(fingerprint=str(step)))
+            await executor.publish(SharedWeights(fingerprint=str(step)))
             seen.append(([group_to_json(group) for group in groups], executor.metrics()))
         return seen, json.loads(json.dumps(executor.state_dict(), allow_nan=False))
 
@@ -270,14 +270,14 @@ async def test_two_updates_inside_one_sequence() -> None:
         await asyncio.sleep(0)
         ticks.put_nowait(None)
         await pausing
-        await sampler.load(Shared(fingerprint=f"v{version}"), version)
+        await sampler.load(SharedWeights(fingerprint=f"v{version}"), version)
         await sampler.resume()
     ticks.put_nowait(None)
     completion = await asyncio.wait_for(sampling, 100)
     # the fake's token is version * 1000 + position
     assert completion.tokens.tolist() == [0, 1, 1002, 1003, 1004, 2005]
     assert completion.versions.tolist() == [0, 0, 1, 1, 1, 2]
-    assert completion.stop is Stop.LENGTH
+    assert completion.stop is StopReason.LENGTH
 
 
 async def test_updates_that_leave_no_time_to_sample_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ async def test_updates_that_leave_no_time_to_sample_are_an_error(monkeypatch: py
 
         async def sample(self, request: SampleRequest) -> Completion:
             begun = request.continue_from or await super().sample(replace(request, params=SamplingParams(max_tokens=2)))
-            return replace(begun, stop=Stop.INTERRUPTED)
+            return replace(begun, stop=StopReason.INTERRUPTED)
 
     monkeypatch.setattr(partial_rollout, "MAX_IDLE_INTERRUPTS", 5)
     with pytest.raises(SamplerError, match="interrupted 6 times and is at 2 tokens: publish less often"):
@@ -324,7 +324,7 @@ async def test_the_end_of_a_round_is_not_the_end_of_a_sequence_but_its_own_limit
         assert partial_rollouts.num_sampled(0) == expected
         partial_rollouts.gate.next_round()
         assert not partial_rollouts.all_waiting(0)
-    assert (await sampling).stop is Stop.LENGTH
+    assert (await sampling).stop is StopReason.LENGTH
     assert partial_rollouts.head_version(0) == 0
 
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import CheckpointError, DataError
-from headrace.rollout.conversations import (
-    Mixture,
+from headrace.data.conversations import (
+    ConversationMixture,
     ToolConversation,
     conversations_from_rows,
     load_conversations,
     prompt_of,
 )
-from headrace.rollout.rows import DataSource
+from headrace.data.rows import DataSource
+from headrace.errors import CheckpointError, DataError
 from headrace.types import Message
 
 
@@ -55,7 +55,7 @@ weights = st.lists(st.sampled_from([0.1, 0.25, 1 / 3, 1.0, 2.0, 7.5]), min_size=
 
 @given(weights, st.integers(0, 300), st.integers(0, 9))
 def test_proportions_hold_at_every_moment(shares: list[float], draws: int, seed: int) -> None:
-    mixture = Mixture([([part], share) for part, share in enumerate(shares)], seed)
+    mixture = ConversationMixture([([part], share) for part, share in enumerate(shares)], seed)
     drawn = Counter(mixture.next_batch(draws))
     total = sum(Fraction(str(share)) for share in shares)
     for part, share in enumerate(shares):
@@ -65,18 +65,18 @@ def test_proportions_hold_at_every_moment(shares: list[float], draws: int, seed:
 
 def test_weights_are_met_exactly_after_a_whole_round() -> None:
     # shares 0.1 : 0.2 : 0.7 come out even after 10 draws, hence after 10,000
-    mixture = Mixture([("a", 0.1), ("b", 0.2), ("c", 0.7)], seed=0)
+    mixture = ConversationMixture([("a", 0.1), ("b", 0.2), ("c", 0.7)], seed=0)
     for _ in range(1000):
         mixture.next_batch(10)
     assert mixture.counts == (1000, 2000, 7000)
     # by hand, shares 1 : 2: deficits (1/3, 2/3) -> b; (2/3, 1/3) -> a; (0, 1) -> b
-    assert "".join(Mixture([("a", 1.0), ("b", 2.0)], seed=0).next_batch(6)) == "babbab"
+    assert "".join(ConversationMixture([("a", 1.0), ("b", 2.0)], seed=0).next_batch(6)) == "babbab"
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
 def test_each_part_is_a_permutation_per_epoch_of_its_own(left: int, right: int, seed: int) -> None:
     parts = ([("left", i) for i in range(left)], [("right", i) for i in range(right)])
-    drawn = Mixture([(parts[0], 1.0), (parts[1], 3.0)], seed).next_batch(120)
+    drawn = ConversationMixture([(parts[0], 1.0), (parts[1], 3.0)], seed).next_batch(120)
     for part in parts:
         own = [item for item in drawn if item[0] == part[0][0]]
         for start in range(0, len(own) - len(part) + 1, len(part)):
@@ -88,8 +88,8 @@ def test_resuming_from_any_cursor_gives_the_same_sequence(
     shares: list[float], before: int, after: int, seed: int
 ) -> None:
     parts = [([(part, i) for i in range(part + 3)], share) for part, share in enumerate(shares)]
-    whole = Mixture(parts, seed).next_batch(before + after)
-    first, second = Mixture(parts, seed), Mixture(parts, seed)
+    whole = ConversationMixture(parts, seed).next_batch(before + after)
+    first, second = ConversationMixture(parts, seed), ConversationMixture(parts, seed)
     first.next_batch(before)
     second.next_batch(7)  # whatever it did before, the cursor decides
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -97,27 +97,27 @@ def test_resuming_from_any_cursor_gives_the_same_sequence(
 
 
 def test_seeds_give_other_orders() -> None:
-    orders = {tuple(Mixture([(range(20), 1.0)], seed).next_batch(20)) for seed in range(5)}
+    orders = {tuple(ConversationMixture([(range(20), 1.0)], seed).next_batch(20)) for seed in range(5)}
     assert len(orders) == 5
-    drawn = Mixture([(range(20), 1.0), (range(20), 1.0)], 0).next_batch(40)
+    drawn = ConversationMixture([(range(20), 1.0), (range(20), 1.0)], 0).next_batch(40)
     assert drawn[0::2] != drawn[1::2], "parts are not shuffled alike"
-    epochs = Mixture([(range(20), 1.0)], 0)
+    epochs = ConversationMixture([(range(20), 1.0)], 0)
     assert epochs.next_batch(20) != epochs.next_batch(20)
 
 
 def test_a_cursor_of_another_mixture_is_refused() -> None:
-    state = Mixture([("ab", 1.0), ("cd", 2.0)], seed=1).state_dict()
+    state = ConversationMixture([("ab", 1.0), ("cd", 2.0)], seed=1).state_dict()
     for parts in ([("ab", 1.0), ("ce", 2.0)], [("ab", 1.0), ("cd", 3.0)], [("abcd", 3.0)]):
         with pytest.raises(CheckpointError, match="not those of the checkpoint"):
-            Mixture(parts, seed=1).load_state_dict(state)
+            ConversationMixture(parts, seed=1).load_state_dict(state)
     with pytest.raises(CheckpointError, match="seed 1, not 2"):
-        Mixture([("ab", 1.0), ("cd", 2.0)], seed=2).load_state_dict(state)
+        ConversationMixture([("ab", 1.0), ("cd", 2.0)], seed=2).load_state_dict(state)
 
 
 def test_impossible_mixtures_are_refused() -> None:
     for parts, message in (([], "at least one part"), ([("", 1.0)], "none may be empty"), ([("a", 0.0)], "positive")):
         with pytest.raises(DataError, match=message):
-            Mixture(parts, seed=0)
+            ConversationMixture(parts, seed=0)
 
 
 def test_tools_of_a_row_come_with_its_conversation_and_malformed_ones_are_refused() -> None:

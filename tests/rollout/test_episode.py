@@ -30,7 +30,7 @@ from headrace.types import (
     SamplingParams,
     Step,
     StepResult,
-    Stop,
+    StopReason,
     Task,
     float_array,
     int_array,
@@ -59,7 +59,7 @@ class ScriptedSampler(FakeSampler):
             sampler_logprobs=logprobs,
             raw_logprobs=logprobs,
             versions=int_array([self.version] * len(tokens)),
-            stop=Stop.STOP if tokens[-1] == END_ID else Stop.LENGTH,
+            stop=StopReason.STOP if tokens[-1] == END_ID else StopReason.LENGTH,
         )
 
 
@@ -129,7 +129,7 @@ async def test_a_turn_without_its_end_token_is_closed_and_kept_as_sampled() -> N
     sampler = ScriptedSampler(in_turn("up up up up up", "up"))  # cut after max_tokens = 4
     episode = await played(FakeEnv(target=1), sampler)
     first, second = episode.steps
-    assert first.completion.stop is Stop.LENGTH
+    assert first.completion.stop is StopReason.LENGTH
     seen = [*first.prompt.tolist(), *first.completion.tokens.tolist(), END_ID]
     assert second.prompt.tolist()[: len(seen)] == seen
 

@@ -26,14 +26,14 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
     ScoredEpisode,
-    Shared,
+    SharedWeights,
     Step,
     Task,
     WeightsHandle,
     int_array,
 )
 
-HANDLE = Shared(fingerprint="abc")
+HANDLE = SharedWeights(fingerprint="abc")
 
 
 def tasks() -> Iterator[Task]:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from async_bench import HANDLE, HandSampler, executor_of, turns
 
+from headrace.data.task_source import TaskSource
 from headrace.errors import RolloutError, SamplerError
 from headrace.model.tiny import END_ID, make_tokenizer
 from headrace.render import Renderer
@@ -16,7 +17,6 @@ from headrace.rollout.executor.drops import ConsecutiveDrops
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.filters import Filter, length
 from headrace.rollout.group import GroupPlayer
-from headrace.rollout.tasks import TaskSource
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler, run_virtual
 from headrace.types import (
     Completion,

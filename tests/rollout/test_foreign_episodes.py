@@ -10,13 +10,23 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace.envs import ENVIRONMENTS
+from headrace.envs.tool_env import read_action, write_call
 from headrace.protocols import Env
 from headrace.render import Tools
-from headrace.rollout.actions import read_action, write_call
 from headrace.rollout.episode import EndRules, run_episode
 from headrace.rollout.policies import PolicyTurn
-from headrace.rollout.worlds import WORLDS
-from headrace.types import Completion, Ended, Episode, FailedEpisode, Message, Stop, Task, float_array, int_array
+from headrace.types import (
+    Completion,
+    EndReason,
+    Episode,
+    FailedEpisode,
+    Message,
+    StopReason,
+    Task,
+    float_array,
+    int_array,
+)
 
 FOLDER = Path(__file__).parent / "foreign"
 SETTINGS = {"shared": False, "reward_tool": "judge", "state_tool": "where", "call_timeout_s": 60.0, "max_turns": 6}
@@ -44,7 +54,7 @@ class Script:
         text = self._turns.pop(0)
         one = float_array([-0.5])
         completion = Completion(
-            tokens=int_array([1]), sampler_logprobs=one, raw_logprobs=one, versions=int_array([0]), stop=Stop.STOP
+            tokens=int_array([1]), sampler_logprobs=one, raw_logprobs=one, versions=int_array([0]), stop=StopReason.STOP
         )
         action = read_action(text, self._tools, number=len(self.heard))
         reply = Message(role="assistant", content=action.content, tool_calls=action.calls)
@@ -81,11 +91,11 @@ async def test_many_episodes_with_a_server_each() -> None:
     scripts = [
         Script(write_call("count", by=number), write_call("count", by=1), str(number + 1)) for number in range(12)
     ]
-    episodes = await asyncio.gather(*(play(WORLDS["mcp"].make_env(), count_task(), script) for script in scripts))
+    episodes = await asyncio.gather(*(play(ENVIRONMENTS["mcp"].make_env(), count_task(), script) for script in scripts))
     for number, (episode, script) in enumerate(zip(episodes, scripts, strict=True)):
         assert isinstance(episode, Episode), episode
         assert script.heard == ["Count.", str(number), str(number + 1)]
-        assert (episode.ended, episode.success, episode.env_reward) == (Ended.DONE, True, 1.0)
+        assert (episode.ended, episode.success, episode.env_reward) == (EndReason.DONE, True, 1.0)
         assert [message.role for message in episode.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
         assert episode.messages[2].tool_call_id == episode.messages[1].tool_calls[0].id
     assert len({step.state for episode in episodes if isinstance(episode, Episode) for step in episode.steps}) == 13
@@ -95,7 +105,7 @@ async def test_many_episodes_with_a_server_each() -> None:
 async def test_a_server_that_dies_is_a_failed_episode_that_names_the_cause() -> None:
     before = children()
     task = count_task(command=[*PLAIN, "die"], reward_tool="", state_tool="")
-    failed = await play(WORLDS["mcp"].make_env(), task, Script(write_call("count", by=1)))
+    failed = await play(ENVIRONMENTS["mcp"].make_env(), task, Script(write_call("count", by=1)))
     assert isinstance(failed, FailedEpisode)
     assert failed.reason.startswith("task count: the MCP server")
     assert failed.reason.endswith("ended with status 9 when the tool count was called; it said: no fuel")
@@ -106,10 +116,10 @@ async def test_a_server_that_dies_is_a_failed_episode_that_names_the_cause() -> 
 async def test_an_episode_that_is_out_of_time_ends_its_server(
     timeout_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.1)
+    monkeypatch.setattr("headrace.envs.adapters.mcp_client.END_GRACE_S", 0.1)
     before = children()
     task = count_task(command=[*PLAIN, "hang"], reward_tool="", state_tool="")
-    failed = await play(WORLDS["mcp"].make_env(), task, Script(write_call("count", by=1)), timeout_s=timeout_s)
+    failed = await play(ENVIRONMENTS["mcp"].make_env(), task, Script(write_call("count", by=1)), timeout_s=timeout_s)
     assert isinstance(failed, FailedEpisode)
     assert f"not finished within {timeout_s:g} s" in failed.reason
     assert children() == before
@@ -125,7 +135,7 @@ async def test_many_rollouts_of_verifiers() -> None:
     scripts = [Script("3", "1" if number < 3 else "5", str(number), str(number)) for number in range(8)]
     tasks = [hunt_task(str(number)) for number in range(8)]
     episodes = await asyncio.gather(
-        *(play(WORLDS["verifiers"].make_env(), task, script) for task, script in zip(tasks, scripts, strict=True))
+        *(play(ENVIRONMENTS["verifiers"].make_env(), task, script) for task, script in zip(tasks, scripts, strict=True))
     )
     turns = [len(episode.steps) for episode in episodes if isinstance(episode, Episode)]
     assert turns == [3, 2, 3, 1, 3, 2, 3, 3]
@@ -139,7 +149,7 @@ async def test_openenv_is_played() -> None:
     options = {"settings": {"length": 1}, "reset": {"start": -1}, "field": "direction", "show": "place"}
     data = {"env": f"{FOLDER / 'games_of_openenv.py'}:Line", **options, "seed": 1, "max_turns": 5}
     script = Script("right", "up", "right")
-    episode = await play(WORLDS["openenv"].make_env(), Task(id="line", data=data), script)
+    episode = await play(ENVIRONMENTS["openenv"].make_env(), Task(id="line", data=data), script)
     assert isinstance(episode, Episode), episode
     assert (episode.success, [step.valid for step in episode.steps]) == (True, [True, False, True])
     assert script.heard[:2] == ["-1", "0"]

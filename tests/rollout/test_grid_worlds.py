@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import floats, integers
 
+from headrace.envs import ENVIRONMENTS, environment_demonstrations, environment_tasks, frozen_lake, sokoban
+from headrace.envs.frozen_lake import FrozenLakeEnv
+from headrace.envs.grid import MOVES, Cell, scattered
+from headrace.envs.sokoban import SokobanEnv, SokobanState
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.worlds import WORLDS, frozen_lake, sokoban, world_demonstrations, world_tasks
-from headrace.rollout.worlds.frozen_lake import FrozenLakeEnv
-from headrace.rollout.worlds.grid import MOVES, Cell, scattered
-from headrace.rollout.worlds.sokoban import SokobanEnv, State
 from headrace.types import Task
 
 LAKE = [
@@ -179,7 +179,7 @@ def test_the_room_is_told_and_solved_as_worked_out_by_hand() -> None:
         "1,0 1,1", "1,1 1,2", "0,1 1,2", "0,2 1,2", "1,2 2,2",
     ]  # fmt: skip
     assert [(r.done, r.reward, r.success) for r in results] == [(False, 0.0, False)] * 4 + [(True, 1.0, True)]
-    assert sokoban.pushes_left(sokoban.parse_map(ROOM))[State(cell=(0, 0), boxes=frozenset({(1, 1)}))] == 5
+    assert sokoban.pushes_left(sokoban.parse_map(ROOM))[SokobanState(cell=(0, 0), boxes=frozenset({(1, 1)}))] == 5
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_box_in_a_corner_leaves_the_solver_without_a_move() -> None:
 def test_rooms_are_solved_in_the_fewest_moves(seed: int, boxes: int) -> None:
     [task] = sokoban.generate_tasks(1, seed, boxes=boxes, walls=1)
     room = sokoban.parse_map(task.data["map"])
-    level, seen, count = {room.start}, set[State](), 0
+    level, seen, count = {room.start}, set[SokobanState](), 0
     while not any(sokoban.is_solved(room, state) for state in level):
         seen |= level
         level = {sokoban.advance(room, state, move) for state in level for move in MOVES} - seen
@@ -273,18 +273,18 @@ def test_a_map_that_is_wrong_is_refused_with_a_reason(read: object, rows: list[s
 )
 def test_options_that_are_wrong_are_refused_with_a_reason(name: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks(name, 50, 0, options)
+        environment_tasks(name, 50, 0, options)
 
 
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
 def test_a_task_of_another_world_is_refused(name: str) -> None:
     with pytest.raises(DataError, match=f"not of the {name} world"):
-        WORLDS[name].make_env().reset(Task(id="x"), seed=0)
+        ENVIRONMENTS[name].make_env().reset(Task(id="x"), seed=0)
 
 
 def test_solvers_fail_on_slippery_ice_only_by_bad_luck() -> None:
     options = {"slip": 0.3, "max_turns": 20}
-    talks = world_demonstrations("frozen_lake", 200, 0, options)
-    tasks = world_tasks("frozen_lake", 200, 0, options)
+    talks = environment_demonstrations("frozen_lake", 200, 0, options)
+    tasks = environment_tasks("frozen_lake", 200, 0, options)
     lengths = [len(talk) // 2 for talk in talks]
     assert sum(length > task.data["optimal"] for length, task in zip(lengths, tasks, strict=True)) > 50

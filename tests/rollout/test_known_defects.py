@@ -47,9 +47,9 @@ from rollout_groups import group
 from test_executor import Script
 from test_executor import executor_of as scripted
 
-from headrace.algo.correction import Behaviour, Bound, Missing, behaviour_weights
-from headrace.algo.staleness import Counts, HeadBound, SegmentWise, Verdict
-from headrace.config import Async, load_config
+from headrace.algo.correction import BehaviourCorrection, BoundRule, MissingRule, behaviour_weights
+from headrace.algo.staleness import HeadBound, LiveCounts, SegmentWise, Verdict
+from headrace.config import AsyncConfig, load_config
 from headrace.errors import RolloutError, SamplerError
 from headrace.rollout.executor.admission import Admission
 from headrace.rollout.executor.ready_buffer import ReadyBuffer
@@ -58,8 +58,8 @@ from headrace.rollout.filters import reward_spread
 from headrace.rollout.publisher import Interrupt, Publisher
 from headrace.testing import FakeSampler
 from headrace.types import Datum, FloatArray, Group, IntArray, Task, float_array, int_array
-from headrace.wiring.objective import make_correction, make_loss
-from headrace.wiring.rollouts import make_settings
+from headrace.wiring.build.loss import make_correction, make_loss
+from headrace.wiring.build.rollout_executor import make_settings
 
 
 async def test_d1_d3_segment_wise_rollouts_run_from_end_to_end() -> None:
@@ -135,10 +135,10 @@ SETTINGS = {
     "lockstep_tokens": (4, 4),
 }
 WEIGHTS = {
-    "behaviour_weight": ("one_step", "behaviour", Behaviour.ONE_STEP),
+    "behaviour_weight": ("one_step", "behaviour", BehaviourCorrection.ONE_STEP),
     "weight_cap": (3.0, "cap", 3.0),
     "weight_floor": (0.25, "floor", 0.25),
-    "cap_action": ("clamp", "bound", Bound.CLAMP),
+    "cap_action": ("clamp", "bound", BoundRule.CLAMP),
 }
 KEEPING = ("keep", "score")  # of groups, not of tokens: test_oversampling.py
 BATCH = ("batch_groups",)  # loading brings it to rl.groups
@@ -148,14 +148,17 @@ def test_d4_every_key_reaches_what_it_is_for() -> None:
     text = '[rl]\nsteps = 5\nloss = "decoupled_ppo"\ntasks = { type = "world", name = "key_door" }'
     rl = load_config(text, file="run.toml").rl
     assert rl is not None
-    assert {*SETTINGS, *WEIGHTS, *KEEPING, *BATCH} == {field.name for field in fields(Async)}
+    assert {*SETTINGS, *WEIGHTS, *KEEPING, *BATCH} == {field.name for field in fields(AsyncConfig)}
     sized = load_config(text, file="run.toml", overrides=["rl.async.batch_groups=3"]).rl
     assert sized == replace(rl, groups=3)
     for key, (written, meant) in SETTINGS.items():
-        made = make_settings(Async(**{key: written}))
-        assert getattr(made, key) == meant != getattr(make_settings(Async()), key), key
+        made = make_settings(AsyncConfig(**{key: written}))
+        assert getattr(made, key) == meant != getattr(make_settings(AsyncConfig()), key), key
     for key, (written, name, meant) in WEIGHTS.items():
-        asked, unasked = replace(rl, asynchronous=Async(**{key: written})), replace(rl, asynchronous=Async())
+        asked, unasked = (
+            replace(rl, asynchronous=AsyncConfig(**{key: written})),
+            replace(rl, asynchronous=AsyncConfig()),
+        )
         weights = [getattr(make_correction(c, make_loss(c)), name) for c in (asked, unasked)]
         assert weights[0] == meant != weights[1], key
 
@@ -177,7 +180,7 @@ async def test_d5_filtered_groups_do_not_inflate_capacity() -> None:
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(-3, 50), max_size=4))
 def test_d6_a_limit_never_raises_what_another_allows(running: int, ready: int, values: list[int]) -> None:
     limits = tuple((lambda counts, value=value: value) for value in values)
-    counts = Counts(running=running, ready=ready)
+    counts = LiveCounts(running=running, ready=ready)
     free = Admission(batch_groups=3, max_staleness=2, max_running=5).capacity(counts, batch_open=True)
     got = Admission(batch_groups=3, max_staleness=2, max_running=5, limits=limits).capacity(counts, batch_open=True)
     assert got == max(0, min([free, *values]))
@@ -279,7 +282,7 @@ def test_d12_at_lag_one_the_weight_leads_to_the_proximal_policy(known: float) ->
         "next_logprobs": float_array([known]),
     }
     datum = Datum(inputs=int_array([1]), targets=int_array([2]), arrays=arrays)
-    out = behaviour_weights([datum], version=7, behaviour=Behaviour.ONE_STEP, missing=Missing.MASK)
+    out = behaviour_weights([datum], version=7, behaviour=BehaviourCorrection.ONE_STEP, missing=MissingRule.MASK)
     assert out.data[0].arrays["behaviour_weights"][0] == pytest.approx(np.exp(0.5))
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.algo.staleness import Counts
+from headrace.algo.staleness import LiveCounts
 from headrace.rollout.executor.admission import Admission
-from headrace.rollout.executor.ledger import Drop, Ledger, State
+from headrace.rollout.executor.ledger import Drop, GroupState, Ledger
 
 REASONS = [*Drop, "filtered_reward_spread"]
 
@@ -95,9 +95,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         counts, totals = self.ledger.counts, self.ledger.totals
-        for state in State:
+        for state in GroupState:
             assert [entry.id for entry in self.ledger.entries(state)] == sorted(self.ids(state))
-        assert counts == Counts(
+        assert counts == LiveCounts(
             running=len(self.ids("running")), ready=len(self.ids("ready")), training=len(self.ids("training"))
         )
         assert totals["started"] == len(self.states)

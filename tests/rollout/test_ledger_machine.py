@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.algo.staleness import Counts, capacity
+from headrace.algo.staleness import LiveCounts, capacity
 from headrace.rollout.executor.admission import Admission
-from headrace.rollout.executor.ledger import Drop, Ledger, State
+from headrace.rollout.executor.ledger import Drop, GroupState, Ledger
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.eta, self.batch, self.concurrency = eta, batch, concurrency
         self.limit = 100 - lower  # of a user: never in the way, so it may change nothing
         self.ledger, self.admission = self.ledger_class(), self._admission()
-        self.live: dict[int, State] = {}
+        self.live: dict[int, GroupState] = {}
         self.started = self.consumed = self.dropped = self.version = 0
         self.first_version: dict[int, int] = {}
 
@@ -36,7 +36,7 @@ class LedgerMachine(RuleBasedStateMachine):
             limits=(lambda counts: self.limit,),
         )
 
-    def _ids(self, *states: State) -> list[int]:
+    def _ids(self, *states: GroupState) -> list[int]:
         return [id for id, state in sorted(self.live.items()) if state in states]
 
     # --- events ------------------------------------------------------------------------------------------------------
@@ -46,19 +46,19 @@ class LedgerMachine(RuleBasedStateMachine):
         for _ in range(self.admission.capacity(self.ledger.counts, batch_open=True)):
             entry = self.ledger.start(f"t{self.started}", version=self.version)
             assert entry.id == self.started, "ids are counted up and never used again"
-            self.live[entry.id] = State.RUNNING
+            self.live[entry.id] = GroupState.RUNNING
             self.first_version[entry.id] = self.version
             self.started += 1
-        assert len(self._ids(State.RUNNING)) <= self.concurrency  # I3
+        assert len(self._ids(GroupState.RUNNING)) <= self.concurrency  # I3
         assert len(self.live) <= (self.eta + 1) * self.batch  # I3
 
-    @precondition(lambda self: self._ids(State.RUNNING))
+    @precondition(lambda self: self._ids(GroupState.RUNNING))
     @rule(data=st.data(), ending=st.sampled_from(["ready", Drop.FAILED, Drop.TIMEOUT, "filtered_length"]))
     def end(self, data: Any, ending: str) -> None:
-        id = data.draw(st.sampled_from(self._ids(State.RUNNING)))
+        id = data.draw(st.sampled_from(self._ids(GroupState.RUNNING)))
         if ending == "ready":
             self.ledger.ready(id)
-            self.live[id] = State.READY
+            self.live[id] = GroupState.READY
         else:
             self._drop(id, ending)
 
@@ -72,17 +72,17 @@ class LedgerMachine(RuleBasedStateMachine):
         del self.live[id]
         self.dropped += 1
 
-    @precondition(lambda self: len(self._ids(State.READY)) >= self.batch and not self._ids(State.TRAINING))
+    @precondition(lambda self: len(self._ids(GroupState.READY)) >= self.batch and not self._ids(GroupState.TRAINING))
     @rule()
     def take(self) -> None:
-        ids = self._ids(State.READY)[: self.batch]
+        ids = self._ids(GroupState.READY)[: self.batch]
         self.ledger.take(ids)
-        self.live |= dict.fromkeys(ids, State.TRAINING)
+        self.live |= dict.fromkeys(ids, GroupState.TRAINING)
 
-    @precondition(lambda self: self._ids(State.TRAINING))
+    @precondition(lambda self: self._ids(GroupState.TRAINING))
     @rule()
     def train_and_publish(self) -> None:
-        ids = self._ids(State.TRAINING)
+        ids = self._ids(GroupState.TRAINING)
         self.ledger.consume(ids)
         for id in ids:
             del self.live[id]
@@ -100,10 +100,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def an_illegal_move_is_our_bug(self, data: Any) -> None:
         id = data.draw(st.integers(0, self.started - 1))
         state = self.live.get(id)
-        if state is not State.RUNNING:
+        if state is not GroupState.RUNNING:
             with pytest.raises(AssertionError):
                 self.ledger.ready(id)
-        if state is not State.TRAINING:
+        if state is not GroupState.TRAINING:
             with pytest.raises(AssertionError):
                 self.ledger.consume([id])
         if state is None:
@@ -122,20 +122,20 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_is_the_model(self) -> None:  # I1, I2, I10
-        states = [list(self.live.values()).count(state) for state in State]
+        states = [list(self.live.values()).count(state) for state in GroupState]
         counts = self.ledger.counts
         assert [counts.running, counts.ready, counts.training] == states
         totals = self.ledger.totals
         dropped = sum(count for name, count in totals.items() if name.startswith(("dropped_", "filtered_")))
         assert (totals["started"], totals["consumed"], dropped) == (self.started, self.consumed, self.dropped)
         assert self.started == counts.live + self.consumed + self.dropped
-        assert {entry.id: entry.state for entry in self.ledger.entries(*State)} == self.live
-        for entry in self.ledger.entries(*State):
+        assert {entry.id: entry.state for entry in self.ledger.entries(*GroupState)} == self.live
+        for entry in self.ledger.entries(*GroupState):
             assert entry.started_version == self.first_version[entry.id]
 
     @invariant()
     def capacity_is_within_all_limits(self) -> None:  # I3, I5
-        running, live = len(self._ids(State.RUNNING)), len(self.live)
+        running, live = len(self._ids(GroupState.RUNNING)), len(self.live)
         room = min(self.concurrency - running, (self.eta + 1) * self.batch - live)
         free = self.admission.capacity(self.ledger.counts, batch_open=True)
         assert free == max(0, room)
@@ -155,7 +155,7 @@ def test_counting_live_groups_is_areals_formula_when_nothing_is_dropped(eta: int
     # (eta + version + 1) B - accepted - running = (eta + 1) B - live, for a fixed batch (arXiv 2505.24298, eq. 3)
     running = ready = accepted = version = 0
     for move in moves:
-        counts = Counts(running=running, ready=ready)
+        counts = LiveCounts(running=running, ready=ready)
         room = capacity(counts, batch_groups=batch, max_staleness=eta, max_running=10**6)
         assert room == (eta + version + 1) * batch - accepted - running
         if move == "start" and room > 0:

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from headrace.config import absolute_paths, load_config
+from headrace.envs import environment_tasks
+from headrace.envs.adapters.mcp_client import McpClient, connect_server, start_server
+from headrace.envs.adapters.mcp_env import SHARED, McpEnv
+from headrace.envs.tool_env import read_action, write_call
 from headrace.errors import ConfigError, EpisodeError
-from headrace.rollout.actions import read_action, write_call
-from headrace.rollout.worlds import world_tasks
-from headrace.rollout.worlds.adapters.mcp_client import McpClient, connect_server, start_server
-from headrace.rollout.worlds.adapters.mcp_tools import SHARED, McpEnv
 from headrace.types import Message, Observation, StepResult, Task
 
 FOLDER = Path(__file__).parent / "foreign"
@@ -59,7 +59,7 @@ def bare(then: str) -> list[str]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[McpClient]]:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.5)
+    monkeypatch.setattr("headrace.envs.adapters.mcp_client.END_GRACE_S", 0.5)
     servers: list[McpClient] = []
     yield servers
     for server in servers:
@@ -173,7 +173,7 @@ def test_a_server_that_is_killed_is_named_with_its_signal(opened: list[McpClient
 def test_a_server_that_cannot_answer_any_more_says_why(
     opened: list[McpClient], monkeypatch: pytest.MonkeyPatch, then: str, says: str
 ) -> None:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("headrace.envs.adapters.mcp_client.MAX_LINE_BYTES", 1000)
     server = open_server(opened, then)
     with pytest.raises(EpisodeError, match=says):
         server.call("one", {}, 20.0)
@@ -225,7 +225,7 @@ sys.stdin.read()
 
 
 def test_closing_wakes_whoever_waits_and_kills_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.1)
+    monkeypatch.setattr("headrace.envs.adapters.mcp_client.END_GRACE_S", 0.1)
     server = start_server(
         bare(
             """
@@ -281,7 +281,7 @@ def test_a_server_that_cannot_be_started_says_why(command: list[str], says: str)
 
 
 def test_a_server_that_never_answers_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.rollout.worlds.adapters.mcp_client.END_GRACE_S", 0.1)
+    monkeypatch.setattr("headrace.envs.adapters.mcp_client.END_GRACE_S", 0.1)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(EpisodeError, match=r"no answer within 0\.1 s when it was starting up"):
         start_server(["sleep", "600"], timeout_s=0.1)
@@ -377,7 +377,7 @@ def url() -> Iterator[str]:
 
 def test_a_server_at_a_url_is_played_in_sessions_and_its_end_fails_the_episode(url: str) -> None:
     options = {"url": url, "tasks": QUESTIONS, "reward_tool": "judge", "state_tool": "where", "call_timeout_s": 5.0}
-    tasks = world_tasks("mcp", 2, 0, options)
+    tasks = environment_tasks("mcp", 2, 0, options)
     one, other = McpEnv(), McpEnv()
     shown = one.reset(tasks[0], seed=0)
     assert said(act(one, shown, write_call("count", by=2), write_call("add", a=20, b=22))) == ["count 2", "42"]
@@ -466,9 +466,12 @@ def quick(**options: Any) -> dict[str, Any]:
 
 
 def test_questions_are_split_and_ordered_by_their_seed() -> None:
-    train = world_tasks("mcp", 20, 0, quick(max_turns=3))
-    again, other = world_tasks("mcp", 20, 0, quick(max_turns=3)), world_tasks("mcp", 20, 1, quick(max_turns=3))
-    held_out = world_tasks("mcp", 10, 0, quick(max_turns=5, split="held_out"))
+    train = environment_tasks("mcp", 20, 0, quick(max_turns=3))
+    again, other = (
+        environment_tasks("mcp", 20, 0, quick(max_turns=3)),
+        environment_tasks("mcp", 20, 1, quick(max_turns=3)),
+    )
+    held_out = environment_tasks("mcp", 10, 0, quick(max_turns=5, split="held_out"))
     assert train == again != other
     assert not {task.messages for task in train} & {task.messages for task in held_out}
     assert all(task.data["mcp"]["max_turns"] == 3 for task in train)
@@ -497,12 +500,12 @@ def test_questions_are_split_and_ordered_by_their_seed() -> None:
 )
 def test_what_cannot_be_played_is_refused_with_a_reason(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks("mcp", 2, 0, options)
+        environment_tasks("mcp", 2, 0, options)
 
 
 def test_more_tasks_than_there_are_questions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"questions.jsonl has \d+ different tasks for split = 'train': set size to"):
-        world_tasks("mcp", 100, 0, quick())
+        environment_tasks("mcp", 100, 0, quick())
 
 
 def test_files_of_a_worlds_options_are_found_from_the_configuration(tmp_path: Path) -> None:

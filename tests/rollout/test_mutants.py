@@ -21,22 +21,22 @@ from test_ledger_machine import LedgerMachine
 
 from headrace.algo import correction
 from headrace.algo import datum as datum_module
-from headrace.algo.staleness import Counts, HeadBound, Verdict
+from headrace.algo.staleness import HeadBound, LiveCounts, Verdict
 from headrace.errors import RolloutError
-from headrace.loops.arrays import Correction
+from headrace.loops.step_batch import CorrectionSettings
 from headrace.rollout import next_logprobs
 from headrace.rollout.executor import RolloutExecutor, state
 from headrace.rollout.executor import executor as executor_module
 from headrace.rollout.executor.admission import Admission
 from headrace.rollout.executor.ledger import Drop, Ledger
 from headrace.rollout.executor.ready_buffer import ReadyBuffer
-from headrace.rollout.executor.runner import TaskRunner
 from headrace.rollout.executor.selection import TakeFirst
+from headrace.rollout.executor.task_runner import TaskRunner
 from headrace.rollout.next_logprobs import NextVersionScorer
 from headrace.rollout.partial_rollout import PartialEpisode, PartialRollouts
 from headrace.testing import FakeSampler
 from headrace.types import Completion, Datum, Group, SampleRequest, float_array, int_array
-from headrace.wiring import objective
+from headrace.wiring.build import loss
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 SEARCH = settings(
@@ -70,9 +70,9 @@ class CreditTwice(Admission):
     """Every group that was given up adds to the room for good."""
 
     extra = 0
-    before = Counts()
+    before = LiveCounts()
 
-    def capacity(self, counts: Counts, *, batch_open: bool, waiting: bool = True) -> int:
+    def capacity(self, counts: LiveCounts, *, batch_open: bool, waiting: bool = True) -> int:
         self.extra += max(0, self.before.live - counts.live)
         self.before = counts
         return super().capacity(counts, batch_open=batch_open, waiting=waiting) + self.extra
@@ -81,7 +81,7 @@ class CreditTwice(Admission):
 class ModifierAfterMin(Admission):
     """What a user's limit would add is added to the bound instead of being one more bound."""
 
-    def capacity(self, counts: Counts, *, batch_open: bool, waiting: bool = True) -> int:
+    def capacity(self, counts: LiveCounts, *, batch_open: bool, waiting: bool = True) -> int:
         limits, self._limits = self._limits, ()
         try:
             bound = super().capacity(counts, batch_open=batch_open, waiting=waiting)
@@ -93,7 +93,7 @@ class ModifierAfterMin(Admission):
 class ForgetsTraining(Admission):
     """Groups in training are not live."""
 
-    def capacity(self, counts: Counts, *, batch_open: bool, waiting: bool = True) -> int:
+    def capacity(self, counts: LiveCounts, *, batch_open: bool, waiting: bool = True) -> int:
         return super().capacity(replace(counts, training=0), batch_open=batch_open, waiting=waiting)
 
 
@@ -102,7 +102,7 @@ class LifetimeCounts(Admission):
 
     accepted = seen = 0
 
-    def capacity(self, counts: Counts, *, batch_open: bool, waiting: bool = True) -> int:
+    def capacity(self, counts: LiveCounts, *, batch_open: bool, waiting: bool = True) -> int:
         self.accepted += max(0, counts.ready + counts.training - self.seen)
         self.seen = counts.ready + counts.training
         room = (self._max_staleness + 1) * self._batch_groups - self.accepted - counts.running
@@ -242,7 +242,7 @@ def versions_are_not_shifted(tokens: Any, arrays: Any, **more: Any) -> Datum:
     return replace(made, arrays={**made.arrays, "versions": float_array(arrays["versions"][:-1])})
 
 
-SHIFTED = datum_module.shifted
+SHIFTED = datum_module.shift
 
 
 class LabelsAtTheEnd(World.sampler_class):  # type: ignore[misc]
@@ -329,8 +329,8 @@ def one_at_lag_one(datum: Datum, version: int, behaviour: Any, missing: Any) -> 
     return np.where(version - datum.arrays["versions"] == 1, 0.0, log_weights), unknown
 
 
-def without_a_floor(**more: Any) -> Correction:
-    return Correction(**{**more, "floor": 0.0})
+def without_a_floor(**more: Any) -> CorrectionSettings:
+    return CorrectionSettings(**{**more, "floor": 0.0})
 
 
 SCORE_ON, LOG_WEIGHTS = NextVersionScorer._score_on, correction._log_weights
@@ -340,7 +340,7 @@ D4, D8, D12 = (
     partial(test_known_defects.test_d12_at_lag_one_the_weight_leads_to_the_proximal_policy, np.nan),
 )
 SINGLE_MUTANTS: dict[str, tuple[Patch, Callable[[], Any]]] = {
-    "a number of the file does not reach the weights": (patched(objective, "Correction", without_a_floor), D4),
+    "a number of the file does not reach the weights": (patched(loss, "Correction", without_a_floor), D4),
     "errors of scoring are swallowed": (patched(NextVersionScorer, "_score_on", errors_of_scoring_are_swallowed), D8),
     "at a lag of one nothing is corrected": (patched(correction, "_log_weights", one_at_lag_one), D12),
 }

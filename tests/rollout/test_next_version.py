@@ -10,7 +10,7 @@ from headrace.errors import RolloutError, SamplerError
 from headrace.rollout.next_logprobs import NextVersionScorer, SampledSteps, fill_missing, missing_mask
 from headrace.rollout.publisher import Interrupt, Publisher
 from headrace.testing import FakeSampler
-from headrace.types import Completion, FloatArray, IntArray, SampleRequest, Step, Stop, float_array, int_array
+from headrace.types import Completion, FloatArray, IntArray, SampleRequest, Step, StopReason, float_array, int_array
 
 
 def completion(versions: list[int], known: list[float] | None = None) -> Completion:
@@ -20,7 +20,7 @@ def completion(versions: list[int], known: list[float] | None = None) -> Complet
         sampler_logprobs=logprobs,
         raw_logprobs=logprobs,
         versions=int_array(versions),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
         next_logprobs=None if known is None else float_array(known),
     )
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 
+from headrace.envs import ENVIRONMENTS, calculator, environment_tasks, guess_number
+from headrace.envs.calculator import CalculatorEnv, Known, read_answer, read_call, read_question
+from headrace.envs.guess_number import GuessNumberEnv
+from headrace.envs.tool_env import read_action
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.actions import read_action
-from headrace.rollout.worlds import WORLDS, calculator, guess_number, world_tasks
-from headrace.rollout.worlds.calculator import CalculatorEnv, Known, read_answer, read_call, read_question
-from headrace.rollout.worlds.guess_number import GuessNumberEnv
 from headrace.tool_calls import tool_names
 from headrace.types import Task
 
@@ -250,10 +250,10 @@ def test_a_secret_out_of_its_interval_is_refused(secret: int) -> None:
 )
 def test_options_that_are_wrong_are_refused_with_a_reason(name: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks(name, 50, 0, options)
+        environment_tasks(name, 50, 0, options)
 
 
 @pytest.mark.parametrize("name", ["calculator", "guess_number"])
 def test_a_task_of_another_world_is_refused(name: str) -> None:
     with pytest.raises(DataError, match=f"not of the {name} world"):
-        WORLDS[name].make_env().reset(Task(id="x"), seed=0)
+        ENVIRONMENTS[name].make_env().reset(Task(id="x"), seed=0)

@@ -7,16 +7,16 @@ import pytest
 
 pytest.importorskip("openenv", reason="pip install openenv")
 
+from headrace.envs import environment_tasks
+from headrace.envs.adapters.openenv import OpenEnvEnv
 from headrace.errors import ConfigError, EpisodeError
-from headrace.rollout.worlds import world_tasks
-from headrace.rollout.worlds.adapters.openenv_envs import OpenEnvEnv
 from headrace.types import Observation, Task
 
 FILE = Path(__file__).parent / "foreign" / "games_of_openenv.py"
 
 
 def tasks(name: str, size: int = 1, seed: int = 0, **options: Any) -> list[Task]:
-    return world_tasks("openenv", size, seed, {"env": f"{FILE}:{name}", **options})
+    return environment_tasks("openenv", size, seed, {"env": f"{FILE}:{name}", **options})
 
 
 def text(observation: Observation) -> str:
@@ -156,4 +156,4 @@ def test_splits_never_meet() -> None:
 )
 def test_what_cannot_be_played_is_refused_with_a_reason(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks("openenv", 2, 0, options)
+        environment_tasks("openenv", 2, 0, options)

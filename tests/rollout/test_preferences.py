@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from headrace.data.preferences import PreferencePair, load_pairs, pairs_from_rows
+from headrace.data.rows import DataSource
+from headrace.envs import environment_pairs
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.preferences import Pair, load_pairs, pairs_from_rows
-from headrace.rollout.rows import DataSource
-from headrace.rollout.worlds import world_pairs
 from headrace.types import Message
 
 USER = Message(role="user", content="2 + 2 =")
@@ -21,7 +21,7 @@ def said(text: str) -> Message:
 
 def test_texts_are_answers_to_the_prompt() -> None:
     (pair,) = pairs_from_rows([{"prompt": "2 + 2 =", "chosen": "4", "rejected": "5", "margin": 0.5}])
-    assert pair == Pair(chosen=(USER, said("4")), rejected=(USER, said("5")), margin=0.5)
+    assert pair == PreferencePair(chosen=(USER, said("4")), rejected=(USER, said("5")), margin=0.5)
 
 
 def test_whole_conversations_need_no_prompt_and_get_the_system_message() -> None:
@@ -65,7 +65,7 @@ def test_unknown_columns_and_no_rows() -> None:
 
 
 def test_a_world_makes_pairs_of_a_careful_and_a_careless_player() -> None:
-    pairs = world_pairs("add", 60, 1, {"max_number": 49})
+    pairs = environment_pairs("add", 60, 1, {"max_number": 49})
     assert 40 < len(pairs) < 60, "a random digit is right one time in ten, and such pairs are left out"
     for chosen, rejected in pairs:
         left, right = chosen[0].content.removesuffix("=").split("+")
@@ -77,4 +77,4 @@ def test_a_world_makes_pairs_of_a_careful_and_a_careless_player() -> None:
 
 def test_a_world_whose_players_do_the_same_has_no_pairs() -> None:
     with pytest.raises(ConfigError, match="set rejected_mistake_rate above mistake_rate"):
-        world_pairs("add", 5, 1, {"rejected_mistake_rate": 0.0})
+        environment_pairs("add", 5, 1, {"rejected_mistake_rate": 0.0})

@@ -8,9 +8,9 @@ from headrace.errors import ConfigError, RolloutError, SamplerError
 from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.rollout.publisher import Interrupt, Publisher
 from headrace.testing import FakeSampler
-from headrace.types import Completion, SampleRequest, SamplingParams, Shared, WeightsHandle, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights, WeightsHandle, int_array
 
-HANDLE = Shared(fingerprint="abc")
+HANDLE = SharedWeights(fingerprint="abc")
 
 
 class LoggedSampler(FakeSampler):

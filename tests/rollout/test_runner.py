@@ -6,7 +6,7 @@ from rollout_groups import group
 
 from headrace.errors import SamplerError
 from headrace.rollout.executor.ledger import Drop
-from headrace.rollout.executor.runner import GroupDone, GroupFailed, Outcome, TaskRunner
+from headrace.rollout.executor.task_runner import GroupDone, GroupFailed, Outcome, TaskRunner
 from headrace.types import Group
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from headrace.data.rows import DataSource, rows_of
+from headrace.data.task_rows import load_tasks, tasks_from_rows
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.rows import DataSource, rows_of
-from headrace.rollout.sources import load_tasks, tasks_from_rows
 from headrace.types import Message, Task, ToolCall
 
 ROWS: list[dict[str, Any]] = [

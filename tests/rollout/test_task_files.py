@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from headrace.envs.resources import PythonState, SqliteState
+from headrace.envs.task_definitions import TaskDefinition, load_task_definition
+from headrace.envs.tool_env import read_action
 from headrace.errors import ConfigError, DataError
 from headrace.protocols import ToolEnv
-from headrace.reward.calling import pool
-from headrace.reward.rows import row_of
-from headrace.rollout.actions import read_action
-from headrace.rollout.task_files import TaskDefinition, load_task_definition
-from headrace.rollout.worlds.resources import Database, PythonState
+from headrace.reward.episode_json import row_of
+from headrace.reward.user_function import available_arguments
 from headrace.tool_calls import tool_names
 from headrace.types import Episode, Message, Observation, StepResult
+from headrace.wiring.build.data import make_env_of, tasks_of
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.sources import make_env_of, tasks_of
 
 TOOLS = '''
 """Tools of a list and a counter."""
@@ -211,7 +211,7 @@ def test_a_database_is_filled_asked_and_judged(folder: Path) -> None:
 )
 def test_a_query_reaches_nothing_but_its_database(tmp_path: Path, query: str) -> None:
     file = tmp_path / "other.sqlite"
-    database = Database("CREATE TABLE t (a)")
+    database = SqliteState("CREATE TABLE t (a)")
     with pytest.raises(Exception, match=r"not authorized|authorization denied|no such function"):
         database.execute(query.format(file=file))
     assert not file.exists()
@@ -219,7 +219,7 @@ def test_a_query_reaches_nothing_but_its_database(tmp_path: Path, query: str) ->
 
 
 def test_a_query_without_end_is_stopped() -> None:
-    database = Database("")
+    database = SqliteState("")
     with pytest.raises(Exception, match="interrupted"):
         database.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n", (), "val"
@@ -229,11 +229,11 @@ def test_a_query_without_end_is_stopped() -> None:
 
 
 def test_the_state_of_a_database_is_known_after_a_query_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    database, other = (Database("CREATE TABLE t (a); INSERT INTO t VALUES (1)") for _ in range(2))
+    database, other = (SqliteState("CREATE TABLE t (a); INSERT INTO t VALUES (1)") for _ in range(2))
     grow = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 5000) INSERT INTO t SELECT i FROM n"
     database.execute(grow)
     other.execute(grow)
-    monkeypatch.setattr("headrace.rollout.worlds.resources.MAX_SQL_STEPS", 2000)
+    monkeypatch.setattr("headrace.envs.resources.MAX_SQL_STEPS", 2000)
     with pytest.raises(Exception, match="interrupted"):
         database.execute("UPDATE t SET a = a + 1")
     assert database.key() == other.key()
@@ -247,12 +247,12 @@ def test_the_state_of_a_database_is_known_whatever_pragmas_python_dumps_it_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python 3.11's has table_info, which queries may ask for as well; Python 3.13's has foreign_key_check besides."""
-    assert Database("CREATE TABLE t (a)").execute("PRAGMA table_info(t)", (), "one")["name"] == "a"
+    assert SqliteState("CREATE TABLE t (a)").execute("PRAGMA table_info(t)", (), "one")["name"] == "a"
     monkeypatch.setattr(
-        "headrace.rollout.worlds.resources._allowed",
+        "headrace.envs.resources._allowed",
         lambda code, *_: sqlite3.SQLITE_DENY if code == sqlite3.SQLITE_PRAGMA else sqlite3.SQLITE_OK,
     )
-    database = Database("CREATE TABLE t (a)")
+    database = SqliteState("CREATE TABLE t (a)")
     empty = database.key()
     database.execute("INSERT INTO t VALUES (1)")
     assert database.key() != empty
@@ -437,7 +437,7 @@ async def test_a_reward_function_of_reward_kits_kind_sees_the_final_state(folder
         kept = state["resource"].get_state()
         return float(all(kept[key] == value for key, value in ground_truth_comparable_state.items()))
 
-    values = pool(row_of(episode, with_tokens=False))
+    values = available_arguments(row_of(episode, with_tokens=False))
     wanted = {name: values[name] for name in ("messages", "state", "ground_truth_comparable_state")}
     assert evaluate(**wanted) == 1.0
-    assert pool(row_of(replace(episode, final_state=None), with_tokens=False))["state"] == {}
+    assert available_arguments(row_of(replace(episode, final_state=None), with_tokens=False))["state"] == {}

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from headrace.data.shuffle import fingerprint, permutation
+from headrace.data.task_source import TaskSource, filter_prompts, find_overlap
 from headrace.errors import CheckpointError, DataError
 from headrace.render import Renderer
-from headrace.rollout.shuffle import fingerprint, permutation
-from headrace.rollout.tasks import TaskSource, filter_prompts, overlap
 from headrace.types import Message, Task
 
 
@@ -107,9 +107,9 @@ def test_a_task_that_only_has_a_system_message_is_one_whose_environment_speaks_f
     rules = (Message(role="system", content="x " * 9),)
     worlds = [Task(id=str(n), messages=rules, data={"size": n}) for n in range(3)]
     assert filter_prompts(worlds, make_renderer(), 4).kept == tuple(worlds)
-    assert overlap(worlds[:2], worlds[1:]) == 1
+    assert find_overlap(worlds[:2], worlds[1:]) == 1
     question = (Message(role="user", content="why"),)
-    assert overlap([Task(id="plain", messages=question)], [Task(id="ruled", messages=(*rules, *question))]) == 1
+    assert find_overlap([Task(id="plain", messages=question)], [Task(id="ruled", messages=(*rules, *question))]) == 1
 
 
 def test_overlap_counts_held_out_tasks_seen_in_training() -> None:
@@ -119,6 +119,6 @@ def test_overlap_counts_held_out_tasks_seen_in_training() -> None:
         Task(id="2", messages=(Message(role="user", content="new"),), data=train[2].data),
         Task(id="world", data={"size": 3}),
     ]
-    assert overlap(train, held_out) == 1
-    assert overlap([*train, Task(id="w", data={"size": 3})], held_out) == 2
-    assert overlap(train, []) == 0
+    assert find_overlap(train, held_out) == 1
+    assert find_overlap([*train, Task(id="w", data={"size": 3})], held_out) == 2
+    assert find_overlap(train, []) == 0

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from headrace.rollout.episode_log import TAIL, log_episode
-from headrace.types import Completion, Episode, Message, Step, Stop, Task, float_array, int_array
+from headrace.types import Completion, Episode, Message, Step, StopReason, Task, float_array, int_array
 
 
 def episode(*, answer: str = "fine") -> Episode:
@@ -15,7 +15,7 @@ def episode(*, answer: str = "fine") -> Episode:
         sampler_logprobs=logprobs,
         raw_logprobs=logprobs,
         versions=int_array([0, 0]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     steps = (
         Step(prompt=int_array([0]), completion=completion, action="look", state="hall"),

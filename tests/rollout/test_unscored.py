@@ -7,7 +7,7 @@ from async_bench import HANDLE
 from headrace.rollout.next_logprobs import begins_with, fill_from_prefix, first_missing
 from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.testing import FakeSampler
-from headrace.types import Completion, SampleRequest, SamplingParams, Stop, float_array, int_array
+from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, float_array, int_array
 
 
 def completion(tokens: list[int], versions: list[int], known: list[float] | None = None) -> Completion:
@@ -17,7 +17,7 @@ def completion(tokens: list[int], versions: list[int], known: list[float] | None
         sampler_logprobs=logprobs,
         raw_logprobs=logprobs,
         versions=int_array(versions),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
         next_logprobs=None if known is None else float_array(known),
     )
 

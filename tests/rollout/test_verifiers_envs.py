@@ -10,18 +10,18 @@ import pytest
 
 pytest.importorskip("verifiers", reason="pip install 'verifiers>=0.3,<0.4'")
 
+from headrace.envs import environment_tasks
+from headrace.envs.adapters import verifiers
+from headrace.envs.adapters.verifiers import VerifiersEnv
+from headrace.envs.tool_env import read_action, write_call
 from headrace.errors import ConfigError, EpisodeError
-from headrace.rollout.actions import read_action, write_call
-from headrace.rollout.worlds import world_tasks
-from headrace.rollout.worlds.adapters import verifiers_envs
-from headrace.rollout.worlds.adapters.verifiers_envs import VerifiersEnv
 from headrace.types import Observation, StepResult, Task
 
 FILE = Path(__file__).parent / "foreign" / "games_of_verifiers.py"
 
 
 def tasks(name: str, size: int = 1, **options: Any) -> list[Task]:
-    return world_tasks("verifiers", size, 0, {"env": f"{FILE}:{name}", **options})
+    return environment_tasks("verifiers", size, 0, {"env": f"{FILE}:{name}", **options})
 
 
 def texts(observation: Observation) -> list[tuple[str, str]]:
@@ -170,7 +170,7 @@ def test_closing_stops_a_rollout_that_waits() -> None:
             env.step("wait")
         failed.append(str(caught.value))
 
-    made = verifiers_envs.load_env(f"{FILE}:hunt", {}, 0)
+    made = verifiers.load_env(f"{FILE}:hunt", {}, 0)
     made.env_response, kept = never, made.env_response
     try:
         thread = threading.Thread(target=step)
@@ -205,7 +205,7 @@ def test_signals_stay_as_they_were() -> None:
 def test_tasks_are_the_rows_of_the_dataset() -> None:
     train, held_out = tasks("sums", 20), tasks("sums", 3, split="held_out", max_turns=7)
     assert not {task.data["answer"] for task in train} & {task.data["answer"] for task in held_out}
-    assert train == tasks("sums", 20) != world_tasks("verifiers", 20, 1, {"env": f"{FILE}:sums"})
+    assert train == tasks("sums", 20) != environment_tasks("verifiers", 20, 1, {"env": f"{FILE}:sums"})
     its_own = tasks("hunt", 3, split="held_out")
     assert {task.data["row"]["question"] for task in its_own} == {"a number from 0 to 7, again"}
     assert len(tasks("hunt", 8)) == 8
@@ -226,13 +226,13 @@ def test_tasks_are_the_rows_of_the_dataset() -> None:
 )
 def test_what_cannot_be_played_is_refused_with_a_reason(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks("verifiers", 2, 0, options)
+        environment_tasks("verifiers", 2, 0, options)
 
 
 def test_a_version_without_such_environments_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verifiers_envs.importlib.util.find_spec
+    found = verifiers.importlib.util.find_spec
     monkeypatch.setattr(
-        verifiers_envs.importlib.util, "find_spec", lambda name: None if name == "verifiers.legacy" else found(name)
+        verifiers.importlib.util, "find_spec", lambda name: None if name == "verifiers.legacy" else found(name)
     )
     with pytest.raises(ConfigError, match=r"has no ToolEnv and its like: run  pip install 'verifiers>=0.3,<0.4'"):
-        world_tasks("verifiers", 1, 0, {"env": "x"})
+        environment_tasks("verifiers", 1, 0, {"env": "x"})

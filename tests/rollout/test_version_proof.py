@@ -22,7 +22,7 @@ from headrace.types import (
     SampleRequest,
     SamplingParams,
     ScoredEpisode,
-    Shared,
+    SharedWeights,
     Step,
     Task,
     int_array,
@@ -58,14 +58,14 @@ async def through_updates(publish_at_s: list[float], *, reads: bool) -> Completi
         for number, at_s in enumerate(publish_at_s):
             executor.done(await executor.take_batch())
             await asyncio.sleep(began_s + at_s - loop.time())
-            await executor.publish(Shared(fingerprint=f"w{number}"))
+            await executor.publish(SharedWeights(fingerprint=f"w{number}"))
         await asyncio.sleep(LONG * TOKEN_S)  # it has ended by now
         while True:
             groups = await executor.take_batch()
             executor.done(groups)
             if groups[0].task.id == "t0":
                 return groups[0].episodes[0].episode.steps[0].completion
-            await executor.publish(Shared(fingerprint="later"))
+            await executor.publish(SharedWeights(fingerprint="later"))
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["read off", "by calls"])

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import integers, lists, sampled_from
 
+from headrace.envs import BUILT_IN, ENVIRONMENTS, environment_demonstrations, environment_tasks, key_door
+from headrace.envs.key_door import ACTIONS, KeyDoorEnv, KeyDoorState, advance, describe, distances, parse_map, solve
+from headrace.envs.single_turn import SingleTurnEnv
 from headrace.errors import ConfigError, DataError
-from headrace.rollout.worlds import BUILT_IN, WORLDS, key_door, world_demonstrations, world_tasks
-from headrace.rollout.worlds.key_door import ACTIONS, KeyDoorEnv, State, advance, describe, distances, parse_map, solve
-from headrace.rollout.worlds.single_turn import SingleTurnEnv
 from headrace.types import Message, Task
 
 MAP = [
@@ -23,18 +23,18 @@ TASK = Task(id="hand", data={"map": MAP, "max_turns": 10})
 
 def test_the_hand_made_map_is_described_and_solved_as_worked_out_by_hand() -> None:
     layout = parse_map(MAP)
-    state = State(cell=layout.start)
+    state = KeyDoorState(cell=layout.start)
     assert describe(layout, state) == "key 1S 0E door 1S 2E locked goal 0N 4E blocked N W"
     assert distances(layout)[state] == len(SOLUTION)
     for action in SOLUTION[:4]:
         state = advance(layout, state, action)
-    assert state == State(cell=(2, 2), held=True, opened=True)
+    assert state == KeyDoorState(cell=(2, 2), held=True, opened=True)
     assert describe(layout, state) == "key held door 0N 1E open goal 1N 3E blocked S"
 
 
 def test_the_solver_prefers_north_and_south() -> None:
     layout = parse_map(MAP)
-    state, taken = State(cell=layout.start), []
+    state, taken = KeyDoorState(cell=layout.start), []
     while state.cell != layout.goal:
         taken.append(solve(layout, state))
         state = advance(layout, state, taken[-1])
@@ -44,15 +44,15 @@ def test_the_solver_prefers_north_and_south() -> None:
 @pytest.mark.parametrize(
     ("state", "action"),
     [
-        (State(cell=(1, 1)), "go north"),  # a wall
-        (State(cell=(1, 1)), "take key"),  # the key is elsewhere
-        (State(cell=(2, 2)), "go east"),  # the door is locked
-        (State(cell=(2, 2)), "open door"),  # no key
-        (State(cell=(1, 2), held=True), "open door"),  # the door is two steps away
-        (State(cell=(2, 1), held=True), "take key"),  # held already
+        (KeyDoorState(cell=(1, 1)), "go north"),  # a wall
+        (KeyDoorState(cell=(1, 1)), "take key"),  # the key is elsewhere
+        (KeyDoorState(cell=(2, 2)), "go east"),  # the door is locked
+        (KeyDoorState(cell=(2, 2)), "open door"),  # no key
+        (KeyDoorState(cell=(1, 2), held=True), "open door"),  # the door is two steps away
+        (KeyDoorState(cell=(2, 1), held=True), "take key"),  # held already
     ],
 )
-def test_what_cannot_be_done_changes_nothing(state: State, action: str) -> None:
+def test_what_cannot_be_done_changes_nothing(state: KeyDoorState, action: str) -> None:
     assert advance(parse_map(MAP), state, action) == state
 
 
@@ -105,9 +105,9 @@ def test_a_task_of_another_world_is_refused() -> None:
         KeyDoorEnv().reset(Task(id="x"), seed=0)
 
 
-def _fewest_actions(layout: key_door.Layout) -> int | None:
+def _fewest_actions(layout: key_door.KeyDoorMap) -> int | None:
     """Level by level from the start: another way to the same number as the solver's search back from the goal."""
-    level, seen, count = {State(cell=layout.start)}, set[State](), 0
+    level, seen, count = {KeyDoorState(cell=layout.start)}, set[KeyDoorState](), 0
     while level:
         if any(state.cell == layout.goal for state in level):
             return count
@@ -126,7 +126,7 @@ def test_tasks_can_be_solved_in_as_many_actions_as_they_say(seed: int, walls: in
     assert 4 <= task.data["optimal"] <= 9
     env = KeyDoorEnv()
     env.reset(task, seed=0)
-    state = State(cell=layout.start)
+    state = KeyDoorState(cell=layout.start)
     for turn in range(task.data["optimal"]):
         action = solve(layout, state)
         state = advance(layout, state, action)
@@ -139,7 +139,7 @@ def test_the_world_speaks_only_its_vocabulary(seed: int, actions: list[str]) -> 
     words = set(key_door.vocabulary())
     [task] = key_door.generate_tasks(1, seed)
     layout = parse_map(task.data["map"])
-    state = State(cell=layout.start)
+    state = KeyDoorState(cell=layout.start)
     for action in actions:
         assert set(describe(layout, state).split()) <= words
         assert set(action.split()) <= words
@@ -148,26 +148,26 @@ def test_the_world_speaks_only_its_vocabulary(seed: int, actions: list[str]) -> 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_splits_never_meet_and_a_seed_fixes_the_tasks(name: str) -> None:
-    train = world_tasks(name, 200, 0, {})
-    held_out = world_tasks(name, 100, 0, {"split": "held_out"})
-    other_seed = world_tasks(name, 100, 99, {"split": "held_out"})
+    train = environment_tasks(name, 200, 0, {})
+    held_out = environment_tasks(name, 100, 0, {"split": "held_out"})
+    other_seed = environment_tasks(name, 100, 99, {"split": "held_out"})
     assert not {task.id for task in train} & {task.id for task in (*held_out, *other_seed)}
     assert len({task.id for task in train}) == 200
-    assert world_tasks(name, 200, 0, {}) == train
+    assert environment_tasks(name, 200, 0, {}) == train
     assert other_seed != held_out
 
 
-demonstrated = WORLDS["key_door"].demonstrations
+demonstrated = ENVIRONMENTS["key_door"].demonstrations
 
 
 def test_demonstrations_without_mistakes_are_shortest_solutions() -> None:
-    tasks = world_tasks("key_door", 30, 3, {})
+    tasks = environment_tasks("key_door", 30, 3, {})
     for task, conversation in zip(tasks, demonstrated(tasks, 0, 0.0), strict=True):
         assert [message.role for message in conversation] == ["user", "assistant"] * task.data["optimal"]
 
 
 def test_mistakes_lower_the_success_of_demonstrations_into_the_useful_range() -> None:
-    tasks = world_tasks("key_door", 300, 1, {})
+    tasks = environment_tasks("key_door", 300, 1, {})
     solved = [_solves(task, talk) for task, talk in zip(tasks, demonstrated(tasks, 0, 0.45), strict=True)]
     assert 0.2 <= sum(solved) / len(solved) <= 0.6
     assert demonstrated(tasks[:5], 0, 0.45) == demonstrated(tasks, 0, 0.45)[:5]
@@ -190,7 +190,7 @@ def _solves(task: Task, conversation: tuple[Message, ...]) -> bool:
 
 
 def test_sums_have_their_digits_as_words() -> None:
-    for task in world_tasks("add", 100, 0, {}):
+    for task in environment_tasks("add", 100, 0, {}):
         [question] = task.messages
         left, right = question.content.removesuffix(" =").split(" + ")
         total = int(left.replace(" ", "")) + int(right.replace(" ", ""))
@@ -198,11 +198,11 @@ def test_sums_have_their_digits_as_words() -> None:
 
 
 def test_sums_are_demonstrated_with_mistakes_at_the_rate_asked_for() -> None:
-    tasks = world_tasks("add", 500, 0, {})
-    talks = world_demonstrations("add", 500, 0, {"mistake_rate": 0.5})
+    tasks = environment_tasks("add", 500, 0, {})
+    talks = environment_demonstrations("add", 500, 0, {"mistake_rate": 0.5})
     right = [talk[-1].content == task.data["answer"] for task, talk in zip(tasks, talks, strict=True)]
     assert 0.45 < sum(right) / 500 < 0.65  # half are untouched, a tenth of the others is right by chance
-    words = set(WORLDS["add"].vocabulary())
+    words = set(ENVIRONMENTS["add"].vocabulary())
     assert all(set(message.content.split()) <= words for talk in talks for message in talk)
 
 
@@ -222,14 +222,14 @@ def test_sums_are_demonstrated_with_mistakes_at_the_rate_asked_for() -> None:
 )
 def test_options_that_are_wrong_are_refused_with_a_reason(name: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        world_tasks(name, 50, 0, options)
+        environment_tasks(name, 50, 0, options)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("rate", [1.5, -0.1, "often", True])
 def test_a_mistake_rate_that_is_no_share_is_refused(name: str, rate: object) -> None:
     with pytest.raises(ConfigError, match="mistake_rate"):
-        world_demonstrations(name, 1, 0, {"mistake_rate": rate})
+        environment_demonstrations(name, 1, 0, {"mistake_rate": rate})
 
 
 def test_a_single_turn_task_needs_a_prompt() -> None:
@@ -244,9 +244,9 @@ SOLVED = ("key_door", "frozen_lake", "sokoban", "calculator", "guess_number")
 
 @pytest.mark.parametrize("name", SOLVED)
 def test_demonstrations_are_what_the_environment_shows_and_succeed(name: str) -> None:
-    tasks = world_tasks(name, 30, 3, {})
-    for task, talk in zip(tasks, world_demonstrations(name, 30, 3, {}), strict=True):
-        observation = (env := WORLDS[name].make_env()).reset(task, seed=0)
+    tasks = environment_tasks(name, 30, 3, {})
+    for task, talk in zip(tasks, environment_demonstrations(name, 30, 3, {}), strict=True):
+        observation = (env := ENVIRONMENTS[name].make_env()).reset(task, seed=0)
         for shown, said in zip(talk[::2], talk[1::2], strict=True):
             assert observation.messages == (shown,)
             result = env.step(said.content)
@@ -258,25 +258,25 @@ def test_demonstrations_are_what_the_environment_shows_and_succeed(name: str) ->
 
 @pytest.mark.parametrize("name", SOLVED)
 def test_mistakes_make_demonstrations_fail(name: str) -> None:
-    assert world_demonstrations(name, 20, 0, {"mistake_rate": 1.0}) != world_demonstrations(name, 20, 0, {})
+    assert environment_demonstrations(name, 20, 0, {"mistake_rate": 1.0}) != environment_demonstrations(name, 20, 0, {})
     assert (
-        world_demonstrations(name, 5, 0, {"mistake_rate": 0.5})
-        == world_demonstrations(name, 20, 0, {"mistake_rate": 0.5})[:5]
+        environment_demonstrations(name, 5, 0, {"mistake_rate": 0.5})
+        == environment_demonstrations(name, 20, 0, {"mistake_rate": 0.5})[:5]
     )
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_all_that_is_said_is_in_the_vocabulary(name: str) -> None:
-    words = WORLDS[name].vocabulary()
+    words = ENVIRONMENTS[name].vocabulary()
     assert len(set(words)) == len(words)
-    talks = world_demonstrations(name, 100, 7, {"mistake_rate": 0.6})
+    talks = environment_demonstrations(name, 100, 7, {"mistake_rate": 0.6})
     said = {word for talk in talks for message in talk for word in message.content.split()}
     assert said <= set(words)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_task_and_a_seed_give_one_first_observation(name: str) -> None:
-    for task in world_tasks(name, 5, 0, {}):
-        first = WORLDS[name].make_env().reset(task, seed=4)
-        assert WORLDS[name].make_env().reset(task, seed=4) == first
+    for task in environment_tasks(name, 5, 0, {}):
+        first = ENVIRONMENTS[name].make_env().reset(task, seed=4)
+        assert ENVIRONMENTS[name].make_env().reset(task, seed=4) == first
         assert first.state is not None

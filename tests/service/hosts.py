@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.service.hosting.host import AdapterHost
+from headrace.service.host.adapter_host import AdapterHost
 from headrace.types import (
     CROSS_ENTROPY,
     Adam,

@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.service.access import hash_key
-from headrace.service.journal import Journal
+from headrace.service.http.auth import hash_key
+from headrace.service.store.journal import Journal
 from service.sdk import prompt, sampling, types
 
 KEY, SIGKILL = "tml-chaos", 9
 PLACES = (
-    "headrace.service.journal:Journal._commit",
-    "headrace.service.hosting.host:AdapterHost.forward_backward",
-    "headrace.service.hosting.host:AdapterHost.optim_step",
-    "headrace.service.hosting.host:AdapterHost.sample",
-    "headrace.service.hosting.host:AdapterHost.save",
-    "headrace.service.model_states:ModelStates.record",
-    "headrace.service.futures:RequestTable.notify",
+    "headrace.service.store.journal:Journal._commit",
+    "headrace.service.host.adapter_host:AdapterHost.forward_backward",
+    "headrace.service.host.adapter_host:AdapterHost.optim_step",
+    "headrace.service.host.adapter_host:AdapterHost.sample",
+    "headrace.service.host.adapter_host:AdapterHost.save",
+    "headrace.service.training.model_states:ModelStates.record",
+    "headrace.service.requests.request_table:RequestTable.notify",
 )
 Point = tuple[str, int]  # a place, and at which call of it
 

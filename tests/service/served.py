@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.service.access import Access, HashedKey, Quota, hash_key
-from headrace.service.app import make_app
-from headrace.service.fake_host import FakeHost
-from headrace.service.journal import Journal
-from headrace.service.records import ModelCard
-from headrace.service.server import serving
-from headrace.service.service import Service
+from headrace.service.core import Service
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.http.app import make_app
+from headrace.service.http.auth import Access, HashedKey, Quota, hash_key
+from headrace.service.http.server import serving
 from headrace.service.settings import Limits
+from headrace.service.store.entities import ModelCard
+from headrace.service.store.journal import Journal
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 KEY, OTHER_KEY = "tml-alice", "tml-bob"

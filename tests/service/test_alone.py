@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.service.alone import folder_lock
+from headrace.service.store.folder_lock import folder_lock
 
 pytest.importorskip("fcntl", reason="there are no such locks on this system")
 HOLD = """
 import sys
 from pathlib import Path
-from headrace.service.alone import folder_lock
+from headrace.service.store.folder_lock import folder_lock
 with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

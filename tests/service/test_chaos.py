@@ -19,10 +19,10 @@ from service.sdk import prompt, sampling, tinker, types
 
 GROUP, PROMPT = 8, (9, 10)
 BETWEEN: Sequence[Point] = [  # an update is on disk and not in the journal; gradients are there and the update is not
-    ("headrace.service.model_states:ModelStates.record", 4),
-    ("headrace.service.hosting.host:AdapterHost.optim_step", 3),
+    ("headrace.service.training.model_states:ModelStates.record", 4),
+    ("headrace.service.host.adapter_host:AdapterHost.optim_step", 3),
 ]
-LAST: Point = ("headrace.service.sessions:Sessions.finish", 1)
+LAST: Point = ("headrace.service.requests.sessions:Sessions.finish", 1)
 
 
 @pytest.fixture(scope="module")

@@ -15,24 +15,24 @@ import pytest
 from headrace.errors import BackendError, HeadraceError, NoGradientError, RequestError, SamplerError
 from headrace.service.client import (
     FutureGroup,
-    Pending,
+    RequestFuture,
     ServiceBackend,
     ServiceClient,
     ServiceSampler,
+    SyncAsyncFuture,
     TrainingClient,
-    Waitable,
 )
 from headrace.service.client.codec import write_forward
 from headrace.service.client.futures import promise
-from headrace.service.fake_host import FakeHost
-from headrace.service.losses import to_loss_and_data
+from headrace.service.host.fake_host import FakeHost
 from headrace.service.settings import Limits
-from headrace.service.wire import parse_forward, read_forward
+from headrace.service.wire.loss_conversion import to_loss_and_data
+from headrace.service.wire.messages import parse_forward, read_forward
 from headrace.types import (
     CROSS_ENTROPY,
     Adam,
     Datum,
-    Discard,
+    DiscardGradient,
     LossSpec,
     SampleRequest,
     SamplingParams,
@@ -93,7 +93,7 @@ def model(service: ServiceClient) -> TrainingClient:
     return service.create_training(rank=4, seed=1).result(LIMIT_S)
 
 
-def taken(*requests: Pending[Any]) -> None:
+def taken(*requests: RequestFuture[Any]) -> None:
     """Wait until the server has all of them."""
     for request in requests:
         request.accepted(LIMIT_S)
@@ -216,7 +216,7 @@ async def test_any_is_the_first_that_succeeds(model: TrainingClient) -> None:
 
 async def test_members_come_in_the_order_in_which_they_end() -> None:
     futures = [promise() for _ in range(3)]
-    group = FutureGroup([Pending(promise(), future, lambda: Waitable(promise())) for future in futures])
+    group = FutureGroup([RequestFuture(promise(), future, lambda: SyncAsyncFuture(promise())) for future in futures])
     futures[2].set_exception(BackendError("no"))
     members = group.as_completed(LIMIT_S).__aiter__()
     assert (await anext(members))[0] == 2
@@ -399,7 +399,7 @@ def test_a_step_after_a_broken_gradient_is_not_made(model: TrainingClient) -> No
 
 def test_discarding_and_the_norm_limit_reach_the_server(model: TrainingClient) -> None:
     model.forward_backward(DATA, CROSS_ENTROPY)
-    assert not model.optim_step(Discard()).result(LIMIT_S).updated
+    assert not model.optim_step(DiscardGradient()).result(LIMIT_S).updated
     assert model.optim_step(UPDATE).result(LIMIT_S).grad_norm == 0.0
 
 
@@ -528,7 +528,7 @@ async def test_the_example_trains_both_ways_and_tells_how_long_each_took(capsys:
 
 
 def test_the_servers_figures(service: ServiceClient, model: TrainingClient) -> None:
-    pending: Pending[Any] = model.forward(DATA, CROSS_ENTROPY)
+    pending: RequestFuture[Any] = model.forward(DATA, CROSS_ENTROPY)
     pending.result(LIMIT_S)
     assert "headrace_training_requests_total 2" in service.metrics().result(LIMIT_S)
     assert service.models().result(LIMIT_S)["fake/bigram"] == 64

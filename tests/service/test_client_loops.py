@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from contracts.served import serve_model
 
-from headrace.loops.keeper import Keeper
+from headrace.data.conversations import ConversationMixture
+from headrace.data.task_source import TaskSource
+from headrace.envs import ENVIRONMENTS, environment_demonstrations, environment_tasks
+from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
 from headrace.loops.update import Updater
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
-from headrace.reward.runner import InProcessRewardRunner
+from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import Term
-from headrace.rollout.conversations import Mixture
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
-from headrace.rollout.tasks import TaskSource
-from headrace.rollout.worlds import WORLDS, world_demonstrations, world_tasks
 from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler
 from headrace.testing import MemorySink
 from headrace.types import CROSS_ENTROPY, Adam, Datum, Episode, LossSpec, SamplingParams, float_array, int_array
@@ -46,7 +46,7 @@ class OneFolder:
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    tokenizer = make_tokenizer(WORLDS[WORLD].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS[WORLD].vocabulary())
     model = make_model(vocab_size=len(tokenizer), width=32, layers=1, heads=2, kv_heads=1, context=64, seed=SEED)
     return prepare(model, tokenizer, source="made on the spot")
 
@@ -62,7 +62,7 @@ def stage(backend: ServiceBackend, steps: int, folder: Path) -> dict[str, Any]:
     return {
         "backend": backend,
         "updater": Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2), max_skips=1),
-        "keeper": Keeper(OneFolder(folder), backend, dict, every=0, total=steps, done=0, stop=asyncio.Event()),
+        "keeper": Checkpointer(OneFolder(folder), backend, dict, every=0, total=steps, done=0, stop=asyncio.Event()),
         "sink": MemorySink(),
     }
 
@@ -76,7 +76,7 @@ async def test_supervised_and_reinforcement_learning_at_a_service(
 ) -> None:
     renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
     backend = ServiceBackend(await service.create_training(rank=4, seed=0))
-    mixture = Mixture([(world_demonstrations(WORLD, 40, 1, {}), 1.0)], SEED)
+    mixture = ConversationMixture([(environment_demonstrations(WORLD, 40, 1, {}), 1.0)], SEED)
     sft = stage(backend, 6, tmp_path / "sft")
     await train_sft(
         SftSettings(steps=6, batch_size=8, max_tokens=64, eval_every=0),
@@ -94,7 +94,7 @@ async def test_supervised_and_reinforcement_learning_at_a_service(
     rl = stage(backend, 2, tmp_path / "rl")
     play = GroupPlayer(
         group_size=4,
-        make_env=WORLDS[WORLD].make_env,
+        make_env=ENVIRONMENTS[WORLD].make_env,
         sampler=sampler,
         renderer=renderer,
         reward_runner=InProcessRewardRunner([Term(name="tokens", fn=token_reward)]),
@@ -106,7 +106,7 @@ async def test_supervised_and_reinforcement_learning_at_a_service(
     )
     executor = RolloutExecutor(
         play=play,
-        next_task=TaskSource(world_tasks(WORLD, 10, 2, {}), SEED).next,
+        next_task=TaskSource(environment_tasks(WORLD, 10, 2, {}), SEED).next,
         batch_groups=2,
         settings=AsyncSettings(),
         publisher=Publisher([sampler]),

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from infer.agents import ADD, make_tokenizer
 
-from headrace.infer.endpoint.live import StreamedText
-from headrace.infer.endpoint.record import cut_at_stops
+from headrace.infer.openai_api.session import cut_at_stops
+from headrace.infer.openai_api.streaming import StreamedText
 from headrace.render import Renderer
-from headrace.service.access import Quota
-from headrace.service.fake_host import FakeHost
-from headrace.service.openai_responses import LatestChoices
-from headrace.types import Completion, Message, SampleRequest, Stop, float_array, int_array
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.http.auth import Quota
+from headrace.service.http.openai_responses import LatestChoices
+from headrace.types import Completion, Message, SampleRequest, StopReason, float_array, int_array
 from service.sdk import ADAM, datum
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 
@@ -49,7 +49,7 @@ class Speaking(FakeHost):
             sampler_logprobs=logprobs,
             raw_logprobs=logprobs,
             versions=int_array([0] * len(tokens)),
-            stop=Stop.STOP,
+            stop=StopReason.STOP,
         )
 
 
@@ -432,7 +432,7 @@ async def test_a_reader_who_is_slow_finds_the_last_of_each_choice_and_no_more() 
             sampler_logprobs=float_array([0.0] * size),
             raw_logprobs=float_array([0.0] * size),
             versions=int_array([0] * size),
-            stop=Stop.LENGTH,
+            stop=StopReason.LENGTH,
         )
         for size in (4, 20, 36)
     ]

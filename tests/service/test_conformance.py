@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.service import app as app_module
-from headrace.service.fake_host import FakeHost
-from headrace.service.journal import forget_results
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.http import app as app_module
 from headrace.service.settings import Limits
+from headrace.service.store.journal import forget_results
 from service.sdk import ADAM, DATA, Gate, datum, loss_of, prompt, table, tinker, types, until
 from service.served import BASE, Served, served
 
@@ -374,7 +374,7 @@ def test_the_same_words_with_status_200_are_understood(
     gated: tuple[Served, Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another server may send them; ours says 408, of which the SDK does not warn."""
-    monkeypatch.setattr("headrace.service.app.TRY_AGAIN", 200)
+    monkeypatch.setattr("headrace.service.http.app.TRY_AGAIN", 200)
     running, gate = gated
     model = running.client().create_lora_training_client(base_model=BASE, rank=4)
     gate.close()

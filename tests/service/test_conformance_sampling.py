@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.service.access import Quota
-from headrace.service.fake_host import EOS, FakeHost
+from headrace.service.host.fake_host import EOS, FakeHost
+from headrace.service.http.auth import Quota
 from headrace.service.settings import Limits
 from service.sdk import DATA, prompt, sampling, table, tinker, types
 from service.served import BASE, KEY, OTHER_KEY, Served, served

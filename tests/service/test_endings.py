@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.service.fake_host import FakeHost
+from headrace.service.host.fake_host import FakeHost
 from headrace.service.settings import Limits
 from service.sdk import ADAM, DATA, loss_of, prompt, sampling, tinker, until
 from service.served import BASE, OTHER_KEY, Served, served

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from headrace.errors import BackendError, ModelError
-from headrace.service import distributions, evaluation
-from headrace.service.access import Quota
-from headrace.service.client import Compare, Evaluate, Prompt, ServiceClient
-from headrace.service.fake_host import FakeHost
-from headrace.service.judging import JudgedSample, RewardRule
-from headrace.service.service import Service
+from headrace.service.client import Compare, Evaluate, EvaluationPrompt, ServiceClient
+from headrace.service.core import Service
+from headrace.service.evaluation import distributions, evaluate_policy
+from headrace.service.evaluation.completion_rewards import JudgedSample, RewardRule
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.http.auth import Quota
 from headrace.service.settings import Limits
 from headrace.types import Datum, FloatArray
 from service.served import KEY, OTHER_KEY, Served, served
@@ -255,11 +255,11 @@ def test_a_key_evaluates_no_more_often_than_it_asks(tmp_path: Path) -> None:
 def test_a_key_has_few_evaluations_waiting(server: Served, trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body: dict[str, Any] = {"sequences": [{"tokens": SEQUENCE}], "other": "base"}
     with monkeypatch.context() as patched:
-        patched.setattr(evaluation, "MAX_WAITING", 0)
+        patched.setattr(evaluate_policy, "MAX_WAITING", 0)
         for verb, asked in (("evaluate", {"sequences": body["sequences"]}), ("compare", body)):
             reply = server.http().post(f"/runs/{trained}/{verb}", json=asked)
             assert (reply.status_code, reply.json()["detail"]) == (429, "this key has 0 evaluations waiting")
-    monkeypatch.setattr(evaluation, "MAX_WAITING", 1)
+    monkeypatch.setattr(evaluate_policy, "MAX_WAITING", 1)
     for _ in range(2):
         ask(server, trained, "compare", **body)  # the one before is not counted any more
 
@@ -317,7 +317,7 @@ def test_the_server_limits_how_much_is_evaluated(tmp_path: Path) -> None:
 def test_our_client_evaluates_and_compares(server: Served) -> None:
     with ServiceClient(server.url, api_key=KEY) as client:
         model = client.create_training(rank=4).result(60)
-        prompts = [Prompt(tokens=[token]) for token in (1, 2, 3)]
+        prompts = [EvaluationPrompt(tokens=[token]) for token in (1, 2, 3)]
         found = model.evaluate(Evaluate(prompts=prompts, reward="long", max_tokens=4)).result(60)
         assert found.metrics["kl"] == 0.0  # a new adapter changes nothing
         assert found.rewards is not None

@@ -10,9 +10,9 @@ import pytest
 
 from headrace.errors import BackendError, SamplerGoneError
 from headrace.service.client import ServiceClient
-from headrace.service.fake_host import FakeHost
-from headrace.service.host import AdapterSpec, FullFinetune
-from headrace.service.hosting.host import AdapterHost
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.host.model_host import AdapterSpec, FullFinetune
 from headrace.service.settings import Limits
 from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingParams, float_array, int_array
 from service.hosts import LIMIT_S, small_model

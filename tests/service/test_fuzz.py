@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from headrace.model.tiny import make_tokenizer
 from headrace.render import Renderer
-from headrace.service import schema
-from headrace.service.access import Quota
-from headrace.service.records import ModelCard
+from headrace.service.http.auth import Quota
 from headrace.service.settings import Limits
+from headrace.service.store.entities import ModelCard
+from headrace.service.wire import proto
 from service.hosts import WORDS, opened
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 
@@ -109,12 +109,12 @@ def goes_on(server: Served) -> Iterator[None]:
 
 def message(owned: Owned) -> Any:
     """A good forward_backward request."""
-    made = schema.ForwardBackwardRequest(model_id=owned.model, seq_id=owned.next_seq, loss_fn="cross_entropy")
+    made = proto.ForwardBackwardRequest(model_id=owned.model, seq_id=owned.next_seq, loss_fn="cross_entropy")
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = little(4, 1, 3, 1)
     targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
-    targets.dense, targets.dtype = b"".join(n.to_bytes(8, "little") for n in TARGETS), schema.INT64
-    weights.dense, weights.dtype = bytes.fromhex("0000803f") * 4, schema.FLOAT32
+    targets.dense, targets.dtype = b"".join(n.to_bytes(8, "little") for n in TARGETS), proto.INT64
+    weights.dense, weights.dtype = bytes.fromhex("0000803f") * 4, proto.FLOAT32
     targets.shape.append(4)
     weights.shape.append(4)
     return made
@@ -246,7 +246,7 @@ def changed(draw: Callable[[Any], Any], body: bytes) -> bytes:
 
 def stays(owned: Owned, body: bytes) -> bool:
     """Unless it can be read and says another number, which would wait for those before it."""
-    made = schema.ForwardBackwardRequest()
+    made = proto.ForwardBackwardRequest()
     try:
         made.ParseFromString(body)
     except DecodeError:
@@ -313,7 +313,7 @@ def fill(tensor: Any, draw: Callable[[Any], Any]) -> None:
     tensor.dtype = draw(st.sampled_from([0, 1, 2, 3, 4, 99]))
     del tensor.shape[:]
     tensor.shape.extend(draw(st.lists(st.integers(-2, 8) | st.just(2**62), max_size=3)))
-    width = 8 if tensor.dtype == schema.INT64 else 4
+    width = 8 if tensor.dtype == proto.INT64 else 4
     if draw(st.booleans()):
         tensor.dense = draw(NUMBERS | st.binary(min_size=4 * width, max_size=4 * width))
         return

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from headrace.errors import RequestError
-from headrace.service.execution import run_forward
-from headrace.service.gae import VALUE, credit, value_data
-from headrace.service.host import AdapterSpec
-from headrace.service.hosting.host import AdapterHost
-from headrace.service.losses import to_loss_and_data
-from headrace.service.preparation import GaeSettings, parse_server_inputs
-from headrace.service.wire import WireDatum, WireForward
-from headrace.service.work import ForwardOp
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.model_host import AdapterSpec
+from headrace.service.training.operations import ForwardOp
+from headrace.service.training.server_gae import VALUE, credit, value_data
+from headrace.service.training.training_execution import run_forward
+from headrace.service.wire.loss_conversion import to_loss_and_data
+from headrace.service.wire.messages import WireDatum, WireForward
+from headrace.service.wire.server_inputs import GaeSettings, parse_server_inputs
 from headrace.types import Adam, Datum, ForwardOut, LossSpec, float_array, int_array
 from service.hosts import LIMIT_S, opened
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import CheckpointError
 from headrace.model.tiny import make_model
-from headrace.service.host import AdapterSpec, FullFinetune
-from headrace.service.hosting import files
+from headrace.service.host import model_files
+from headrace.service.host.model_host import AdapterSpec, FullFinetune
 from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
 from service.hosts import LIMIT_S, STEP, bits, data, opened, request, same, sample, saved, small_model, train
 
@@ -59,7 +59,7 @@ def test_without_its_optimiser_it_begins_anew_from_the_same_weights(
         assert all(float(each) == 1 for key, each in updates[0].items() if key.endswith("/step"))
         with pytest.raises(CheckpointError, match="without its optimiser"):
             host.load("mine", tmp_path / "without", optimizer=True).result(LIMIT_S)
-        assert not (tmp_path / "without" / files.OPTIMIZER).exists()
+        assert not (tmp_path / "without" / model_files.OPTIMIZER).exists()
 
 
 def test_saving_and_loading_are_requests_among_others(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_saving_and_loading_are_requests_among_others(tmp_path: Path) -> None:
 def saved_in(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        tensors |= {f"{file.name}/{name}": each for name, each in files.load_file(file).items()}
+        tensors |= {f"{file.name}/{name}": each for name, each in model_files.load_file(file).items()}
     return tensors
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     with opened() as host:
         host.create("mine", AdapterSpec(rank=2))
         saved(host, "mine", tmp_path / "mine")
-        file = tmp_path / "mine" / files.ADAPTER
+        file = tmp_path / "mine" / model_files.ADAPTER
         file.write_bytes(file.read_bytes()[:200])
         for call in (host.load("mine", tmp_path / "mine", optimizer=True), host.open_sampler("new", tmp_path / "mine")):
             with pytest.raises(CheckpointError, match="mine"):
@@ -186,11 +186,11 @@ def test_another_program_s_adapter_can_be_sampled(tmp_path: Path) -> None:
         train(host, "mine", [0])
         saved(host, "mine", tmp_path / "mine")
         host.snapshot("mine", "snapshot").result(LIMIT_S)
-        (tmp_path / "mine" / files.STATE).unlink()
+        (tmp_path / "mine" / model_files.STATE).unlink()
         host.open_sampler("foreign", tmp_path / "mine").result(LIMIT_S)
         first, second = sample(host, [("snapshot", request(0)), ("foreign", request(0))])
         assert bits(first) == bits(second)
-        config = tmp_path / "mine" / files.ADAPTER_CONFIG
+        config = tmp_path / "mine" / model_files.ADAPTER_CONFIG
         config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
         with pytest.raises(CheckpointError, match="use_dora"):
             host.open_sampler("odd", tmp_path / "mine").result(LIMIT_S)

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import CheckpointError, SamplerError, SamplerGoneError
-from headrace.model import packed
-from headrace.model.worker import Worker
-from headrace.service.host import AdapterSpec, FullFinetune
-from headrace.service.hosting.host import AdapterHost
+from headrace.model.compute_thread import ComputeThread
+from headrace.model.cpu import packed_linear
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.model_host import AdapterSpec, FullFinetune
 from headrace.types import CROSS_ENTROPY, Completion, Datum, float_array, int_array
 from service.hosts import LIMIT_S, bits, data, opened, request, sample, saved, small_model, train
 
@@ -30,7 +30,7 @@ SPECS = {
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdapterHost]:
     """Trained adapters of mixed ranks with a sampler each, and one over the base; weights packed by oneDNN, or not."""
     if request.param == "packed":
-        monkeypatch.setattr(packed, "SMALLEST", 1)
+        monkeypatch.setattr(packed_linear, "SMALLEST", 1)
     with opened(max_rows=16) as made:
         for name, spec in SPECS.items():
             made.create(name, spec)
@@ -57,7 +57,7 @@ def test_a_request_has_the_bits_that_it_has_alone(host: AdapterHost) -> None:
 
 
 def test_two_threads_of_arithmetic_keep_the_bits_of_a_crowd() -> None:
-    worker = Worker(threads=2)
+    worker = ComputeThread(threads=2)
     with opened(max_rows=32, kv_tokens=8192, worker=worker) as host:
         for seed in range(6):
             host.create(f"{seed}", AdapterSpec(rank=(8, 8, 8, 2, 2, 32)[seed], seed=seed))

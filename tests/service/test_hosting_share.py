@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.service.host import AdapterSpec
-from headrace.service.hosting.host import AdapterHost
-from headrace.service.hosting.share import TimeShare
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.model_host import AdapterSpec
+from headrace.service.host.time_share import TimeShare
 from headrace.types import CROSS_ENTROPY
 from service.hosts import LIMIT_S, STEP, bits, data, opened, request, same, sample, saved
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.algo.loss import LossOut
+from headrace.algo.loss_signature import LossOut
 from headrace.errors import BackendError, HeadraceError
-from headrace.model.adapters import ATTENTION, HEAD, MLP
 from headrace.model.lora import add_lora
-from headrace.service.host import AdapterSpec, FullFinetune, ModelHost, TopLogprobsHost
-from headrace.service.hosting.host import AdapterHost
+from headrace.model.multi_lora import ATTENTION, HEAD, MLP
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.model_host import AdapterSpec, FullFinetune, ModelHost, TopLogprobsHost
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, Discard, LossSpec, float_array, int_array
+from headrace.types import CROSS_ENTROPY, Adam, Datum, DiscardGradient, LossSpec, float_array, int_array
 from service.hosts import LIMIT_S, STEP, data, opened, same, saved, small_model, train
 
 
@@ -206,7 +206,7 @@ def test_an_update_with_nothing_accumulated_has_a_zero_gradient_and_counts() -> 
         out = host.optim_step("mine", Adam(learning_rate=0.1, clip_norm=1.0)).result(LIMIT_S)
         assert (out.grad_norm, out.updated, out.num_updates) == (0.0, True, 1)
         host.forward_backward("mine", data(0), CROSS_ENTROPY)
-        assert not host.optim_step("mine", Discard()).result(LIMIT_S).updated
+        assert not host.optim_step("mine", DiscardGradient()).result(LIMIT_S).updated
         assert host.optim_step("mine", STEP).result(LIMIT_S).grad_norm == 0.0
 
 

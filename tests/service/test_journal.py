@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import JournalError
-from headrace.service.journal import (
+from headrace.service.store.journal import (
     Journal,
     JournalRow,
     finish_request,

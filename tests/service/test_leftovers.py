@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from headrace.service.checkpoints import CheckpointStore
-from headrace.service.journal import Journal
-from headrace.service.leftovers import GOING, clear_leftovers
-from headrace.service.records import folder_name
-from headrace.service.registry import Registry
+from headrace.service.store.checkpoint_folders import CheckpointFolders
+from headrace.service.store.cleanup import GOING, clear_leftovers
+from headrace.service.store.entities import folder_name
+from headrace.service.store.journal import Journal
+from headrace.service.store.registry import Registry
 from service.sdk import ADAM, DATA, prompt, sampling
 from service.served import BASE, served
 
@@ -66,7 +66,7 @@ def test_what_is_half_written_or_replaced_goes_and_the_rest_stays(tmp_path: Path
 def test_checkpoints_that_were_replaced_or_deleted_as_the_server_was_killed_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def killed(store: CheckpointStore, folder: str) -> None:
+    async def killed(store: CheckpointFolders, folder: str) -> None:
         """Before it came to removing the folder."""
 
     with served(tmp_path) as running:
@@ -74,7 +74,7 @@ def test_checkpoints_that_were_replaced_or_deleted_as_the_server_was_killed_go(
         for name in ("kept", "gone"):
             model.save_state(name).result()
         with monkeypatch.context() as patch:
-            patch.setattr(CheckpointStore, "remove_marked", killed)
+            patch.setattr(CheckpointFolders, "remove_marked", killed)
             path = model.save_state("kept", overwrite=True).result().path
             run, kind, name = path.replace("kept", "gone").removeprefix("tinker://").split("/")
             deleted = running.http().delete(f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from headrace.errors import RequestError
-from headrace.service.fake_host import FakeHost
-from headrace.service.host import AdapterSpec
-from headrace.service.losses import to_loss_and_data
-from headrace.service.wire import Array, WireDatum, WireForward
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.host.model_host import AdapterSpec
+from headrace.service.wire.loss_conversion import to_loss_and_data
+from headrace.service.wire.messages import Array, WireDatum, WireForward
 from headrace.types import Adam, int_array
 
 # A table of two tokens with equal logits: every log-prob is -ln 2 = -0.693147.

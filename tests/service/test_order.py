@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BackendError, JournalError
-from headrace.service import bodies
-from headrace.service.access import ApiUser, Quota
-from headrace.service.fake_host import FakeHost
-from headrace.service.futures import Done, Failed
-from headrace.service.journal import Journal
-from headrace.service.records import ModelCard
-from headrace.service.registry import NotFound
-from headrace.service.service import Service
+from headrace.service.core import Service
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.http import schemas
+from headrace.service.http.auth import ApiUser, Quota
+from headrace.service.requests.request_table import Done, Failed
 from headrace.service.settings import Limits
+from headrace.service.store.entities import ModelCard
+from headrace.service.store.journal import Journal
+from headrace.service.store.registry import NotFound
 from service.sdk import Gate, until
 from service.served import BASE, served
 
@@ -41,7 +41,7 @@ async def opened(folder: Path, host: FakeHost, **limits: Any) -> AsyncIterator[S
 
 
 async def make_model(service: Service, session: str, number: int) -> str:
-    body = bodies.CreateModel(session_id=session, model_seq_id=number, base_model="fake")
+    body = schemas.CreateModel(session_id=session, model_seq_id=number, base_model="fake")
     pending = await service.models.create(ALICE, body, body.model_dump_json().encode())
     assert isinstance(await service.polling.wait(pending), Done)
     return pending.row.target
@@ -53,7 +53,7 @@ async def step(service: Service, model: str, seq: int) -> Any:
 
 
 async def new_session(service: Service) -> str:
-    return (await service.sessions.create(ALICE, bodies.CreateSession(), None)).id
+    return (await service.sessions.create(ALICE, schemas.CreateSession(), None)).id
 
 
 @settings(max_examples=25, deadline=None)
@@ -93,10 +93,10 @@ async def test_models_take_turns(tmp_path: Path) -> None:
 
 
 async def test_a_model_that_rests_comes_back_with_its_gradient(tmp_path: Path) -> None:
-    from headrace.service import schema
+    from headrace.service.wire import proto
 
     def forward(model: str, seq: int) -> bytes:
-        message = schema.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
+        message = proto.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = (1).to_bytes(4, "little")
         for name, dtype, data in (("target_tokens", 2, (2).to_bytes(8, "little")), ("weights", 1, b"\x00\x00\x80\x3f")):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.service.access import HashedKey, hash_key
-from headrace.service.server import serving
+from headrace.service.http.auth import HashedKey, hash_key
+from headrace.service.http.server import serving
 from headrace.service.settings import Listen, ServeConfig, ServedModel
-from headrace.wiring.serve import open_service
+from headrace.wiring.commands.serve import open_service
 from service.kitchen import NAMES, cook, environment_of, needs_cookbook, write_data, write_model
 from service.served import KEY
 

@@ -22,12 +22,12 @@ import httpx
 import numpy as np
 import pytest
 
-from headrace.service.access import HashedKey, hash_key
-from headrace.service.hosting.host import AdapterHost
-from headrace.service.server import serving
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.http.auth import HashedKey, hash_key
+from headrace.service.http.server import serving
 from headrace.service.settings import Listen, ServeConfig, ServedModel
-from headrace.types import Adam, Discard, StepOut
-from headrace.wiring.serve import open_service
+from headrace.types import Adam, DiscardGradient, UpdateOut
+from headrace.wiring.commands.serve import open_service
 from service.killing import KEY, SIGKILL, Parent, Point, Servers, audit
 from service.kitchen import (
     NAMES,
@@ -98,21 +98,21 @@ def sample(client, prompt, num_samples, sampling_params, *more, **named):
 service.create_lora_training_client, service.create_lora_training_client_async = create, create_async
 tinker.SamplingClient.sample, tinker.TrainingClient.optim_step = sample, optim_step
 """  # what the recipes' Python does to the SDK when it starts
-HOST = "headrace.service.hosting.host:AdapterHost"
+HOST = "headrace.service.host.adapter_host:AdapterHost"
 BEGUN: Sequence[Point] = [
-    ("headrace.service.execution:OperationRunner._create", 2),
+    ("headrace.service.training.training_execution:OperationRunner._create", 2),
     (f"{HOST}.sample", 1),
 ]  # both recipes are at work
-ASKED_TO_END: Point = ("headrace.service.evaluation:Evaluator.evaluate", 1)  # no recipe asks for it
+ASKED_TO_END: Point = ("headrace.service.evaluation.evaluate_policy:Evaluator.evaluate", 1)  # no recipe asks for it
 PLACES = {  # and at which call of it at the latest, so that all kills come before a recipe is through
-    "headrace.service.journal:Journal._commit": 10,
+    "headrace.service.store.journal:Journal._commit": 10,
     f"{HOST}.forward_backward": 3,
     f"{HOST}.optim_step": 3,
     f"{HOST}.sample": 14,
     f"{HOST}.snapshot": 1,
     f"{HOST}.save": 3,
-    "headrace.service.model_states:ModelStates.record": 2,
-    "headrace.service.futures:RequestTable.notify": 20,
+    "headrace.service.training.model_states:ModelStates.record": 2,
+    "headrace.service.requests.request_table:RequestTable.notify": 20,
 }
 
 
@@ -256,9 +256,9 @@ def test_a_server_that_loses_updates_ends_outside_of_the_spread(
 ) -> None:
     plain, updates = AdapterHost.optim_step, Counter[str]()
 
-    def every_second(host: AdapterHost, model: str, update: Adam | Discard) -> "Future[StepOut]":
+    def every_second(host: AdapterHost, model: str, update: Adam | DiscardGradient) -> "Future[UpdateOut]":
         updates[model] += 1
-        return plain(host, model, update if updates[model] % 2 else Discard())
+        return plain(host, model, update if updates[model] % 2 else DiscardGradient())
 
     monkeypatch.setattr(AdapterHost, "optim_step", every_second)
     config = replace(

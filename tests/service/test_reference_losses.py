@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import BackendError, ModelError
 from headrace.service.client import ServerInputs, ServiceClient, TrainingClient
 from headrace.service.client.codec import write_step
-from headrace.service.fake_host import FakeHost
+from headrace.service.host.fake_host import FakeHost
 from headrace.types import CROSS_ENTROPY, Adam, Datum, FloatArray, LossSpec, float_array, int_array
 from service.served import KEY, OTHER_KEY, Served, served
 

@@ -10,21 +10,21 @@ import httpx
 import numpy as np
 import pytest
 
-from headrace.config.checks import _frozen_problems
+from headrace.config.checks.run_config import _frozen_problems
 from headrace.errors import ConfigError, ModelError, RequestError
 from headrace.model.load import load_model
 from headrace.model.quantized import quantize_model
 from headrace.model.tiny import save_tiny
-from headrace.service.access import Access, HashedKey, hash_key
 from headrace.service.client.codec import write_forward
-from headrace.service.reference_app import make_reference_app
-from headrace.service.reference_client import RemoteReference
-from headrace.service.server import serving
+from headrace.service.http.auth import Access, HashedKey, hash_key
+from headrace.service.http.server import serving
+from headrace.service.reference.scoring_app import make_reference_app
+from headrace.service.reference.scoring_client import RemoteReference
 from headrace.service.settings import load_serve_config
-from headrace.train.scorer import FrozenScorer
+from headrace.train.frozen_model import FrozenScorer
 from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
-from headrace.wiring.here import open_remote_reference, scored_remotely
-from headrace.wiring.references import open_reference_server, open_references
+from headrace.wiring.commands.serve_references import open_reference_server, open_references
+from headrace.wiring.runtime.local import open_remote_reference, scored_remotely
 
 KEY = "tml-key"
 

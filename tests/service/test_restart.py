@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.service.fake_host import FakeHost
-from headrace.service.journal import Journal
-from headrace.service.records import ModelCard
-from headrace.service.service import Service
+from headrace.service.core import Service
+from headrace.service.host.fake_host import FakeHost
 from headrace.service.settings import Limits
+from headrace.service.store.entities import ModelCard
+from headrace.service.store.journal import Journal
 from service.sdk import DATA, loss_of, prompt, sampling, types
 from service.served import BASE, KEY, served
 
@@ -188,7 +188,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from service.served import served
-from headrace.service.fake_host import FakeHost
+from headrace.service.host.fake_host import FakeHost
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
 def hold(verb):
     while (folder / "hold").exists() and verb.startswith(("forward_backward", "optim_step")):
@@ -256,7 +256,7 @@ def test_a_waiting_client_gets_its_answers_from_the_server_that_was_killed(tmp_p
 
 def plain_losses(host: FakeHost) -> list[float]:
     """The same run on a host without a service."""
-    from headrace.service.host import AdapterSpec
+    from headrace.service.host.model_host import AdapterSpec
     from headrace.types import CROSS_ENTROPY, Adam, Datum, float_array, int_array
 
     data = [

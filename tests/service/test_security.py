@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.service.access import Access, HashedKey, Quota, RateLimited, hash_key, new_key
-from headrace.service.records import check_name, folder_name
-from headrace.service.server import check_reach, listen
+from headrace.service.http.auth import Access, HashedKey, Quota, RateLimited, hash_key, new_key
+from headrace.service.http.server import check_reach, listen
 from headrace.service.settings import Limits
+from headrace.service.store.entities import check_name, folder_name
 from service.sdk import DATA, prompt, sampling
 from service.served import BASE, OTHER_KEY, Served, served
 

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.errors import ConfigError
-from headrace.model.estimate import num_parameters, tiny_shape
-from headrace.service.access import HashedKey, Quota, hash_key
-from headrace.service.server import serving
+from headrace.model.memory import num_parameters, tiny_model_dims
+from headrace.service.http.auth import HashedKey, Quota, hash_key
+from headrace.service.http.server import serving
 from headrace.service.settings import ServeConfig, load_serve_config
-from headrace.wiring.serve import ServiceHandle, kv_room, open_service
+from headrace.wiring.commands.serve import ServiceHandle, kv_room, open_service
 from service.sdk import prompt, sampling, tinker, types
 
 
@@ -122,7 +122,7 @@ def test_openai_clients_talk_to_a_real_model(tiny: tuple[str, ServiceHandle]) ->
 
 
 def test_cached_positions_leave_room_for_training() -> None:
-    shape = tiny_shape(width=64, layers=2, heads=4, kv_heads=2, context=128, vocabulary=100)
+    shape = tiny_model_dims(width=64, layers=2, heads=4, kv_heads=2, context=128, vocabulary=100)
     # a position has a key and a value of 2 heads of 16 in 2 layers, 2 bytes each: 256 bytes; half of 1 MiB holds 2048
     assert kv_room(shape, 2, free_bytes=2**20, full=False) == 2048
     parameters = num_parameters(shape)

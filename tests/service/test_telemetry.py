@@ -11,20 +11,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.errors import BackendError, ConfigError, RunFolderError
-from headrace.observe.sinks import JsonlSink, read_metrics
+from headrace.metrics import Max, Mean, Sum
+from headrace.observe.sinks.jsonl import JsonlSink, read_metrics
 from headrace.protocols import MetricSink
-from headrace.service.fake_host import FakeHost
-from headrace.service.server import serving
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.http.server import serving
 from headrace.service.settings import load_serve_config
-from headrace.service.telemetry import MetricsRecord, Source, Telemetry
+from headrace.service.telemetry import MetricsRecord, Telemetry, TelemetrySource
 from headrace.testing import MemorySink
-from headrace.types import Adam, Datum, Discard, ForwardOut, Max, Mean, StepOut, Sum, float_array, int_array
-from headrace.wiring.serve import open_service
+from headrace.types import Adam, Datum, DiscardGradient, ForwardOut, UpdateOut, float_array, int_array
+from headrace.wiring.commands.serve import open_service
 from service.sdk import ADAM, DATA, tinker
 from service.served import BASE, KEY, OTHER_KEY, Served, served
 
 LIMIT_S = 100
-SOURCE = Source(name="s:train:0", owner="alice")
+SOURCE = TelemetrySource(name="s:train:0", owner="alice")
 
 
 def datum(*weights: float) -> Datum:
@@ -52,10 +53,10 @@ def test_a_record_has_what_all_requests_since_the_last_update_measured() -> None
     telemetry.forward("m", forward(total=Sum(4.0), nll=Mean(2.0, 1)), [datum(0.0, 1.0, -1.0)], seconds=0.5)
     telemetry.forward("m", forward(total=Sum(6.0), nll=Mean(7.0, 2)), [datum(1.0), datum(1.0, 1.0)], seconds=0.25)
     telemetry.forward("other", forward(total=Sum(100.0)), [datum(1.0)], seconds=9.0)
-    out = StepOut(grad_norm=1.5, updated=True, num_updates=7)
+    out = UpdateOut(grad_norm=1.5, updated=True, num_updates=7)
     record = telemetry.step("m", "alice", out, Adam(learning_rate=0.25), seconds=0.125, depth=3)
     assert record == MetricsRecord(
-        source=Source(name="m", owner="alice"),
+        source=TelemetrySource(name="m", owner="alice"),
         step=7,
         values={
             "loss/total": 10.0,
@@ -84,7 +85,7 @@ def test_sequences_that_bring_rewards_have_a_mean() -> None:
     telemetry = Telemetry()
     telemetry.forward("m", forward(), [rewarded(0.0, 1.0), rewarded(2.0), datum(1.0)], seconds=1.0)
     telemetry.forward("m", forward(), [rewarded(0.5, 2.5)], seconds=1.0)
-    out = StepOut(grad_norm=0.0, updated=True, num_updates=1)
+    out = UpdateOut(grad_norm=0.0, updated=True, num_updates=1)
     record = telemetry.step("m", "alice", out, Adam(learning_rate=1.0), seconds=0.0, depth=0)
     assert record is not None
     assert record.values["reward/mean"] == 2.0  # (1 + 2 + 3) / 3
@@ -92,9 +93,9 @@ def test_sequences_that_bring_rewards_have_a_mean() -> None:
 
 def test_discarded_and_forgotten_gradients_are_not_measured() -> None:
     telemetry = Telemetry()
-    out = StepOut(grad_norm=0.0, updated=False, num_updates=1)
+    out = UpdateOut(grad_norm=0.0, updated=False, num_updates=1)
     telemetry.forward("m", forward(total=Sum(4.0)), [datum(1.0)], seconds=1.0)
-    assert telemetry.step("m", "alice", out, Discard(), seconds=0.0, depth=0) is None
+    assert telemetry.step("m", "alice", out, DiscardGradient(), seconds=0.0, depth=0) is None
     telemetry.forward("m", forward(total=Sum(8.0)), [datum(1.0)], seconds=1.0)
     telemetry.forget("m")
     telemetry.forward("m", forward(total=Sum(1.0)), [datum(1.0)], seconds=1.0)
@@ -108,7 +109,7 @@ def test_losses_that_measure_a_name_differently_do_not_break_a_tenant() -> None:
     telemetry = Telemetry()
     telemetry.forward("m", forward(ratio=Max(4.0)), [datum(1.0)], seconds=1.0)
     telemetry.forward("m", forward(ratio=Mean(3.0, 2)), [datum(1.0)], seconds=1.0)
-    out = StepOut(grad_norm=0.0, updated=True, num_updates=1)
+    out = UpdateOut(grad_norm=0.0, updated=True, num_updates=1)
     record = telemetry.step("m", "alice", out, Adam(learning_rate=1.0), seconds=0.0, depth=0)
     assert record is not None
     assert record.values["loss/ratio"] == 1.5
@@ -126,13 +127,15 @@ def test_time_that_a_request_waited_for_the_host_is_another_requests(monkeypatch
 
 
 def test_records_reach_the_sink_of_their_model_and_sinks_make_room(tmp_path: Path) -> None:
-    def open_sink(source: Source) -> MetricSink:
+    def open_sink(source: TelemetrySource) -> MetricSink:
         return JsonlSink(tmp_path / f"{source.name}.jsonl", stage=source.name)
 
     telemetry = Telemetry(open_sink, max_open=1)
     for step in range(1, 4):
         for name in ("a", "b"):
-            telemetry.log(MetricsRecord(source=Source(name=name), step=step, values={"loss/total": float(step)}))
+            telemetry.log(
+                MetricsRecord(source=TelemetrySource(name=name), step=step, values={"loss/total": float(step)})
+            )
     telemetry.log_server({"models": 2})
     telemetry.close()
     for name in ("a", "b"):
@@ -144,7 +147,7 @@ def test_records_reach_the_sink_of_their_model_and_sinks_make_room(tmp_path: Pat
 def test_a_sink_that_fails_costs_its_own_model_one_line(caplog: pytest.LogCaptureFixture) -> None:
     good = MemorySink()
 
-    def open_sink(source: Source) -> MetricSink:
+    def open_sink(source: TelemetrySource) -> MetricSink:
         if source.name == "bad":
             raise RunFolderError("the disk is full")
         return good
@@ -152,7 +155,7 @@ def test_a_sink_that_fails_costs_its_own_model_one_line(caplog: pytest.LogCaptur
     telemetry = Telemetry(open_sink)
     for step in (1, 2, 3):
         for name in ("bad", "good"):
-            telemetry.log(MetricsRecord(source=Source(name=name), step=step, values={"a/b": 1.0}))
+            telemetry.log(MetricsRecord(source=TelemetrySource(name=name), step=step, values={"a/b": 1.0}))
     telemetry.close()
     assert [step for step, _ in good.records] == [1, 2, 3]
     assert [record.getMessage() for record in caplog.records] == ["the disk is full"]

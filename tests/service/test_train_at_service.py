@@ -11,16 +11,16 @@ import httpx
 import pytest
 
 from headrace import cli
+from headrace.envs import ENVIRONMENTS
 from headrace.errors import BackendError, ConfigError, HeadraceError, Interrupted
 from headrace.model.tiny import save_tiny
-from headrace.observe.sinks import read_metrics
-from headrace.rollout.worlds import WORLDS
-from headrace.service.access import hash_key
-from headrace.service.server import serving
+from headrace.observe.sinks.jsonl import read_metrics
+from headrace.service.http.auth import hash_key
+from headrace.service.http.server import serving
 from headrace.service.settings import load_serve_config
-from headrace.wiring import remote
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.serve import open_service
+from headrace.wiring.commands.serve import open_service
+from headrace.wiring.runtime import service
 
 KEY = "tml-a-key-of-this-test"
 SERVE = f"""
@@ -78,7 +78,7 @@ REWARD = (
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("service")
-    words = WORLDS["add"].vocabulary()
+    words = ENVIRONMENTS["add"].vocabulary()
     save_tiny(folder / "model", words=words, width=32, layers=1, heads=2, kv_heads=1, context=64, seed=0)
     config = load_serve_config(SERVE.replace("FOLDER", str(folder)), file="serve.toml")
     with open_service(config) as opened, serving(opened.app) as url:
@@ -152,7 +152,7 @@ def test_the_service_keeps_the_states_that_the_run_keeps(whole: Made) -> None:
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     whole: Made, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save: Callable[..., Path] = remote.RemoteCheckpointStore.save
+    save: Callable[..., Path] = service.RemoteCheckpointStore.save
     stops = [("sft", 2), ("rl", 1)]
 
     def stopped(store: Any, step: int, *rest: Any) -> Path:
@@ -162,7 +162,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
             raise Interrupted("stopped here")
         return saved
 
-    monkeypatch.setattr(remote.RemoteCheckpointStore, "save", stopped)
+    monkeypatch.setattr(service.RemoteCheckpointStore, "save", stopped)
     for resume in (False, True):
         with pytest.raises(Interrupted):
             cli.train(file, resume=resume)
@@ -191,7 +191,7 @@ def refused(file: Path, error: type[HeadraceError], sentence: str, *overrides: s
 
 
 def test_a_service_that_does_not_answer_is_said_before_the_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_ANSWER_S", 0.2)
+    monkeypatch.setattr(service, "FIRST_ANSWER_S", 0.2)
     with socket.socket() as nobody:  # bound, so that nobody else takes the port, and not listening
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"

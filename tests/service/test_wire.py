@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import RequestError
-from headrace.service import schema
-from headrace.service.host import TopLogprobs
-from headrace.service.losses import to_loss_and_data
-from headrace.service.wire import (
-    Sampled,
+from headrace.metrics import Max, Mean, Sum
+from headrace.service.host.model_host import TopLogprobs
+from headrace.service.training.operations import InvalidOp, parse_operation
+from headrace.service.wire import proto
+from headrace.service.wire.loss_conversion import to_loss_and_data
+from headrace.service.wire.messages import (
+    WireSamples,
     decompress,
     metric_names,
     parse_forward,
@@ -24,8 +26,7 @@ from headrace.service.wire import (
     write_forward,
     write_sample,
 )
-from headrace.service.work import InvalidOp, parse_operation
-from headrace.types import Completion, ForwardOut, Max, Mean, Stop, Sum, float_array, int_array
+from headrace.types import Completion, ForwardOut, StopReason, float_array, int_array
 from service.sdk import datum, types
 
 
@@ -41,7 +42,7 @@ def test_the_schema_has_the_fields_of_the_sdk() -> None:
     from tinker.proto import tinker_public_pb2
 
     theirs = tinker_public_pb2.DESCRIPTOR.message_types_by_name
-    messages = schema.ForwardBackwardRequest.DESCRIPTOR.file.message_types_by_name
+    messages = proto.ForwardBackwardRequest.DESCRIPTOR.file.message_types_by_name
     assert len(messages) > 15
     for name in set(messages) - {"TokenSpan"}:
         assert {(f.name, f.number, f.type) for f in messages[name].fields} == {
@@ -51,10 +52,10 @@ def test_the_schema_has_the_fields_of_the_sdk() -> None:
 
 def test_the_descriptors_are_what_the_proto_file_compiles_to(tmp_path: Path) -> None:
     protoc = pytest.importorskip("grpc_tools.protoc", reason="pip install grpcio-tools")
-    compiled, source = tmp_path / "wire.binpb", schema.DESCRIPTORS.with_suffix(".proto")
+    compiled, source = tmp_path / "wire.binpb", proto.DESCRIPTORS.with_suffix(".proto")
     arguments = ["protoc", f"-I{source.parent}", f"--descriptor_set_out={compiled}", source.name]
     assert protoc.main(arguments) == 0
-    descriptors = descriptor_pb2.FileDescriptorSet.FromString(schema.DESCRIPTORS.read_bytes())
+    descriptors = descriptor_pb2.FileDescriptorSet.FromString(proto.DESCRIPTORS.read_bytes())
     assert descriptors == descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes()), "run: make proto"
 
 
@@ -69,13 +70,13 @@ def test_a_body_of_the_sdk_is_read_as_it_is() -> None:
 
 
 def test_the_legacy_numbers_serve_where_there_are_no_others() -> None:
-    message = schema.ForwardBackwardRequest(model_id="m", loss_fn="ppo")
+    message = proto.ForwardBackwardRequest(model_id="m", loss_fn="ppo")
     message.loss_fn_config["clip_low_threshold"] = 0.5
     assert dict(read_forward(message).config) == {"clip_low_threshold": 0.5}
 
 
 def test_pictures_are_refused_by_name() -> None:
-    message = schema.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
+    message = proto.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
     message.data.add().model_input.add().image.data = b"png"
     with pytest.raises(RequestError, match="only text is served, not image"):
         read_forward(message)
@@ -167,10 +168,10 @@ def test_samples_are_read_by_the_sdk() -> None:
         sampler_logprobs=float_array([-1, -2]),
         raw_logprobs=float_array([-3, -4]),
         versions=int_array([0, 0]),
-        stop=Stop.STOP,
+        stop=StopReason.STOP,
     )
     top = TopLogprobs(tokens=int_array([[1, 2], [3, 4]]), logprobs=float_array([[-1, -2], [-3, -4]]))
-    sampled = Sampled(
+    sampled = WireSamples(
         completions=(completion,), prompt_logprobs=float_array([np.nan, -0.5]), tops=(top,), prompt_tops=top
     )
     read = deserialize_sample_response(write_sample(sampled))

@@ -45,7 +45,7 @@ def test_the_worst_case_is_a_full_micro_batch_twice(longest: int, sizes: list[in
     lm = language_model()
     seen = with_room_for(lm, 10_000)
     backend = TorchBackend(lm, micro_batch_tokens=25)
-    backend.try_worst_case(longest).result()
+    backend.check_memory(longest).result()
     backend.close()
     assert seen == sizes
 
@@ -55,7 +55,7 @@ def test_the_worst_case_leaves_nothing_behind() -> None:
     for tried in (False, True):
         backend = TorchBackend(language_model(), micro_batch_tokens=25)
         if tried:
-            backend.try_worst_case(20).result()
+            backend.check_memory(20).result()
             with pytest.raises(BackendError, match="there is no gradient"):
                 backend.optim_step(Adam(learning_rate=1e-2)).result()
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_no_room_is_an_error_that_says_what_to_lower() -> None:
     with_room_for(lm, 24)
     backend = TorchBackend(lm, micro_batch_tokens=25)
     before = backend.export_weights().result().fingerprint
-    for request in (backend.try_worst_case(10), backend.forward_backward([datum(25)], CROSS_ENTROPY)):
+    for request in (backend.check_memory(10), backend.forward_backward([datum(25)], CROSS_ENTROPY)):
         with pytest.raises(BackendError) as caught:
             request.result()
         said = str(caught.value)

@@ -186,14 +186,14 @@ def test_an_update_is_scaled_back_in_the_masters_and_in_the_parameters(dtype: to
     storage = optimizer.parameters["p"].data_ptr()
     give(optimizer, {"p": torch.tensor([3.0, -4.0])})
     step = Adam(learning_rate=0.1, clip_norm=0.0, eps=1.0, reversible=True)
-    optimizer.remember(step, skipped=False)
+    optimizer.save_for_scaling(step, skipped=False)
     optimizer.update(step, norm=5.0)
     moved = [-0.1 * 3 / 4, 0.1 * 4 / 5]  # as in the test by hand
-    assert optimizer.scale_back(0.5)
+    assert optimizer.scale_update(0.5)
     assert optimizer.masters["p"].tolist() == pytest.approx([1.0 + 0.5 * moved[0], -2.0 + 0.5 * moved[1]], rel=1e-6)
     assert torch.equal(optimizer.parameters["p"], optimizer.masters["p"].to(dtype))
     optimizer.masters["p"].fill_(float("nan"))
-    assert optimizer.scale_back(0.0)
+    assert optimizer.scale_update(0.0)
     assert optimizer.parameters["p"].tolist() == [1.0, -2.0]
     assert optimizer.parameters["p"].data_ptr() == storage
 

@@ -11,8 +11,8 @@ from headrace.errors import ModelError
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.quantized import Bits, model_bytes, quantize_model
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.train.references import ReferenceModels
-from headrace.train.scorer import FrozenScorer
+from headrace.train.frozen_cache import ReferenceModels
+from headrace.train.frozen_model import FrozenScorer
 from headrace.types import Datum, float_array, int_array
 
 

@@ -8,14 +8,13 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.algo.datum import shifted
-from headrace.algo.scalar_data import all_tokens, scalar_datum, scored_datum
+from headrace.algo.datum import all_tokens, scalar_datum, scored_datum, shift
 from headrace.algo.units import as_pairs
 from headrace.errors import BackendError, ModelError
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora
-from headrace.model.scalar import has_scalar_head, is_scalar_folder, load_scalar_model, with_scalar_head
-from headrace.train.scorer import FrozenScorer
+from headrace.model.value_head import has_scalar_head, is_scalar_folder, load_scalar_model, with_scalar_head
+from headrace.train.frozen_model import FrozenScorer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, LossSpec, float_array, int_array
 
@@ -168,7 +167,7 @@ def test_preferences_are_learned_by_the_last_tokens_score() -> None:
 
 def test_a_loss_of_the_other_head_is_refused() -> None:
     scalar, causal = TorchBackend(scalar_model()), TorchBackend(tiny_model())
-    datum = shifted(int_array([3, 4, 5]), {"weights": float_array([0, 1, 1])})
+    datum = shift(int_array([3, 4, 5]), {"weights": float_array([0, 1, 1])})
     with pytest.raises(BackendError, match="has a scalar head"):
         scalar.forward([datum], CROSS_ENTROPY).result()
     with pytest.raises(BackendError, match="needs a scalar head"):
@@ -183,7 +182,7 @@ def test_a_loss_of_the_other_head_is_refused() -> None:
 def trained_data() -> list[Datum]:
     rng = np.random.default_rng(0)
     return [
-        shifted(
+        shift(
             int_array(rng.integers(0, VOCABULARY, size=length)),
             {"weights": (np.arange(length) % 3 != 0).astype(np.float32)},
             temperature=temperature,
@@ -217,6 +216,6 @@ def test_the_base_of_an_adapted_model_stays_where_it_started() -> None:
 
 def test_the_tokens_of_a_shifted_datum_come_back_whole() -> None:
     tokens = int_array([3, 1, 4, 1, 5])
-    datum = shifted(tokens, {"weights": float_array([0, 1, 1, 1, 1])})
+    datum = shift(tokens, {"weights": float_array([0, 1, 1, 1, 1])})
     assert all_tokens(datum).tolist() == [3, 1, 4, 1, 5]
     assert scored_datum(tokens).arrays["weights"].tolist() == [0, 0, 0, 0, 1]

@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headrace.algo.datum import scalar_datum
 from headrace.algo.losses import LOSSES
-from headrace.algo.scalar_data import scalar_datum
 from headrace.errors import BackendError
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora
-from headrace.model.scalar import new_value_head
+from headrace.model.value_head import new_value_head
 from headrace.train.torch_backend import TorchBackend
 from headrace.train.trainer_state import VALUE_HEAD
 from headrace.types import CROSS_ENTROPY, Adam, Datum, LossSpec, float_array, int_array

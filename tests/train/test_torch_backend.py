@@ -25,16 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from headrace.algo.loss import LossOut, Unit, loss_inputs, per
+from headrace.algo.loss_signature import LossOut, Unit, loss_inputs, loss_unit
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.units import as_pairs
 from headrace.errors import BackendError, NoGradientError
+from headrace.metrics import Mean
 from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, prepare, recompute_layers
 from headrace.model.lora import add_lora
 from headrace.model.tiny import make_model, make_tokenizer, save_tiny
 from headrace.train.torch_backend import TorchBackend, create_backend
-from headrace.types import CROSS_ENTROPY, Adam, Datum, Discard, LossSpec, Mean, Shared, float_array, int_array
+from headrace.types import CROSS_ENTROPY, Adam, Datum, DiscardGradient, LossSpec, SharedWeights, float_array, int_array
 
 R = TypeVar("R")
 WORDS = tuple("abcdefghijkl")
@@ -91,7 +92,7 @@ def datum(length: int, seed: int, *, alternatives: int = 0, temperature: float =
 DATA = (datum(7, 0), datum(3, 1), datum(11, 2), datum(5, 3))
 
 
-@per(Unit.SEQUENCE)
+@loss_unit(Unit.SEQUENCE)
 def squared_sums(policy_logprobs_T: Tensor, entropy_T: Tensor, weights_T: Tensor, segments_T: Tensor) -> LossOut:
     """sum over sequences of (sum_t w_t logp_t)^2 + 0.1 sum_t w_t H_t: wrong if a sequence is split or mixed."""
     sums_S = torch.zeros(64, dtype=policy_logprobs_T.dtype).index_add(0, segments_T, weights_T * policy_logprobs_T)
@@ -150,7 +151,7 @@ def gradient_of(backend: TorchBackend, data: Sequence[Datum], spec: LossSpec) ->
 
 def take_gradient(backend: TorchBackend) -> dict[str, Tensor]:
     found = {name: value.clone() for name, value in backend._optimizer.gradients.items()}
-    get(backend.optim_step(Discard()))
+    get(backend.optim_step(DiscardGradient()))
     return found
 
 
@@ -222,7 +223,7 @@ def test_the_fused_and_the_whole_path_agree(name: str) -> None:
     declared.__signature__ = inspect.signature(LOSSES[name])  # type: ignore[attr-defined]
     with backend_of(language_model(torch.float64), micro_batch_tokens=12, chunk_tokens=3) as backend:
         fused = gradient_of(backend, DATA, spec)
-        whole = gradient_of(backend, DATA, replace(spec, fn=per(Unit.SEQUENCE)(declared)))
+        whole = gradient_of(backend, DATA, replace(spec, fn=loss_unit(Unit.SEQUENCE)(declared)))
     assert distance(whole, fused) < 1e-12
     assert whole.loss == pytest.approx(fused.loss, rel=1e-12)
 
@@ -309,7 +310,7 @@ def expected_logprobs(one: Datum) -> np.ndarray[Any, Any]:
 def test_only_weighted_tokens_go_through_the_head(everything: bool, unit: Unit) -> None:
     seen: list[int] = []
 
-    @per(unit)
+    @loss_unit(unit)
     def counted(policy_logprobs_T: Tensor, weights_T: Tensor) -> LossOut:
         seen.append(len(policy_logprobs_T))
         return LOSSES["cross_entropy"](policy_logprobs_T, weights_T)
@@ -527,7 +528,7 @@ def test_a_request_that_cannot_be_met_says_why_and_nothing_is_touched(case: str,
 def test_a_failure_in_the_middle_leaves_no_half_gradient() -> None:
     calls: list[int] = []
 
-    @per(Unit.SEQUENCE)
+    @loss_unit(Unit.SEQUENCE)
     def failing(policy_logprobs_T: Tensor, weights_T: Tensor) -> LossOut:
         calls.append(1)
         if len(calls) == 3:
@@ -599,7 +600,11 @@ def test_a_loaded_state_continues_byte_for_byte(kind: str, tmp_path: Path) -> No
         train(second, range(3, 6))
         ours, theirs = state_bytes(first, tmp_path / "first"), state_bytes(second, tmp_path / "second")
         assert get(first.export_weights()) == get(second.export_weights())
-        assert get(first.optim_step(Discard())).num_updates == get(second.optim_step(Discard())).num_updates == 6
+        assert (
+            get(first.optim_step(DiscardGradient())).num_updates
+            == get(second.optim_step(DiscardGradient())).num_updates
+            == 6
+        )
     assert ours == theirs
     assert ours["model.safetensors"] != saved["model.safetensors"]
     assert ours["optimizer.safetensors"] != saved["optimizer.safetensors"]
@@ -672,7 +677,7 @@ def test_an_adapters_state_is_refused_over_another_base(tmp_path: Path) -> None:
 def test_the_fingerprint_is_that_of_the_weights(tmp_path: Path) -> None:
     with backend_of(language_model()) as first, backend_of(language_model()) as second:
         start = get(first.export_weights())
-        assert isinstance(start, Shared)
+        assert isinstance(start, SharedWeights)
         train(first, [0])
         assert get(first.export_weights()) != start == get(second.export_weights())
         get(first.save_state(tmp_path))

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.algo.advantages.episode import Advantages, Parts, advantage_health, reward_health
-from headrace.algo.advantages.groups import Bools, Floats, GroupStats, Ints, centred, group_stats, standardised
-from headrace.algo.advantages.table import NO_STATE, StepTable
-from headrace.types import Max, Mean, Metric, Sum
+from headrace.algo.advantages.episode_level import AdvantageParts, Advantages, advantage_health, reward_health
+from headrace.algo.advantages.group_stats import Bools, Floats, GroupStats, Ints, center, group_stats, standardize
+from headrace.algo.advantages.step_table import NO_STATE, StepTable
+from headrace.metrics import Max, Mean, Metric, Sum
 
 
 class Norm(StrEnum):
@@ -29,7 +29,7 @@ class EpisodeWeight(StrEnum):
     STEP = "step"
 
 
-class Anchored(NamedTuple):
+class AnchorAdvantage(NamedTuple):
     """Values of the steps that have a state, normalised among their peers; 0 elsewhere."""
 
     values_S: Floats
@@ -43,21 +43,23 @@ def anchor_labels(table: StepTable) -> Ints:
     return np.asarray(group_S * (int(table.state_S.max(initial=0)) + 1) + np.maximum(table.state_S, 0), dtype=np.int64)
 
 
-def among_peers(values_S: Floats, table: StepTable, *, norm: Norm, ddof: int = 1, eps: float = 1e-6) -> Anchored:
+def anchor_advantages(
+    values_S: Floats, table: StepTable, *, norm: Norm, ddof: int = 1, eps: float = 1e-6
+) -> AnchorAdvantage:
     """(value - mean) of the anchor, over (std + eps) if `norm` says so; exactly 0 alone or among equals."""
     anchored_S = table.state_S != NO_STATE
     stats = group_stats(values_S[anchored_S], anchor_labels(table)[anchored_S])
     out_S = np.zeros(len(values_S))
     out_S[anchored_S] = normalised(values_S[anchored_S], stats, norm=norm, ddof=ddof, eps=eps)
-    return Anchored(values_S=out_S, anchored_S=anchored_S, stats=stats)
+    return AnchorAdvantage(values_S=out_S, anchored_S=anchored_S, stats=stats)
 
 
 def normalised(values_N: Floats, stats: GroupStats, *, norm: Norm, ddof: int, eps: float) -> Floats:
     match norm:
         case Norm.STD:
-            return standardised(values_N, stats, ddof=ddof, eps=eps)
+            return standardize(values_N, stats, ddof=ddof, eps=eps)
         case Norm.NONE:
-            return centred(values_N, stats)
+            return center(values_N, stats)
 
 
 def episode_advantages(table: StepTable, *, norm: Norm, episode_weight: EpisodeWeight, eps: float = 1e-6) -> Floats:
@@ -71,7 +73,9 @@ def episode_advantages(table: StepTable, *, norm: Norm, episode_weight: EpisodeW
             return normalised(total_S, group_stats(total_S, table.group_S), norm=norm, ddof=1, eps=eps)
 
 
-def combined(values_S: Floats, episode_S: Floats, step: Anchored, table: StepTable, *, returns_S: Floats) -> Advantages:
+def combine_advantages(
+    values_S: Floats, episode_S: Floats, step: AnchorAdvantage, table: StepTable, *, returns_S: Floats
+) -> Advantages:
     """The final advantages with everything they were made of, and its health."""
     num_steps = len(values_S)
     disagree = int((episode_S * step.values_S < 0).sum())
@@ -85,7 +89,7 @@ def combined(values_S: Floats, episode_S: Floats, step: Anchored, table: StepTab
             "credit/sign_disagreement_share": Mean(disagree, num_steps),
             **anchor_health(step, table),
         },
-        parts=Parts(returns_S=returns_S, episode_S=episode_S, step_S=step.values_S, peers_S=peers(table)),
+        parts=AdvantageParts(returns_S=returns_S, episode_S=episode_S, step_S=step.values_S, peers_S=peers(table)),
     )
 
 
@@ -98,7 +102,7 @@ def peers(table: StepTable) -> Ints:
     return peers_S
 
 
-def anchor_health(step: Anchored, table: StepTable) -> dict[str, Metric]:
+def anchor_health(step: AnchorAdvantage, table: StepTable) -> dict[str, Metric]:
     """Whether anchors compare anything.
 
     `anchor_inert_share`: task groups that had steps to compare but whose anchors say nothing: no state was named, all

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from headrace import names
+from headrace.algo.advantages.anchor_keys import Keys, KeysFn, default_keys
 from headrace.algo.advantages.anchors import peers
-from headrace.algo.advantages.blocks import by_blocks
-from headrace.algo.advantages.episode import (
+from headrace.algo.advantages.chunked import in_chunks
+from headrace.algo.advantages.episode_level import (
+    AdvantageParts,
     Advantages,
-    Parts,
     dr_grpo,
     grpo,
     lite_ppo,
@@ -27,11 +28,11 @@ from headrace.algo.advantages.gagpo import gagpo
 from headrace.algo.advantages.gigpo import gigpo
 from headrace.algo.advantages.graphgpo import graphgpo
 from headrace.algo.advantages.hgpo import hgpo
-from headrace.algo.advantages.keys import Keys, KeysFn, default_keys
-from headrace.algo.advantages.table import StepTable, anchors_of, discounted, step_table
-from headrace.algo.lookup import check_numbers, lookup
+from headrace.algo.advantages.step_table import StepTable, anchors_of, discount, step_table
+from headrace.algo.name_lookup import check_numbers, lookup
 from headrace.errors import ConfigError
-from headrace.types import CreditedEpisode, Group, Metric, StepCredit
+from headrace.metrics import Metric
+from headrace.types import CreditedEpisode, Group, StepCredit
 
 EPISODE_METHODS: Mapping[str, Callable[..., Advantages]] = {
     "grpo": grpo,
@@ -57,7 +58,7 @@ WHOLE = ("depth",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credited:
+class CreditedBatch:
     """Every scored episode with its advantages, in the order of the groups, the health of the signal, and the table
     that both were made of."""
 
@@ -72,7 +73,7 @@ def credit(
     method: str,
     params: Mapping[str, float | str] = NO_PARAMS,
     keys: KeysFn = default_keys,
-) -> Credited:
+) -> CreditedBatch:
     """Advantages by `method`, one per step (all the same for an episode-level method); failed episodes take no part.
 
     Groups are compared by their place in `groups`, never by the order in which episodes ended; steps by the anchor
@@ -85,7 +86,7 @@ def credit(
     ends_E = np.cumsum(table.length_E).tolist()
     values, parts = advantages.values.tolist(), _step_credits(advantages.parts, anchors)
     scored = [(group.id, scored) for group in groups for scored in group.episodes]
-    return Credited(
+    return CreditedBatch(
         episodes=tuple(
             CreditedEpisode(
                 scored=episode,
@@ -100,7 +101,7 @@ def credit(
     )
 
 
-def _step_credits(parts: Parts | None, anchors: Keys) -> tuple[StepCredit, ...]:
+def _step_credits(parts: AdvantageParts | None, anchors: Keys) -> tuple[StepCredit, ...]:
     assert parts is not None, "rows of credited groups are steps"
     columns = (parts.returns_S, parts.episode_S, parts.step_S, parts.peers_S)
     return tuple(
@@ -113,11 +114,11 @@ def step_advantages(table: StepTable, *, method: str, params: Mapping[str, float
     """The same on columns, for a million steps. The return of an episode-level method is not discounted."""
     options = check_method(method, params)
     if method in STEP_METHODS:
-        return by_blocks(table, partial(STEP_METHODS[method], **options))
+        return in_chunks(table, partial(STEP_METHODS[method], **options))
     rows = (table.total_E, table.group_E, table.tokens_E) if method == "opo" else (table.total_E, table.group_E)
     advantages = EPISODE_METHODS[method](*rows, **options)
     values_S = np.repeat(advantages.values, table.length_E)
-    seen = by_blocks(table, _without_credit).parts
+    seen = in_chunks(table, _without_credit).parts
     assert seen is not None
     return Advantages(values=values_S, health=advantages.health, parts=replace(seen, episode_S=values_S))
 
@@ -125,8 +126,8 @@ def step_advantages(table: StepTable, *, method: str, params: Mapping[str, float
 def _without_credit(table: StepTable) -> Advantages:
     """Returns and sizes of anchors, to look at."""
     nothing_S = np.zeros(len(table.reward_S))
-    returns_S = discounted(table.reward_S, table.length_E, 1.0)
-    parts = Parts(returns_S=returns_S, episode_S=nothing_S, step_S=nothing_S, peers_S=peers(table))
+    returns_S = discount(table.reward_S, table.length_E, 1.0)
+    parts = AdvantageParts(returns_S=returns_S, episode_S=nothing_S, step_S=nothing_S, peers_S=peers(table))
     return Advantages(values=nothing_S, health={}, parts=parts)
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.algo.advantages.groups import Floats, Ints, whitened
-from headrace.algo.advantages.table import discounted
+from headrace.algo.advantages.group_stats import Floats, Ints, whiten_values
+from headrace.algo.advantages.step_table import discount
 
 Numbers = npt.NDArray[Any]
 NOT_SAMPLED = -1  # in `turns`: a token of no turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gae:
+class GaeResult:
     """Per token, 0 where it was not sampled; `returns` are what the critic is trained on where `critic` is not 0."""
 
     advantages: Floats
@@ -35,7 +35,7 @@ def token_gae(
     *,
     gamma: float = 1.0,
     lam: float | Numbers = 0.95,
-) -> Gae:
+) -> GaeResult:
     """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, over sampled tokens; returns = A + V.
 
     `lengths` are tokens per episode. `bootstrap` is the value after the last token of each episode: the critic's where
@@ -48,7 +48,7 @@ def token_gae(
     advantages_T[sampled_T] = _gae(
         np.asarray(rewards, dtype=np.float64)[sampled_T], values_T[sampled_T], lengths_E, bootstrap, gamma, lam
     )
-    return Gae(
+    return GaeResult(
         advantages=advantages_T,
         returns=np.where(sampled_T, advantages_T + values_T, 0.0),
         critic=sampled_T.astype(np.float64),
@@ -65,7 +65,7 @@ def turn_gae(
     *,
     gamma: float = 1.0,
     lam: float | Numbers = 0.95,
-) -> Gae:
+) -> GaeResult:
     """One step per turn: its reward is the sum over its tokens, its value that at its first token; A on all its tokens.
 
     `turns` numbers the sampled tokens' turns within the batch (each number one turn, rising), -1 elsewhere. `local` is
@@ -90,7 +90,7 @@ def turn_gae(
     returns_T = np.where(first_T, advantages_T + values_T, 0.0)
     if local is not None:
         advantages_T += np.where(sampled_T, np.asarray(local, dtype=np.float64), 0.0)
-    return Gae(advantages=advantages_T, returns=returns_T, critic=first_T.astype(np.float64))
+    return GaeResult(advantages=advantages_T, returns=returns_T, critic=first_T.astype(np.float64))
 
 
 def reinforce_pp_tokens(
@@ -103,8 +103,8 @@ def reinforce_pp_tokens(
     sampled_T = np.asarray(sampled) != 0
     lengths_E = _counts(sampled_T, np.asarray(lengths, dtype=np.int64))
     out_T = np.zeros(len(sampled_T))
-    returns = discounted(np.asarray(rewards, dtype=np.float64)[sampled_T], lengths_E, gamma)
-    out_T[sampled_T] = whitened(returns, eps=std_eps)
+    returns = discount(np.asarray(rewards, dtype=np.float64)[sampled_T], lengths_E, gamma)
+    out_T[sampled_T] = whiten_values(returns, eps=std_eps)
     return out_T
 
 
@@ -125,7 +125,7 @@ def _gae(
     next_S = np.roll(values_S, -1)
     filled_E = lengths_E > 0
     next_S[np.cumsum(lengths_E)[filled_E] - 1] = bootstrap_E[filled_E]
-    return discounted(rewards_S + gamma * next_S - values_S, lengths_E, gamma * np.asarray(lam, dtype=np.float64))
+    return discount(rewards_S + gamma * next_S - values_S, lengths_E, gamma * np.asarray(lam, dtype=np.float64))
 
 
 def _counts(marked_T: npt.NDArray[np.bool_], lengths_E: Ints) -> Ints:

@@ -2,10 +2,17 @@
 
 import numpy as np
 
-from headrace.algo.advantages.anchors import EpisodeWeight, Norm, among_peers, combined, episode_advantages, normalised
-from headrace.algo.advantages.episode import Advantages
-from headrace.algo.advantages.groups import group_stats
-from headrace.algo.advantages.table import StepTable, discounted, penalised
+from headrace.algo.advantages.anchors import (
+    EpisodeWeight,
+    Norm,
+    anchor_advantages,
+    combine_advantages,
+    episode_advantages,
+    normalised,
+)
+from headrace.algo.advantages.episode_level import Advantages
+from headrace.algo.advantages.group_stats import group_stats
+from headrace.algo.advantages.step_table import StepTable, discount, penalize
 
 
 def gagpo(
@@ -24,13 +31,13 @@ def gagpo(
     V(s) is the mean of G over the steps of the group taken in s; a step without a state is alone, V = its own G. The
     end of an episode has value 0. Goes with a sequence-level ratio (gspo).
     """
-    table = penalised(table, invalid_penalty)
-    returns_S = discounted(table.reward_S, table.length_E, gamma)
-    step = among_peers(returns_S, table, norm=Norm.NONE)
+    table = penalize(table, invalid_penalty)
+    returns_S = discount(table.reward_S, table.length_E, gamma)
+    step = anchor_advantages(returns_S, table, norm=Norm.NONE)
     values_S = returns_S.copy()
     values_S[step.anchored_S] = step.stats.mean_G[step.stats.index_N]
     next_S = np.where(table.last_S, 0.0, np.roll(values_S, -1))
-    raw_S = discounted(table.reward_S + gamma * next_S - values_S, table.length_E, gamma * lam)
+    raw_S = discount(table.reward_S + gamma * next_S - values_S, table.length_E, gamma * lam)
     advantages_S = normalised(raw_S, group_stats(raw_S, table.group_S), norm=norm, ddof=1, eps=std_eps)
     episode_S = episode_advantages(table, norm=norm, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
-    return combined(advantages_S + episode_coef * episode_S, episode_S, step, table, returns_S=returns_S)
+    return combine_advantages(advantages_S + episode_coef * episode_S, episode_S, step, table, returns_S=returns_S)

@@ -6,14 +6,14 @@ import numpy as np
 from headrace.algo.advantages.anchors import (
     EpisodeWeight,
     Norm,
-    among_peers,
+    anchor_advantages,
     anchor_labels,
-    combined,
+    combine_advantages,
     episode_advantages,
 )
-from headrace.algo.advantages.episode import Advantages
-from headrace.algo.advantages.groups import Floats, Ints
-from headrace.algo.advantages.table import NO_STATE, StepTable, discounted, penalised
+from headrace.algo.advantages.episode_level import Advantages
+from headrace.algo.advantages.group_stats import Floats, Ints
+from headrace.algo.advantages.step_table import NO_STATE, StepTable, discount, penalize
 
 UNREACHED = -1
 
@@ -36,12 +36,12 @@ def graphgpo(
     successful episode leads there, d = 0); where success cannot be reached, d = largest finite d of the group + 1.
     A_G compares q among all steps taken in the same state; it is 0 in a group without success.
     """
-    table = penalised(table, invalid_penalty)
-    step = among_peers(success_value * decay ** next_distances(table), table, norm=norm, eps=std_eps)
+    table = penalize(table, invalid_penalty)
+    step = anchor_advantages(success_value * decay ** next_distances(table), table, norm=norm, eps=std_eps)
     episode_S = episode_advantages(table, norm=norm, episode_weight=episode_weight, eps=std_eps)
-    returns_S = discounted(table.reward_S, table.length_E, 1.0)  # to look at: q is what is compared
+    returns_S = discount(table.reward_S, table.length_E, 1.0)  # to look at: q is what is compared
     values_S = episode_coef * episode_S + graph_coef * step.values_S
-    return combined(values_S, episode_S, step, table, returns_S=returns_S)
+    return combine_advantages(values_S, episode_S, step, table, returns_S=returns_S)
 
 
 def next_distances(table: StepTable) -> Floats:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.algo.advantages.anchors import anchor_labels
-from headrace.algo.advantages.groups import Bools, Ints
-from headrace.algo.advantages.table import NO_STATE, StepTable
+from headrace.algo.advantages.group_stats import Bools, Ints
+from headrace.algo.advantages.step_table import NO_STATE, StepTable
 from headrace.types import Group
 
 MAX_SINGLETON_SHARE = 0.9  # of the anchors; runs that learn from step credit are reported to stay below a third
@@ -20,7 +20,7 @@ MIN_MOVES = 50  # valid actions after which a state that is still the first one 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class HealthReport:
     """Sentences. Those of `warnings` have a name, so that each is said once. `moves`: valid actions of a batch in which
     no state changed."""
 
@@ -29,7 +29,7 @@ class Findings:
     moves: int = 0
 
 
-def anchor_findings(table: StepTable, *, method: str, moves_before: int = 0) -> Findings:
+def anchor_findings(table: StepTable, *, method: str, moves_before: int = 0) -> HealthReport:
     """Of a method that compares steps by their states.
 
     An error: episodes have several steps, and no group has more than one state. Then the anchor is taken at the start
@@ -40,21 +40,21 @@ def anchor_findings(table: StepTable, *, method: str, moves_before: int = 0) -> 
     states_G, several_G = _states_of_groups(table)
     if several_G.any() and (states_G[several_G] <= 1).all():
         if not states_G.any():
-            return Findings(errors=(_inert("no step has a state", method),))
+            return HealthReport(errors=(_inert("no step has a state", method),))
         moves = int((table.valid_S & ~table.last_S).sum())
         what = f"each step has one and the same state within its group, after {moves_before + moves} valid actions"
         sentence = _inert(what, method)
         if moves_before + moves >= MIN_MOVES:
-            return Findings(errors=(sentence,), moves=moves)
-        return Findings(warnings=(("inert", sentence),), moves=moves)
+            return HealthReport(errors=(sentence,), moves=moves)
+        return HealthReport(warnings=(("inert", sentence),), moves=moves)
     share = _singleton_share(table)
     if share <= MAX_SINGLETON_SHARE:
-        return Findings()
+        return HealthReport()
     sentence = (
         f"{share:.0%} of the anchor states were met by one step only, which {method!r} can compare with no other: "
         "leave out of the state what does not matter (a counter, the time, the conversation so far)"
     )
-    return Findings(warnings=(("singletons", sentence),))
+    return HealthReport(warnings=(("singletons", sentence),))
 
 
 def _inert(what: str, method: str) -> str:
@@ -71,7 +71,7 @@ def _singleton_share(table: StepTable) -> float:
     return float((count_A == 1).mean()) if len(count_A) else 0.0
 
 
-def group_findings(groups: Sequence[Group], *, mixed_versions: bool, compared: bool = True) -> Findings:
+def group_findings(groups: Sequence[Group], *, mixed_versions: bool, compared: bool = True) -> HealthReport:
     """Of any method. `mixed_versions`: asynchronous sampling may mix them; `compared`: episodes with each other, not
     with what a critic expects."""
     errors, warnings = [], []
@@ -87,7 +87,7 @@ def group_findings(groups: Sequence[Group], *, mixed_versions: bool, compared: b
     if single:
         text = f"{single} of {len(groups)} groups have one episode, whose advantage is 0 because it has no peer"
         warnings.append(("single", text))
-    return Findings(errors=tuple(errors), warnings=tuple(warnings))
+    return HealthReport(errors=tuple(errors), warnings=tuple(warnings))
 
 
 def _versions(group: Group) -> set[int]:

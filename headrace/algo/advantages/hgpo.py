@@ -5,15 +5,15 @@ import numpy as np
 from headrace.algo.advantages.anchors import (
     EpisodeWeight,
     Norm,
-    among_peers,
+    anchor_advantages,
     anchor_labels,
-    combined,
+    combine_advantages,
     episode_advantages,
     normalised,
 )
-from headrace.algo.advantages.episode import Advantages
-from headrace.algo.advantages.groups import Bools, Ints, group_stats
-from headrace.algo.advantages.table import NO_STATE, StepTable, discounted, penalised
+from headrace.algo.advantages.episode_level import Advantages
+from headrace.algo.advantages.group_stats import Bools, Ints, group_stats
+from headrace.algo.advantages.step_table import NO_STATE, StepTable, discount, penalize
 
 
 def hgpo(
@@ -33,8 +33,8 @@ def hgpo(
     deviation or, with norm "none", by the mean alone.
     w_k is proportional to (k + 1)^alpha over the k whose a_k is not 0, so agreement on a longer history counts more.
     """
-    table = penalised(table, invalid_penalty)
-    returns_S = discounted(table.reward_S, table.length_E, gamma)
+    table = penalize(table, invalid_penalty)
+    returns_S = discount(table.reward_S, table.length_E, gamma)
     weighted_S, weights_S = np.zeros(len(returns_S)), np.zeros(len(returns_S))
     first_S = np.zeros(len(returns_S), dtype=bool)
     first_S[(np.cumsum(table.length_E) - table.length_E)[table.length_E > 0]] = True
@@ -51,8 +51,8 @@ def hgpo(
         weights_S += weight * (level_S != 0)
     step_S = weighted_S / np.where(weights_S > 0, weights_S, 1.0)
     episode_S = episode_advantages(table, norm=norm, episode_weight=EpisodeWeight.TRAJECTORY, eps=std_eps)
-    anchored = among_peers(returns_S, table, norm=norm, ddof=0, eps=std_eps)._replace(values_S=step_S)
-    return combined(step_S + episode_coef * episode_S, episode_S, anchored, table, returns_S=returns_S)
+    anchored = anchor_advantages(returns_S, table, norm=norm, ddof=0, eps=std_eps)._replace(values_S=step_S)
+    return combine_advantages(step_S + episode_coef * episode_S, episode_S, anchored, table, returns_S=returns_S)
 
 
 def _longer(history_S: Ints, known_S: Bools, state_S: Ints, has_state_S: Bools, first_S: Bools) -> tuple[Ints, Bools]:

@@ -4,10 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace import names
-from headrace.algo.lookup import lookup
-from headrace.algo.loss import LossFn
-from headrace.algo.losses.compose import added
-from headrace.algo.losses.critic import shared_value, value, value_clipped
+from headrace.algo.loss_signature import LossFn
+from headrace.algo.losses.compose import sum_losses
 from headrace.algo.losses.decoupled import decoupled_ppo, loglinear_ppo, m2po
 from headrace.algo.losses.discriminative import discriminative
 from headrace.algo.losses.preference import bradley_terry, dpo, ipo
@@ -20,18 +18,20 @@ from headrace.algo.losses.regularisers import (
     reference_kl_weighted,
     sampler_kl,
 )
+from headrace.algo.losses.score_function import aipo, cispo, geometric_mis, icepop, mis, sequence_mis, sequence_tis
 from headrace.algo.losses.sequence import gspo, gspo_token, sequence_ppo
-from headrace.algo.losses.soft import dro, sapo
+from headrace.algo.losses.soft_clip import dro, sapo
 from headrace.algo.losses.supervised import cross_entropy, distillation
 from headrace.algo.losses.surrogate import importance_sampling, ppo
-from headrace.algo.losses.weighted import aipo, cispo, geometric_mis, icepop, mis, sequence_mis, sequence_tis
+from headrace.algo.losses.value import shared_value, value, value_clipped
+from headrace.algo.name_lookup import lookup
 
 LOSSES: Mapping[str, LossFn] = {
     "cross_entropy": cross_entropy,
     "distillation": distillation,
     "importance_sampling": importance_sampling,
     "ppo": ppo,
-    "conservative_ppo": added((ppo, sampler_kl)),
+    "conservative_ppo": sum_losses((ppo, sampler_kl)),
     "decoupled_ppo": decoupled_ppo,
     "loglinear_ppo": loglinear_ppo,
     "m2po": m2po,
@@ -73,4 +73,4 @@ def find_loss(fn: str | Callable[..., Any]) -> LossFn:
     """
     if not isinstance(fn, str):
         return fn
-    return added([lookup(LOSSES, name.strip(), "loss") for name in fn.split("+")])
+    return sum_losses([lookup(LOSSES, name.strip(), "loss") for name in fn.split("+")])

@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.algo.loss import LossFn, LossOut, Unit, per, unit_of
+from headrace.algo.loss_signature import LossFn, LossOut, Unit, loss_unit, unit_of
 from headrace.errors import ConfigError
-from headrace.types import merge_metrics
+from headrace.metrics import merge_metrics
 
 UNITS = tuple(Unit)  # from the smallest to the largest
 TOGETHER = {"policy_logprobs_T", "predicted_values_T"}  # outputs of one forward pass
 
 
-def added(terms: Sequence[LossFn]) -> LossFn:
+def sum_losses(terms: Sequence[LossFn]) -> LossFn:
     """The sum of `terms` as one loss, in the largest of their units; a metric of two terms is merged.
 
     Raises ConfigError when two terms take the same number with different defaults, since one value cannot be both.
@@ -42,7 +42,7 @@ def added(terms: Sequence[LossFn]) -> LossFn:
     bound = Signature(merged)
     total.__name__ = " + ".join(getattr(term, "__name__", "custom") for term in terms)
     total.__signature__ = bound  # type: ignore[attr-defined]
-    return per(max((unit_of(term) for term in terms), key=UNITS.index))(total)
+    return loss_unit(max((unit_of(term) for term in terms), key=UNITS.index))(total)
 
 
 def _merged(terms: Sequence[LossFn], parameters: Sequence[Sequence[Parameter]]) -> list[Parameter]:

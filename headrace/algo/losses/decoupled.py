@@ -7,18 +7,18 @@ A loss here asks for what the correction writes, so it cannot run with weights o
 
 from torch import Tensor
 
-from headrace.algo.loss import LossOut
+from headrace.algo.loss_signature import LossOut
 from headrace.algo.losses.ratios import (
     advantage_metrics,
     divergence_metrics,
     log_ratio,
+    masked_share,
     ratio_metrics,
-    share_of,
     weight_metrics,
     weighted_sum,
 )
 from headrace.algo.losses.surrogate import clipped_metrics, clipped_objective
-from headrace.types import Sum
+from headrace.metrics import Sum
 
 
 def decoupled_ppo(
@@ -54,7 +54,7 @@ def decoupled_ppo(
             **advantage_metrics(advantages_T, trained_T),
             **clipped_metrics(log_ratio_T, advantages_T, trained_T, clip_low=clip_low, clip_high=clip_high),
             **weight_metrics(behaviour_weights_T, trained_T),
-            "loss/dropped_behaviour": share_of(behaviour_weights_T == 0, trained_T),
+            "loss/dropped_behaviour": masked_share(behaviour_weights_T == 0, trained_T),
             **divergence_metrics(log_ratio_T, trained_T, name="proximal"),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
         },
@@ -114,7 +114,7 @@ def m2po(
         metrics={
             "loss/policy": Sum(loss.detach()),
             **advantage_metrics(advantages_T, trained_T),
-            "loss/dropped_m2": share_of(~kept_T, trained_T),
+            "loss/dropped_m2": masked_share(~kept_T, trained_T),
             **ratio_metrics(log_ratio_T, kept_T),
             **divergence_metrics(log_ratio_T, kept_T, name="sampler"),
         },

@@ -6,13 +6,13 @@ T tokens, S sequences, G groups.
 import torch
 from torch import Tensor
 
-from headrace.algo.loss import LossOut, Unit, per
+from headrace.algo.loss_signature import LossOut, Unit, loss_unit
 from headrace.algo.losses.ratios import advantage_metrics
-from headrace.algo.segments import dense_index, segment_any, segment_logsumexp, segment_mean, segment_sum
-from headrace.types import Mean, Sum
+from headrace.algo.segment_ops import dense_index, segment_any, segment_logsumexp, segment_mean, segment_sum
+from headrace.metrics import Mean, Sum
 
 
-@per(Unit.GROUP)
+@loss_unit(Unit.GROUP)
 def discriminative(
     policy_logprobs_T: Tensor,
     advantages_T: Tensor,

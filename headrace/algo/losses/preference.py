@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from headrace.algo.loss import LossOut, Unit, per
-from headrace.algo.segments import dense_index, segment_any, segment_mean, segment_sum
-from headrace.types import Mean, Sum
+from headrace.algo.loss_signature import LossOut, Unit, loss_unit
+from headrace.algo.segment_ops import dense_index, segment_any, segment_mean, segment_sum
+from headrace.metrics import Mean, Sum
 
 
-@per(Unit.PAIR)
+@loss_unit(Unit.PAIR)
 def dpo(
     policy_logprobs_T: Tensor,
     reference_logprobs_T: Tensor,
@@ -36,7 +36,7 @@ def dpo(
     return _pair_out(pair_loss_P, margin_P, weights_T, index_T)
 
 
-@per(Unit.PAIR)
+@loss_unit(Unit.PAIR)
 def ipo(
     policy_logprobs_T: Tensor,
     reference_logprobs_T: Tensor,
@@ -56,7 +56,7 @@ def ipo(
     return _pair_out((margin_P - 0.5 / beta) ** 2, margin_P, weights_T, index_T)
 
 
-@per(Unit.PAIR)
+@loss_unit(Unit.PAIR)
 def bradley_terry(
     scores_T: Tensor,
     preferences_T: Tensor,

@@ -9,9 +9,9 @@ are named apart here. As a term of the reward all three are `shaping.kl_rewards`
 import torch
 from torch import Tensor
 
-from headrace.algo.loss import LossOut
-from headrace.algo.losses.ratios import divergence_metrics, log_ratio, mean_over, weighted_sum
-from headrace.types import Sum
+from headrace.algo.loss_signature import LossOut
+from headrace.algo.losses.ratios import divergence_metrics, log_ratio, masked_mean, weighted_sum
+from headrace.metrics import Sum
 
 
 def reference_kl_k1_k2(
@@ -88,7 +88,7 @@ def entropy_bonus(
     loss = -entropy_coef * weighted_sum(weights_T, entropy_T, trained_T)
     return LossOut(
         loss=loss,
-        metrics={"loss/entropy_bonus": Sum(loss.detach()), "loss/entropy": mean_over(entropy_T, trained_T)},
+        metrics={"loss/entropy_bonus": Sum(loss.detach()), "loss/entropy": masked_mean(entropy_T, trained_T)},
     )
 
 
@@ -99,7 +99,7 @@ def _penalty(kl_T: Tensor, d_T: Tensor, weights_T: Tensor, coef: float) -> LossO
         loss=loss,
         metrics={
             "loss/reference_kl": Sum(loss.detach()),
-            "loss/kl_reference_k1": mean_over(d_T, trained_T),
-            "loss/kl_reference_k3": mean_over(torch.expm1(-d_T) + d_T, trained_T),
+            "loss/kl_reference_k1": masked_mean(d_T, trained_T),
+            "loss/kl_reference_k3": masked_mean(torch.expm1(-d_T) + d_T, trained_T),
         },
     )

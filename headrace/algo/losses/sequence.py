@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from headrace.algo.loss import LossOut, Unit, per
+from headrace.algo.loss_signature import LossOut, Unit, loss_unit
 from headrace.algo.losses.ratios import (
     MAX_LOG_RATIO,
     advantage_metrics,
@@ -11,11 +11,11 @@ from headrace.algo.losses.ratios import (
     weighted_sum,
 )
 from headrace.algo.losses.surrogate import clipped_metrics, clipped_objective
-from headrace.algo.segments import dense_index, segment_mean, segment_sum
-from headrace.types import Sum
+from headrace.algo.segment_ops import dense_index, segment_mean, segment_sum
+from headrace.metrics import Sum
 
 
-@per(Unit.SEQUENCE)
+@loss_unit(Unit.SEQUENCE)
 def gspo(
     policy_logprobs_T: Tensor,
     sampler_logprobs_T: Tensor,
@@ -39,7 +39,7 @@ def gspo(
     return _clipped(sequence_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
 
 
-@per(Unit.SEQUENCE)
+@loss_unit(Unit.SEQUENCE)
 def gspo_token(
     policy_logprobs_T: Tensor,
     sampler_logprobs_T: Tensor,
@@ -60,7 +60,7 @@ def gspo_token(
     return _clipped(sequence_T + own_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
 
 
-@per(Unit.SEQUENCE)
+@loss_unit(Unit.SEQUENCE)
 def sequence_ppo(
     policy_logprobs_T: Tensor,
     sampler_logprobs_T: Tensor,

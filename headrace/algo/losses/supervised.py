@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from headrace.algo.loss import LossOut
-from headrace.algo.losses.ratios import divergence_metrics, log_ratio, mean_over, ratio_metrics, weighted_sum
-from headrace.types import Mean, Sum
+from headrace.algo.loss_signature import LossOut
+from headrace.algo.losses.ratios import divergence_metrics, log_ratio, masked_mean, ratio_metrics, weighted_sum
+from headrace.metrics import Mean, Sum
 
 
 def cross_entropy(policy_logprobs_T: Tensor, weights_T: Tensor) -> LossOut:
@@ -44,8 +44,8 @@ def distillation(
         loss=loss,
         metrics={
             "loss/distillation": Sum(loss.detach()),
-            "loss/kl_teacher_k1": mean_over(excess_T, trained_T),
-            "loss/kl_teacher_k3": mean_over(torch.expm1(-excess_T) + excess_T, trained_T),
+            "loss/kl_teacher_k1": masked_mean(excess_T, trained_T),
+            "loss/kl_teacher_k3": masked_mean(torch.expm1(-excess_T) + excess_T, trained_T),
             **ratio_metrics(sampler_T, trained_T),
             **divergence_metrics(sampler_T, trained_T, name="sampler"),
         },

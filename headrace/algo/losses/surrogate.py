@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.algo.loss import LossOut
+from headrace.algo.loss_signature import LossOut
 from headrace.algo.losses.ratios import (
     advantage_metrics,
     clip_metrics,
@@ -14,7 +14,7 @@ from headrace.algo.losses.ratios import (
     ratio_metrics,
     weighted_sum,
 )
-from headrace.types import Metric, Sum
+from headrace.metrics import Metric, Sum
 
 
 def importance_sampling(

@@ -12,8 +12,8 @@ The last four need Triton; `graph_decoder` looks whether it is installed.
 import logging
 
 from headrace.errors import SamplerError
-from headrace.infer.cuda.weights import HALF, unsupported_reason
-from headrace.infer.visits import Decoder
+from headrace.infer.cuda.layer_weights import HALF, unsupported_reason
+from headrace.infer.multistep import Decoder
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel
 
@@ -34,6 +34,6 @@ def graph_decoder(
         if graphs is None and lm.device.type == "cuda":
             logger.info("decoding without CUDA graphs: %s", reason or f"the model is in {lm.dtype}")
         return None
-    from headrace.infer.cuda.decoder import GraphDecoder  # needs Triton
+    from headrace.infer.cuda.graphs import GraphDecoder  # needs Triton
 
     return GraphDecoder(lm, max_rows=max_rows, kv_tokens=kv_tokens, deterministic=deterministic)

@@ -14,10 +14,10 @@ import triton
 from torch import Tensor
 
 from headrace.infer.cuda import kernels
-from headrace.infer.cuda.layout import PROMPT_ROWS, splits_for
-from headrace.infer.cuda.weights import DenseWeights
+from headrace.infer.cuda.layer_weights import DenseWeights
+from headrace.infer.cuda.tiling import PROMPT_ROWS, splits_for
 from headrace.model.attention import KVCache
-from headrace.model.cuda.fine import add_product
+from headrace.model.cuda.fp16_matmul import addmm_fp32
 
 GATE_BLOCK = 1024
 MANY = 128  # programs of decode attention that keep every processor busy
@@ -84,11 +84,11 @@ def hidden(
         last = number + 1 == len(weights.layers)
         if last and only_cache:
             return
-        add_product(workspace.stream, workspace.mixed, layer.out, out=workspace.stream)
+        addmm_fp32(workspace.stream, workspace.mixed, layer.out, out=workspace.stream)
         norm(weights, workspace, workspace.normed, layer.inner_norm)
         torch.mm(workspace.normed, layer.gate_up.t(), out=workspace.both)
         gate(workspace)
-        add_product(workspace.stream, workspace.inner, layer.down, out=workspace.stream)
+        addmm_fp32(workspace.stream, workspace.inner, layer.down, out=workspace.stream)
         if last:
             norm(weights, workspace, workspace.last, weights.norm)
         else:

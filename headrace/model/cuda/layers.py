@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from headrace.model.attention import Cached, Context, Packed, attend
-from headrace.model.compiled import FUSED
-from headrace.model.cuda import fine
-from headrace.model.cuda.sums import add_strips
+from headrace.model.cuda import fp16_matmul
+from headrace.model.cuda.compile import FUSED
+from headrace.model.cuda.reductions import add_strips
 from headrace.model.lora import LoraLinear
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm")
@@ -74,37 +74,39 @@ def _fine_applies(module: Any, given: Any) -> bool:
     attention, mlp = module.self_attn, module.mlp
     known = type(attention).__name__ in ATTENTIONS and type(mlp).__name__ in MLPS
     whole = given["position_embeddings"][0].shape[-1] == attention.head_dim
-    return known and whole and isinstance(mlp.act_fn, nn.SiLU | _silu_type()) and fine.fits(module)
+    return (
+        known and whole and isinstance(mlp.act_fn, nn.SiLU | _silu_type()) and fp16_matmul.supports_fp16_matmul(module)
+    )
 
 
 def _fine_forward(module: Any, stream: Tensor, context: Context, cos: Tensor, sin: Tensor) -> Tensor:
     first, second, of, mlp = module.input_layernorm, module.post_attention_layernorm, module.self_attn, module.mlp
-    twin = fine.wants_twins(module)
+    twin = fp16_matmul.needs_bf16_copy(module)
     stream, normed = fine_norm(stream, first, twin=twin)
     query, key, value = (
         states.squeeze(0).unflatten(-1, (-1, of.head_dim))  # type: ignore[no-untyped-call]
-        for states in fine.products(normed, (of.q_proj, of.k_proj, of.v_proj))
+        for states in fp16_matmul.linears_fp16(normed, (of.q_proj, of.k_proj, of.v_proj))
     )
     if hasattr(of, "q_norm"):
         query, key = (fine_norm(x, norm, twin=False)[1][0] for x, norm in ((query, of.q_norm), (key, of.k_norm)))
     query, key = (rotate(states, cos[0], sin[0], dressed=True) for states in (query, key))
     if isinstance(context, Packed):
         adapted = isinstance(of.o_proj, LoraLinear)
-        mixed = fine.attention_of(query, key, value, context, of.scaling, _window(of), twin=adapted)
+        mixed = fp16_matmul.attention_of(query, key, value, context, of.scaling, _window(of), twin=adapted)
     else:
         mixed = _from_cache(of, query, key, value, context)
     flat = (mixed[0].flatten(-2)[None], None if mixed[1] is None else mixed[1].flatten(-2)[None])
-    stream = fine.product_onto(stream, flat, of.o_proj)
+    stream = fp16_matmul.add_linear(stream, flat, of.o_proj)
     stream, normed = fine_norm(stream, second, twin=twin)
-    gate, up = fine.products(normed, (mlp.gate_proj, mlp.up_proj))
-    return fine.product_onto(stream, fine_gated_silu(gate, up, twin=twin), mlp.down_proj)
+    gate, up = fp16_matmul.linears_fp16(normed, (mlp.gate_proj, mlp.up_proj))
+    return fp16_matmul.add_linear(stream, fine_gated_silu(gate, up, twin=twin), mlp.down_proj)
 
 
-def _from_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, context: Cached) -> fine.Factor:
+def _from_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, context: Cached) -> fp16_matmul.Fp16Operand:
     """Without gradients, so nothing need be dressed."""
-    q, k, v = (fine.bare(states).transpose(0, 1)[None] for states in (query, key, value))
+    q, k, v = (fp16_matmul.view_as_fp16(states).transpose(0, 1)[None] for states in (query, key, value))
     out, _ = attend(module, q, k, v, None, scaling=module.scaling, attention=context, sliding_window=_window(module))
-    return fine.dress(out[0]), out[0].to(fine.COARSE)
+    return fp16_matmul.view_as_bf16(out[0]), out[0].to(fp16_matmul.COARSE)
 
 
 def _window(attention: Any) -> int | None:
@@ -159,7 +161,7 @@ def add_norm(stream: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float)
     return added, normed
 
 
-def fine_norm(hidden: Tensor, module: Any, *, twin: bool) -> tuple[Tensor, fine.Factor]:
+def fine_norm(hidden: Tensor, module: Any, *, twin: bool) -> tuple[Tensor, fp16_matmul.Fp16Operand]:
     """What is given, and its norm. bfloat16 is taken to be dressed."""
     given, normed, coarse = _Norm.apply(hidden, None, module.weight, module.variance_epsilon, True, twin)  # type: ignore[no-untyped-call]
     return given, (normed, coarse)
@@ -171,7 +173,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return result
 
 
-def fine_gated_silu(gate: Tensor, up: Tensor, *, twin: bool) -> fine.Factor:
+def fine_gated_silu(gate: Tensor, up: Tensor, *, twin: bool) -> fp16_matmul.Fp16Operand:
     """silu(gate) * up, all of it dressed, up to float16's largest number."""
     product, coarse = _GatedSilu.apply(gate, up, True, twin)  # type: ignore[no-untyped-call]
     return product, coarse
@@ -187,10 +189,10 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         width, shape = hidden.shape[-1], hidden.shape
         flat_TD = hidden.reshape(-1, width)
-        if dressed and flat_TD.dtype == fine.COARSE:
-            flat_TD = fine.bare(flat_TD)
+        if dressed and flat_TD.dtype == fp16_matmul.COARSE:
+            flat_TD = fp16_matmul.view_as_fp16(flat_TD)
         added_TD = flat_TD if delta is None else torch.empty_like(flat_TD)
-        out_TD = torch.empty_like(flat_TD, dtype=fine.FINE if dressed else weight_D.dtype)
+        out_TD = torch.empty_like(flat_TD, dtype=fp16_matmul.FINE if dressed else weight_D.dtype)
         twin_TD = torch.empty_like(flat_TD, dtype=weight_D.dtype) if twin else None
         scale_T = torch.empty(len(flat_TD), dtype=torch.float32, device=hidden.device)
         if len(flat_TD):
@@ -202,7 +204,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(added_TD, weight_D, scale_T)
         ctx.dtype, ctx.delta_dtype = hidden.dtype, None if delta is None else delta.dtype
         ctx.set_materialize_grads(False)
-        normed = (fine.dress(out_TD) if dressed else out_TD).view(shape)
+        normed = (fp16_matmul.view_as_bf16(out_TD) if dressed else out_TD).view(shape)
         added = hidden if delta is None else added_TD.view(shape)
         return added, normed, None if twin_TD is None else twin_TD.view(shape)
 
@@ -210,7 +212,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad_added: Tensor | None, grad_normed: Tensor | None, grad_twin: Tensor | None) -> Any:
         flat_TD, weight_D, scale_T = ctx.saved_tensors
         tokens, width = flat_TD.shape
-        grad = fine.total(grad_normed, grad_twin)
+        grad = fp16_matmul.add_fp32(grad_normed, grad_twin)
         assert grad is not None, "a norm that nobody reads"
         shape, grad_TD = grad.shape, grad.reshape(tokens, width).contiguous()
         past_TD = None if grad_added is None else grad_added.reshape(tokens, width).contiguous()
@@ -236,7 +238,7 @@ class _Rotate(torch.autograd.Function):
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         ctx.save_for_backward(cos_TD, sin_TD)
         if dressed:
-            return fine.dress(_rotated(fine.bare(states_THD), cos_TD, sin_TD, 1.0))
+            return fp16_matmul.view_as_bf16(_rotated(fp16_matmul.view_as_fp16(states_THD), cos_TD, sin_TD, 1.0))
         return _rotated(states_THD, cos_TD, sin_TD, 1.0)
 
     @staticmethod
@@ -265,19 +267,19 @@ class _GatedSilu(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         coarse = torch.empty_like(gate) if twin else None
         if dressed:
-            gate, up = fine.bare(gate), fine.bare(up)
+            gate, up = fp16_matmul.view_as_fp16(gate), fp16_matmul.view_as_fp16(up)
         out = torch.empty_like(gate)
         if size := gate.numel():
             grid = (triton.cdiv(size, BLOCK),)
             _silu_kernel[grid](gate, up, out, coarse, size, BLOCK=BLOCK, FINE=dressed, TWIN=twin)
         ctx.save_for_backward(gate, up)
         ctx.set_materialize_grads(False)
-        return fine.dress(out) if dressed else out, coarse
+        return fp16_matmul.view_as_bf16(out) if dressed else out, coarse
 
     @staticmethod
     def backward(ctx: Any, grad_product: Tensor | None, grad_twin: Tensor | None) -> Any:
         gate, up = ctx.saved_tensors
-        grad = fine.total(grad_product, grad_twin)
+        grad = fp16_matmul.add_fp32(grad_product, grad_twin)
         assert grad is not None, "a product that nobody reads"
         grad = grad.contiguous()
         grad_gate, grad_up = torch.empty_like(grad), torch.empty_like(grad)

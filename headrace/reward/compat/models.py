@@ -69,7 +69,7 @@ class ChatCompletionContentPartImageParam(Mapped):
 ChatCompletionContentPartParam = ChatCompletionContentPartTextParam | ChatCompletionContentPartImageParam
 
 
-class Message(BaseModel):
+class CompatMessage(BaseModel):
     """A tool call without an id gets one from its place."""
 
     model_config = OPEN
@@ -176,7 +176,7 @@ class Code(IntEnum):
     RESPONSE_QUALITY_ERROR = 103
 
 
-class Status(BaseModel):
+class CompatStatus(BaseModel):
     """Why a rollout ended, in `details` as eval-protocol writes it."""
 
     code: Code
@@ -238,7 +238,7 @@ class Status(BaseModel):
         return next((item.get("metadata", {}) for item in self.details if item.get("reason") == reason), None)
 
 
-Status.Code = Code  # type: ignore[attr-defined]
+CompatStatus.Code = Code  # type: ignore[attr-defined]
 
 
 def _detail(reason: str, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -274,10 +274,10 @@ class ExecutionMetadata(BaseModel):
 
 class EvaluationRow(BaseModel):
     model_config = OPEN
-    messages: list[Message] = Field(default_factory=list)
+    messages: list[CompatMessage] = Field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     input_metadata: InputMetadata = Field(default_factory=InputMetadata)
-    rollout_status: Status = Field(default_factory=Status.rollout_running)
+    rollout_status: CompatStatus = Field(default_factory=CompatStatus.rollout_running)
     ground_truth: Any = None
     evaluation_result: EvaluateResult | None = None
     execution_metadata: ExecutionMetadata = Field(default_factory=ExecutionMetadata)
@@ -291,19 +291,19 @@ class EvaluationRow(BaseModel):
     def get_conversation_length(self) -> int:
         return len(self.messages)
 
-    def get_system_message(self) -> Message:
-        return next(iter(self._said_by("system")), Message(role="system", content=""))
+    def get_system_message(self) -> CompatMessage:
+        return next(iter(self._said_by("system")), CompatMessage(role="system", content=""))
 
-    def get_assistant_messages(self) -> list[Message]:
+    def get_assistant_messages(self) -> list[CompatMessage]:
         return self._said_by("assistant")
 
-    def get_user_messages(self) -> list[Message]:
+    def get_user_messages(self) -> list[CompatMessage]:
         return self._said_by("user")
 
-    def last_assistant_message(self) -> Message | None:
+    def last_assistant_message(self) -> CompatMessage | None:
         return next(reversed(self._said_by("assistant")), None)
 
-    def get_first_user_message(self) -> Message | None:
+    def get_first_user_message(self) -> CompatMessage | None:
         return next(iter(self._said_by("user")), None)
 
     def get_input_metadata(self, key: str, default: Any = None) -> Any:
@@ -322,13 +322,16 @@ class EvaluationRow(BaseModel):
         said = (step["termination_reason"] for step in reversed(self._control()) if step.get("termination_reason"))
         return str(next(said, "unknown"))
 
-    def _said_by(self, role: str) -> list[Message]:
+    def _said_by(self, role: str) -> list[CompatMessage]:
         return [message for message in self.messages if message.role == role]
 
     def _control(self) -> Sequence[dict[str, Any]]:
         """What an environment told beside the messages."""
         return [message.control_plane_step for message in self.messages if message.control_plane_step]
 
+
+for _model, _name in ((CompatMessage, "Message"), (CompatStatus, "Status")):  # the names that users' code knows them by
+    _model.__name__ = _model.__qualname__ = _name
 
 PUBLIC: dict[str, Any] = {
     "ChatCompletionContentPartParam": ChatCompletionContentPartParam,
@@ -339,12 +342,12 @@ PUBLIC: dict[str, Any] = {
             ChatCompletionMessageToolCall,
             ChatCompletionContentPartTextParam,
             ChatCompletionContentPartImageParam,
-            Message,
+            CompatMessage,
             MetricResult,
             StepOutput,
             EvaluateResult,
             TerminationReason,
-            Status,
+            CompatStatus,
             InputMetadata,
             ExecutionMetadata,
             EvaluationRow,

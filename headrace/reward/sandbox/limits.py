@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class CallLimits:
     """What one call may use. `processes` counts threads too, and the call itself; sizes are of each file or stream."""
 
     wall_s: float = 10.0
@@ -42,7 +42,7 @@ class Outcome(StrEnum):
     NOT_RUN = "not run"  # the code could not be imported, or no worker could be started
 
 
-class Layer(StrEnum):
+class IsolationLayer(StrEnum):
     """What a wall is made of. A machine may lack any of them, or forbid it."""
 
     USER = "user namespace"
@@ -56,36 +56,36 @@ class Layer(StrEnum):
     RLIMITS = "resource limits"
 
 
-EVERY_LAYER = frozenset(Layer)
+EVERY_LAYER = frozenset(IsolationLayer)
 
 
-def missing(layers: Collection[Layer]) -> list[str]:
+def isolation_gaps(layers: Collection[IsolationLayer]) -> list[str]:
     """What the given layers leave open, in words; those that strict mode insists on come first."""
-    gaps = essential_missing(layers)
-    if Layer.SECCOMP not in layers:
+    gaps = essential_gaps(layers)
+    if IsolationLayer.SECCOMP not in layers:
         gaps.append("system calls are not filtered (no seccomp)")
-    if Layer.RLIMITS not in layers:
+    if IsolationLayer.RLIMITS not in layers:
         gaps.append("memory, CPU time and file sizes are not limited (no resource limits)")
     return gaps
 
 
-def essential_missing(layers: Collection[Layer]) -> list[str]:
+def essential_gaps(layers: Collection[IsolationLayer]) -> list[str]:
     """Files, network, other processes, and the number of processes: without these it is not a sandbox."""
     gaps = []
-    if Layer.MOUNT not in layers and Layer.LANDLOCK not in layers:
+    if IsolationLayer.MOUNT not in layers and IsolationLayer.LANDLOCK not in layers:
         gaps.append("files are not isolated (neither a mount namespace nor Landlock)")
-    if Layer.NETWORK not in layers and Layer.SECCOMP not in layers:
+    if IsolationLayer.NETWORK not in layers and IsolationLayer.SECCOMP not in layers:
         gaps.append("the network is not isolated (neither a network namespace nor seccomp)")
-    if Layer.PID not in layers:
+    if IsolationLayer.PID not in layers:
         gaps.append("other processes are not out of sight (no PID namespace)")
-    if Layer.UID not in layers or Layer.RLIMITS not in layers:
+    if IsolationLayer.UID not in layers or IsolationLayer.RLIMITS not in layers:
         gaps.append("the number of processes is not limited (no user of its own)")
     return gaps
 
 
-def may_fork(layers: Collection[Layer]) -> bool:
+def may_fork(layers: Collection[IsolationLayer]) -> bool:
     """Whether a warm worker can fork each call into a PID namespace of its own, whose end is the end of all in it."""
-    return Layer.USER in layers and Layer.PID in layers
+    return IsolationLayer.USER in layers and IsolationLayer.PID in layers
 
 
 OVER_CPU, OVER_MEMORY = 76, 77  # exit status of a supervisor: the first process inside used too much
@@ -93,7 +93,7 @@ RETURNED, RAISED, OUT_OF_MEMORY = b"R", b"E", b"M"  # what follows the nonce of 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CallResult:
     """One call's end. `result` is JSON text as the code's side wrote it: unverified. The tails are of its output."""
 
     outcome: Outcome
@@ -103,5 +103,5 @@ class Answer:
     stderr: str = ""
 
 
-def limits_from(values: Mapping[str, float]) -> Limits:
-    return Limits(**values)  # type: ignore[arg-type]  # made by dataclasses.asdict on the other side
+def limits_from(values: Mapping[str, float]) -> CallLimits:
+    return CallLimits(**values)  # type: ignore[arg-type]  # made by dataclasses.asdict on the other side

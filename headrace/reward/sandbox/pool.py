@@ -24,22 +24,22 @@ from typing import Any
 import psutil
 
 from headrace.errors import ConfigError, RewardError
-from headrace.reward.sandbox import frames
+from headrace.reward.sandbox import framing
+from headrace.reward.sandbox.isolation import environment, interpreter_paths, package_folder
 from headrace.reward.sandbox.limits import (
     EVERY_LAYER,
     OUT_OF_MEMORY,
     OVER_MEMORY,
     RAISED,
     RETURNED,
-    Answer,
-    Layer,
-    Limits,
+    CallLimits,
+    CallResult,
+    IsolationLayer,
     Outcome,
-    essential_missing,
-    missing,
+    essential_gaps,
+    isolation_gaps,
 )
 from headrace.reward.sandbox.supervisor import scratch_root, sweep
-from headrace.reward.sandbox.walls import environment, interpreter_paths, package_folder
 
 logger = logging.getLogger(__name__)
 
@@ -53,33 +53,35 @@ _offsets = itertools.count(secrets.randbelow(1 << 20) << 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SandboxSettings:
     """`layers` are those to try (fewer: for tests); `python` and `user` start workers with another interpreter or, as
     root, as another user."""
 
-    limits: Limits = field(default_factory=Limits)
+    limits: CallLimits = field(default_factory=CallLimits)
     workers: int = 2
     strict: bool = False
     warm: bool = True
     readable: tuple[str, ...] = ()
-    layers: frozenset[Layer] = EVERY_LAYER
+    layers: frozenset[IsolationLayer] = EVERY_LAYER
     python: str = sys.executable
     user: int | None = None
 
 
-class Worker:
+class SandboxWorker:
     """One supervisor process and what is inside its walls."""
 
-    def __init__(self, settings: Settings, process: "subprocess.Popen[bytes]", lifeline: int) -> None:
+    def __init__(self, settings: SandboxSettings, process: "subprocess.Popen[bytes]", lifeline: int) -> None:
         self._settings, self._process, self._lifeline = settings, process, lifeline
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.about: dict[str, Any] = {}
-        self.layers: frozenset[Layer] = frozenset()
+        self.layers: frozenset[IsolationLayer] = frozenset()
         self.warm = False
         self.alive = True
 
     @classmethod
-    async def start(cls, settings: Settings, target: Mapping[str, Any], readable: Sequence[str]) -> "Worker":
+    async def start(
+        cls, settings: SandboxSettings, target: Mapping[str, Any], readable: Sequence[str]
+    ) -> "SandboxWorker":
         """Raises RewardError when the code cannot be imported, ConfigError when strict forbids what is missing."""
         ours, theirs = socket.socketpair()
         lifeline_read, lifeline = os.pipe()
@@ -116,9 +118,9 @@ class Worker:
         }
         await self._send(order)
         walls = await self._receive()
-        self.layers = frozenset(map(Layer, walls["walls"]))
+        self.layers = frozenset(map(IsolationLayer, walls["walls"]))
         self.warm = walls["warm"]
-        announce(self.layers, walls["reasons"], strict=self._settings.strict)
+        report_isolation(self.layers, walls["reasons"], strict=self._settings.strict)
         await self._send({"go": True})
         reply = await self._receive()
         if "failed" in reply:
@@ -127,7 +129,7 @@ class Worker:
             raise ValueError("an answer that does not say what was imported")
         self.about = reply["about"]
 
-    async def call(self, argument: Any) -> Answer:
+    async def call(self, argument: Any) -> CallResult:
         """One call. A worker that does not keep the time limit itself is ended, and `alive` is False afterwards."""
         nonce = secrets.token_hex(16)
         limits = self._settings.limits
@@ -138,16 +140,16 @@ class Worker:
                 reply = await self._receive()
         except TimeoutError:
             await self.stop()
-            return Answer(outcome=Outcome.TIMEOUT)
+            return CallResult(outcome=Outcome.TIMEOUT)
         except asyncio.CancelledError:
             await self.stop()
             raise
         except RewardError as exc:
             status = await self.stop()
-            return Answer(outcome=Outcome.MEMORY if status == OVER_MEMORY else Outcome.NO_RESULT, detail=str(exc))
+            return CallResult(outcome=Outcome.MEMORY if status == OVER_MEMORY else Outcome.NO_RESULT, detail=str(exc))
         except ValueError as exc:
             await self.stop()
-            return Answer(outcome=Outcome.MALFORMED, detail=str(exc))
+            return CallResult(outcome=Outcome.MALFORMED, detail=str(exc))
         return _answer(reply, nonce)
 
     @property
@@ -191,7 +193,7 @@ class Worker:
 
     async def _send(self, value: Any) -> None:
         assert self._streams is not None
-        self._streams[1].write(frames.pack(value))
+        self._streams[1].write(framing.pack(value))
         with suppress(ConnectionError):  # the answer will be missing, and says so
             await self._streams[1].drain()
 
@@ -200,7 +202,7 @@ class Worker:
         assert self._streams is not None
         reader = self._streams[0]
         try:
-            (size,) = frames.LENGTH.unpack(await reader.readexactly(frames.LENGTH.size))
+            (size,) = framing.LENGTH.unpack(await reader.readexactly(framing.LENGTH.size))
             if size > 6 * self._settings.limits.result_bytes + _STREAM_ROOM:
                 raise ValueError("an answer that is longer than any answer can be")
             body = await reader.readexactly(size)
@@ -215,7 +217,7 @@ class Worker:
         return value
 
 
-def _spawn(settings: Settings, inherited: tuple[int, ...]) -> "subprocess.Popen[bytes]":
+def _spawn(settings: SandboxSettings, inherited: tuple[int, ...]) -> "subprocess.Popen[bytes]":
     root = str(package_folder().parent)
     as_whom: dict[str, Any] = {}
     if settings.user is not None:
@@ -234,39 +236,39 @@ def _spawn(settings: Settings, inherited: tuple[int, ...]) -> "subprocess.Popen[
     return process
 
 
-def _answer(reply: Mapping[str, Any], nonce: str) -> Answer:
+def _answer(reply: Mapping[str, Any], nonce: str) -> CallResult:
     """What a worker said, believed as far as it can be checked."""
     shown = {name: str(reply.get(name, "")) for name in ("stdout", "stderr")}
     if reply.get("outcome"):
         known = str(reply["outcome"]) in set(Outcome)
-        return Answer(outcome=Outcome(reply["outcome"]) if known else Outcome.MALFORMED, **shown)
+        return CallResult(outcome=Outcome(reply["outcome"]) if known else Outcome.MALFORMED, **shown)
     payload = str(reply.get("payload", ""))
     if not payload:
-        return Answer(outcome=Outcome.NO_RESULT, detail="it ended its process without returning", **shown)
+        return CallResult(outcome=Outcome.NO_RESULT, detail="it ended its process without returning", **shown)
     if not payload.startswith(nonce):
-        return Answer(outcome=Outcome.MALFORMED, detail="what came back does not carry this call's nonce", **shown)
+        return CallResult(outcome=Outcome.MALFORMED, detail="what came back does not carry this call's nonce", **shown)
     kind, body = payload[len(nonce) : len(nonce) + 1].encode(), payload[len(nonce) + 1 :]
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):  # code that a function runs can find the nonce, and write what it likes
-        return Answer(outcome=Outcome.MALFORMED, detail="what came back is not JSON", **shown)
+        return CallResult(outcome=Outcome.MALFORMED, detail="what came back is not JSON", **shown)
     if kind == RETURNED:
-        return Answer(outcome=Outcome.RETURNED, result=body, **shown)
+        return CallResult(outcome=Outcome.RETURNED, result=body, **shown)
     if kind in (RAISED, OUT_OF_MEMORY):
-        return Answer(
+        return CallResult(
             outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value)[:_REASON_CHARS], **shown
         )
-    return Answer(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **shown)
+    return CallResult(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **shown)
 
 
 # --- what stands -----------------------------------------------------------------------------------------------------
 
 
-def announce(layers: frozenset[Layer], reasons: Mapping[str, str], *, strict: bool) -> None:
+def report_isolation(layers: frozenset[IsolationLayer], reasons: Mapping[str, str], *, strict: bool) -> None:
     """Say once what this machine cannot isolate; raise ConfigError if strict forbids it."""
     because = "; ".join(f"no {layer}: {reason}" for layer, reason in sorted(reasons.items()))
-    gaps = missing(layers)
-    if strict and essential_missing(layers):
+    gaps = isolation_gaps(layers)
+    if strict and essential_gaps(layers):
         raise ConfigError(
             f"reward_runner.strict is on, and here {', and '.join(gaps)}{f' ({because})' if because else ''}: "
             "allow what is missing, or set strict = false"
@@ -323,9 +325,9 @@ def code_in(folder: Path) -> list[str]:
 class Sandbox:
     """Calls one piece of code, at most `workers` at a time. Workers start when they are needed and stay."""
 
-    def __init__(self, target: Mapping[str, Any], settings: Settings) -> None:
-        self._idle: list[Worker] = []
-        self._busy: set[Worker] = set()
+    def __init__(self, target: Mapping[str, Any], settings: SandboxSettings) -> None:
+        self._idle: list[SandboxWorker] = []
+        self._busy: set[SandboxWorker] = set()
         if sys.platform == "win32":
             raise ConfigError('there is no sandbox on Windows: set rl.reward_runner.type = "inprocess"')
         self._target = {**target, "alone": True}
@@ -335,7 +337,7 @@ class Sandbox:
         self._warm = settings.warm
         self.about: dict[str, Any] = {}
 
-    async def call(self, argument: Any) -> Answer:
+    async def call(self, argument: Any) -> CallResult:
         """A worker that had ended before, by no fault of this call, is replaced once."""
         async with self._room:
             answer, worker = await self._tried(argument)
@@ -343,11 +345,11 @@ class Sandbox:
                 answer, _ = await self._tried(argument)
             return answer
 
-    async def _tried(self, argument: Any) -> tuple[Answer, Worker | None]:
+    async def _tried(self, argument: Any) -> tuple[CallResult, SandboxWorker | None]:
         try:
             worker = await self._take()
         except RewardError as exc:
-            return Answer(outcome=Outcome.NOT_RUN, detail=str(exc)), None
+            return CallResult(outcome=Outcome.NOT_RUN, detail=str(exc)), None
         self._busy.add(worker)
         try:
             return await worker.call(argument), worker
@@ -377,10 +379,10 @@ class Sandbox:
         for worker in (*self._idle, *self._busy):
             worker.abandon()
 
-    async def _take(self) -> Worker:
+    async def _take(self) -> SandboxWorker:
         if self._idle:
             return self._idle.pop()
-        worker = await Worker.start(replace(self._settings, warm=self._warm), self._target, self._readable)
+        worker = await SandboxWorker.start(replace(self._settings, warm=self._warm), self._target, self._readable)
         self.about = worker.about
         if worker.warm and (threads := await asyncio.to_thread(lambda: worker.num_threads)) > 1:
             warn_once(
@@ -392,7 +394,7 @@ class Sandbox:
             return await self._take()
         return worker
 
-    async def _put_back(self, worker: Worker) -> None:
+    async def _put_back(self, worker: SandboxWorker) -> None:
         if worker.alive and worker.warm:
             self._idle.append(worker)
         else:

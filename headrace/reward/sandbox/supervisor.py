@@ -16,22 +16,22 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.reward.sandbox import kernel
+from headrace.reward.sandbox import linux
+from headrace.reward.sandbox.isolation import AROUND, Isolation, IsolationPlan, isolate_inside, isolate_outside
 from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY
-from headrace.reward.sandbox.walls import AROUND, Plan, Walls, inner_walls, outer_walls
 
 _LOOK_EVERY_MS = 50
 
-Body = Callable[[Walls, str], int]  # gets the walls and the writable folder; returns an exit status
+Body = Callable[[Isolation, str], int]  # gets the walls and the writable folder; returns an exit status
 
 
-def supervise(plan: Plan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -> int:
+def supervise(plan: IsolationPlan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -> int:
     """Run `body` inside the walls and return its exit status (above 128: a signal ended it).
 
     `keep` are descriptors that only `body` gets; they are closed on this side.
     """
-    if kernel.available:
-        kernel.adopt_orphans()
+    if linux.available:
+        linux.adopt_orphans()
     scratch = tempfile.mkdtemp(prefix=_scratch_prefix(os.getppid(), os.getpid()), dir=plan.scratch)
     builder = os.fork()
     if builder == 0:
@@ -61,25 +61,25 @@ def _scratch_prefix(owner: int, supervisor: int) -> str:
     return f"headrace-{owner}-{supervisor}-"
 
 
-def _build(plan: Plan, body: Body, lifeline: int) -> None:
+def _build(plan: IsolationPlan, body: Body, lifeline: int) -> None:
     """Never returns. Passes the status of the first process inside on as its own."""
     status = 70
     with _exit_with(lambda: status):
         os.setpgid(0, 0)
         os.close(lifeline)
-        walls, scratch = outer_walls(plan)
+        walls, scratch = isolate_outside(plan)
         inside = os.fork()
         if inside == 0:
             with _exit_with(lambda: status):
-                if kernel.available:
+                if linux.available:
                     os.setsid()  # a signal to "my group" must not reach the builder
-                inner_walls(walls, plan, scratch)
+                isolate_inside(walls, plan, scratch)
                 os.chdir(scratch)
                 os.environ.update({"HOME": scratch, "TMPDIR": scratch, AROUND: ",".join(sorted(walls.standing))})
                 tempfile.tempdir = scratch  # the module remembers the folder it found outside
                 status = body(walls, scratch)
-        if kernel.available:
-            kernel.die_with_parent()
+        if linux.available:
+            linux.die_with_parent()
         for descriptor in range(3, 64):
             with suppress(OSError):
                 os.close(descriptor)

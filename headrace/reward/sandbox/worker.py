@@ -21,26 +21,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from headrace.reward import calling
-from headrace.reward.sandbox import frames, kernel
+from headrace.reward import user_function
+from headrace.reward.sandbox import framing, linux
+from headrace.reward.sandbox.isolation import Isolation, IsolationPlan, isolate_call
 from headrace.reward.sandbox.limits import (
     OUT_OF_MEMORY,
     RAISED,
     RETURNED,
-    Layer,
+    IsolationLayer,
     Outcome,
     limits_from,
     may_fork,
 )
 from headrace.reward.sandbox.supervisor import supervise
-from headrace.reward.sandbox.walls import Plan, Walls, call_walls
 
 _fork, _write, _exit, _dumps = os.fork, os.write, os._exit, json.dumps
 _RESULT = 3  # the private descriptor, in a call's process
 _MESSAGE_CHARS = 2000
 
 
-class Loaded(Protocol):
+class UserCode(Protocol):
     """Foreign code, imported. `about` tells the other side what to send."""
 
     @property
@@ -52,11 +52,11 @@ class Loaded(Protocol):
 def main(control: int, lifeline: int) -> int:
     """The first frame is the order: the plan of the walls, what to import, and whether calls are forked."""
     control, lifeline = _low(control), _low(lifeline)
-    order = frames.receive(control)
+    order = framing.receive(control)
     if order is None:
         return 0
-    plan = Plan(
-        layers=frozenset(map(Layer, order["layers"])),
+    plan = IsolationPlan(
+        layers=frozenset(map(IsolationLayer, order["layers"])),
         readable=tuple(order["readable"]),
         scratch=order["scratch"],
         uid_offset=order["uid_offset"],
@@ -73,34 +73,34 @@ def _low(descriptor: int) -> int:
     return low
 
 
-def _serve(walls: Walls, scratch: str, *, plan: Plan, order: dict[str, Any], control: int) -> int:
+def _serve(walls: Isolation, scratch: str, *, plan: IsolationPlan, order: dict[str, Any], control: int) -> int:
     """Says what stands, imports, then answers calls until the other side is gone."""
     warm = bool(order["warm"]) and may_fork(walls.standing)
-    frames.send(control, {"walls": sorted(walls.standing), "reasons": walls.reasons, "warm": warm})
-    if frames.receive(control) is None:  # the other side may not want what stands
+    framing.send(control, {"walls": sorted(walls.standing), "reasons": walls.reasons, "warm": warm})
+    if framing.receive(control) is None:  # the other side may not want what stands
         return 0
     if not warm:
-        call_walls(plan, walls.standing)
+        isolate_call(plan, walls.standing)
     sys.path += [entry for entry in order["path"] if entry not in sys.path]
-    loaded: list[Loaded] = []
-    failure = _Caught(lambda: loaded.append(calling.load(order["target"])))
-    frames.send(control, {"about": loaded[0].about} if loaded else {"failed": failure.text})
+    loaded: list[UserCode] = []
+    failure = CapturedError(lambda: loaded.append(user_function.load(order["target"])))
+    framing.send(control, {"about": loaded[0].about} if loaded else {"failed": failure.text})
     if not loaded:
         return 0
     if warm:
-        kernel.warm_up()
+        linux.warm_up()
         gc.collect()
         gc.freeze()  # a collection in a call would copy every page that holds an object
     here = os.pidfd_open(os.getpid()) if warm else -1
-    while (request := frames.receive(control)) is not None:
+    while (request := framing.receive(control)) is not None:
         nonce = request["nonce"].encode()
         if not warm:
             payload = _answer(loaded[0].call, request["argument"])
-            frames.send(control, {"outcome": "", "payload": (nonce + payload).decode(errors="replace")})
+            framing.send(control, {"outcome": "", "payload": (nonce + payload).decode(errors="replace")})
             return 0
         answer = _Call(plan, walls, scratch, here).run(loaded[0].call, request["argument"], nonce)
         _empty(scratch)  # before the answer: a folder that cannot be emptied ends this worker, and is this call's doing
-        frames.send(control, answer)
+        framing.send(control, answer)
     return 0
 
 
@@ -113,7 +113,7 @@ def _empty(folder: str) -> None:
             os.unlink(entry.path)
 
 
-class _Caught:
+class CapturedError:
     """Runs foreign code; whatever it raises, SystemExit too, is text afterwards. `text` is "" when it returned."""
 
     def __init__(self, body: Callable[[], None]) -> None:
@@ -129,12 +129,12 @@ class _Caught:
             self.out_of_memory = isinstance(error, MemoryError)
             self.text = type(error).__name__
             if not isinstance(error, MemoryError):
-                described = _Described(error)
+                described = SafeMessage(error)
                 self.text = f"{self.text}: {described.text}"[:_MESSAGE_CHARS]
         return True
 
 
-class _Described:
+class SafeMessage:
     """str(error), whose `__str__` is foreign code as well."""
 
     def __init__(self, error: BaseException) -> None:
@@ -151,7 +151,7 @@ class _Described:
 
 def _answer(function: Callable[[Any], Any], argument: Any) -> bytes:
     results: list[bytes] = []
-    caught = _Caught(lambda: results.append(_dumps(function(argument), allow_nan=True).encode()))
+    caught = CapturedError(lambda: results.append(_dumps(function(argument), allow_nan=True).encode()))
     if results and not caught.text:
         return RETURNED + results[0]
     return (OUT_OF_MEMORY if caught.out_of_memory else RAISED) + _dumps(caught.text).encode()
@@ -161,15 +161,15 @@ def _answer(function: Callable[[Any], Any], argument: Any) -> bytes:
 class _Call:
     """One call in a process of its own: made, watched, ended, cleared away."""
 
-    plan: Plan
-    walls: Walls
+    plan: IsolationPlan
+    walls: Isolation
     scratch: str
     here: int  # a descriptor of this process, whose PID namespace the next call's is made in
 
     def run(self, function: Callable[[Any], Any], argument: Any, nonce: bytes) -> dict[str, Any]:
         pipes = [os.pipe() for _ in range(3)]  # result, stdout, stderr
-        kernel.setns(self.here, kernel.NEW_PID)
-        kernel.unshare(kernel.NEW_PID)
+        linux.setns(self.here, linux.NEW_PID)
+        linux.unshare(linux.NEW_PID)
         pid = _fork()
         if pid == 0:
             self._in_call(function, argument, nonce, [write for _, write in pipes])
@@ -192,7 +192,7 @@ class _Call:
             os.dup2(err, 2)
             os.dup2(spare, _RESULT)
             os.closerange(_RESULT + 1, self.plan.limits.open_files + 8)
-            call_walls(self.plan, self.walls.standing)
+            isolate_call(self.plan, self.walls.standing)
             data = memoryview(nonce + _answer(function, argument))
             while data:
                 data = data[_write(_RESULT, data) :]

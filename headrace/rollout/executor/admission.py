@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable
 
-from headrace.algo.staleness import Counts, capacity
+from headrace.algo.staleness import LiveCounts, capacity
 
-Limit = Callable[[Counts], int]  # how many more groups this limit would let start
+Limit = Callable[[LiveCounts], int]  # how many more groups this limit would let start
 
 
 class Admission:
@@ -28,7 +28,7 @@ class Admission:
         self._limits = limits
         self.paused = False
 
-    def capacity(self, counts: Counts, *, batch_open: bool, waiting: bool = True) -> int:
+    def capacity(self, counts: LiveCounts, *, batch_open: bool, waiting: bool = True) -> int:
         """Return how many groups may start now: at most the staleness and concurrency bounds, and never negative.
 
         `batch_open`: a batch is being collected or trained. `waiting`: a batch is being waited for; only then are more

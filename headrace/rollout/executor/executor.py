@@ -24,12 +24,12 @@ from headrace.algo.staleness import StalenessPolicy, Verdict
 from headrace.errors import CheckpointError, DataError, HeadraceError, RolloutError, boundary
 from headrace.rollout.executor.admission import Admission, Limit
 from headrace.rollout.executor.drops import describe_running, has_too_few_episodes, why_failed
-from headrace.rollout.executor.ledger import Drop, GroupEntry, State
-from headrace.rollout.executor.runner import GroupDone, GroupFailed, Outcome, TaskRunner
+from headrace.rollout.executor.ledger import Drop, GroupEntry, GroupState
 from headrace.rollout.executor.selection import GroupSelection, TakeBest, TakeFirst
 from headrace.rollout.executor.settings import AsyncSettings, StaleAction
 from headrace.rollout.executor.state import ExecutorState
 from headrace.rollout.executor.stats import SamplerUtilization
+from headrace.rollout.executor.task_runner import GroupDone, GroupFailed, Outcome, TaskRunner
 from headrace.rollout.filters import Filter, first_rejection
 from headrace.rollout.next_logprobs import NextVersionScorer, score_all
 from headrace.rollout.partial_rollout import PartialRollouts
@@ -114,7 +114,7 @@ class RolloutExecutor:
     @property
     def training(self) -> frozenset[int]:
         """Return the ids of the groups in training, without those that are trained again."""
-        return frozenset(entry.id for entry in self._state.entries(State.TRAINING))
+        return frozenset(entry.id for entry in self._state.entries(GroupState.TRAINING))
 
     @property
     def _used_up(self) -> bool:
@@ -395,7 +395,7 @@ class RolloutExecutor:
     async def _drop_surplus(self) -> None:
         """Drop, at eta = 0, all groups started beyond the batch: they are of no use to the next one."""
         self._state.drop_ready(Drop.SURPLUS)
-        self._cancel(self._state.entries(State.RUNNING), Drop.SURPLUS)
+        self._cancel(self._state.entries(GroupState.RUNNING), Drop.SURPLUS)
         while self._state.counts.running:
             await self._wait_for_progress()
 
@@ -429,7 +429,7 @@ class RolloutExecutor:
         assert self._partial_rollouts is not None
         while True:
             ended = {outcome.id for outcome in self._unsettled}
-            running = [entry.id for entry in self._state.entries(State.RUNNING) if entry.id not in ended]
+            running = [entry.id for entry in self._state.entries(GroupState.RUNNING) if entry.id not in ended]
             if all(self._partial_rollouts.all_waiting(id) for id in running):
                 return self._settle_outcomes()
             self._progress.clear()
@@ -451,7 +451,7 @@ class RolloutExecutor:
     def pending(self) -> str:
         """Describe the groups that run: since which version, and how many tokens they have."""
         num_sampled = (lambda id: 0) if self._partial_rollouts is None else self._partial_rollouts.num_sampled
-        return describe_running(self._state.entries(State.RUNNING), num_sampled)
+        return describe_running(self._state.entries(GroupState.RUNNING), num_sampled)
 
     # --- staleness -------------------------------------------------------------------------------------------------
 
@@ -466,7 +466,7 @@ class RolloutExecutor:
     def _cancel_late(self) -> None:
         """Cancel running groups with a token that is too old: they can only be dropped, so need not be waited for."""
         if self._partial_rollouts is not None and self._settings.stale_action is StaleAction.DROP:
-            running = self._state.entries(State.RUNNING)
+            running = self._state.entries(GroupState.RUNNING)
             self._cancel([entry for entry in running if self._deciding_version(entry) < self.oldest], Drop.STALE)
 
     def _deciding_version(self, entry: GroupEntry) -> int:
@@ -486,7 +486,7 @@ class RolloutExecutor:
         last_version = self.version + 1 - self._settings.max_staleness
         slow = [
             entry.id
-            for entry in self._state.entries(State.RUNNING)
+            for entry in self._state.entries(GroupState.RUNNING)
             if self._state.is_slow(entry.task_id) and self._deciding_version(entry) == last_version
         ]
         self._state.stats.slow_waits += len(slow)

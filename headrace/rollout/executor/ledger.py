@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from headrace.algo.staleness import Counts
+from headrace.algo.staleness import LiveCounts
 
 
-class State(StrEnum):
+class GroupState(StrEnum):
     """Name the states of a live group."""
 
     RUNNING = "running"
@@ -45,7 +45,7 @@ class GroupEntry:
     id: int
     task_id: str
     started_version: int
-    state: State = State.RUNNING
+    state: GroupState = GroupState.RUNNING
 
 
 class Ledger:
@@ -58,10 +58,12 @@ class Ledger:
         self._dropped: Counter[str] = Counter()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> LiveCounts:
         """Return how many groups are in each state."""
         states = Counter(entry.state for entry in self._live.values())
-        return Counts(running=states[State.RUNNING], ready=states[State.READY], training=states[State.TRAINING])
+        return LiveCounts(
+            running=states[GroupState.RUNNING], ready=states[GroupState.READY], training=states[GroupState.TRAINING]
+        )
 
     @property
     def totals(self) -> dict[str, int]:
@@ -75,7 +77,7 @@ class Ledger:
         assert id in self._live, f"group {id} is not live"
         return self._live[id]
 
-    def entries(self, *states: State) -> tuple[GroupEntry, ...]:
+    def entries(self, *states: GroupState) -> tuple[GroupEntry, ...]:
         """Return the entries of groups in these states, by id."""
         return tuple(self._live[id] for id in sorted(self._live) if self._live[id].state in states)
 
@@ -88,17 +90,17 @@ class Ledger:
 
     def ready(self, id: int) -> None:
         """Count a running group as ready."""
-        self._move(id, State.RUNNING, State.READY)
+        self._move(id, GroupState.RUNNING, GroupState.READY)
 
     def take(self, ids: Iterable[int]) -> None:
         """Count ready groups as in training."""
         for id in ids:
-            self._move(id, State.READY, State.TRAINING)
+            self._move(id, GroupState.READY, GroupState.TRAINING)
 
     def consume(self, ids: Iterable[int]) -> None:
         """Count groups in training as consumed."""
         for id in ids:
-            assert self.entry(id).state is State.TRAINING, f"group {id} is {self.entry(id).state}, not in training"
+            assert self.entry(id).state is GroupState.TRAINING, f"group {id} is {self.entry(id).state}, not in training"
             del self._live[id]
             self._consumed += 1
         self.check()
@@ -111,7 +113,7 @@ class Ledger:
         self._dropped[reason] += 1
         self.check()
 
-    def _move(self, id: int, before: State, after: State) -> None:
+    def _move(self, id: int, before: GroupState, after: GroupState) -> None:
         entry = self.entry(id)
         assert entry.state is before, f"group {id} is {entry.state}; only a {before} group becomes {after}"
         self._live[id] = replace(entry, state=after)
@@ -126,11 +128,11 @@ class Ledger:
             "started": self._started,
             "consumed": self._consumed,
             "dropped": dict(sorted(self._dropped.items())),
-            "live": [asdict(entry) for entry in self.entries(*State)],
+            "live": [asdict(entry) for entry in self.entries(*GroupState)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        live = [GroupEntry(**{**saved, "state": State(saved["state"])}) for saved in state["live"]]
+        live = [GroupEntry(**{**saved, "state": GroupState(saved["state"])}) for saved in state["live"]]
         self._started, self._consumed = int(state["started"]), int(state["consumed"])
         self._dropped = Counter({str(reason): int(count) for reason, count in state["dropped"].items()})
         self._live = {entry.id: entry for entry in live}

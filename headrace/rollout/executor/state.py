@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.algo.staleness import Counts, Verdict
+from headrace.algo.staleness import LiveCounts, Verdict
 from headrace.errors import CheckpointError, RolloutError, boundary
 from headrace.rollout.executor.drops import ConsecutiveDrops, SlowTasks
-from headrace.rollout.executor.ledger import Drop, GroupEntry, Ledger, State
+from headrace.rollout.executor.ledger import Drop, GroupEntry, GroupState, Ledger
 from headrace.rollout.executor.ready_buffer import ReadyBuffer
 from headrace.rollout.executor.replay_buffer import ReplayBuffer
 from headrace.rollout.executor.stats import IntervalStats, mean_length
@@ -48,7 +48,7 @@ class ExecutorState:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> LiveCounts:
         """Return how many groups are in each state."""
         return self._ledger.counts
 
@@ -72,7 +72,7 @@ class ExecutorState:
         """Return whether a task waits to be tried again."""
         return bool(self._retries)
 
-    def entries(self, *states: State) -> tuple[GroupEntry, ...]:
+    def entries(self, *states: GroupState) -> tuple[GroupEntry, ...]:
         """Return the entries of groups in these states, by id."""
         return self._ledger.entries(*states)
 
@@ -82,7 +82,7 @@ class ExecutorState:
 
     def running_tasks(self) -> tuple[tuple[int, Task], ...]:
         """Return (group id, task) of every group that runs, by id."""
-        return tuple((entry.id, self._tasks[entry.id]) for entry in self._ledger.entries(State.RUNNING))
+        return tuple((entry.id, self._tasks[entry.id]) for entry in self._ledger.entries(GroupState.RUNNING))
 
     def is_running(self, id: int) -> bool:
         """Return whether the group has not ended yet."""
@@ -137,7 +137,7 @@ class ExecutorState:
 
     def consume(self, groups: Sequence[Group], *, keep_for_replay: bool) -> None:
         """Count a trained batch as consumed; those of its groups that were replayed are consumed already."""
-        training = {entry.id for entry in self._ledger.entries(State.TRAINING)}
+        training = {entry.id for entry in self._ledger.entries(GroupState.TRAINING)}
         self._ledger.consume(group.id for group in groups if group.id in training)
         assert not self.counts.training, "a batch is done as a whole"
         if keep_for_replay:
@@ -155,7 +155,7 @@ class ExecutorState:
     def drop_all(self, reason: Drop) -> None:
         """Drop every live group."""
         self._ready.take_all()
-        for entry in self._ledger.entries(*State):
+        for entry in self._ledger.entries(*GroupState):
             self._ledger.drop(entry.id, reason)
 
     def drop_running_as_stale(self, id: int, num_tokens: float) -> None:
@@ -239,15 +239,15 @@ class ExecutorState:
             reported = {str(name): int(total) for name, total in state["reported"].items()}
             self._reported = {name: min(total, totals.get(name, 0)) for name, total in reported.items()}
             self.stats = IntervalStats.from_state(state["window"])
-            ready = [entry.id for entry in self._ledger.entries(State.READY)]
+            ready = [entry.id for entry in self._ledger.entries(GroupState.READY)]
             if ready != sorted(group.id for group in self._ready):
                 raise CheckpointError(f"the ledger lists the ready groups {ready} and other groups are stored")
 
     def drop_unresumable(self, partial_rollouts: PartialRollouts | None) -> None:
         """After a restart, drop groups that were in training, or that ran and cannot be resumed."""
-        for entry in self._ledger.entries(State.RUNNING, State.TRAINING):
+        for entry in self._ledger.entries(GroupState.RUNNING, GroupState.TRAINING):
             resumable = partial_rollouts is not None and partial_rollouts.resumable(entry.id)
-            if entry.state is State.TRAINING or not resumable:
+            if entry.state is GroupState.TRAINING or not resumable:
                 self._tasks.pop(entry.id, None)
                 if partial_rollouts is not None:
                     partial_rollouts.close(entry.id)

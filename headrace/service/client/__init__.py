@@ -8,13 +8,13 @@
 Nothing here knows the server's side but the layout of the wire.
 """
 
-from headrace.service.client.futures import Accepted, FutureGroup, Pending, Status, Waitable
-from headrace.service.client.protocols import ServiceBackend, ServiceSampler
+from headrace.service.client.backend import ServiceBackend, ServiceSampler
+from headrace.service.client.futures import Accepted, FutureGroup, RequestFuture, RequestStatus, SyncAsyncFuture
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.session import ServiceClient
 from headrace.service.client.training import QueueStats, TrainingClient
-from headrace.service.evaluation_bodies import Compare, Comparison, Evaluate, Evaluation, Given, Prompt
-from headrace.service.preparation import GaeSettings, ServerInputs
+from headrace.service.http.evaluation_schemas import Compare, Comparison, Evaluate, Evaluation, EvaluationPrompt, Given
+from headrace.service.wire.server_inputs import GaeSettings, ServerInputs
 
 __all__ = [
     "Accepted",
@@ -22,18 +22,18 @@ __all__ = [
     "Comparison",
     "Evaluate",
     "Evaluation",
+    "EvaluationPrompt",
     "FutureGroup",
     "GaeSettings",
     "Given",
-    "Pending",
-    "Prompt",
     "QueueStats",
+    "RequestFuture",
+    "RequestStatus",
     "SamplingClient",
     "ServerInputs",
     "ServiceBackend",
     "ServiceClient",
     "ServiceSampler",
-    "Status",
+    "SyncAsyncFuture",
     "TrainingClient",
-    "Waitable",
 ]

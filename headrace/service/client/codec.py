@@ -6,30 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from headrace.algo.loss import loss_inputs
+from headrace.algo.loss_signature import loss_inputs
 from headrace.algo.losses import find_loss
 from headrace.errors import BackendError, ConfigError, SamplerError
-from headrace.service import schema
-from headrace.service.losses import OWN, TARGETS, TEMPERATURE, UNIT, WEIGHTS
-from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs, to_config
+from headrace.metrics import Max, Mean, Metric, Min, Sum
+from headrace.service.wire import proto
+from headrace.service.wire.loss_conversion import OWN, TARGETS, TEMPERATURE, UNIT, WEIGHTS
+from headrace.service.wire.server_inputs import NO_SERVER_INPUTS, ServerInputs, to_config
 from headrace.types import (
     Adam,
     Completion,
     Datum,
-    Discard,
+    DiscardGradient,
     FloatArray,
     ForwardOut,
     IntArray,
     LossSpec,
-    Max,
-    Mean,
-    Metric,
-    Min,
     SamplingParams,
-    ScaleBack,
-    StepOut,
-    Stop,
-    Sum,
+    ScaleUpdate,
+    StopReason,
+    UpdateOut,
     float_array,
     int_array,
 )
@@ -46,7 +42,7 @@ def write_forward(
     if not data:
         raise BackendError("there is nothing to train on: the batch is empty")
     read = _read_by(loss.fn)
-    message = schema.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
+    message = proto.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
     for name, value in {**loss.params, **to_config(prepare)}.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
@@ -76,14 +72,14 @@ def _read_by(loss: str) -> frozenset[str] | None:
 def _write_datum(message: Any, datum: Datum, arrays: Mapping[str, FloatArray]) -> None:
     message.model_input.add().encoded_text.tokens = datum.inputs.astype("<i4").tobytes()
     untrained = datum.arrays[WEIGHTS] == 0
-    _write_tensor(message.loss_fn_inputs[TARGETS], datum.targets, "<i8", schema.INT64)
+    _write_tensor(message.loss_fn_inputs[TARGETS], datum.targets, "<i8", proto.INT64)
     for name, array in arrays.items():
         known = np.where(untrained & np.isnan(array), 0.0, array)  # the loss ignores untrained positions
-        _write_tensor(message.loss_fn_inputs[name], known, "<f4", schema.FLOAT32)
+        _write_tensor(message.loss_fn_inputs[name], known, "<f4", proto.FLOAT32)
     if datum.unit is not None:
-        _write_tensor(message.loss_fn_inputs[UNIT], np.array([datum.unit]), "<i8", schema.INT64)
+        _write_tensor(message.loss_fn_inputs[UNIT], np.array([datum.unit]), "<i8", proto.INT64)
     if datum.temperature != 1.0:
-        _write_tensor(message.loss_fn_inputs[TEMPERATURE], np.array([datum.temperature]), "<f4", schema.FLOAT32)
+        _write_tensor(message.loss_fn_inputs[TEMPERATURE], np.array([datum.temperature]), "<f4", proto.FLOAT32)
 
 
 def _write_tensor(message: Any, array: Any, dtype: str, code: int) -> None:
@@ -92,7 +88,7 @@ def _write_tensor(message: Any, array: Any, dtype: str, code: int) -> None:
 
 
 def read_forward(body: bytes) -> ForwardOut:
-    message = schema.ForwardBackwardOutput()
+    message = proto.ForwardBackwardOutput()
     message.ParseFromString(body)
     logprobs: list[FloatArray] = []
     for record in message.loss_fn_outputs:
@@ -117,11 +113,11 @@ def _read_metrics(named: Iterable[tuple[str, float]]) -> dict[str, Metric]:
     return metrics
 
 
-def write_step(update: Adam | Discard | ScaleBack) -> dict[str, object]:
+def write_step(update: Adam | DiscardGradient | ScaleUpdate) -> dict[str, object]:
     match update:
-        case Discard():
+        case DiscardGradient():
             return {"discard": True}
-        case ScaleBack():
+        case ScaleUpdate():
             raise BackendError("an update at a service cannot be scaled back: it makes no reversible ones")
         case Adam():
             if update.reversible:
@@ -139,9 +135,9 @@ def write_step(update: Adam | Discard | ScaleBack) -> dict[str, object]:
             }
 
 
-def read_step(answer: Mapping[str, Any]) -> StepOut:
+def read_step(answer: Mapping[str, Any]) -> UpdateOut:
     metrics = dict(answer["metrics"])
-    return StepOut(
+    return UpdateOut(
         grad_norm=float(metrics.pop("unclipped_grad_l2:mean")),
         updated=bool(metrics.pop("updated:mean")),
         num_updates=int(metrics.pop("num_updates:max")),
@@ -184,7 +180,7 @@ def read_samples(body: bytes, *, version: int) -> tuple[Completion, ...]:
                 sampler_logprobs=logprobs,
                 raw_logprobs=logprobs,
                 versions=int_array([version] * len(tokens)),
-                stop=Stop.STOP if sequence.stop_reason == 0 else Stop.LENGTH,
+                stop=StopReason.STOP if sequence.stop_reason == 0 else StopReason.LENGTH,
             )
         )
     return tuple(completions)
@@ -195,6 +191,6 @@ def read_scores(body: bytes) -> FloatArray:
 
 
 def _sampled(body: bytes) -> Any:
-    message = schema.SampleResponse()
+    message = proto.SampleResponse()
     message.ParseFromString(body)
     return message

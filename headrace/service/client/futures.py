@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class RequestStatus:
     """`state`: queued, running, done or failed; `position`: requests of the same model before it, while it is open."""
 
     state: str
@@ -34,7 +34,7 @@ def promise() -> "Future[Any]":
     return future
 
 
-class Waitable(Generic[T]):
+class SyncAsyncFuture(Generic[T]):
     """A value that will be known: `result` waits on a thread, `await` on an event loop."""
 
     def __init__(self, future: "Future[T]") -> None:
@@ -54,23 +54,23 @@ class Waitable(Generic[T]):
         return asyncio.wrap_future(self.future).__await__()
 
 
-class Accepted(Waitable[T]):
+class Accepted(SyncAsyncFuture[T]):
     """A request that the server has in its journal: it will be run once, whatever happens to either side."""
 
-    def __init__(self, request_id: str, future: "Future[T]", ask: Callable[[], Waitable[Status]]) -> None:
+    def __init__(self, request_id: str, future: "Future[T]", ask: Callable[[], SyncAsyncFuture[RequestStatus]]) -> None:
         super().__init__(future)
         self.request_id = request_id
         self.status = ask
 
 
-class Pending(Generic[T]):
+class RequestFuture(Generic[T]):
     """A request on its way. `await` it for the `Accepted`, and that for the result; `result` waits for both."""
 
     def __init__(
-        self, accepted: "Future[Accepted[T]]", finished: "Future[T]", cancel: Callable[[], Waitable[bool]]
+        self, accepted: "Future[Accepted[T]]", finished: "Future[T]", cancel: Callable[[], SyncAsyncFuture[bool]]
     ) -> None:
         self._accepted = accepted
-        self.finished = Waitable(finished)
+        self.finished = SyncAsyncFuture(finished)
         self.cancel = cancel
 
     def accepted(self, timeout_s: float | None = None) -> Accepted[T]:
@@ -92,10 +92,10 @@ class Pending(Generic[T]):
 class FutureGroup(Generic[T]):
     """Several requests as one. A group neither starts nor stops its members, except by `cancel`."""
 
-    def __init__(self, members: Sequence[Pending[T]]) -> None:
+    def __init__(self, members: Sequence[RequestFuture[T]]) -> None:
         self.members = tuple(members)
 
-    def all(self) -> Waitable[tuple[T, ...]]:
+    def all(self) -> SyncAsyncFuture[tuple[T, ...]]:
         """Wait for every result, in the order of the members; the first failure fails it, and the others run on."""
 
         def look(out: "Future[tuple[T, ...]]", last: "Future[T]", ended: int) -> None:
@@ -106,7 +106,7 @@ class FutureGroup(Generic[T]):
 
         return self._join(look, empty=())
 
-    def any(self) -> Waitable[T]:
+    def any(self) -> SyncAsyncFuture[T]:
         """Wait for the first result; fails when all have failed."""
 
         def look(out: "Future[T]", last: "Future[T]", ended: int) -> None:
@@ -119,10 +119,10 @@ class FutureGroup(Generic[T]):
         assert self.members, "the first of no requests never comes"
         return self._join(look)
 
-    def settled(self) -> Waitable[tuple[T | HeadraceError, ...]]:
+    def settled(self) -> SyncAsyncFuture[tuple[T | HeadraceError, ...]]:
         """Wait until all have ended, and return each member's result or error; never fails."""
 
-        def outcome(member: Pending[T]) -> T | HeadraceError:
+        def outcome(member: RequestFuture[T]) -> T | HeadraceError:
             return member.result() if member.exception() is None else _raised(member.finished.future)
 
         def look(out: "Future[tuple[T | HeadraceError, ...]]", last: "Future[T]", ended: int) -> None:
@@ -135,7 +135,7 @@ class FutureGroup(Generic[T]):
         """Iterate over the members and their places in the order in which they end, by `for` or `async for`."""
         return AsCompleted(self.members, timeout_s)
 
-    def cancel(self) -> Waitable[int]:
+    def cancel(self) -> SyncAsyncFuture[int]:
         """Cancel all members that have not ended; returns how many were."""
         cancelling = [member.cancel() for member in self.members if not member.done()]
         out = promise()
@@ -153,9 +153,9 @@ class FutureGroup(Generic[T]):
             reply.future.add_done_callback(one_more)
         if not cancelling:
             out.set_result(0)
-        return Waitable(out)
+        return SyncAsyncFuture(out)
 
-    def _join(self, look: "Callable[[Future[Any], Future[T], int], None]", empty: Any = None) -> Waitable[Any]:
+    def _join(self, look: "Callable[[Future[Any], Future[T], int], None]", empty: Any = None) -> SyncAsyncFuture[Any]:
         """Call `look` with each member that ends, one at a time, until it has set the outcome."""
         out, lock, ended = promise(), threading.RLock(), 0
 
@@ -170,16 +170,16 @@ class FutureGroup(Generic[T]):
             out.set_result(empty)
         for member in self.members:
             member.finished.future.add_done_callback(one_more)
-        return Waitable(out)
+        return SyncAsyncFuture(out)
 
 
 class AsCompleted(Generic[T]):
     """Pairs of a member's place and the member. `timeout_s` is for the next one; then TimeoutError."""
 
-    def __init__(self, members: Sequence[Pending[T]], timeout_s: float | None) -> None:
+    def __init__(self, members: Sequence[RequestFuture[T]], timeout_s: float | None) -> None:
         self._members, self._timeout_s = members, timeout_s
 
-    def __iter__(self) -> Iterator[tuple[int, Pending[T]]]:
+    def __iter__(self) -> Iterator[tuple[int, RequestFuture[T]]]:
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._listen(ended.put)
         for _ in self._members:
@@ -189,7 +189,7 @@ class AsCompleted(Generic[T]):
                 raise TimeoutError(f"nothing ended in {self._timeout_s} s") from exc
             yield place, self._members[place]
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Pending[T]]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestFuture[T]]]:
         ended: asyncio.Queue[int] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._listen(lambda place: loop.call_soon_threadsafe(ended.put_nowait, place))

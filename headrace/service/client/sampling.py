@@ -11,9 +11,9 @@ import httpx
 
 from headrace.errors import SamplerError
 from headrace.service.client.codec import read_samples, read_scores, write_sample
-from headrace.service.client.futures import Pending, Status, Waitable, promise
-from headrace.service.client.link import API, Link
+from headrace.service.client.futures import RequestFuture, RequestStatus, SyncAsyncFuture, promise
 from headrace.service.client.training import failed
+from headrace.service.client.transport import API, Transport
 from headrace.types import Completion, FloatArray, IntArray, SamplingParams
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ FIRST_TOKEN = SamplingParams(max_tokens=1, stop_tokens=())
 class SamplingClient:
     """Made by `ServiceClient`. `number` tells the clients of one sampling session apart; `context` is the model's."""
 
-    def __init__(self, link: Link, sampler_id: str, *, number: int, context: int, max_open: int = 256) -> None:
+    def __init__(self, link: Transport, sampler_id: str, *, number: int, context: int, max_open: int = 256) -> None:
         assert max_open > 0
         self.sampler_id = sampler_id
         self.context = context
@@ -35,7 +35,7 @@ class SamplingClient:
 
     def sample(
         self, prompt: IntArray, params: SamplingParams, *, num_samples: int = 1, version: int = 0
-    ) -> Pending[tuple[Completion, ...]]:
+    ) -> RequestFuture[tuple[Completion, ...]]:
         """Sample `num_samples` sequences with seeds from `params.seed` on. They are cut where the context ends."""
         room = max(self.context - len(prompt), 1)  # a prompt that leaves none is refused by the server, in its words
         fitting = replace(params, max_tokens=min(params.max_tokens, room))
@@ -43,7 +43,7 @@ class SamplingClient:
             prompt, fitting, num_samples, False, lambda response: read_samples(response.content, version=version)
         )
 
-    def logprobs(self, sequence: IntArray) -> Pending[FloatArray]:
+    def logprobs(self, sequence: IntArray) -> RequestFuture[FloatArray]:
         """Return the log-prob of every token given those before it; entry 0 is NaN."""
         return self._submit(sequence, FIRST_TOKEN, 1, True, lambda response: read_scores(response.content))
 
@@ -54,7 +54,7 @@ class SamplingClient:
         num_samples: int,
         score: bool,
         read: Callable[[httpx.Response], T],
-    ) -> Pending[T]:
+    ) -> RequestFuture[T]:
         try:
             body = write_sample(prompt, params, num_samples=num_samples, score=score)
         except SamplerError as exc:
@@ -69,9 +69,9 @@ class SamplingClient:
         return self._link.submit(self._limit, send, read, error=SamplerError, status=_status)
 
 
-def _status(request_id: str, finished: "Future[Any]") -> Waitable[Status]:
+def _status(request_id: str, finished: "Future[Any]") -> SyncAsyncFuture[RequestStatus]:
     """What this side knows."""
     state = "queued" if not finished.done() else "done" if finished.exception() is None else "failed"
     future = promise()
-    future.set_result(Status(state=state))
-    return Waitable(future)
+    future.set_result(RequestStatus(state=state))
+    return SyncAsyncFuture(future)

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 
 from headrace.errors import BackendError, HeadraceError, SamplerError
-from headrace.service.client.futures import Waitable
-from headrace.service.client.link import API, Link, Refused, Unreachable
+from headrace.service.client.futures import SyncAsyncFuture
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.training import TrainingClient
-from headrace.service.records import split_path
-from headrace.types import Snapshot
+from headrace.service.client.transport import API, RequestRefused, Transport, Unreachable
+from headrace.service.store.entities import split_path
+from headrace.types import ServedSnapshot
 
 
 class ServiceClient:
@@ -29,13 +29,13 @@ class ServiceClient:
         heartbeat_s: float = 30.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.link = Link(url, key=api_key, retry_s=retry_s, transport=transport)
+        self.link = Transport(url, key=api_key, retry_s=retry_s, transport=transport)
         self._heartbeat_s = heartbeat_s
         self._once = secrets.token_hex(16)  # the session is made once, however often it is asked for
         self._models, self._samplers = itertools.count(), itertools.count()
         self._opening: asyncio.Task[tuple[str, dict[str, int]]] | None = None
 
-    def models(self) -> Waitable[dict[str, int]]:
+    def models(self) -> SyncAsyncFuture[dict[str, int]]:
         """List the base models that are served, by name, with the length of their contexts."""
 
         async def ask() -> dict[str, int]:
@@ -53,7 +53,7 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         max_open: int = 64,
-    ) -> Waitable[TrainingClient]:
+    ) -> SyncAsyncFuture[TrainingClient]:
         """Create an adapter over the base model (None: the first that is served)."""
         lora = {
             "rank": rank,
@@ -81,9 +81,9 @@ class ServiceClient:
         *,
         base_model: str | None = None,
         path: str | None = None,
-        snapshot: Snapshot | None = None,
+        snapshot: ServedSnapshot | None = None,
         max_open: int = 256,
-    ) -> Waitable[SamplingClient]:
+    ) -> SyncAsyncFuture[SamplingClient]:
         """Open a sampling client over a snapshot, a saved path, or the base model."""
         assert sum(each is not None for each in (base_model, path, snapshot)) <= 1, "these are three different weights"
         number = next(self._samplers) if snapshot is None else 0
@@ -107,20 +107,20 @@ class ServiceClient:
 
         return self.link.spawn(make(), SamplerError)
 
-    def delete_checkpoint(self, path: str) -> Waitable[None]:
+    def delete_checkpoint(self, path: str) -> SyncAsyncFuture[None]:
         """Delete a saved state or saved weights, if they are there, by the path that saving gave."""
 
         async def ask() -> None:
             model, kind, name = split_path(path)
             try:
                 await self.link.delete(f"{API}/training_runs/{model}/checkpoints/{kind}/{name}")
-            except Refused as exc:
+            except RequestRefused as exc:
                 if exc.status != 404:
                     raise
 
         return self.link.spawn(ask())
 
-    def metrics(self) -> Waitable[str]:
+    def metrics(self) -> SyncAsyncFuture[str]:
         """Return the server's metrics in the text format of Prometheus."""
 
         async def ask() -> str:

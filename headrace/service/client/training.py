@@ -15,11 +15,11 @@ import httpx
 
 from headrace.errors import BackendError, HeadraceError, NoGradientError
 from headrace.service.client.codec import read_forward, read_step, write_forward, write_step
-from headrace.service.client.futures import Pending, Status, Waitable, promise
-from headrace.service.client.link import API, Link, Refused, Unreachable
-from headrace.service.evaluation_bodies import Compare, Comparison, Evaluate, Evaluation
-from headrace.service.preparation import NO_SERVER_INPUTS, ServerInputs
-from headrace.types import Adam, Datum, Discard, ForwardOut, LossSpec, ScaleBack, Snapshot, StepOut
+from headrace.service.client.futures import RequestFuture, RequestStatus, SyncAsyncFuture, promise
+from headrace.service.client.transport import API, RequestRefused, Transport, Unreachable
+from headrace.service.http.evaluation_schemas import Compare, Comparison, Evaluate, Evaluation
+from headrace.service.wire.server_inputs import NO_SERVER_INPUTS, ServerInputs
+from headrace.types import Adam, Datum, DiscardGradient, ForwardOut, LossSpec, ScaleUpdate, ServedSnapshot, UpdateOut
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class ModelInfo:
 class TrainingClient:
     """Made by `ServiceClient`. At most `max_open` requests are with the server at a time; more wait here, in order."""
 
-    def __init__(self, link: Link, model_id: str, *, next_number: Callable[[], int], max_open: int = 64) -> None:
+    def __init__(self, link: Transport, model_id: str, *, next_number: Callable[[], int], max_open: int = 64) -> None:
         assert max_open > 0
         self.model_id = model_id
         self.link = link
@@ -60,19 +60,19 @@ class TrainingClient:
 
     def forward(
         self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs = NO_SERVER_INPUTS
-    ) -> Pending[ForwardOut]:
+    ) -> RequestFuture[ForwardOut]:
         """Compute the loss. `prepare`: arrays that the server computes first."""
         return self._forward(data, loss, prepare, backward=False)
 
     def forward_backward(
         self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs = NO_SERVER_INPUTS
-    ) -> Pending[ForwardOut]:
+    ) -> RequestFuture[ForwardOut]:
         """Accumulate a gradient until the step; a request that fails adds nothing and takes nothing away."""
         return self._forward(data, loss, prepare, backward=True)
 
     def optim_step(
-        self, update: Adam | Discard | ScaleBack, *, after: Sequence[Pending[ForwardOut]] | None = None
-    ) -> Pending[StepOut]:
+        self, update: Adam | DiscardGradient | ScaleUpdate, *, after: Sequence[RequestFuture[ForwardOut]] | None = None
+    ) -> RequestFuture[UpdateOut]:
         """Update the weights with the accumulated gradient.
 
         `after`: the requests whose gradients this step is for. It is then sent when they have ended, and made only if
@@ -94,39 +94,39 @@ class TrainingClient:
                 return body
             why = next((f": {each}" for each in ended if isinstance(each, BaseException)), "")
             outcome.append(NoGradientError(f"optim_step needs a forward_backward before it that succeeded{why}"))
-            return write_step(Discard())
+            return write_step(DiscardGradient())
 
-        def read(response: httpx.Response) -> StepOut:
+        def read(response: httpx.Response) -> UpdateOut:
             if outcome:
                 raise outcome[0]
             return read_step(response.json())
 
         return self._post("optim_step", gated, read)
 
-    def save_state(self, name: str) -> Pending[str]:
+    def save_state(self, name: str) -> RequestFuture[str]:
         """Save weights, optimiser and counters under a name; any client of the same key can load the returned path."""
         return self._post("save_weights", {"path": name}, lambda response: str(response.json()["path"]))
 
-    def load_state(self, path: str, *, optimizer: bool = True) -> Pending[str]:
+    def load_state(self, path: str, *, optimizer: bool = True) -> RequestFuture[str]:
         body = {"path": path, "optimizer": optimizer}
         return self._post("load_weights", body, lambda response: str(response.json()["path"]))
 
-    def save_for_sampler(self, name: str) -> Pending[str]:
+    def save_for_sampler(self, name: str) -> RequestFuture[str]:
         """Save the weights alone under a name; the path is for `ServiceClient.create_sampling`."""
         return self._post("save_weights_for_sampler", {"path": name}, lambda response: str(response.json()["path"]))
 
-    def snapshot(self) -> Pending[Snapshot]:
+    def snapshot(self) -> RequestFuture[ServedSnapshot]:
         """Copy the weights in their turn, to sample from; later updates do not change the copy."""
 
-        def read(response: httpx.Response) -> Snapshot:
+        def read(response: httpx.Response) -> ServedSnapshot:
             answer = response.json()
-            return Snapshot(sampler=answer["sampling_session_id"], fingerprint=answer["fingerprint"])
+            return ServedSnapshot(sampler=answer["sampling_session_id"], fingerprint=answer["fingerprint"])
 
         return self._post("save_weights_for_sampler", {"sampling_session_seq_id": self._next_number()}, read)
 
     # --- looking on ---
 
-    def info(self) -> Waitable[ModelInfo]:
+    def info(self) -> SyncAsyncFuture[ModelInfo]:
         async def ask() -> ModelInfo:
             answer = (await self.link.call(f"{API}/get_info", json={"model_id": self.model_id})).json()
             tokenizer = answer["model_data"].get("tokenizer_id")
@@ -136,7 +136,7 @@ class TrainingClient:
 
         return self.link.spawn(ask())
 
-    def stats(self) -> Waitable[QueueStats]:
+    def stats(self) -> SyncAsyncFuture[QueueStats]:
         async def ask() -> QueueStats:
             answer = await self.link.get(f"/runs/{self.model_id}/queue/stats")
             return QueueStats(
@@ -148,17 +148,17 @@ class TrainingClient:
 
         return self.link.spawn(ask())
 
-    def status(self, request_id: str) -> Waitable[Status]:
+    def status(self, request_id: str) -> SyncAsyncFuture[RequestStatus]:
         """Ask where a request of this model stands."""
 
-        async def ask() -> Status:
+        async def ask() -> RequestStatus:
             answer = await self.link.get(f"/runs/{self.model_id}/requests/{request_id}/status")
             state = "running" if answer.get("running") else answer["state"]
-            return Status(state=state, position=answer.get("position"), waited_s=answer.get("waited_s"))
+            return RequestStatus(state=state, position=answer.get("position"), waited_s=answer.get("waited_s"))
 
         return self.link.spawn(ask())
 
-    def evaluate(self, request: Evaluate, *, timeout_s: float = 600.0) -> Waitable[Evaluation]:
+    def evaluate(self, request: Evaluate, *, timeout_s: float = 600.0) -> SyncAsyncFuture[Evaluation]:
         """Evaluate the model on prompts or sequences, as it was after its last update."""
 
         async def ask() -> Evaluation:
@@ -168,7 +168,7 @@ class TrainingClient:
 
         return self.link.spawn(ask())
 
-    def compare(self, request: Compare, *, timeout_s: float = 600.0) -> Waitable[Comparison]:
+    def compare(self, request: Compare, *, timeout_s: float = 600.0) -> SyncAsyncFuture[Comparison]:
         """Compare the model with another policy on the same prompts."""
 
         async def ask() -> Comparison:
@@ -182,7 +182,7 @@ class TrainingClient:
 
     def _forward(
         self, data: Sequence[Datum], loss: LossSpec, prepare: ServerInputs, *, backward: bool
-    ) -> Pending[ForwardOut]:
+    ) -> RequestFuture[ForwardOut]:
         try:
             message = write_forward(data, loss, backward=backward, prepare=prepare)
         except BackendError as exc:
@@ -197,14 +197,14 @@ class TrainingClient:
 
     def _post(
         self, verb: str, body: dict[str, object] | Callable[[], Any], read: Callable[[httpx.Response], T]
-    ) -> Pending[T]:
+    ) -> RequestFuture[T]:
         async def send(seq: int) -> str:
             chosen = await body() if callable(body) else body
             return _id(await self.link.call(f"{API}/{verb}", json={"model_id": self.model_id, "seq_id": seq, **chosen}))
 
         return self._submit(send, read)
 
-    def _submit(self, send: Callable[[int], Any], read: Callable[[httpx.Response], T]) -> Pending[T]:
+    def _submit(self, send: Callable[[int], Any], read: Callable[[httpx.Response], T]) -> RequestFuture[T]:
         with self._lock:
             self._seq += 1
             seq = self._seq
@@ -214,7 +214,7 @@ class TrainingClient:
                     raise Unreachable(self._lost)
                 try:
                     return str(await send(seq))
-                except Refused:
+                except RequestRefused:
                     await self._fill(seq)
                     raise
                 except Unreachable as exc:
@@ -236,7 +236,7 @@ class TrainingClient:
         """Send an empty step, which fails in its turn, so that the numbers behind it are not held up."""
         try:
             await self.link.call(f"{API}/optim_step", json={"model_id": self.model_id, "seq_id": seq})
-        except (Refused, Unreachable) as exc:
+        except (RequestRefused, Unreachable) as exc:
             self._lost = f"the service takes no more requests of this model: {exc}"
 
 
@@ -250,7 +250,7 @@ def whole(succeeded: Sequence[bool]) -> bool:
     return first is not None and all(succeeded[first:])
 
 
-def failed(exc: HeadraceError) -> Pending[Any]:
+def failed(exc: HeadraceError) -> RequestFuture[Any]:
     """Make a request that was never sent and has failed."""
 
     def failed_future() -> "Future[Any]":
@@ -258,12 +258,12 @@ def failed(exc: HeadraceError) -> Pending[Any]:
         future.set_exception(exc)
         return future
 
-    def cancel() -> Waitable[bool]:
+    def cancel() -> SyncAsyncFuture[bool]:
         future = promise()
         future.set_result(False)
-        return Waitable(future)
+        return SyncAsyncFuture(future)
 
-    return Pending(failed_future(), failed_future(), cancel)
+    return RequestFuture(failed_future(), failed_future(), cancel)
 
 
 def _id(response: httpx.Response) -> str:

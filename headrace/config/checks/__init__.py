@@ -1,0 +1,8 @@
+"""Check a configuration before anything is loaded; every problem is one sentence that says what to write.
+
+- `run_config`: the whole file of a run (`check`).
+- `async_rl`: `[rl.async]` and `[rl.correction]`.
+- `credit_rules`: how `[rl]` rewards episodes and credits their steps.
+- `metric_sinks`: `[metrics]`.
+- `service_runs`: runs whose model is trained at a service.
+"""

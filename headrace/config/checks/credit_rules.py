@@ -1,0 +1,55 @@
+"""What cannot work in how [rl] rewards episodes and credits their steps."""
+
+from collections.abc import Iterator
+
+from headrace.config.schema import RlConfig
+from headrace.names import STEP_CREDITS
+
+
+def credit_problems(rl: RlConfig) -> Iterator[str]:
+    """A step-level method needs steps to compare, and only such a method asks for anchors."""
+    by_step = rl.credit in STEP_CREDITS
+    if rl.anchor != "auto" and not by_step:
+        yield (
+            f'\'rl.anchor\' is "{rl.anchor}", but credit "{rl.credit}" compares whole episodes: leave it out, or write '
+            f"one of {', '.join(STEP_CREDITS)}"
+        )
+    if by_step and rl.max_turns == 1:
+        yield (
+            f"'rl.credit' is \"{rl.credit}\", which compares steps, but 'rl.max_turns' is 1: write \"grpo\", or allow "
+            "more turns"
+        )
+    yield from _truncated_problems(rl)
+    yield from _source_problems(rl)
+
+
+def gives_rewards(rl: RlConfig) -> bool:
+    """Whether episodes bring rewards of their own."""
+    own = rl.tasks.env is not None or rl.tasks.type in ("world", "task")
+    return own or rl.generate_fn is not None or rl.program is not None
+
+
+def _truncated_problems(rl: RlConfig) -> Iterator[str]:
+    if (rl.truncated == "penalty") != bool(rl.truncated_penalty):
+        yield (
+            f"'rl.truncated' is \"{rl.truncated}\" and 'rl.truncated_penalty' is {rl.truncated_penalty:g}: write "
+            '"penalty" and a number above 0, or leave both out'
+        )
+    if rl.truncated in ("zero", "penalty") and rl.critic is not None and rl.critic.bootstrap:
+        yield (
+            f"'rl.truncated' is \"{rl.truncated}\", but 'rl.critic.bootstrap' adds what is expected after the limit: "
+            "write 'rl.critic.bootstrap = false', or leave the first out"
+        )
+
+
+def _source_problems(rl: RlConfig) -> Iterator[str]:
+    if rl.reward_source in ("env", "sum") and not gives_rewards(rl):
+        yield (
+            f"'rl.reward_source' is \"{rl.reward_source}\", but 'rl.tasks.type' is \"{rl.tasks.type}\", which gives no "
+            'rewards: write "function"'
+        )
+    if rl.reward_source == "function" and any(term.fn == "env" for term in rl.rewards):
+        yield (
+            "'rl.reward_source' is \"function\", but 'rl.rewards' has what the world gives (or is not there, which "
+            'means the same): list functions alone, or write "sum"'
+        )

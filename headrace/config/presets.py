@@ -1,0 +1,81 @@
+"""Short names of `rl.algorithm`: each stands for a credit method, a loss, a weighting and, for PPO, a critic.
+
+What a file says itself wins, as long as it is still that algorithm.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config.paths import split_sum
+from headrace.config.schema import RlConfig
+from headrace.names import CREDITS, CRITIC_CREDITS, LOSSES, WEIGHTINGS
+
+PPO_LOSSES = ("ppo", "conservative_ppo", "decoupled_ppo", "loglinear_ppo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmPreset:
+    """The first of `credits` and `losses` is set, the others may be written instead; a loss may have further terms."""
+
+    credits: tuple[str, ...]
+    losses: tuple[str, ...]
+    weighting: str
+    critic: bool = False
+
+
+ALGORITHMS: Mapping[str, AlgorithmPreset] = {
+    "grpo": AlgorithmPreset(credits=("grpo",), losses=PPO_LOSSES, weighting="sequence_mean"),
+    "dr_grpo": AlgorithmPreset(credits=("dr_grpo",), losses=PPO_LOSSES, weighting="constant"),
+    "rloo": AlgorithmPreset(credits=("rloo",), losses=("sequence_ppo", *PPO_LOSSES), weighting="sequence_mean"),
+    "reinforce_pp": AlgorithmPreset(
+        credits=("reinforce_pp", "reinforce_pp_baseline"), losses=PPO_LOSSES, weighting="token_mean"
+    ),
+    "gspo": AlgorithmPreset(credits=("grpo",), losses=("gspo", "gspo_token"), weighting="sequence_mean"),
+    "cispo": AlgorithmPreset(credits=("grpo",), losses=("cispo",), weighting="token_mean"),
+    "gigpo": AlgorithmPreset(credits=("gigpo",), losses=PPO_LOSSES, weighting="token_mean"),
+    "ppo": AlgorithmPreset(credits=CRITIC_CREDITS, losses=PPO_LOSSES, weighting="token_mean", critic=True),
+}
+assert all(set(algorithm.credits) <= set(CREDITS) for algorithm in ALGORITHMS.values())
+assert all(set(algorithm.losses) <= set(LOSSES) for algorithm in ALGORITHMS.values())
+assert all(algorithm.weighting in WEIGHTINGS for algorithm in ALGORITHMS.values())
+
+
+def apply_preset(rl: Mapping[str, Any]) -> dict[str, Any]:
+    """The table [rl] with what its algorithm stands for, where it says nothing itself.
+
+    >>> filled_in({"algorithm": "ppo", "credit": "turn_gae"})["credit"], filled_in({"algorithm": "ppo"})["critic"]
+    ('turn_gae', {})
+    """
+    name = rl.get("algorithm")
+    chosen = ALGORITHMS.get(name) if isinstance(name, str) else None
+    if chosen is None:
+        return dict(rl)
+    critic: dict[str, Any] = {"critic": {}} if chosen.critic else {}
+    return {"credit": chosen.credits[0], "loss": chosen.losses[0], "weighting": chosen.weighting, **critic, **rl}
+
+
+def preset_problems(rl: RlConfig) -> Iterator[str]:
+    """What makes of a configuration another algorithm than it says."""
+    if rl.algorithm is None:
+        return
+    chosen = ALGORITHMS[rl.algorithm]
+    what = f"'rl.algorithm' is \"{rl.algorithm}\""
+    if rl.credit not in chosen.credits:
+        yield f"{what}, but 'rl.credit' is \"{rl.credit}\": write {_either(chosen.credits)}, or leave one of them out"
+    if not set(split_sum(rl.loss)) & set(chosen.losses):
+        yield f"{what}, but 'rl.loss' is \"{rl.loss}\": have {_either(chosen.losses)} in it, or leave one of them out"
+    if chosen.critic and rl.critic is None:
+        yield f"{what}, but there is no critic: add a table [rl.critic]"
+    if not chosen.critic and rl.critic is not None:
+        yield f"{what}, which has no critic, but there is a table [rl.critic]: leave one of them out"
+
+
+def preset_text(rl: RlConfig) -> str:
+    """What the algorithm stands for in this configuration."""
+    critic = ", a critic" if rl.critic is not None else ""
+    return f"algorithm {rl.algorithm} = credit {rl.credit}, loss {rl.loss}, weighting {rl.weighting}{critic}"
+
+
+def _either(names: tuple[str, ...]) -> str:
+    return " or ".join(f'"{name}"' for name in names)

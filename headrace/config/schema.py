@@ -1,0 +1,443 @@
+"""The tree of frozen dataclasses that a TOML file fills. No logic: the limits of a value are in its type.
+
+The comment behind a field (or on the line above it) is its entry in the table of `docs/configuration.md`.
+"""
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=False)  # lists become tuples; numbers, flags and text are strict by type
+
+Flag = Annotated[bool, Field(strict=True)]
+FlagOrAuto = Annotated[Flag | Literal["auto"], Field(description='true, false or "auto"')]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+NonNegative = Annotated[int, Field(strict=True, ge=0)]
+PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
+NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
+Factor = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63, description="a whole number from 0 to 2**63 - 1")]
+Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-4)]
+Nucleus = Annotated[float, Field(strict=True, gt=0, le=1, description="a number above 0 and at most 1")]
+Text = Annotated[str, Field(min_length=1, description="text in quotes, not empty")]
+Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
+Staleness = Annotated[
+    int,
+    Field(strict=True, ge=0, description="0 (synchronous training) or the number of versions a token may be old"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RunConfig:
+    name: str = "run"  # the run folder is `<folder>/<name>_<UTC time>`
+    folder: str = "runs"  # where run folders are made, relative to the current folder
+    seed: Seed = 0  # of everything random in the run
+    tensorboard: Flag = True  # written when the package is installed
+    deterministic: Flag = False  # cuda: the same bits in every run of a synchronous configuration, at some speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class LoraConfig:
+    rank: Positive = 16  # of the two factors; at most the width of the model
+    alpha: PositiveFloat = 32.0  # the update is scaled by alpha / rank
+    # names of the linear layers that get an adapter
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class TinyModelConfig:
+    """A Llama made on the spot, with a word-level tokenizer of the world's vocabulary."""
+
+    width: Positive = 96  # a multiple of two times `heads`
+    layers: Positive = 3  # number of decoder layers
+    heads: Positive = 4  # a multiple of `kv_heads`
+    kv_heads: Positive = 2  # heads of keys and values
+    context: Positive = 512  # longest sequence in tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class ModelConfig:
+    """`path`: a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot), or, only to play
+    tasks with, "openai:NAME" (a model elsewhere). With a service: a checkpoint of a run at one, or the folder of the
+    tokenizer; else the tokenizer is the one that the service names."""
+
+    # a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot); `eval`: or "openai:NAME"
+    path: str = "tiny"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
+    lora: LoraConfig | None = None  # train low-rank adapters in place of all parameters
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)  # the shape of path = "tiny"
+    # keep only each layer's input for the backward pass: less memory, a quarter more time; auto: on cuda, if it must be
+    recompute: FlagOrAuto = "auto"
+    compile: Flag = False  # cuda: train layers through torch.compile, for models without fused kernels; 20 s once
+    trust_remote_code: Flag = False  # run Python code that lies in the model's folder
+    # a `headrace serve` that trains and samples in place of this machine (docs/service-client.md)
+    service: Text | None = None
+    service_key_env: str = "TINKER_API_KEY"  # environment variable that has the service's key; "": none is sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RemoteConfig:
+    """Where the model of path = "openai:NAME" is: an OpenAI-compatible endpoint, for evaluation and demonstrations."""
+
+    url: Text = "https://api.openai.com/v1"  # its base, up to and including /v1
+    api_key_env: str = "OPENAI_API_KEY"  # environment variable that has the key; "": none is sent
+    timeout_s: PositiveFloat = 120.0  # of one request
+    deadline_s: PositiveFloat = 600.0  # of one reply, with all further attempts that it takes
+    at_once: Positive = 16  # requests that are open together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class EngineConfig:
+    """What samples: sequences, and the room for their keys and values."""
+
+    type: Literal["embedded", "generate"] = "embedded"  # continuous batching of ours, or plain `generate`
+    max_rows: Positive = 32  # sequences that are decoded together
+    kv_tokens: Positive | None = None  # room for keys and values; unset: twice `max_rows` sequences of the longest kind
+    piece_tokens: Positive = 128  # long prompts are read in pieces of this size
+    # cuda: decode in captured graphs, several tokens at a time; auto: in half precision, if its layers are known
+    graphs: FlagOrAuto = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class SourceConfig:
+    """Where tasks or conversations come from.
+
+    type = "world": `name` of a built-in world, `size` tasks from `seed`, `options` of the world;
+    "jsonl", "parquet", "dataset" (a folder written by `datasets.save_to_disk`): `path`, `columns` maps our names
+    (prompt, messages, answer, id) to theirs; "reasoning_gym": `name`, `size`, `seed`, `options`;
+    "python": `path` is "file.py:function" which returns an iterable of rows; "task": `path` is a task definition.
+    """
+
+    # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows, "task" a task definition
+    type: Literal["world", "jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
+    path: str | None = None  # jsonl, parquet, dataset, task: the file or folder; python: "file.py:function"
+    name: str | None = None  # world, reasoning_gym: which one
+    size: Positive = 1000  # world, reasoning_gym: how many tasks are made
+    seed: Seed = 0  # world, reasoning_gym: of the tasks
+    weight: PositiveFloat = 1.0  # share in a mixture, relative to the other sources
+    # our names (prompt, messages, answer, id; of pairs: prompt, chosen, rejected, margin) to theirs
+    columns: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # passed to the world or the reasoning-gym dataset
+    system: str | None = None  # put before every conversation that has no system message
+    env: str | None = None  # "file.py:Class": an environment of your own that plays these tasks (docs/environments.md)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class ScheduleConfig:
+    """Learning rate over training steps: linear warm-up, then constant, linear or cosine down to `final` x peak."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"  # what follows the warm-up
+    warmup_steps: NonNegative = 0  # training steps of linear warm-up
+    final: Share = 0.0  # linear, cosine: the last learning rate as a share of the peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class OptimizerConfig:
+    learning_rate: PositiveFloat = 1e-5  # the peak of the schedule
+    beta1: Share = 0.9  # AdamW: decay of the mean gradient
+    beta2: Share = 0.95  # AdamW: decay of the mean squared gradient
+    eps: PositiveFloat = 1e-8  # AdamW: added to the root of the mean square
+    weight_decay: NonNegativeFloat = 0.0  # AdamW: decoupled, per unit of learning rate
+    clip_norm: NonNegativeFloat = 1.0  # gradients are scaled down to this norm; 0: no clipping
+    max_norm: NonNegativeFloat = 0.0  # above this the update is skipped; 0: only non-finite gradients are skipped
+    max_skips: Positive = 5  # skipped updates in a row that end the run
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # learning rate over training steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class SftConfig:
+    steps: Positive  # optimiser updates
+    batch_size: Positive = 32  # conversations of one update
+    sources: tuple[SourceConfig, ...]  # conversations, mixed by their weights
+    held_out: SourceConfig | None = None  # loss on it is reported with every evaluation
+    max_tokens: Positive = 1024  # longer conversations are cut, and counted
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RewardModelConfig:
+    """A scalar head on the model that [sft] left behind, trained on pairs of a better and a worse conversation."""
+
+    steps: Positive  # optimiser updates
+    batch_size: Positive = 32  # pairs of one update
+    sources: tuple[SourceConfig, ...]  # pairs (columns prompt, chosen, rejected, margin), mixed by their weights
+    held_out: SourceConfig | None = None  # pairs whose order it has to guess at every evaluation
+    max_tokens: Positive = 1024  # pairs with a longer side are left out, and counted
+    center_coef: NonNegativeFloat = 0.0  # pulls the two scores of a pair towards a sum of 0
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RewardTermConfig:
+    """`fn`: a reward of the package's, or a user's."""
+
+    # env, exact_match, reasoning_gym, reward_model, judge, length, format, valid_actions, or "file.py:function"
+    fn: str
+    # reward_model: a saved one, unset: the one that [reward_model] trains; judge: a model that is sampled here
+    path: str | None = None
+    weight: Real = 1.0  # factor in the total
+    name: str | None = None  # of its curve; unset: the function's
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the judge, length or format; a user's function
+    step_index: Literal["auto", "message", "turn"] = "auto"  # what its step outputs count: docs/authoring-rewards.md
+    default_step_reward: Real = 0.0  # of steps that its step outputs do not name, also if there are none
+    terminal_score: Literal["auto", "add"] = "auto"  # add: its score counts on the last step beside step outputs
+    score_range: tuple[Real, Real] | None = None  # scores outside are no rewards
+    keep_invalid: Flag = False  # take scores with is_score_valid = False, with which some functions mark wrong answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RewardRunnerConfig:
+    """Where the functions of users' files run: in sandboxed processes, or, if they are trusted, in this one."""
+
+    type: Literal["process", "inprocess"] = "process"  # sandboxed processes (docs/sandbox.md), or this process
+    strict: Flag = False  # refuse to run where files, network or processes cannot be isolated
+    workers: Positive | None = None  # processes for each function; unset: one for each CPU core, at most 8
+    fork: Literal["episode", "group"] = "episode"  # what shares a process; one for all episodes of a group is faster
+    wall_s: PositiveFloat = 10.0  # time of one call
+    cpu_s: Positive = 10  # CPU time of each process of a call
+    memory_mb: Positive = 1024  # memory of a call
+    processes: Positive = 16  # processes and threads of a call
+    import_s: PositiveFloat = 60.0  # time to start a worker and import the file
+    readable: tuple[str, ...] = ()  # files and folders that functions may read, besides code
+    max_invalid_share: Share = 0.1  # of the last 200 evaluations; when more are in vain, the run ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class FilterConfig:
+    """Groups that a filter rejects are replaced by new ones."""
+
+    # "reward_spread", "reward_range", "diversity", "length", "success_rate", or "file.py:function"
+    fn: str
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the filter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class AsyncConfig:
+    """How far sampling runs ahead of training, and what becomes of tokens that are older. [rl.async] in a file.
+
+    `behaviour_weight`, `weight_cap`, `weight_floor` and `cap_action` are the weights of stale tokens. A loaded tree has
+    the groups of a batch in `rl.groups` alone, wherever the file says them.
+    """
+
+    max_staleness: Staleness = 0  # eta: how many versions old a trained token may be
+    batch_groups: Positive | None = None  # groups of a training batch, another name of `rl.groups`; unset: as that says
+    max_running: Positive | None = None  # groups in flight; unset: as many as the staleness bound admits
+    # a group with an older token is dropped, or only its tokens that are young enough are trained
+    stale_action: Literal["drop", "mask"] = "drop"
+    # to the start of the step, to the next version (recorded, or guessed), or 1; unset: as `rl.correction` says
+    behaviour_weight: Literal["full", "one_step", "loglinear", "none"] | None = None
+    weight_cap: PositiveFloat = 5.0  # largest behaviour weight
+    weight_floor: NonNegativeFloat = 0.0  # smallest behaviour weight
+    cap_action: Literal["mask", "clamp"] = "mask"  # outside of the bounds a token is left out, or its weight cut
+    # new weights: cut sequences and go on from keys and values computed anew, or kept; or let them end first
+    interrupt: Literal["abort", "inflight", "drain"] = "abort"
+    drain_s: PositiveFloat = 60.0  # interrupt "drain": how long sequences may take to end before they are cut
+    oversampling: Factor = 1.0  # groups started for one that is trained
+    keep: Literal["first", "best"] = "first"  # of more groups than a batch has: those that end first, or score highest
+    score: str = "reward_spread"  # keep "best": "reward_spread", "mean_reward", or "file.py:function" of a group
+    replay_groups: NonNegative = 0  # groups of earlier batches, no older than `max_staleness`, added to every batch
+    slow_wait_s: PositiveFloat = 60.0  # how long a publish waits for a task that was dropped as stale twice
+    task_timeout_s: PositiveFloat = 600.0  # an episode that takes longer has failed
+    max_consecutive_drops: Positive = 64  # groups dropped in a row that end the run
+    # above 0: a virtual clock; all sequences advance by that many tokens, then wait for each other
+    lockstep_tokens: NonNegative = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class SamplingConfig:
+    temperature: Temperature = 1.0  # of sampling, and so of the distribution that is trained
+    top_p: Nucleus = 1.0  # needs `rl.allow_truncated_sampling` when below 1
+    top_k: Positive | None = None  # needs `rl.allow_truncated_sampling`
+    min_p: Share = 0.0  # needs `rl.allow_truncated_sampling` when above 0
+    stop_strings: tuple[Text, ...] = ()  # a turn ends when one of them appears
+    max_tokens: Positive = 64  # of one turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class CorrectionConfig:
+    """Weights of stale tokens, for the whole step: exp(target - sampler), bounded to [floor, cap]."""
+
+    # "full": to the policy at the start of the step; "loglinear": to the next version, guessed; "none": 1
+    behaviour: Literal["full", "loglinear", "none"] = "full"
+    bound: Literal["mask", "clamp"] = "mask"  # outside of the bounds a token is left out, or its weight cut
+    level: Literal["token", "sequence", "geometric"] = "token"  # over what weights are taken and bounded
+    floor: NonNegativeFloat = 0.0  # smallest weight
+    cap: PositiveFloat = 5.0  # largest weight
+    normalise: Flag = False  # scale the weights of a step to mean 1
+    m2_threshold: PositiveFloat = 0.04  # loss m2po: largest mean of squared log-ratios
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class CriticConfig:
+    """A scalar head that learns to foretell returns, on a trunk of its own or on the policy's: PPO with GAE."""
+
+    # "own": a second model, trained beside the policy; "shared": a head on the policy's trunk, trained in one loss
+    trunk: Literal["own", "shared"] = "own"
+    # trunk "own": folder it starts from, or "reward_model" for the one of this run; unset: as the stage does
+    path: str | None = None
+    gamma: Share = 1.0  # discount of a step
+    lam: Share = 0.95  # GAE: 0 trusts the critic alone, 1 the rewards alone
+    value_coef: NonNegativeFloat = 0.5  # factor of the value loss
+    value_clip: NonNegativeFloat = 0.2  # how far a value may move in one training step; 0: no limit
+    # past a limit an episode is worth what is expected after it (docs/objectives.md says when to write false)
+    bootstrap: Flag = True
+    whiten: Flag = True  # bring the advantages of a training step to mean 0 and standard deviation 1
+    kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model, taken off the reward of every token
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # of that KL; k1 is the one whose policy gradient is the KL's
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # trunk "own": AdamW and its schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class SaveConfig:
+    """Which episodes are written to rollouts/step_NNNNNN.jsonl."""
+
+    every: NonNegative = 1  # training steps; the first is saved too; 0: none is
+    # "all", "failures", "top_advantage" (largest absolute values), or "file.py:function" of a credited episode
+    which: str = "all"
+    every_episode: Positive = 1  # of those that `which` chooses, every n-th
+    top: Positive = 16  # which "top_advantage": how many of a training step
+    whole_groups: Flag = False  # keep the whole group of a chosen episode, as comparing them anew needs it
+    lean: Flag = False  # without token arrays: smaller, for looking at and for rewards that take no tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class RlConfig:
+    """A training step takes `groups` groups of `group_size` episodes and makes `minibatches` optimiser updates."""
+
+    steps: Positive  # training steps
+    groups: Positive = 8  # tasks of one training step; a multiple of `minibatches`
+    group_size: Positive = 8  # episodes of one task
+    minibatches: Positive = 1  # optimiser updates of one training step
+    tasks: SourceConfig  # what episodes start from
+    rewards: tuple[RewardTermConfig, ...] = (
+        RewardTermConfig(fn="env"),
+    )  # summed with their weights; unset: what the world gives
+    # functions; what the world gives (functions are then only measured); or their sum; unset: `rewards` as it stands
+    reward_source: Literal["function", "env", "sum"] | None = None
+    reward_runner: RewardRunnerConfig = field(default_factory=RewardRunnerConfig)  # where users' reward functions run
+    # episodes that a limit cut off: what they earned, 0, left out of statistics and loss, or less `truncated_penalty`
+    truncated: Literal["keep", "zero", "exclude", "penalty"] = "keep"
+    truncated_penalty: NonNegativeFloat = 0.0  # truncated "penalty": taken off the reward of the last step
+    generate_fn: str | None = None  # "file.py:function": a user's own rollout in place of the episode worker
+    program: str | None = None  # "file.py:function": an agent that calls the model itself (docs/agents.md)
+    max_turns: Positive = 16  # assistant turns of one episode
+    end_tool: Text | None = None  # a call of the tool of this name ends an episode; it is offered if the world has none
+    end_pattern: Text | None = None  # a regular expression: an episode ends with a turn in which it is found
+    env_threads: Positive = 64  # worlds that block (slow tools) run on so many threads
+    max_prompt_tokens: Positive = 512  # tasks with longer prompts are left out, and counted
+    max_episode_tokens: Positive = 1024  # prompt and all turns together
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how turns are sampled
+    allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, whose samples the loss misjudges
+    # a short name for a credit method, a loss, a weighting and (ppo) a critic; what the file says itself wins
+    algorithm: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "gigpo", "ppo"] | None = None
+    credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic
+    credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
+    # what tells states apart: "state" (the world's key), "observation", "auto" (either), or "file.py:function"
+    anchor: str = "auto"
+    rows: Literal["episode", "step"] = "episode"  # what a training sequence is: an episode, or each of its turns
+    loss: str = "ppo"  # a name of docs/objectives.md, "file.py:function", or a sum: "ppo + entropy_bonus"
+    loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
+    weighting: str = "token_mean"  # token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
+    weighting_constant: PositiveFloat | None = None  # weighting "constant" divides by it; unset: max_episode_tokens
+    kl_limit: PositiveFloat | None = None  # of the mean KL per token to the policy at the start of the step
+    # past `kl_limit`: drop the step's other minibatches, or keep only as much of the update as meets it
+    kl_action: Literal["discard", "scale_back"] = "discard"
+    correction: CorrectionConfig | None = None  # for stale tokens; unset: only if the loss asks for one
+    # folder of the model of reference_logprobs, or its URL; unset: the one the stage starts from
+    reference: str | None = None
+    teacher: str | None = None  # folder of the model of teacher_logprobs, or its URL
+    critic: CriticConfig | None = None  # PPO with GAE: a value model that credit "token_gae" or "turn_gae" asks
+    filters: tuple[FilterConfig, ...] = ()  # reject groups, which are then replaced by new ones
+    save: SaveConfig = field(default_factory=SaveConfig)  # which episodes are kept in the run folder (docs/viewing.md)
+    sync_every: Positive = 1  # training steps between two publications of weights
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)  # how far sampling may run ahead of training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class EvalConfig:
+    """Held-out evaluation: `samples` episodes for each of `tasks` tasks with fixed seeds; pass@1 and pass@samples."""
+
+    every: NonNegative = 0  # training steps; 0: only at the end of a stage
+    source: SourceConfig | None = None  # held-out tasks; unset: no evaluation
+    tasks: Positive = 64  # how many of them
+    samples: Positive = 1  # episodes of each task
+    temperature: Temperature = 1.0  # of sampling
+    seed: Seed = 12345  # the same at every evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    every: NonNegative = 0  # training steps; 0: only at the end of a stage
+    keep_last: Positive = 2  # newest checkpoints that are kept
+    keep_every: NonNegative = 0  # training steps whose checkpoints stay for good; 0: only the last and the best stay
+    deadline_s: PositiveFloat = 120.0  # for the checkpoint that SIGTERM asks for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class WandbConfig:
+    project: Text = "headrace"  # where Weights & Biases lists the run
+    entity: str = ""  # user or team; empty: the account's own
+    mode: Literal["online", "offline"] = "online"  # offline: a folder that  wandb sync  sends later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class PrometheusConfig:
+    """A scrape endpoint: GET /metrics without a key, so it listens on this machine alone unless told otherwise."""
+
+    host: Text = "127.0.0.1"  # address that is listened on
+    port: Port = 9464  # 0: any free one, which the log tells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class DatadogConfig:
+    host: Text = "127.0.0.1"  # of the agent that takes DogStatsD datagrams
+    port: Port = 8125  # of the agent
+    prefix: Text = "headrace"  # of every name
+    tags: tuple[Text, ...] = ()  # added to stage and run, such as "team:agents"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class AlertConfig:
+    """A line in the log, and a message to `webhook`, when a metric is beyond a threshold."""
+
+    metric: Text  # its name in docs/metrics.md
+    above: Real | None = None  # the metric is beyond when it is larger
+    below: Real | None = None  # the metric is beyond when it is smaller
+    for_steps: Positive = 1  # records in a row that have to be beyond
+    cooldown_steps: NonNegative = 100  # records for which a rule is quiet after it fired
+    webhook: Text | None = None  # a URL that gets JSON by POST, or "env:NAME", the environment variable that has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class MetricsConfig:
+    """Where numbers go besides metrics.jsonl, and when somebody is told. Nothing here changes what is trained."""
+
+    # a sink that is named here must be there: its package is asked for before anything is trained
+    sinks: tuple[Literal["tensorboard", "wandb", "prometheus", "datadog"], ...] = ()
+    wandb: WandbConfig = field(default_factory=WandbConfig)  # sink "wandb"
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)  # sink "prometheus"
+    datadog: DatadogConfig = field(default_factory=DatadogConfig)  # sink "datadog"
+    alerts: tuple[AlertConfig, ...] = ()  # thresholds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)  # name, folder and seed
+    model: ModelConfig = field(default_factory=ModelConfig)  # what is trained
+    remote: RemoteConfig = field(default_factory=RemoteConfig)  # where the model of path = "openai:NAME" is
+    engine: EngineConfig = field(default_factory=EngineConfig)  # what samples
+    sft: SftConfig | None = None  # supervised fine-tuning; the first stage, if there
+    reward_model: RewardModelConfig | None = None  # learned from preference pairs; starts from the checkpoint of [sft]
+    rl: RlConfig | None = None  # reinforcement learning; starts from the checkpoint of [sft], if there
+    eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation of the stages
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when they are written and which are kept
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where numbers go besides metrics.jsonl, and alerts

@@ -1,0 +1,10 @@
+"""Data: rows from files and functions, made into tasks, conversations and preference pairs.
+
+- `rows`: read rows from JSONL, Parquet, a saved dataset, reasoning-gym or a user's function.
+- `task_rows`: turn rows into tasks.
+- `task_source`: give out tasks in an endless, seeded, resumable order; filter prompts.
+- `conversations`: read conversations for SFT and mix several sets by weight.
+- `preferences`: read pairs of a chosen and a rejected conversation.
+- `demonstrations`: write conversations from episodes that a policy played.
+- `shuffle`: order data by a counter-based permutation, and fingerprint it.
+"""

@@ -1,0 +1,163 @@
+"""Conversations to imitate: reading them, and mixing several sets of them by weight."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.data.rows import DataRow, DataSource, read_rows, rows_of
+from headrace.data.shuffle import fingerprint, permutation
+from headrace.data.task_rows import check_columns, parse_prompt, pick, prompt_column, with_system
+from headrace.errors import CheckpointError, DataError
+from headrace.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolConversation:
+    """A conversation in which tools were offered, which the chat template has to show."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+Conversation = tuple[Message, ...] | ToolConversation
+Item = TypeVar("Item")
+
+
+def load_conversations(source: DataSource, *, base: Path | None = None) -> list[Conversation]:
+    """The conversations of a source that is not a world: `messages`, or `prompt` with the reply in `answer`."""
+    return _conversations(read_rows(source, base=base), columns=source.columns, system=source.system)
+
+
+def conversations_from_rows(
+    rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
+) -> list[Conversation]:
+    """Conversations from any Python iterable of dicts, with the columns that a file would have."""
+    return _conversations(rows_of(rows, "rows"), columns=columns or {}, system=system)
+
+
+def _conversations(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None) -> list[Conversation]:
+    check_columns(columns)
+    conversations = [_to_conversation(row, columns, system) for row in rows]
+    if not conversations:
+        raise DataError("the source has no rows: there is nothing to train on")
+    return conversations
+
+
+def _to_conversation(row: DataRow, columns: Mapping[str, str], system: str | None) -> Conversation:
+    """A reply in the `answer` column is put after a conversation that does not end with the assistant; a column `tools`
+    has the tools that were offered."""
+    column = prompt_column(row, columns)
+    messages = with_system(parse_prompt(row.columns[column], row.place), system)
+    answer = pick(row, columns, "answer")
+    if answer is not None and messages[-1].role != "assistant":
+        if not isinstance(row.columns[answer], str):
+            raise DataError(f"{row.place}: the reply in {answer} must be a text")
+        messages = (*messages, Message(role="assistant", content=row.columns[answer]))
+    if not any(message.role == "assistant" for message in messages):
+        raise DataError(f"{row.place}: there is no assistant message and no answer column: nothing to learn from")
+    if messages[0].role == "assistant":
+        raise DataError(f"{row.place}: the conversation starts with the assistant; put a user message before it")
+    tools = row.columns.get("tools")
+    return ToolConversation(messages=messages, tools=_tools(tools, row.place)) if tools else messages
+
+
+def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
+    tools = tuple(value) if isinstance(value, list | tuple) else (None,)
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'{place}: tools must be a list of {{"type": "function", "function": {{"name": ...}}}}, or not there'
+            )
+    return tools
+
+
+def messages_of(conversation: Conversation) -> tuple[Message, ...]:
+    return conversation.messages if isinstance(conversation, ToolConversation) else conversation
+
+
+def with_system_message(conversation: Conversation, system: str | None) -> Conversation:
+    """The conversation with a system message before it, if it has none."""
+    told = with_system(messages_of(conversation), system)
+    return replace(conversation, messages=told) if isinstance(conversation, ToolConversation) else told
+
+
+def prompt_of(conversation: Conversation) -> tuple[Message, ...]:
+    """What the first reply answers: all messages before it."""
+    return tuple(takewhile(lambda message: message.role != "assistant", messages_of(conversation)))
+
+
+class ConversationMixture(Generic[Item]):
+    """An endless mix of several sequences by weight, each shuffled anew every epoch of its own.
+
+    Draw t (from 1) goes to the part with the largest deficit w_i t - n_i, n_i its draws so far and w_i its share:
+    the deficits add up to 0 and none falls to -1 or below, so none of k > 1 reaches k - 1, however long the run.
+    The counts n_i are the whole state: epoch and place of a part are n_i divided by its length.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
+        if not parts or any(not items for items, _ in parts):
+            raise DataError("a mixture needs at least one part, and none may be empty")
+        if any(not (math.isfinite(weight) and weight > 0) for _, weight in parts):
+            raise DataError("the weights of a mixture must be positive numbers")
+        self._parts = tuple(items for items, _ in parts)
+        self._shares = _integer_shares([weight for _, weight in parts])
+        self._seed = seed
+        self._fingerprint = fingerprint([(fingerprint(items), weight) for items, weight in parts])
+        self._counts = [0] * len(parts)
+        self._orders: list[tuple[int, npt.NDArray[np.int64]]] = [self._order(i, 0) for i in range(len(parts))]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Draws from each part so far."""
+        return tuple(self._counts)
+
+    def next(self) -> Item:
+        turn = sum(self._counts) + 1
+        total = sum(self._shares)
+        deficits = [
+            share * turn - count * total for share, count in zip(self._shares, self._counts, strict=True)
+        ]  # whole numbers: no rounding, however long the run
+        part = deficits.index(max(deficits))
+        epoch, offset = divmod(self._counts[part], len(self._parts[part]))
+        if self._orders[part][0] != epoch:
+            self._orders[part] = self._order(part, epoch)
+        self._counts[part] += 1
+        return self._parts[part][int(self._orders[part][1][offset])]
+
+    def next_batch(self, n: int) -> tuple[Item, ...]:
+        assert n >= 0
+        return tuple(self.next() for _ in range(n))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": list(self._counts), "seed": self._seed, "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a cursor; raises CheckpointError if it was made from other data, weights or seed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise CheckpointError(
+                "the conversations or their weights are not those of the checkpoint: resume with the data the run "
+                "started with"
+            )
+        if state["seed"] != self._seed:
+            raise CheckpointError(
+                f"the conversations were shuffled with seed {state['seed']}, not {self._seed}: resume with it"
+            )
+        self._counts = [int(count) for count in state["counts"]]
+
+    def _order(self, part: int, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
+        return epoch, permutation(len(self._parts[part]), key=(self._seed, part), epoch=epoch)
+
+
+def _integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in exactly the weights' proportion; 0.1 means a tenth."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    return tuple(int(fraction * denominator) for fraction in fractions)

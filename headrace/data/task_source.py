@@ -1,0 +1,111 @@
+"""The task source: an endless, seeded, resumable order of tasks; and what is said about tasks before a run starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.data.shuffle import fingerprint, permutation
+from headrace.errors import CheckpointError, DataError
+from headrace.render import Renderer
+from headrace.types import Message, Task
+
+
+class TaskSource:
+    """Tasks without end: every epoch is a permutation of all of them, a function of (seed, epoch) alone.
+
+    The state is a cursor (epoch, offset); nothing random is stored.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        if not tasks:
+            raise DataError("there are no tasks to train on")
+        self._tasks = tuple(tasks)
+        self._seed = seed
+        self._fingerprint = fingerprint(self._tasks)
+        self._epoch = self._offset = 0
+        self._order = self._shuffled(0)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were begun, counted from 0; it grows when the next one's first task is drawn."""
+        return self._epoch
+
+    def next(self) -> Task:
+        if self._offset == len(self._tasks):
+            self._epoch, self._offset = self._epoch + 1, 0
+            self._order = self._shuffled(self._epoch)
+        task = self._tasks[int(self._order[self._offset])]
+        self._offset += 1
+        return task
+
+    def get_prompts(self, n: int) -> tuple[Task, ...]:
+        """The next n tasks; a new epoch begins where one ends."""
+        assert n >= 0
+        return tuple(self.next() for _ in range(n))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "offset": self._offset, "seed": self._seed, "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a cursor; raises CheckpointError if it was made from other tasks or with another seed."""
+        if state["fingerprint"] != self._fingerprint:
+            raise CheckpointError(
+                "the tasks are not those of the checkpoint: resume with the data the run started with"
+            )
+        if state["seed"] != self._seed:
+            raise CheckpointError(
+                f"the tasks were shuffled with seed {state['seed']}, not {self._seed}: resume with it"
+            )
+        epoch, offset = int(state["epoch"]), int(state["offset"])
+        assert epoch >= 0
+        assert 0 <= offset <= len(self._tasks)
+        self._epoch, self._offset, self._order = epoch, offset, self._shuffled(epoch)
+
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        return permutation(len(self._tasks), key=(self._seed,), epoch=epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilteredTasks:
+    """`shortest` and `longest` are the lengths in tokens of the shortest and longest prompt of all, kept or not."""
+
+    kept: tuple[Task, ...]
+    dropped_count: int
+    shortest: int
+    longest: int
+
+
+def filter_prompts(tasks: Sequence[Task], renderer: Renderer, max_tokens: int) -> FilteredTasks:
+    """Leave out tasks whose prompt has more than `max_tokens` tokens; a task without messages but the system's (its
+    environment speaks first) is kept, for its length is not known yet."""
+    lengths = [len(renderer.prompt(task.messages)) if _asked(task) else 0 for task in tasks]
+    kept = tuple(task for task, length in zip(tasks, lengths, strict=True) if length <= max_tokens)
+    return FilteredTasks(
+        kept=kept,
+        dropped_count=len(tasks) - len(kept),
+        shortest=min(lengths, default=0),
+        longest=max(lengths, default=0),
+    )
+
+
+def find_overlap(train: Sequence[Task], held_out: Sequence[Task]) -> int:
+    """How many held-out tasks have a prompt (without messages: data) that also occurs in training.
+
+    System messages do not count: the same question under another one is the same question.
+    """
+    seen = {_prompt_key(task) for task in train}
+    return sum(_prompt_key(task) in seen for task in held_out)
+
+
+def _prompt_key(task: Task) -> str:
+    return fingerprint(_asked(task) or (task.data,))
+
+
+def _asked(task: Task) -> tuple[Message, ...]:
+    return tuple(message for message in task.messages if message.role != "system")

@@ -1,0 +1,286 @@
+"""Decode in CUDA graphs: several steps per call, sampling included, over slots that rows join and leave between calls.
+
+The decoder owns everything a graph points to: the rows' state, intermediate buffers, keys and values, and copies of
+weights. A graph is one decode step for a fixed number of rows (`layout.BUCKETS`); it is captured when first needed and
+replayed from then on. Rows that stop are skipped on the device. The decoder must not know requests, queues or versions.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from headrace.infer.cuda import forward, sampling_kernels
+from headrace.infer.cuda.forward import DecodeAttention, TokenIndex, Workspace
+from headrace.infer.cuda.layer_weights import DenseWeights
+from headrace.infer.cuda.tiling import bucket_for, prompt_blocks
+from headrace.infer.multistep import STOPS, DecodeResult, DecodeRow
+from headrace.model import head
+from headrace.model.attention import KVCache, PromptChunk
+from headrace.model.load import LanguageModel
+
+PROMPT_TOKENS = 4096
+MAX_STEPS = 32  # of one multi-step decode
+BLOCK = 4096  # of the vocabulary
+TOKEN, POSITION, SLOT, DONOR, SHARED, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(10)
+
+
+class GraphDecoder:
+    """Decode up to `max_rows` rows over `kv_tokens` cached positions; prefill up to `prompt_tokens` at a time.
+
+    `deterministic`: every matrix product has the same number of rows, so that a row's bits do not depend on the others;
+    and sampled tokens that become part of a prompt are prefilled again, so that bits do not depend on what was cached.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        max_rows: int,
+        kv_tokens: int,
+        prompt_tokens: int = PROMPT_TOKENS,
+        deterministic: bool = False,
+    ) -> None:
+        self._deterministic = deterministic
+        self.share_sampled = not deterministic
+        self._weights = DenseWeights(lm, positions=lm.context)
+        shape, device = self._weights.shape, lm.device
+        self.prompt_tokens = prompt_tokens
+        self._max_rows = bucket_for(max_rows)
+        self._workspace = Workspace.make(self._weights, self._max_rows)
+        self._prompt_workspace: Workspace | None = None
+        self._attention = DecodeAttention(self._weights, self._max_rows)
+        kv = (shape.layers, 2, kv_tokens * shape.H * shape.W)
+        self._storage = torch.zeros(kv, dtype=self._weights.dtype, device=device)
+        self._slot_tokens = torch.zeros(1, dtype=torch.int32, device=device)
+        self._cache: KVCache | None = None
+        state = self._max_rows * (FIELDS + STOPS)
+        pinned = device.type == "cuda"
+        self._state = torch.zeros(state, dtype=torch.int64, device=device)
+        self._state[self._max_rows * POSITION : self._max_rows * (POSITION + 1)] = -1
+        self._host_state = torch.zeros(state, dtype=torch.int64, pin_memory=pinned)
+        self._temperatures = torch.ones(self._max_rows, dtype=torch.float32, device=device)
+        self._host_temperatures = torch.ones(self._max_rows, dtype=torch.float32, pin_memory=pinned)
+        self._out = torch.zeros((3, self._max_rows, MAX_STEPS), dtype=torch.int32, device=device)
+        self._host_copies = [_HostCopy.make(self._max_rows, pinned=pinned) for _ in range(2)]
+        self._unfinished: deque[_HostCopy] = deque()
+        self._count = self._bucket = 0  # rows that are decoded, and rows of their graph
+        self._most = 0  # tokens that a row can still have
+        self._logits = torch.zeros((self._max_rows, shape.V), dtype=torch.float32, device=device)
+        self._blocks = torch.zeros((4, self._max_rows * triton.cdiv(shape.V, BLOCK)), device=device)
+        self._graphs: dict[int, Any] = {}
+        self._pool: Any = None
+
+    def refresh(self) -> None:
+        """Renew copies of the model's parameters, which have changed."""
+        self._weights.refresh()
+
+    def cache(self, rows: int, tokens: int) -> KVCache:
+        """Lay the keys and values out as `rows` slots of `tokens` positions."""
+        shape = self._weights.shape
+        self._slot_tokens.fill_(tokens)
+        self._cache = KVCache(
+            layers=shape.layers,
+            rows=rows,
+            heads=shape.H,
+            tokens=tokens,
+            width=shape.W,
+            dtype=self._storage.dtype,
+            device=self._storage.device,
+            storage=self._storage,
+        )
+        return self._cache
+
+    # --- prompts ---
+
+    def prefill(self, chunks: Sequence[PromptChunk], tokens: Sequence[int]) -> None:
+        """Write keys and values of the chunks' tokens (end to end in `tokens`) into their slots."""
+        assert self._cache is not None
+        assert len(tokens) == sum(chunk.length for chunk in chunks) <= self.prompt_tokens
+        if self._prompt_workspace is None:
+            self._prompt_workspace = Workspace.make(self._weights, self.prompt_tokens)
+        device = self._storage.device
+        rows = self.prompt_tokens if self._deterministic else len(tokens)
+        laid_out = np.zeros((3, rows), dtype=np.int64)
+        laid_out[0, : len(tokens)] = tokens
+        laid_out[1, : len(tokens)] = np.concatenate([np.arange(c.offset, c.offset + c.length) for c in chunks])
+        laid_out[2] = -1
+        laid_out[2, : len(tokens)] = np.repeat([chunk.row for chunk in chunks], [chunk.length for chunk in chunks])
+        tokens_T, positions_T, slots_T = torch.from_numpy(laid_out).to(device)
+        blocks = torch.from_numpy(prompt_blocks(chunks)).to(device)
+        workspace = self._prompt_workspace.first(rows)
+        index = TokenIndex(positions_T, slots_T, self._slot_tokens)
+        last = self._weights.shape.layers - 1
+
+        def attend(layer: int) -> None:
+            assert self._cache is not None
+            forward.prompt_attention(
+                self._weights, layer, workspace, index, self._cache, blocks, only_cache=layer == last
+            )
+
+        forward.hidden(self._weights, tokens_T, workspace, attend, only_cache=True)
+
+    # --- decoding ---
+
+    def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
+        """Start to decode up to `steps` tokens of every row."""
+        assert 0 < len(rows) <= self._max_rows
+        self._unfinished.clear()
+        self._count = len(rows)
+        self._bucket = self._max_rows if self._deterministic else bucket_for(len(rows))
+        self._most = max(row.limit - row.position - 1 for row in rows)
+        self._upload(rows)
+        started = self._launch(steps)
+        assert started, "a row that has all its tokens"
+
+    def start_next(self, steps: int) -> bool:
+        """Start to decode up to `steps` more tokens of the same rows, behind the decode that runs."""
+        self._field(COUNT).add_(self._field(DRAWN))
+        self._field(DRAWN).zero_()
+        return self._launch(steps)
+
+    def finish(self) -> DecodeResult:
+        """Wait for the first unfinished multi-step decode and return its result."""
+        return self._unfinished.popleft().result(self._count)
+
+    def _launch(self, steps: int) -> bool:
+        """Queue the steps and the copy of their results; return False if no row can have more tokens."""
+        steps = min(steps, MAX_STEPS, self._most)
+        if steps <= 0:
+            return False
+        self._most -= steps
+        if self._storage.is_cuda and self._bucket not in self._graphs:
+            self._graphs[self._bucket] = self._capture(self._bucket)
+        for _ in range(steps):
+            if self._storage.is_cuda:
+                self._graphs[self._bucket].replay()
+            else:
+                self._step(self._bucket)
+        copy = next(copy for copy in self._host_copies if copy not in self._unfinished)
+        copy.start(self._field(DRAWN), self._out, steps)
+        self._unfinished.append(copy)
+        return True
+
+    def _upload(self, rows: Sequence[DecodeRow]) -> None:
+        fields = self._host_state.numpy()[: FIELDS * self._max_rows].reshape(FIELDS, -1)
+        stops = self._host_state.numpy()[FIELDS * self._max_rows :].reshape(-1, STOPS)
+        count = len(rows)
+        fields[TOKEN, :count] = [row.token for row in rows]
+        fields[POSITION, :count] = [row.position for row in rows]
+        fields[POSITION, count:] = -1
+        fields[SLOT, :count] = [row.slot for row in rows]
+        fields[DONOR, :count] = [row.donor for row in rows]
+        fields[SHARED, :count] = [row.shared for row in rows]
+        fields.view(np.uint64)[SEED, :count] = [row.seed for row in rows]
+        fields[COUNT, :count] = [row.count for row in rows]
+        fields[LIMIT, :count] = [row.limit for row in rows]
+        fields[DRAWN] = 0
+        stops[:count] = -1
+        for index, row in enumerate(rows):
+            if row.stops:
+                stops[index, : len(row.stops)] = row.stops
+        self._host_temperatures.numpy()[:count] = [row.temperature for row in rows]
+        self._state.copy_(self._host_state, non_blocking=True)
+        self._temperatures.copy_(self._host_temperatures, non_blocking=True)
+
+    def _field(self, name: int) -> Tensor:
+        return self._state[name * self._max_rows : (name + 1) * self._max_rows]
+
+    def _capture(self, bucket: int) -> Any:
+        """Capture a graph of one step, after a step with all rows idle that compiles kernels and sets up libraries."""
+        positions = self._field(POSITION)
+        before = positions.clone()
+        positions.fill_(-1)
+        self._step(bucket)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._step(bucket)
+        self._pool = graph.pool()
+        positions.copy_(before)
+        return graph
+
+    def _step(self, bucket: int) -> None:
+        assert self._cache is not None
+        shape, workspace = self._weights.shape, self._workspace.first(bucket)
+        index = TokenIndex(
+            self._field(POSITION), self._field(SLOT), self._slot_tokens, self._field(DONOR), self._field(SHARED)
+        )
+        attend = partial(self._attention, workspace=workspace, index=index, cache=self._cache)
+        forward.hidden(self._weights, self._field(TOKEN), workspace, attend, only_cache=False)
+        logits = self._logits[:bucket]
+        head.logits(workspace.last, self._weights.head, out=logits)
+        blocks = triton.cdiv(shape.V, BLOCK)
+        partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
+        sampling_kernels.block_kernel[(bucket, blocks)](
+            logits,
+            self._temperatures,
+            index.positions,
+            *partials,
+            shape.V,
+            blocks,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+        sampling_kernels.draw_kernel[(bucket,)](
+            logits,
+            self._temperatures,
+            *partials,
+            self._field(TOKEN),
+            index.positions,
+            self._field(SEED),
+            self._field(COUNT),
+            self._field(DRAWN),
+            self._field(LIMIT),
+            self._state[FIELDS * self._max_rows :],
+            self._out[0],
+            self._out[1].view(torch.float32),
+            self._out[2].view(torch.float32),
+            shape.V,
+            blocks,
+            MAX_STEPS,
+            BLOCK=BLOCK,
+            BLOCKS=triton.next_power_of_2(blocks),
+            STOPS=STOPS,
+            num_warps=8,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _HostCopy:
+    """The results of a multi-step decode on the host."""
+
+    drawn: Tensor
+    out: Tensor
+    ready: torch.cuda.Event | None  # recorded behind the copies
+    steps: int = 0
+
+    @staticmethod
+    def make(rows: int, *, pinned: bool) -> "_HostCopy":
+        drawn = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+        out = torch.zeros((3, rows, MAX_STEPS), dtype=torch.int32, pin_memory=pinned)
+        return _HostCopy(drawn, out, torch.cuda.Event() if pinned else None)  # type: ignore[no-untyped-call]
+
+    def start(self, drawn: Tensor, out: Tensor, steps: int) -> None:
+        self.steps = steps
+        self.drawn.copy_(drawn, non_blocking=True)
+        self.out.copy_(out, non_blocking=True)
+        if self.ready is not None:
+            self.ready.record()
+
+    def result(self, rows: int) -> DecodeResult:
+        if self.ready is not None:
+            self.ready.synchronize()
+        tokens, logprobs, raw = (part[:rows, : self.steps].copy() for part in self.out.numpy())
+        return DecodeResult(
+            drawn=self.drawn.numpy()[:rows].astype(np.int32),
+            tokens=tokens,
+            logprobs=logprobs.view(np.float32),
+            raw_logprobs=raw.view(np.float32),
+        )

@@ -1,0 +1,123 @@
+"""The forward pass of plain decoder layers with few calls, for sampling on a CPU, where calls are half of a step.
+
+It reads the parameters of the Hugging Face modules: query, key and value are one product, gate and up another, norm and
+rotation are done once for both. Attention is the shared function. `direct_forward` compares it with the modules' own
+forward pass before anyone uses it, and gives None for what it does not know (adapters, other families, other devices).
+It has no gradient.
+
+Shape letters: T tokens, D width, Q query heads, H key-value heads, W head width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headrace.model.attention import Context, Packed, attend
+from headrace.model.cpu.layers import rms_norm
+from headrace.model.cpu.packed_linear import FusedLinear, PackedLinear, available, linear
+from headrace.model.load import LanguageModel
+from headrace.model.multi_lora import apply_adapters
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+CLOSE = 1e-3  # relative; another formula would be far off, rounding is below 1e-5
+Forward = Callable[[Tensor, Tensor, Context], Tensor]
+
+
+def cpu_forward(lm: LanguageModel) -> Forward | None:
+    """A forward pass with the signature and the result of `lm.hidden`, or None."""
+    if lm.device.type != "cpu" or lm.dtype != torch.float32 or not available():
+        return None
+    model = lm.model.base_model
+    if lm.model.config.model_type not in FAMILIES or not all(_is_plain(layer) for layer in model.layers):
+        return None
+    direct = _Direct(model, lm.model.base_model_prefix)
+    tokens_T = torch.arange(6) % lm.vocabulary
+    positions_T = torch.tensor([0, 1, 2, 3, 0, 1])
+    with torch.inference_mode():
+        expected = lm.hidden(tokens_T, positions_T, Packed((4, 2)))
+        found = direct(tokens_T, positions_T, Packed((4, 2)))
+    return direct if torch.allclose(found, expected, rtol=CLOSE, atol=CLOSE) else None
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer has the parts that are known here, and no adapters on them."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    names = [(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(type(getattr(owner, name, None)) is PackedLinear for owner, name in names):
+        return False
+    return isinstance(getattr(mlp, "act_fn", None), nn.SiLU) or type(getattr(mlp, "act_fn", None)).__name__.startswith(
+        "SiLU"
+    )
+
+
+class _Direct:
+    def __init__(self, model: Any, name: str) -> None:
+        self._model = model
+        self._layers = [_Layer(layer, f"{name}.layers.{index}") for index, layer in enumerate(model.layers)]
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, attention: Context) -> Tensor:
+        x_TD = F.embedding(tokens_T, self._model.embed_tokens.weight)
+        cos, sin = self._model.rotary_emb(x_TD[None], positions_T[None])
+        first, second = sin[0, :, None].chunk(2, dim=-1)
+        signed = torch.cat([-first, second], dim=-1)
+        for layer in self._layers:
+            x_TD = layer(x_TD, cos[0, :, None], signed, attention)
+        return _norm(x_TD, self._model.norm)
+
+
+class _Layer:
+    def __init__(self, layer: Any, name: str) -> None:
+        self._layer, self._attention, self._mlp = layer, layer.self_attn, layer.mlp
+        self._q, self._o = f"{name}.self_attn.q_proj", f"{name}.self_attn.o_proj"
+        self._gate, self._down = f"{name}.mlp.gate_proj", f"{name}.mlp.down_proj"
+        self._width = int(self._attention.head_dim)
+        self._qkv = FusedLinear([self._attention.q_proj, self._attention.k_proj, self._attention.v_proj])
+        self._gate_up = FusedLinear([self._mlp.gate_proj, self._mlp.up_proj])
+        self._queries = self._attention.q_proj.out_features // self._width
+        self._keys = self._attention.k_proj.out_features // self._width
+        config = self._attention.config
+        own = getattr(self._attention, "sliding_window", None)
+        self._window: int | None = config.sliding_window if config.model_type == "mistral" else own
+
+    def __call__(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attention: Context) -> Tensor:
+        tokens, rotated = x_TD.shape[0], self._queries + self._keys
+        normed_TD = _norm(x_TD, self._layer.input_layernorm)
+        heads = apply_adapters(self._q, normed_TD, self._qkv(normed_TD)).view(tokens, -1, self._width)
+        turned = heads[:, :rotated]
+        if hasattr(self._attention, "q_norm"):
+            parts = [(turned[:, : self._queries], "q_norm"), (turned[:, self._queries :], "k_norm")]
+            turned = torch.cat([_norm(part, getattr(self._attention, name)) for part, name in parts], dim=1)
+        turned = torch.addcmul(turned * cos, _rotate_half(turned), sin)
+        query, key, value = turned[:, : self._queries], turned[:, self._queries :], heads[:, rotated:]
+        out, _ = attend(
+            self._attention,
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            None,
+            scaling=self._attention.scaling,
+            attention=attention,
+            sliding_window=self._window,
+        )
+        x_TD = x_TD + _project(out.reshape(tokens, -1), self._attention.o_proj, self._o)
+        normed_TD = _norm(x_TD, self._layer.post_attention_layernorm)
+        gate, up = apply_adapters(self._gate, normed_TD, self._gate_up(normed_TD)).chunk(2, dim=-1)
+        return x_TD + _project(F.silu(gate).mul_(up), self._mlp.down_proj, self._down)
+
+
+def _norm(x: Tensor, norm: Any) -> Tensor:
+    return rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """The halves of each head, exchanged; the sign that belongs to the first is in the sine."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([second, first], dim=-1)
+
+
+def _project(x: Tensor, layer: Any, name: str) -> Tensor:
+    return apply_adapters(name, x, linear(x, layer.weight, layer.bias))

@@ -1,0 +1,87 @@
+"""A scalar head on a causal language model: hidden state -> one number per token, for critics and reward models.
+
+It is transformers' own sequence-classification model with one label: trunk, and a linear layer `score` without bias.
+So a saved one is loaded by `AutoModelForSequenceClassification`, which reads the number at the last token.
+R rows (tokens), D width.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from headrace.errors import ModelError, boundary
+from headrace.model.load import LanguageModel, load_model, own_storage, prepare
+from headrace.model.supported import check_supported
+
+
+def load_scalar_model(
+    path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> LanguageModel:
+    """A saved scalar model, or a causal model whose output head gives way to a scalar one of zeros."""
+    folder = Path(path)
+    if not is_scalar_folder(folder):
+        return with_scalar_head(
+            load_model(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
+            trust_remote_code=trust_remote_code,
+        )
+    with boundary(ModelError, f"the scalar model in {folder} cannot be loaded"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        check_supported(config)
+        if config.num_labels != 1:
+            raise ModelError(f"{folder} is a classifier with {config.num_labels} labels: a reward model has one")
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, attn_implementation="eager"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return prepare(own_storage(model.to(device)), tokenizer, source=path)
+
+
+def is_scalar_folder(folder: Path) -> bool:
+    """Whether a model folder holds a sequence classifier rather than a causal model."""
+    if not (folder / "config.json").is_file():
+        return False
+    with boundary(ModelError, f"{folder / 'config.json'} cannot be read"):
+        architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
+        return any(str(name).endswith("ForSequenceClassification") for name in architectures)
+
+
+def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> LanguageModel:
+    """The trunk of `lm` under a head of zeros; `lm` must not be used after, its trunk has moved.
+
+    Where the padding token also ends a turn, the saved model has no padding token: transformers reads the score at the
+    last token that is not padding, which would be the one before the end.
+    """
+    config = type(lm.model.config).from_dict(lm.model.config.to_dict())
+    config.num_labels = 1
+    if config.pad_token_id in lm.eos_tokens:
+        config.pad_token_id = None
+    with boundary(ModelError, f"models of type '{config.model_type}' get no scalar head"):
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+        trunk = lm.model.base_model
+        setattr(model, model.base_model_prefix, trunk)
+        trunk.config = model.config
+        trunk.get_input_embeddings().padding_idx = config.pad_token_id  # as it will be when the saved model is loaded
+        model.score = new_value_head(lm)
+    return replace(prepare(model, lm.tokenizer, source=lm.source), eos_tokens=lm.eos_tokens)
+
+
+def new_value_head(lm: LanguageModel) -> nn.Linear:
+    """A head of zeros for the width of `lm`, beside or in place of its own."""
+    made = nn.Linear(lm.model.config.hidden_size, 1, bias=False, device=lm.device, dtype=lm.dtype)
+    nn.init.zeros_(made.weight)
+    return made
+
+
+def has_scalar_head(lm: LanguageModel) -> bool:
+    return hasattr(lm.model, "score")
+
+
+def scalars(head: nn.Module, hidden_RD: Tensor) -> Tensor:
+    """One number per row, in float32 (float64 stays float64)."""
+    values_R: Tensor = head(hidden_RD)[:, 0]
+    return values_R.float() if values_R.dtype in (torch.bfloat16, torch.float16) else values_R

@@ -1,0 +1,282 @@
+"""Print a configuration in plain words: what a run will do, how large it is, and why it runs where it does.
+
+Formatting only. The memory plan (`model/memory.py`) and facts about the machine come from the caller; nothing is
+loaded.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import tomli_w
+
+from headrace.config import Config, LoraConfig, RewardModelConfig, RlConfig, SftConfig, preset_text, to_mapping
+from headrace.config.schema import MetricsConfig
+from headrace.model.memory import Memory, MemoryPlan, ModelDims, Placement
+from headrace.observe.sinks.alerts import AlertRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the sizes are compared with: memory of the device that was chosen, and free disk where runs are written."""
+
+    memory_bytes: int
+    disk_free_bytes: int
+
+
+def explain(
+    config: Config, *, file: str, shape: ModelDims, placement: Placement, planned: MemoryPlan, machine: Machine
+) -> str:
+    """The resolved configuration as TOML, then what it will do, section by section."""
+    sections = {
+        "Model": _model(config, shape, planned),
+        "Device": _device(placement),
+        "Stages": _stages(config),
+        "Memory, an estimate": _memory(config, planned, machine),
+        "Checkpoints": _checkpoints(config, planned, machine),
+    }
+    return _written(config, file, sections)
+
+
+def explain_served(config: Config, *, file: str) -> str:
+    """The same for a model at a service, which is not asked: what runs there, and what runs here."""
+    sections = {"Model": _served_model(config), "Stages": _stages(config), "Checkpoints": _served_checkpoints(config)}
+    return _written(config, file, sections)
+
+
+def _written(config: Config, file: str, sections: Mapping[str, Iterable[str]]) -> str:
+    lines = [f"# {file} with every default filled in", tomli_w.dumps(to_mapping(config)).strip()]
+    if config.metrics.sinks or config.metrics.alerts:
+        sections = {**sections, "Metrics": _metrics(config.metrics)}
+    for title, body in sections.items():
+        lines += ["", title, *(f"  {line}" for line in body)]
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(c: MetricsConfig) -> Iterator[str]:
+    where = {
+        "tensorboard": "TensorBoard",
+        "wandb": f"Weights & Biases, project {c.wandb.project} ({c.wandb.mode})",
+        "prometheus": f"Prometheus at http://{c.prometheus.host}:{c.prometheus.port}/metrics",
+        "datadog": f"the Datadog agent at {c.datadog.host}:{c.datadog.port}",
+    }
+    if c.sinks:
+        yield f"beside metrics.jsonl: {'; '.join(where[name] for name in c.sinks)}"
+    for alert in c.alerts:
+        rule = AlertRule(metric=alert.metric, above=alert.above, below=alert.below, for_steps=alert.for_steps)
+        how = "the log" if alert.webhook is None else "the log and the webhook"
+        yield f"{how} will tell of {rule.condition()}, then be quiet for {alert.cooldown_steps} records"
+
+
+def _served_model(config: Config) -> Iterator[str]:
+    model, rank = config.model, (config.model.lora or LoraConfig()).rank
+    yield f"at {model.service}: an adapter of rank {rank} over the model that is served there"
+    yield "there: losses and their gradients, the optimiser, sampling, the log-probs of reference and policy"
+    yield "here: data, environments, rewards, credit, schedules, metrics and the report"
+    if model.service_key_env:
+        yield f"the key is read from ${model.service_key_env}"
+
+
+def _served_checkpoints(config: Config) -> Iterator[str]:
+    yield f"{_when_written(config)}, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
+    yield "weights and optimiser are kept by the service, under names that the checkpoints hold"
+
+
+def _model(config: Config, shape: ModelDims, planned: MemoryPlan) -> Iterator[str]:
+    context = f", context {shape.context:,} tokens" if shape.context is not None else ""
+    yield (
+        f"{config.model.path} ({shape.model_type}): {shape.layers} layers, {shape.width} wide, {shape.heads} heads "
+        f"({shape.kv_heads} for keys and values), vocabulary {shape.vocabulary:,}{context}"
+    )
+    if config.model.lora is None:
+        yield f"{planned.parameters:,} parameters, all of them trained"
+    else:
+        yield (
+            f"{planned.parameters:,} parameters, frozen; {planned.trainable:,} in LoRA adapters of rank "
+            f"{config.model.lora.rank} are trained"
+        )
+
+
+def _device(placement: Placement) -> Iterator[str]:
+    yield f"{placement.device} in {placement.dtype}, because {placement.device_reason}"
+    yield f"attention in training: {placement.attention}"
+
+
+def _stages(config: Config) -> Iterator[str]:
+    described = []
+    if config.sft is not None:
+        described.append(_sft(config.sft))
+    if config.reward_model is not None:
+        described.append(_reward_model(config.reward_model))
+    if config.rl is not None:
+        described.append(_rl(config.rl))
+    for number, lines in enumerate(described, start=1):
+        first, *rest = lines
+        yield f"{number}. {first}"
+        yield from (f"   {line}" for line in rest)
+    evaluation = config.eval
+    if evaluation.source is None:
+        yield "no held-out evaluation: there is no table [eval.source]"
+    else:
+        source = evaluation.source
+        made = source.size if source.type in ("world", "reasoning_gym") else evaluation.tasks
+        tasks = min(evaluation.tasks, made)
+        when = f"every {evaluation.every} training steps and " if evaluation.every else ""
+        yield (
+            f"evaluation {when}at the end of a stage: {tasks} held-out tasks x {evaluation.samples} "
+            f"episodes = {tasks * evaluation.samples}"
+        )
+
+
+def _sft(sft: SftConfig) -> Iterator[str]:
+    names = ", ".join(source.path or source.name or source.type for source in sft.sources)
+    yield f"supervised fine-tuning on {names}: {sft.steps:,} steps, one optimiser update each"
+    yield f"each step: {sft.batch_size} conversations, at most {sft.batch_size * sft.max_tokens:,} tokens"
+
+
+def _reward_model(c: RewardModelConfig) -> Iterator[str]:
+    names = ", ".join(source.path or source.name or source.type for source in c.sources)
+    yield f"a reward model from the pairs of {names}: {c.steps:,} steps, one optimiser update each"
+    yield f"each step: {c.batch_size} pairs, at most {2 * c.batch_size * c.max_tokens:,} tokens"
+
+
+def _rl(rl: RlConfig) -> Iterator[str]:
+    episodes = rl.groups * rl.group_size
+    sampled = min(rl.max_turns * rl.sampling.max_tokens, rl.max_episode_tokens)
+    name = rl.tasks.path or rl.tasks.name or rl.tasks.type
+    yield f"reinforcement learning on {name}: {rl.steps:,} steps, {rl.steps * rl.minibatches:,} optimiser updates"
+    yield (
+        f"each step: {rl.groups} groups x {rl.group_size} episodes = {episodes} episodes, at most "
+        f"{episodes * rl.max_episode_tokens:,} tokens, prompts included; at most {episodes * sampled:,} are sampled"
+    )
+    yield (
+        f"rewards {', '.join(term.name or term.fn for term in rl.rewards)}; credit {rl.credit}; loss {rl.loss}; "
+        f"weighting {rl.weighting}; {rl.minibatches} update{'s' if rl.minibatches > 1 else ''} a step"
+    )
+    if rl.algorithm is not None:
+        yield preset_text(rl)
+    if rl.critic is not None and rl.critic.trunk == "shared":
+        yield "the critic is a value head on the policy's own trunk, trained in the same loss"
+    elif rl.critic is not None:
+        yield "a critic with a trunk of its own is trained beside the policy: as much memory again as the policy takes"
+    eta = rl.asynchronous.max_staleness
+    if eta:
+        yield f"asynchronous: sampling runs ahead, and a trained token is at most {eta} versions old (eta = {eta})"
+    else:
+        yield "synchronous: a step trains on tokens sampled with the newest published weights (eta = 0)"
+    yield from _async_options(rl)
+    if rl.sync_every > 1:
+        yield f"new weights are published to the sampler every {rl.sync_every} training steps"
+
+
+def _async_options(rl: RlConfig) -> Iterator[str]:
+    c = rl.asynchronous
+    if c.max_staleness and c.stale_action == "mask":
+        yield "older tokens are not trained; a group stays while it has younger ones"
+    if c.max_staleness >= 2 and c.behaviour_weight == "one_step":
+        yield "tokens are scored under the version after theirs, before a second one is published (segment-wise)"
+    if c.oversampling > 1:
+        live = math.ceil(c.oversampling * rl.groups)
+        left = "goes into the next" if c.max_staleness else "is cancelled"
+        yield f"{live} groups are started for a batch of {rl.groups}; the {c.keep} are kept, what is left over {left}"
+    if c.replay_groups:
+        yield f"{c.replay_groups} groups of earlier batches are added to every batch"
+    if c.lockstep_tokens:
+        yield (
+            f"virtual clock: sequences advance by {c.lockstep_tokens} tokens together; runs repeat exactly, and "
+            "sampling and training do not overlap"
+        )
+
+
+def _memory(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[str]:
+    memory = planned.memory
+    rows: Mapping[str, int] = {
+        "weights": memory.weights,
+        "gradients (float32 or wider)": memory.gradients,
+        "float32 masters": memory.masters,
+        "AdamW moments": memory.moments,
+        "activations of one micro-batch": memory.activations,
+        "log-prob head, one chunk": memory.head,
+        f"keys and values of {planned.kv_tokens:,} tokens": memory.kv,
+        "packed copies of weights": memory.packed,
+        "other models": memory.beside,
+        "together": memory.total,
+    }
+    width = max(map(len, rows))
+    yield from (f"{name:<{width}}  {size_text(size):>10}" for name, size in rows.items() if size)
+    yield _recomputed(config, planned)
+    if planned.kv_tokens:
+        reason = "engine.kv_tokens" if config.engine.kv_tokens is not None else "engine.kv_tokens is not set"
+        yield f"room for the keys and values of {planned.kv_tokens:,} tokens ({reason})"
+    if memory.total > machine.memory_bytes:
+        yield (
+            f"this is more than the {size_text(machine.memory_bytes)} the device has: "
+            f"lower {_largest(memory)}, or train adapters with [model.lora]"
+        )
+    else:
+        yield f"the device has {size_text(machine.memory_bytes)}"
+
+
+def _recomputed(config: Config, planned: MemoryPlan) -> str:
+    if not planned.recompute:
+        return "nothing is recomputed in the backward pass"
+    why = "model.recompute is true"
+    if config.model.recompute == "auto":
+        why = f"without it {size_text(planned.without_recompute)} would be needed"
+    return f"every decoder layer is computed again in the backward pass, because {why}"
+
+
+def _largest(memory: Memory) -> str:
+    """The key that governs the larger of the two parts a configuration can shrink."""
+    return "'micro_batch_tokens'" if memory.activations >= memory.kv else "'engine.kv_tokens' or 'engine.max_rows'"
+
+
+def _checkpoints(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[str]:
+    yield f"{_when_written(config)}, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
+    kept = max_checkpoints(config)
+    most = kept * planned.checkpoint_bytes
+    yield (
+        f"{size_text(planned.checkpoint_bytes)} each; at most {kept} are kept = {size_text(most)}, "
+        f"and {size_text(machine.disk_free_bytes)} are free there"
+    )
+    if most + planned.checkpoint_bytes > machine.disk_free_bytes:  # a new one is written before an old one goes
+        yield "the disk is too small for them: lower 'checkpoint.keep_last', or set 'run.folder' to a larger disk"
+
+
+def max_checkpoints(config: Config) -> int:
+    """Count the checkpoints that can be there at once: the last ones, the best, and those of `keep_every`."""
+    stages = [stage for stage in (config.sft, config.reward_model, config.rl) if stage is not None]
+    keep_every = config.checkpoint.keep_every
+    milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
+    return config.checkpoint.keep_last + (config.eval.source is not None) + milestones
+
+
+def _when_written(config: Config) -> str:
+    when = f"every {config.checkpoint.every} training steps and " if config.checkpoint.every else ""
+    return f"written {when}at the end of a stage"
+
+
+def size_text(num_bytes: int) -> str:
+    """
+    >>> size_text(999), size_text(2_500_000), size_text(3 * 2**30)
+    ('999 B', '2.4 MiB', '3.0 GiB')
+    """
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def chosen_text(placement: Placement) -> str:
+    """Where and how a run with model.device = "auto" would go."""
+    return "\n".join(f"  {line}" for line in _device(placement))
+
+
+def support_table(supported: Mapping[str, str], refused: Mapping[str, str]) -> str:
+    """Model types with what they cover, then those that are refused and why."""
+    width = max(map(len, (*supported, *refused)))
+    lines = [f"  {name:<{width}}  {note}" for name, note in supported.items()]
+    lines += ["not supported", *(f"  {name:<{width}}  {note}" for name, note in refused.items())]
+    return "\n".join(lines)

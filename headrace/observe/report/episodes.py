@@ -1,0 +1,133 @@
+"""Which episodes a report shows, and as what: pure functions from trajectory lines to conversations with badges.
+
+Where the same tasks were played before and after, they are sorted by what changed and one of each kind is shown, so
+that a reader sees what was lost as well as what was gained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.observe.report.svg import number
+from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord
+
+MAX_TURNS = 40
+MAX_CHARACTERS = 4000
+PER_FILE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationTurn:
+    """One message. `badges` are (CSS class, text): what came of an assistant's turn."""
+
+    role: str
+    text: str
+    badges: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """An episode for people. `when` says which policy played it."""
+
+    when: str
+    task: str
+    badges: tuple[tuple[str, str], ...]
+    turns: tuple[ConversationTurn, ...]
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonRow:
+    """Conversations side by side under one heading."""
+
+    heading: str
+    conversations: tuple[Conversation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeComparison:
+    """`tally` counts (what became of a task, how many tasks), when the same tasks were played twice."""
+
+    rows: tuple[ComparisonRow, ...]
+    tally: tuple[tuple[str, int], ...]
+
+
+KINDS: dict[tuple[bool, bool], str] = {
+    (False, True): "Newly solved",
+    (True, True): "Solved both times",
+    (False, False): "Not solved either time",
+    (True, False): "No longer solved",
+}
+
+
+def compare(
+    before_label: str, before: Sequence[EpisodeRecord], after_label: str, after: Sequence[EpisodeRecord]
+) -> EpisodeComparison:
+    """The first episode of each task that both files have, one pair of each kind of change, first in file order."""
+    firsts = [{line.task.id: line for line in reversed(lines)} for lines in (before, after)]
+    tasks = [task for task in dict.fromkeys(line.task.id for line in before) if task in firsts[1]]
+    kinds = {task: (bool(firsts[0][task].verdict), bool(firsts[1][task].verdict)) for task in tasks}
+    rows, tally = [], []
+    for kind, heading in KINDS.items():
+        of_kind = [task for task in tasks if kinds[task] == kind]
+        tally.append((heading, len(of_kind)))
+        if of_kind:
+            pair = ((before_label, firsts[0][of_kind[0]]), (after_label, firsts[1][of_kind[0]]))
+            rows.append(
+                ComparisonRow(heading=heading, conversations=tuple(conversation(when, line) for when, line in pair))
+            )
+    if not tasks:
+        return EpisodeComparison(rows=(sample_file(before_label, before), sample_file(after_label, after)), tally=())
+    return EpisodeComparison(rows=tuple(rows), tally=tuple(tally))
+
+
+def sample_file(label: str, lines: Sequence[EpisodeRecord]) -> ComparisonRow:
+    """The best, a middle and the worst episode by reward, to show the spread rather than the luckiest."""
+    ranked = sorted(lines, key=lambda line: -line.reward.total)
+    chosen = {0, len(ranked) // 2, len(ranked) - 1} if ranked else set()
+    return ComparisonRow(
+        heading=label, conversations=tuple(conversation(label, ranked[index]) for index in sorted(chosen))
+    )
+
+
+def conversation(when: str, line: EpisodeRecord) -> Conversation:
+    shown = line.messages[:MAX_TURNS]
+    assistants = [index for index, message in enumerate(line.messages) if message.role == "assistant"]
+    steps = assistants[-len(line.steps) :] if line.steps else []  # a task may bring assistant turns of its own
+    badges = [_verdict(line.verdict), ("plain", f"reward {number(line.reward.total)}")]
+    if line.truncated:
+        badges.append(("warn", "cut off by a limit"))
+    turns = tuple(
+        ConversationTurn(
+            role=message.role,
+            text=_text(message),
+            badges=_step_badges(line, steps.index(index)) if index in steps and len(steps) == len(line.steps) else (),
+        )
+        for index, message in enumerate(shown)
+    )
+    return Conversation(
+        when=when, task=line.task.id, badges=tuple(badges), turns=turns, left_out=len(line.messages) - len(shown)
+    )
+
+
+def _verdict(success: bool | None) -> tuple[str, str]:
+    return {True: ("good", "solved"), False: ("bad", "not solved"), None: ("plain", "no verdict")}[success]
+
+
+def _step_badges(line: EpisodeRecord, index: int) -> tuple[tuple[str, str], ...]:
+    step = line.steps[index]
+    badges = []
+    if not step.valid:
+        badges.append(("warn", "invalid action"))
+    if step.reward:
+        badges.append(("plain", f"reward {number(step.reward)}"))
+    if line.advantages is not None and line.advantages[index]:
+        advantage = line.advantages[index]
+        badges.append(("good" if advantage > 0 else "bad", f"advantage {advantage:+.2f}"))
+    return tuple(badges)
+
+
+def _text(message: MessageRecord) -> str:
+    calls = "".join(f"\n{call.name}({call.arguments})" for call in message.tool_calls)
+    text = (message.content + calls).strip("\n")
+    left = len(text) - MAX_CHARACTERS
+    return text if left <= 0 else f"{text[:MAX_CHARACTERS]} … ({left} more characters)"

@@ -1,0 +1,222 @@
+"""The run folder -> `report.html`: one file that shows what happened to somebody who has never seen the code.
+
+Self-contained: no network, no dependency, every text escaped by the template; a content security policy lets no other
+script run than the one named by its hash. Reads the run folder and nothing else, so it can be made again at any time.
+"""
+
+import base64
+import hashlib
+import json
+import logging
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from headrace.errors import RunFolderError, boundary
+from headrace.observe.json_lines import write_whole
+from headrace.observe.report.async_charts import flow_charts, flow_names
+from headrace.observe.report.charts import TIMES, charts, other_charts, other_names, stages_of
+from headrace.observe.report.episodes import EpisodeComparison, compare, sample_file
+from headrace.observe.report.svg import number, percent
+from headrace.observe.rollouts.records import EpisodeRecord, readable_lines
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.sinks.jsonl import MetricRecord, read_metrics
+from headrace.observe.sinks.progress import EVAL, duration
+
+logger = logging.getLogger(__name__)
+
+STAGE_NAMES: Mapping[str, str] = {
+    "sft": "supervised fine-tuning",
+    "reward_model": "reward model",
+    "rl": "reinforcement learning",
+}
+EVAL_ORDER = ("base", "sft", "reward_model", "rl")
+MAX_OTHER_CHARTS = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One headline number."""
+
+    label: str
+    style: str
+    value: float
+    text: str
+    change: str  # since the bar before it
+
+
+def write_report(folder: Path, summary: Mapping[str, float | str] | None = None) -> Path:
+    """Write `report.html` into a run folder and return its path.
+
+    `summary` holds what the caller measured: "success_base", "success_sft", "success_rl" (shares, in place of the last
+    evaluations in the metrics), "seconds", and anything else under its own name. Lines of rollout files that are not
+    episodes are left out, with a warning and a note on the page. Raises RunFolderError.
+    """
+    run = RunFolder(path=folder)
+    records = read_metrics(run.metrics) if run.metrics.is_file() else ()
+    comparison, left_out = _comparison(run)
+    page = render(
+        name=_config(run).get("run", {}).get("name", folder.name),
+        records=records,
+        comparison=comparison,
+        config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
+        facts=[*_facts(run, records, summary or {}), *(("Left out", note) for note in left_out)],
+        summary=summary or {},
+    )
+    write_whole(run.report, page)
+    return run.report
+
+
+def render(
+    *,
+    name: str,
+    records: Sequence[MetricRecord],
+    comparison: EpisodeComparison | None,
+    config: str,
+    facts: Sequence[tuple[str, str]],
+    summary: Mapping[str, float | str],
+) -> str:
+    """The page as text; pure but for reading the template beside this file."""
+    package = files("headrace.observe.report")
+    script = (package / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    in_flow = flow_names(records)
+    others = [name for name in other_names(records) if name not in in_flow]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
+        name=name,
+        stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in stages_of(records)],
+        bars=headline(records, summary),
+        facts=facts,
+        charts=(*charts(records), *flow_charts(records)),
+        others=other_charts(records, others[:MAX_OTHER_CHARTS]),
+        num_others=len(others),
+        comparison=comparison,
+        config=config,
+        style=Markup((package / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=digest,
+    )
+
+
+# --- headline --------------------------------------------------------------------------------------------------------
+
+
+def headline(records: Sequence[MetricRecord], summary: Mapping[str, float | str]) -> tuple[Bar, ...]:
+    """Held-out success before training and after each stage: the summary's number, else the last evaluation."""
+    evaluations = [record for record in records if EVAL in record.values]
+    found: dict[str, float] = {}
+    if evaluations and evaluations[0].step == 0:
+        found["base"] = evaluations[0].values[EVAL]
+    for record in evaluations:
+        if record.step > 0:
+            found[record.stage] = record.values[EVAL]
+    for stage in EVAL_ORDER:
+        value = summary.get(f"success_{stage}")
+        if isinstance(value, int | float):
+            found[stage] = float(value)
+    labels = {"base": "Before training", "sft": "After SFT", "reward_model": "After reward model", "rl": "After RL"}
+    ordered = sorted(found.items(), key=lambda item: _rank(item[0]))
+    before = [None, *(value for _, value in ordered)]
+    return tuple(
+        Bar(
+            label=labels.get(stage, f"After {stage}"),
+            style=stage,
+            value=value,
+            text=percent(value),
+            change="" if last is None else f"{100 * (value - last):+.1f} points",
+        )
+        for (stage, value), last in zip(ordered, before, strict=False)
+    )
+
+
+def _rank(stage: str) -> tuple[int, str]:
+    return (EVAL_ORDER.index(stage) if stage in EVAL_ORDER else len(EVAL_ORDER), stage)
+
+
+def _facts(
+    run: RunFolder, records: Sequence[MetricRecord], summary: Mapping[str, float | str]
+) -> list[tuple[str, str]]:
+    """What stands under the headline: model, steps, time, machine, and what else the summary says."""
+    config = _config(run)
+    facts = []
+    if "path" in config.get("model", {}):
+        facts.append(("Model", str(config["model"]["path"])))
+    for stage in stages_of(records):
+        last = max(record.step for record in records if record.stage == stage)
+        facts.append((f"{stage.upper()} steps", str(last)))
+    evaluations = [record for record in records if EVAL in record.values]
+    if len(evaluations) > 1:
+        best = max(evaluations, key=lambda record: record.values[EVAL])
+        facts.append(("Best evaluation", f"{percent(best.values[EVAL])} after {best.stage.upper()} step {best.step}"))
+    seconds = summary.get("seconds", sum(record.values.get(name, 0.0) for record in records for name, _ in TIMES))
+    if isinstance(seconds, int | float) and seconds > 0:
+        facts.append(("Time", duration(float(seconds))))
+    known = {"seconds", *(f"success_{stage}" for stage in EVAL_ORDER)}
+    for key, value in summary.items():
+        if key not in known:
+            facts.append((key.replace("_", " "), number(value) if isinstance(value, int | float) else str(value)))
+    if run.environment.is_file():
+        with boundary(RunFolderError, f"{run.environment} is not JSON"):
+            environment = json.loads(run.environment.read_text(encoding="utf-8"))
+        packages = environment.get("packages", {})
+        versions = [f"{name} {packages[name]}" for name in ("headrace", "torch", "transformers") if name in packages]
+        facts.append(("Software", ", ".join([f"Python {environment.get('python')}", *versions])))
+        revision = (environment.get("git") or {}).get("revision")
+        if revision:
+            facts.append(("Git revision", str(revision)[:12]))
+    return facts
+
+
+def _config(run: RunFolder) -> dict[str, Any]:
+    if not run.config.is_file():
+        return {}
+    with boundary(RunFolderError, f"{run.config} is not TOML"):
+        return tomllib.loads(run.config.read_text(encoding="utf-8"))
+
+
+# --- episodes --------------------------------------------------------------------------------------------------------
+
+
+def _comparison(run: RunFolder) -> tuple[EpisodeComparison | None, list[str]]:
+    """Held-out episodes of the first and the last evaluation; without them, of the first and the last training step.
+
+    With what could not be read of their files.
+    """
+    evaluated = sorted(run.rollouts.glob("eval_*.jsonl"), key=lambda path: _rank(path.stem.removeprefix("eval_")))
+    trained = sorted(run.rollouts.glob("step_*.jsonl"))
+    same_tasks = len(evaluated) >= 2
+    chosen = evaluated if same_tasks else trained if len(trained) >= 2 else [*evaluated, *trained]
+    if not chosen:
+        return None, []
+    ends = [chosen[0], chosen[-1]] if len(chosen) > 1 else chosen
+    labels, (lines, left_out) = [_label(path) for path in ends], _read(ends)
+    if same_tasks:
+        return compare(labels[0], lines[0], labels[1], lines[1]), left_out
+    return EpisodeComparison(rows=tuple(map(sample_file, labels, lines)), tally=()), left_out
+
+
+def _read(paths: Sequence[Path]) -> tuple[list[tuple[EpisodeRecord, ...]], list[str]]:
+    """The episodes of each file, and a note on each that has lines which are none."""
+    episodes, notes = [], []
+    for path in paths:
+        lines, refused = readable_lines(path)
+        episodes.append(lines)
+        if refused:
+            several = f"{len(refused)} lines" if len(refused) > 1 else "a line"
+            notes.append(f"{several} of {path.name}; {refused[0]}")
+            logger.warning("the report leaves out %s", notes[-1])
+    return episodes, notes
+
+
+def _label(path: Path) -> str:
+    kind, _, rest = path.stem.partition("_")
+    if kind == "step":
+        return f"Training step {int(rest)}"
+    return {"base": "Before training", "sft": "After SFT", "rl": "After RL"}.get(rest, f"After {rest}")

@@ -1,0 +1,410 @@
+"""Episodes to and from the lines of a rollout file: what a training step was made from, kept whole.
+
+Loading gives back equal types. Three things keep a line short: a prompt is stored as the tokens that follow what it
+shares with the step before it, versions as runs, raw log-probs only when they differ from the sampler's.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import RunFolderError, boundary
+from headrace.observe.json_lines import json_line, write_whole
+from headrace.observe.rollouts.records import (
+    SCHEMA,
+    CreditRecord,
+    EpisodeRecord,
+    MessageRecord,
+    StepRecord,
+    TokensRecord,
+    iter_lines,
+)
+from headrace.types import (
+    Completion,
+    CreditedEpisode,
+    Episode,
+    FailedEpisode,
+    FloatArray,
+    IntArray,
+    Message,
+    Reward,
+    ScoredEpisode,
+    Step,
+    StepCredit,
+    Task,
+    TokenValues,
+    ToolCall,
+    float_array,
+    int_array,
+)
+
+Saved = ScoredEpisode | CreditedEpisode | FailedEpisode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFileInfo:
+    """What every line says of where it is from. `group_sizes`: credited episodes of each group, also of those that are
+    not saved; unset, they are counted."""
+
+    run: str | None = None
+    training_step: int | None = None
+    method: str | None = None  # of credit
+    params: Mapping[str, float | str] = field(default_factory=dict)
+    group_sizes: Mapping[int, int] | None = None
+
+
+def save_trajectories(
+    path: Path, episodes: Iterable[Saved], *, lean: bool = False, about: RolloutFileInfo | None = None
+) -> None:
+    """Write all episodes, or nothing: the file appears under its name when it is complete."""
+    episodes, about = tuple(episodes), about or RolloutFileInfo()
+    sizes = about.group_sizes
+    if sizes is None:
+        sizes = Counter(episode.group_id for episode in episodes if isinstance(episode, CreditedEpisode))
+    write_whole(path, (_line(episode, about, sizes, lean=lean) for episode in episodes))
+
+
+def load_trajectories(path: Path) -> tuple[ScoredEpisode | CreditedEpisode, ...]:
+    """The episodes as they were saved, without failed ones. Raises RunFolderError if the file was saved lean, or is
+    not one of ours."""
+    played = (line for line in iter_lines(path) if line.failed is None)
+    return tuple(episode_of(line, f"{path}, episode {line.id}") for line in played)
+
+
+def recredited(raw: bytes, result: CreditedEpisode | FailedEpisode, about: RolloutFileInfo) -> str:
+    """A line with another reward and other advantages; all else in it, keys of others too, stays as it is."""
+    fields: dict[str, Any] = json.loads(raw)
+    fields["failed"] = result.reason if isinstance(result, FailedEpisode) else None
+    if isinstance(result, FailedEpisode):
+        fields["reward"] = _reward_fields(Reward(total=float("nan")))
+        for step in fields["steps"]:
+            step.pop("credit", None)
+    else:
+        fields["reward"] = _reward_fields(result.scored.reward)
+        for step, credit in zip(fields["steps"], _credit_fields(result), strict=True):
+            step["credit"] = credit
+        assert about.group_sizes is not None
+        fields |= {"group_id": result.group_id, "group_size": about.group_sizes[result.group_id]}
+    fields["credit"] = _method_fields(about)
+    return json_line(fields)
+
+
+# --- types -> line ---------------------------------------------------------------------------------------------------
+
+
+def _line(saved: Saved, about: RolloutFileInfo, sizes: Mapping[int, int], *, lean: bool) -> str:
+    task = saved.task if isinstance(saved, FailedEpisode) else _scored(saved).episode.task
+    id = saved.id if isinstance(saved, FailedEpisode) else _scored(saved).episode.id
+    with boundary(RunFolderError, f"episode {id} of task {task.id} cannot be written as JSON"):
+        return json_line(
+            {
+                "schema_version": SCHEMA,
+                "run": about.run,
+                "training_step": about.training_step,
+                "id": id,
+                **_group_fields(saved, about, sizes),
+                "task": {
+                    "id": task.id,
+                    "messages": [_message_fields(message) for message in task.messages],
+                    "data": dict(task.data),
+                },
+                **(_failed_fields(saved) if isinstance(saved, FailedEpisode) else _played_fields(saved, lean=lean)),
+            }
+        )
+
+
+def _scored(saved: ScoredEpisode | CreditedEpisode) -> ScoredEpisode:
+    return saved.scored if isinstance(saved, CreditedEpisode) else saved
+
+
+def _group_fields(saved: Saved, about: RolloutFileInfo, sizes: Mapping[int, int]) -> dict[str, Any]:
+    if not isinstance(saved, CreditedEpisode):
+        return {}
+    sampled = [step.completion.versions for step in saved.scored.episode.steps if len(step.completion.versions)]
+    versions = [int(sampled[0][0]), int(sampled[-1][-1])] if sampled else None
+    return {
+        "group_id": saved.group_id,
+        "group_size": sizes[saved.group_id],
+        "versions": versions,
+        "credit": _method_fields(about),
+    }
+
+
+def _method_fields(about: RolloutFileInfo) -> dict[str, Any] | None:
+    return None if about.method is None else {"method": about.method, "params": dict(about.params)}
+
+
+def _failed_fields(saved: FailedEpisode) -> dict[str, Any]:
+    """Nothing of it was kept but why."""
+    return {
+        "failed": saved.reason,
+        "seed": 0,
+        "temperature": 1.0,
+        "truncated": False,
+        "success": None,
+        "reward": _reward_fields(Reward(total=float("nan"))),
+        "messages": [],
+        "steps": [],
+    }
+
+
+def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dict[str, Any]:
+    episode = _scored(saved).episode
+    before = [int_array([]), *(_seen(step) for step in episode.steps)]
+    steps = [_step_fields(step, before[k], lean=lean) for k, step in enumerate(episode.steps)]
+    said: dict[str, Any] = {}
+    if isinstance(saved, CreditedEpisode):
+        steps = [step | {"credit": credit} for step, credit in zip(steps, _credit_fields(saved), strict=True)]
+        if saved.token_values is not None:
+            said = {"value_after": saved.token_values.after}
+            steps = steps if lean else _with_values(steps, saved.token_values)
+    return {
+        **said,
+        "seed": episode.seed,
+        "temperature": episode.temperature,
+        "truncated": episode.truncated,
+        "ended": episode.ended,
+        "final_state": episode.final_state,
+        "success": episode.success,
+        "reward": _reward_fields(_scored(saved).reward),
+        "messages": [_message_fields(message) for message in episode.messages],
+        "steps": steps,
+    }
+
+
+def _with_values(steps: Sequence[dict[str, Any]], said: TokenValues) -> list[dict[str, Any]]:
+    """What the critic's advantages were made of, beside each step's tokens."""
+    penalties = said.penalties or (None,) * len(steps)
+    added = [
+        {"values": _shortest(values), **({} if penalty is None else {"penalties": penalty.tolist()})}
+        for values, penalty in zip(said.steps, penalties, strict=True)
+    ]
+    return [step | {"tokens": step["tokens"] | more} for step, more in zip(steps, added, strict=True)]
+
+
+def _reward_fields(reward: Reward) -> dict[str, Any]:
+    return {
+        "total": reward.total,
+        "parts": dict(reward.parts),
+        "steps": None if reward.steps is None else list(reward.steps),
+        "success": reward.success,
+    }
+
+
+def _credit_fields(credited: CreditedEpisode) -> list[dict[str, Any]]:
+    parts = credited.parts or (None,) * len(credited.advantages)
+    values = credited.values or (None,) * len(credited.advantages)
+    return [
+        {"A": float(advantage), **({} if value is None else {"V": None if np.isnan(value) else float(value)})}
+        if part is None
+        else {
+            "A": float(advantage),
+            "G": part.returns,
+            "A_E": part.episode,
+            "A_S": part.step,
+            "peers": part.peers,
+            "anchor": part.anchor,
+        }
+        for advantage, part, value in zip(credited.advantages, parts, values, strict=True)
+    ]
+
+
+def _message_fields(message: Message) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_calls:
+        calls = message.tool_calls
+        fields["tool_calls"] = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls]
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _step_fields(step: Step, before: IntArray, *, lean: bool) -> dict[str, Any]:
+    completion = step.completion
+    fields: dict[str, Any] = {
+        "action": step.action,
+        "stop": completion.stop.value,
+        "reward": float(step.reward),
+        "valid": step.valid,
+        "state": step.state,
+        "num_prompt": len(step.prompt),
+        "num_sampled": len(completion.tokens),
+        "logprob": float(completion.sampler_logprobs.sum(dtype=np.float64)),
+    }
+    if not lean:
+        shared = _common_prefix(before, step.prompt)
+        same = np.array_equal(completion.raw_logprobs, completion.sampler_logprobs)
+        fields["tokens"] = {
+            "prompt_shared": shared,
+            "prompt_rest": step.prompt[shared:].tolist(),
+            "sampled": completion.tokens.tolist(),
+            "sampler_logprobs": _shortest(completion.sampler_logprobs),
+            "raw_logprobs": None if same else _shortest(completion.raw_logprobs),
+            "versions": [[version, len(list(run))] for version, run in groupby(completion.versions.tolist())],
+        }
+        if completion.next_logprobs is not None:
+            known = _shortest(completion.next_logprobs)
+            fields["tokens"]["next_logprobs"] = [None if np.isnan(value) else value for value in known]
+    return fields
+
+
+def _seen(step: Step) -> IntArray:
+    """Every token the engine had after this step."""
+    return int_array(np.concatenate([step.prompt, step.completion.tokens]))
+
+
+def _common_prefix(left: IntArray, right: IntArray) -> int:
+    size = min(len(left), len(right))
+    differing = np.flatnonzero(left[:size] != right[:size])
+    return int(differing[0]) if len(differing) else size
+
+
+def _shortest(values: FloatArray) -> list[float]:
+    """The shortest decimals that are the same float32: half the length of their exact float64 values."""
+    return [float(str(value)) for value in values]
+
+
+# --- line -> types ---------------------------------------------------------------------------------------------------
+
+
+def episode_of(line: EpisodeRecord, where: str) -> ScoredEpisode | CreditedEpisode:
+    """The episode of a line that has its tokens; `where` is for messages."""
+    steps: list[Step] = []
+    before = int_array([])
+    for saved in line.steps:
+        if saved.tokens is None:
+            raise RunFolderError(f"{where} was saved lean: its tokens are not there, only what can be read")
+        with boundary(RunFolderError, f"{where} has token arrays that do not fit together"):
+            steps.append(_step(saved, saved.tokens, before))
+        before = _seen(steps[-1])
+    scored = _scored_of(line, steps)
+    if line.group_id is None or line.advantages is None:
+        return scored
+    credits = [step.credit for step in line.steps if step.credit is not None]
+    return CreditedEpisode(
+        scored=scored,
+        group_id=line.group_id,
+        advantages=line.advantages,
+        parts=_parts(credits),
+        values=_values(credits),
+        token_values=token_values_of(line),
+    )
+
+
+def token_values_of(line: EpisodeRecord) -> TokenValues | None:
+    """What a critic said of every token; None where the line does not have it."""
+    tokens = [step.tokens for step in line.steps]
+    known = [each.values for each in tokens if each is not None and each.values is not None]
+    if line.value_after is None or len(known) != len(tokens):
+        return None
+    penalties = [each.penalties for each in tokens if each is not None and each.penalties is not None]
+    with boundary(RunFolderError, f"episode {line.id} has values that do not fit together"):
+        assert [len(values) for values in known] == [step.num_sampled for step in line.steps]
+        return TokenValues(
+            steps=tuple(float_array(values) for values in known),
+            after=line.value_after,
+            penalties=tuple(np.array(each, dtype=np.float64) for each in penalties) if penalties else None,
+        )
+
+
+def outline_of(line: EpisodeRecord) -> ScoredEpisode:
+    """The episode of any line, with as many tokens as it had but not which: for credit, never for training."""
+    return _scored_of(line, [_outline(step) for step in line.steps])
+
+
+def _scored_of(line: EpisodeRecord, steps: Sequence[Step]) -> ScoredEpisode:
+    reward = line.reward
+    return ScoredEpisode(
+        episode=Episode(
+            id=line.id,
+            task=Task(id=line.task.id, messages=_messages(line.task.messages), data=line.task.data),
+            seed=line.seed,
+            steps=tuple(steps),
+            messages=_messages(line.messages),
+            temperature=line.temperature,
+            truncated=line.truncated,
+            success=line.success,
+            ended=line.ended,
+            final_state=line.final_state,
+        ),
+        reward=Reward(total=reward.total, parts=reward.parts, steps=reward.steps, success=reward.success),
+    )
+
+
+def _outline(saved: StepRecord) -> Step:
+    """Arrays of that length which take no memory."""
+    zeros, numbers = np.broadcast_to(np.float32(0), saved.num_sampled), np.broadcast_to(np.int32(0), saved.num_sampled)
+    return Step(
+        prompt=np.broadcast_to(np.int32(0), saved.num_prompt),
+        completion=Completion(
+            tokens=numbers, sampler_logprobs=zeros, raw_logprobs=zeros, versions=numbers, stop=saved.stop
+        ),
+        action=saved.action,
+        state=saved.state,
+        reward=saved.reward,
+        valid=saved.valid,
+    )
+
+
+def _values(credits: Sequence[CreditRecord]) -> tuple[float, ...] | None:
+    if all(credit.V is None for credit in credits):
+        return None
+    return tuple(float("nan") if credit.V is None else credit.V for credit in credits)
+
+
+def _parts(credits: Sequence[CreditRecord]) -> tuple[StepCredit, ...] | None:
+    parts = [
+        StepCredit(returns=credit.G, episode=credit.A_E, step=credit.A_S, peers=credit.peers, anchor=credit.anchor)
+        for credit in credits
+        if credit.G is not None and credit.A_E is not None and credit.A_S is not None and credit.peers is not None
+    ]
+    return tuple(parts) if len(parts) == len(credits) else None
+
+
+def _step(saved: StepRecord, tokens: TokensRecord, before: IntArray) -> Step:
+    sampler_logprobs = float_array(tokens.sampler_logprobs)
+    raw = tokens.raw_logprobs
+    prompt = np.concatenate([before[: tokens.prompt_shared], np.array(tokens.prompt_rest, dtype=np.int32)])
+    assert len(prompt) == saved.num_prompt
+    return Step(
+        prompt=int_array(prompt),
+        completion=Completion(
+            tokens=int_array(tokens.sampled),
+            sampler_logprobs=sampler_logprobs,
+            raw_logprobs=sampler_logprobs if raw is None else float_array(raw),
+            versions=int_array(version for version, count in tokens.versions for _ in range(count)),
+            stop=saved.stop,
+            next_logprobs=None if tokens.next_logprobs is None else _with_nan(tokens.next_logprobs),
+        ),
+        action=saved.action,
+        state=saved.state,
+        reward=saved.reward,
+        valid=saved.valid,
+    )
+
+
+def _with_nan(values: Sequence[float | None]) -> FloatArray:
+    return float_array(np.nan if value is None else value for value in values)
+
+
+def _messages(lines: Sequence[MessageRecord]) -> tuple[Message, ...]:
+    return tuple(
+        Message(
+            role=line.role,
+            content=line.content,
+            name=line.name,
+            tool_calls=tuple(
+                ToolCall(name=call.name, arguments=call.arguments, id=call.id) for call in line.tool_calls
+            ),
+            tool_call_id=line.tool_call_id,
+        )
+        for line in lines
+    )

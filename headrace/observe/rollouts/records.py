@@ -1,0 +1,255 @@
+"""Lines of a rollout file: one JSON object for each episode, read one after another, so that a file may be large.
+
+The schema version is strict: a line of another one is refused. Unknown keys are left alone, so that others may add
+theirs. A lean line has no token arrays. A failed episode has a line too, with its reason in place of a reward.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from headrace.errors import RunFolderError, boundary
+from headrace.types import EndReason, StopReason
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 2
+_LINE = ConfigDict(extra="ignore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class ToolCallRecord:
+    name: str
+    arguments: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class MessageRecord:
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCallRecord, ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class TaskRecord:
+    id: str
+    messages: tuple[MessageRecord, ...]
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class TokensRecord:
+    """Token arrays of a step. The prompt is `prompt_shared` tokens of the previous step's prompt and completion, then
+    `prompt_rest`; `versions` is runs of (version, count); `raw_logprobs` None: equal to `sampler_logprobs`;
+    `next_logprobs` is written where something is known of them, null where a token's is not; `values` (before each
+    token) and `penalties` (the KL's part of its reward) where a critic made the advantages."""
+
+    prompt_shared: int
+    prompt_rest: tuple[int, ...]
+    sampled: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    raw_logprobs: tuple[float, ...] | None
+    versions: tuple[tuple[int, int], ...]
+    next_logprobs: tuple[float | None, ...] | None = None
+    values: tuple[float, ...] | None = None
+    penalties: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class CreditRecord:
+    """Of one step: the advantage and its parts (`headrace.types.StepCredit`), or V, what the critic that made it
+    expected where the step began."""
+
+    A: float
+    G: float | None = None
+    A_E: float | None = None
+    A_S: float | None = None
+    peers: int | None = None
+    anchor: str | None = None
+    V: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class StepRecord:
+    """`state` is the environment's key; `logprob` the sum over the sampled tokens; `credit` is there after credit."""
+
+    action: str
+    stop: StopReason
+    reward: float
+    valid: bool
+    state: str | None
+    num_prompt: int
+    num_sampled: int
+    logprob: float
+    credit: CreditRecord | None = None
+    tokens: TokensRecord | None = None  # absent in a lean line
+
+    @property
+    def anchor(self) -> str | None:
+        """The key under which the step was compared, else the environment's."""
+        return self.state if self.credit is None or self.credit.anchor is None else self.credit.anchor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class RewardRecord:
+    total: float
+    parts: dict[str, float] = field(default_factory=dict)
+    steps: tuple[float, ...] | None = None
+    success: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class MethodRecord:
+    """Which credit method made the advantages."""
+
+    method: str
+    params: dict[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class EpisodeRecord:
+    """One episode. `group_size` counts the credited episodes of its group, saved or not; `versions` are those of its
+    oldest and newest token; `failed` says why there is no reward (which is NaN then); `value_after` is what a critic
+    expected after the last token."""
+
+    schema_version: Literal[2]
+    run: str | None = None
+    training_step: int | None = None
+    id: str
+    group_id: int | None = None
+    group_size: int | None = None
+    versions: tuple[int, int] | None = None
+    credit: MethodRecord | None = None
+    failed: str | None = None
+    value_after: float | None = None
+    task: TaskRecord
+    seed: int
+    temperature: float
+    truncated: bool
+    ended: EndReason | None = None
+    final_state: str | None = None
+    success: bool | None  # the environment's verdict
+    reward: RewardRecord
+    messages: tuple[MessageRecord, ...]
+    steps: tuple[StepRecord, ...]
+
+    @property
+    def verdict(self) -> bool | None:
+        """The reward function's verdict if it gives one, else the environment's."""
+        return self.reward.success if self.reward.success is not None else self.success
+
+    @property
+    def advantages(self) -> tuple[float, ...] | None:
+        """One per step; None before credit."""
+        made = tuple(step.credit.A for step in self.steps if step.credit is not None)
+        return made if len(made) == len(self.steps) and self.group_id is not None else None
+
+    @property
+    def by_critic(self) -> bool:
+        """Whether its advantages came from a critic's values."""
+        return any(step.credit is not None and step.credit.V is not None for step in self.steps)
+
+    @property
+    def step_rewards(self) -> tuple[float, ...]:
+        """What credit took as the reward of each step: without step rewards, the total on the last."""
+        if self.reward.steps is not None:
+            return self.reward.steps
+        return (*(0.0,) * (len(self.steps) - 1), *(self.reward.total,) * min(len(self.steps), 1))
+
+    @property
+    def lean(self) -> bool:
+        return any(step.tokens is None for step in self.steps)
+
+
+_PARSER = TypeAdapter(EpisodeRecord)
+
+
+def iter_raw(path: Path) -> Iterator[tuple[bytes, EpisodeRecord]]:
+    """Every line as it is in the file and what it says, one at a time.
+
+    A last line that something cut short is left out with a warning. Raises RunFolderError, which names file, line and
+    key, on a line of another schema, one that lacks a key, or one that is no JSON.
+    """
+    for raw, line in _tried(path):
+        if isinstance(line, RunFolderError):
+            raise line
+        yield raw, line
+
+
+def _tried(path: Path) -> Iterator[tuple[bytes, EpisodeRecord | RunFolderError]]:
+    """Every line with what it says, or why it is refused."""
+    with boundary(RunFolderError, f"cannot read {path}"), path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                line = _PARSER.validate_json(raw)
+                _check(line, where)
+            except ValidationError as exc:
+                if not raw.endswith(b"\n") and exc.errors()[0]["type"] == "json_invalid":
+                    logger.warning("%s ends in the middle of line %d, which is left out", path, number)
+                    return
+                yield raw, _refused(exc, where)
+            except RunFolderError as exc:
+                yield raw, exc
+            else:
+                yield raw, line
+
+
+def iter_lines(path: Path, *, tokens: bool = True) -> Iterator[EpisodeRecord]:
+    """Every episode of a file, failed ones too, one at a time; without `tokens`, as if it had been saved lean."""
+    for _, line in iter_raw(path):
+        yield line if tokens else _lean(line)
+
+
+def parse_line(raw: str | bytes) -> EpisodeRecord:
+    """One line of our own making."""
+    return _PARSER.validate_json(raw)
+
+
+def read_lines(path: Path) -> tuple[EpisodeRecord, ...]:
+    """The episodes that have a reward, without their token arrays, all at once."""
+    return tuple(line for line in iter_lines(path, tokens=False) if line.failed is None)
+
+
+def readable_lines(path: Path) -> tuple[tuple[EpisodeRecord, ...], tuple[str, ...]]:
+    """As `read_lines`, without the lines that are not episodes; and for each of those, why not."""
+    episodes, refused = list[EpisodeRecord](), list[str]()
+    for _, line in _tried(path):
+        if isinstance(line, RunFolderError):
+            refused.append(str(line))
+        elif line.failed is None:
+            episodes.append(_lean(line))
+    return tuple(episodes), tuple(refused)
+
+
+def _lean(line: EpisodeRecord) -> EpisodeRecord:
+    return replace(line, steps=tuple(replace(step, tokens=None) for step in line.steps))
+
+
+def _check(line: EpisodeRecord, where: str) -> None:
+    """What a reader indexes by: one step reward for each step, and credit for all of them or none."""
+    if line.reward.steps is not None and len(line.reward.steps) != len(line.steps):
+        raise RunFolderError(f"{where}: {len(line.reward.steps)} step rewards for {len(line.steps)} steps")
+    if 0 < sum(step.credit is not None for step in line.steps) < len(line.steps):
+        raise RunFolderError(f"{where} needs one advantage per step")
+
+
+def _refused(exc: ValidationError, where: str) -> RunFolderError:
+    first = exc.errors()[0]
+    key = ".".join(map(str, first["loc"])) or "the line"
+    if key == "schema_version":
+        found = "no schema version" if first["type"] == "missing" else f"schema {first['input']!r:.40}"
+        return RunFolderError(
+            f"{where} has {found} and this headrace reads schema {SCHEMA}: read it with the headrace that wrote it"
+        )
+    return RunFolderError(f"{where} is not an episode of schema {SCHEMA}: {key}: {first['msg']}")

@@ -1,0 +1,135 @@
+"""Write and read metrics.jsonl, the record of truth of a run.
+
+Everything else can be rebuilt from it. Names under `time/` and `perf/` are the only ones that may differ between two
+runs of the same configuration.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import RunFolderError, boundary
+from headrace.observe.json_lines import json_line
+
+UNREPRODUCIBLE = ("time/", "perf/")  # what a clock measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRecord:
+    """One line of metrics.jsonl."""
+
+    step: int
+    stage: str
+    values: Mapping[str, float]
+
+
+class JsonlSink:
+    """Appends one JSON object per `log` call: {"stage": ..., "step": n, "area/name": value, ...}, keys sorted.
+
+    A checkpoint calls `sync` and stores `records`; a resume calls `truncate_after(records)`, which cuts what a killed
+    run wrote later, so that the resumed file equals that of a run that was never killed (in bytes a position would
+    depend on how many digits the clock's numbers have). A line torn by a kill is cut when the file is opened.
+    """
+
+    def __init__(self, path: Path, *, stage: str) -> None:
+        self._path = path
+        self._stage = stage
+        with boundary(RunFolderError, f"cannot open {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab+")
+            content = path.read_bytes()
+            self._file.truncate(_whole_lines(content))
+            self._file.seek(0, os.SEEK_END)
+        self._records = content.count(b"\n")
+
+    @property
+    def records(self) -> int:
+        """How many records the file holds, those of earlier stages included."""
+        return self._records
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert not self._file.closed, "a closed sink takes no more metrics"
+        assert not {"step", "stage"} & values.keys()
+        record = {"step": int(step), "stage": self._stage, **{name: float(value) for name, value in values.items()}}
+        with boundary(RunFolderError, f"cannot write {self._path}"):
+            self._file.write(json_line(record, sort_keys=True).encode())
+            self._file.flush()
+        self._records += 1
+
+    def sync(self) -> None:
+        """Returns when every record is on the disk."""
+        with boundary(RunFolderError, f"cannot write {self._path}"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, records: int) -> None:
+        """Forget all but the first `records` records. Raises RunFolderError if there are fewer."""
+        assert records >= 0
+        _check_records(self._path, self._records, records)
+        with boundary(RunFolderError, f"cannot cut {self._path}"):
+            self._file.seek(0)
+            kept = sum(len(self._file.readline()) for _ in range(records))
+            self._file.truncate(kept)
+            self._file.seek(0, os.SEEK_END)
+            os.fsync(self._file.fileno())
+        self._records = records
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+
+
+def check_records(path: Path, records: int) -> None:
+    """Raises RunFolderError if the metrics file has fewer than `records` whole records, or is not there."""
+    with boundary(RunFolderError, f"cannot read {path}"):
+        content = path.read_bytes() if path.exists() else b""
+    _check_records(path, content.count(b"\n"), records)
+
+
+def _check_records(path: Path, found: int, records: int) -> None:
+    if found < records:
+        raise RunFolderError(
+            f"{path} is shorter than its checkpoint says: it has {found} records, not {records}; restore the file, or "
+            "start a new run"
+        )
+
+
+def read_metrics(path: Path) -> tuple[MetricRecord, ...]:
+    """All whole records; a last line without its newline was torn by a kill and is left out.
+
+    Raises RunFolderError on a missing file and on any other line that is not a record.
+    """
+    with boundary(RunFolderError, f"cannot read {path}"):
+        content = path.read_bytes()
+    lines = content[: _whole_lines(content)].splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        with boundary(RunFolderError, f"{path}, line {number} is not a metrics record"):
+            values = json.loads(line)
+            step, stage = values.pop("step"), values.pop("stage")
+            numbers = {str(name): float(value) for name, value in values.items()}
+            records.append(MetricRecord(step=int(step), stage=str(stage), values=numbers))
+    return tuple(records)
+
+
+def reproducible_bytes(path: Path) -> bytes:
+    """The file without what a clock measured: equal for a run and its killed and resumed twin."""
+    return b"".join(
+        json_line(
+            {
+                "step": record.step,
+                "stage": record.stage,
+                **{name: value for name, value in record.values.items() if not name.startswith(UNREPRODUCIBLE)},
+            },
+            sort_keys=True,
+        ).encode()
+        for record in read_metrics(path)
+    )
+
+
+def _whole_lines(content: bytes) -> int:
+    """Bytes up to and including the last newline."""
+    return content.rfind(b"\n") + 1

@@ -1,0 +1,52 @@
+"""Combine sinks: send metrics to several, and let an optional one fail without ending the run."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+
+from headrace.errors import HeadraceError, RunFolderError, boundary
+from headrace.protocols import MetricSink
+
+logger = logging.getLogger(__name__)
+
+
+class TeeSink:
+    """Every sink gets every record, in order; all are closed even if closing one fails."""
+
+    def __init__(self, *sinks: MetricSink) -> None:
+        self._sinks = sinks
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, values)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+
+
+class OptionalSink:
+    """A sink that a run can do without: when it fails, that is said once, and the run goes on without it."""
+
+    def __init__(self, sink: MetricSink, name: str) -> None:
+        self._sink: MetricSink | None = sink
+        self._name = name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._sink is not None:
+            self._spared(lambda sink: sink.log(step, values))
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._spared(lambda sink: sink.close())
+        self._sink = None
+
+    def _spared(self, act: Callable[[MetricSink], None]) -> None:
+        assert self._sink is not None
+        try:
+            with boundary(RunFolderError, f"the sink {self._name} takes no more metrics"):
+                act(self._sink)
+        except HeadraceError as exc:
+            self._sink = None
+            logger.warning("%s: they are still in metrics.jsonl", exc)

@@ -1,0 +1,377 @@
+"""A reward function as its author wrote it: found, recognised by its signature, and called.
+
+Knows the shapes that reward functions have elsewhere (docs/authoring-rewards.md). Runs on both sides of the wall, so it
+needs the standard library only; numpy and the package's own types are imported when a function asks for an episode.
+Everything here is trusted as little as the function it calls: numbers are checked on the other side, in `result.py`.
+"""
+
+import asyncio
+import copy
+import importlib
+import importlib.metadata
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
+from headrace.reward.compat import reward_kit
+from headrace.reward.result import parse_result
+from headrace.user_code import find_function, import_file
+
+Row = Mapping[str, Any]  # one episode as JSON: see `rows.py`
+ENTRY = "evaluate"  # the function of a folder's main.py
+_DECORATED = ("_reward_function_mode", "_mode", "_metainfo")  # what decorators leave, by package and version
+
+
+class RewardSignature(StrEnum):
+    """How a function wants to be called."""
+
+    MESSAGES = "messages"  # f(messages, ground_truth, **kwargs): reward-kit, pointwise
+    BATCH = "batch"  # f(rollouts_messages, ground_truths, **kwargs): reward-kit, a whole group
+    ROW = "row"  # eval-protocol: an EvaluationRow whose evaluation_result is set
+    ROWS = "rows"
+    TRL = "trl"  # f(prompts, completions, **columns) -> list[float]
+    VERIFIERS = "verifiers"  # f(prompt, completion, answer, state, info)
+    PLAIN = "plain"  # f(text, truth)
+    EPISODE = "episode"  # f(episode): headrace.types.Episode
+    EPISODES = "episodes"
+
+    @property
+    def takes_group(self) -> bool:
+        return self in (RewardSignature.BATCH, RewardSignature.ROWS, RewardSignature.TRL, RewardSignature.EPISODES)
+
+    @property
+    def takes_tokens(self) -> bool:
+        return self in (RewardSignature.EPISODE, RewardSignature.EPISODES)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A function, how it wants to be called, the configured arguments, and what the other side should know."""
+
+    function: Callable[..., Any]
+    shape: RewardSignature
+    kwargs: Mapping[str, Any]
+    about: dict[str, Any]
+
+    def call(self, argument: Any) -> list[dict[str, Any]]:
+        """The verdicts of a group's rows; a function of one episode gets them one after another.
+
+        Among several, an exception is the verdict on its own episode only; for a single one it is let out.
+        """
+        rows = argument["rows"]
+        if self.shape.takes_group:
+            return [parse_result(answer) for answer in _listed(self._called(rows), len(rows))]
+        if len(rows) == 1:
+            return [parse_result(self._called(rows))]
+        return [self._tried(row) for row in rows]
+
+    def _tried(self, row: Row) -> dict[str, Any]:
+        try:
+            with boundary(RewardError, row["id"]):
+                return parse_result(self._called([row]))
+        except HeadraceError as exc:
+            return {"invalid": str(exc)}
+
+    def _called(self, rows: Sequence[Row]) -> Any:
+        answer = _CALLS[self.shape](self.function, rows, self.kwargs)
+        return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+def _listed(answers: Any, count: int) -> list[Any]:
+    if not isinstance(answers, list | tuple):
+        raise TypeError(f"a function of a whole group must return a list, not a {type(answers).__name__}")
+    if len(answers) != count:
+        raise ValueError(f"it returned {len(answers)} results for {count} episodes: return one for each, in order")
+    return list(answers)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+def load(target: Mapping[str, Any]) -> RewardFunction:
+    """`target`: "spec", and maybe "kwargs" and "alone" (this process is only for it: its folder goes on the path)."""
+    reward_kit.install()
+    function = load_user_function(target["spec"], alone=target.get("alone", False))
+    shape = read_signature(function)
+    if target.get("alone") and _left(function, "resources"):
+        raise ConfigError(
+            "this reward function declares resources, and there is no network in the sandbox: "
+            'set rl.reward_runner.type = "inprocess" if you trust it'
+        )
+    about = {
+        "shape": str(shape),
+        "step_index": getattr(function, "step_index", None),
+        "notices": _unmet(_left(function, "requirements") or ()),
+    }
+    return RewardFunction(function, shape, dict(target.get("kwargs") or {}), about)
+
+
+def _left(function: Callable[..., Any], key: str) -> Any:
+    """What a decorator left on the function, under the name of either package."""
+    return getattr(function, f"_reward_function_{key}", None) or getattr(function, f"_{key}", None)
+
+
+def load_user_function(spec: str, *, alone: bool) -> Callable[..., Any]:
+    """ "file.py:function", "file.py" with one decorated function, a folder with main.py, "package.module:function" or
+    "package.module.function"."""
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        place, name = spec, ""
+    path = Path(place)
+    if path.is_dir():
+        return find_function(import_file(path / "main.py", own_process=alone), name or ENTRY, spec=spec)
+    if place.endswith(".py"):
+        module = import_file(path, own_process=alone)
+        return find_function(module, name, spec=spec) if name else _only_decorated(module, spec)
+    if not colon:
+        place, _, name = spec.rpartition(".")
+    return find_function(importlib.import_module(place), name, spec=spec)
+
+
+def _only_decorated(module: ModuleType, spec: str) -> Callable[..., Any]:
+    decorated = [
+        (name, value)
+        for name, value in vars(module).items()
+        if callable(value) and any(hasattr(value, attribute) for attribute in _DECORATED)
+    ]
+    if len(decorated) != 1:
+        names = ", ".join(name for name, _ in decorated) or "none"
+        raise ConfigError(f'"{spec}" has not exactly one decorated function ({names}): write "file.py:function"')
+    return find_function(module, decorated[0][0], spec=spec)
+
+
+def _unmet(requirements: Sequence[str]) -> list[str]:
+    """Requirements are looked up and reported; nothing is ever installed."""
+    absent = []
+    for requirement in requirements:
+        name = re.split(r"[\s\[<>=!~;]", requirement.strip(), maxsplit=1)[0]
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(f"it asks for {requirement}, which is not installed: run  pip install '{requirement}'")
+    return absent
+
+
+# --- recognising -----------------------------------------------------------------------------------------------------
+
+
+def read_signature(function: Callable[..., Any]) -> RewardSignature:
+    """By decorator first, then by the names of its parameters, then by their number."""
+    if hasattr(function, "_origin_func") or hasattr(function, "_metainfo"):
+        mode = (getattr(function, "_metainfo", None) or {}).get("mode", "pointwise")
+        return RewardSignature.ROW if mode == "pointwise" else RewardSignature.ROWS
+    if _left(function, "mode") == "batch":
+        return RewardSignature.BATCH
+    parameters = inspect.signature(function).parameters
+    by_name = (
+        ("rollouts_messages", RewardSignature.BATCH),
+        ("completions", RewardSignature.TRL),
+        ("messages", RewardSignature.MESSAGES),
+        ("completion", RewardSignature.VERIFIERS),
+        ("episodes", RewardSignature.EPISODES),
+        ("rows", RewardSignature.ROWS),
+        ("row", RewardSignature.ROW),
+    )
+    for name, shape in by_name:
+        if name in parameters:
+            return shape
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [item for item in parameters.values() if item.kind in kinds and item.default is item.empty]
+    if len(needed) == 1:
+        return RewardSignature.PLAIN if needed[0].name == "text" else RewardSignature.EPISODE
+    if len(needed) == 2:
+        return RewardSignature.PLAIN
+    raise ConfigError(
+        f"it is not clear how to call a reward function with the parameters ({', '.join(parameters)}): "
+        "take an episode, or messages and ground_truth"
+    )
+
+
+# --- calling ---------------------------------------------------------------------------------------------------------
+
+
+def available_arguments(row: Row) -> dict[str, Any]:
+    """What a function of one conversation may ask for by name; the columns of its task come first."""
+    data, messages = row["data"], row["messages"]
+    truth = data.get("ground_truth", data.get("answer"))
+    start = row["prompt_count"]
+    return {
+        "info": {},
+        "state": _final_state(row),
+        "answer": truth,
+        "tools": None,
+        "task_definition_name": row["task_id"],
+        **data,
+        "messages": messages,
+        "original_messages": messages[:-1],
+        "ground_truth": truth,
+        "prompt": messages[:start],
+        "completion": messages[start:],
+        "task_achieved": row["success"],
+        "step_ids": [step["id"] for step in row["steps"]],
+        "text": last_text(messages),
+    }
+
+
+class FinalState:
+    """What a resource of a task definition was in the end, for functions that ask reward-kit's for its state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def get_state(self) -> dict[str, Any]:
+        return copy.deepcopy(self._state)
+
+
+def _final_state(row: Row) -> dict[str, Any]:
+    """reward-kit passes the resource itself; what is left of a dictionary is its final state."""
+    if "initial_state" not in row["data"] or row.get("final_state") is None:
+        return {}
+    return {"resource": FinalState(json.loads(row["final_state"]))}
+
+
+def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The last assistant turn, stripped."""
+    return next((str(item["content"] or "").strip() for item in reversed(messages) if item["role"] == "assistant"), "")
+
+
+def _wanted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `values`, what the signature names, or everything if it takes **kwargs."""
+    parameters = inspect.signature(function).parameters
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
+        return dict(values)
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def _call_messages(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    values = _wanted(function, {**available_arguments(rows[0]), **kwargs})
+    return function(**_as_annotated(function, values))
+
+
+def _call_batch(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    pools = [available_arguments(row) for row in rows]
+    columns = {name: [item.get(name) for item in pools] for name in pools[0]}
+    values = {
+        **{name: column for name, column in columns.items() if name not in ("messages", "text")},
+        "rollouts_messages": columns["messages"],
+        "ground_truths": columns["ground_truth"],
+        **kwargs,
+    }
+    return function(**_as_annotated(function, _wanted(function, values)))
+
+
+def _call_trl(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    pools = [available_arguments(row) for row in rows]
+    hints = _hints(function)
+    as_text = getattr(function, "text_completions", "str" in str(hints.get("completions", "")))
+    columns = {name: [item.get(name) for item in pools] for name in pools[0] if name not in ("prompt", "completion")}
+    texts = {
+        "prompts": ["\n".join(str(message["content"]) for message in item["prompt"]) for item in pools],
+        "completions": [item["text"] for item in pools],
+    }
+    chats = {"prompts": [item["prompt"] for item in pools], "completions": [item["completion"] for item in pools]}
+    return function(**_wanted(function, {**columns, **(texts if as_text else chats), **kwargs}))
+
+
+def _call_plain(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    values = available_arguments(rows[0])
+    first, *rest = inspect.signature(function).parameters
+    extra = {name: value for name, value in _wanted(function, kwargs).items() if name != first}
+    if rest and rest[0] not in extra:
+        return function(values["text"], values["ground_truth"], **extra)
+    return function(values["text"], **extra)
+
+
+def _call_rows(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    made = [_evaluation_row(row) for row in rows]
+    results = getattr(function, "_origin_func", function)(made, **_wanted(function, kwargs))
+    return asyncio.run(_results_of(results)) if inspect.isawaitable(results) else _results(results)
+
+
+def _call_row(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    result = getattr(function, "_origin_func", function)(_evaluation_row(rows[0]), **_wanted(function, kwargs))
+    [answer] = asyncio.run(_results_of([result])) if inspect.isawaitable(result) else _results([result])
+    return answer
+
+
+async def _results_of(made: Any) -> list[Any]:
+    if inspect.isawaitable(made):
+        return _results(await made)
+    return _results([await item if inspect.isawaitable(item) else item for item in made])
+
+
+def _results(rows: Sequence[Any]) -> list[Any]:
+    """Of rows, what was set on them; a function may also return a result itself."""
+    return [getattr(row, "evaluation_result", row) for row in rows]
+
+
+def _evaluation_row(row: Row) -> Any:
+    """As eval-protocol has it after a rollout: what the environment gave is beside the messages, as control planes do
+    it, on the message of each step."""
+    models = importlib.import_module("eval_protocol.models")
+    values = available_arguments(row)
+    made = models.EvaluationRow(
+        messages=[models.Message.model_validate(message) for message in row["messages"]],
+        tools=values["tools"],
+        ground_truth=values["ground_truth"],
+        input_metadata=models.InputMetadata(row_id=row["id"], dataset_info=dict(row["data"])),
+        rollout_status=models.Status.rollout_finished(),
+    )
+    for index, step in enumerate(row["steps"]):
+        if step["message"] is not None:
+            last = index + 1 == len(row["steps"])
+            told = {"step": index, "reward": step["reward"], "terminated": last and not row["truncated"]}
+            made.messages[step["message"]].control_plane_step = told
+    return made
+
+
+def _call_episode(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    return function(_rows_module().episode_from(rows[0]), **kwargs)
+
+
+def _call_episodes(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    return function([_rows_module().episode_from(row) for row in rows], **kwargs)
+
+
+def _rows_module() -> Any:
+    """Imported when it is needed: it brings numpy along, which most functions do without."""
+    return importlib.import_module("headrace.reward.episode_json")
+
+
+_CALLS: Mapping[RewardSignature, Callable[[Callable[..., Any], Sequence[Row], Mapping[str, Any]], Any]] = {
+    RewardSignature.MESSAGES: _call_messages,
+    RewardSignature.VERIFIERS: _call_messages,
+    RewardSignature.BATCH: _call_batch,
+    RewardSignature.TRL: _call_trl,
+    RewardSignature.PLAIN: _call_plain,
+    RewardSignature.ROW: _call_row,
+    RewardSignature.ROWS: _call_rows,
+    RewardSignature.EPISODE: _call_episode,
+    RewardSignature.EPISODES: _call_episodes,
+}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(inspect.unwrap(function))
+    except (NameError, TypeError):
+        return {}
+
+
+def _as_annotated(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Messages as the class they are annotated with; as dictionaries where they are not."""
+    if _left(function, "mode"):
+        return values  # the decorator does it
+    hints = _hints(function)
+    return {name: reward_kit.as_annotated(hints.get(name), value) for name, value in values.items()}

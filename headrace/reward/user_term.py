@@ -1,0 +1,205 @@
+"""A user's reward function as a term: in the sandbox, or, if it is trusted, in this process."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
+from headrace.reward import user_function
+from headrace.reward.alignment import Alignment, reward_of
+from headrace.reward.episode_json import row_of
+from headrace.reward.sandbox.limits import CallLimits, CallResult, IsolationLayer, Outcome, isolation_gaps, may_fork
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings, SandboxWorker, readable_paths, warn_once
+from headrace.reward.terms import GroupTerm
+from headrace.reward.user_function import RewardSignature
+from headrace.types import Episode, Reward
+
+logger = logging.getLogger(__name__)
+
+TRUSTED_CALLS = 16  # of one function at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserRewardSpec:
+    """`spec` names the function (see `calling.find`), `kwargs` are passed to it at every call."""
+
+    name: str
+    spec: str
+    weight: float = 1.0
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    alignment: Alignment = field(default_factory=Alignment)
+
+    @property
+    def target(self) -> dict[str, Any]:
+        return {"spec": self.spec, "kwargs": dict(self.kwargs)}
+
+
+def sandboxed_term(user: UserRewardSpec, settings: SandboxSettings, *, fork_groups: bool = False) -> GroupTerm:
+    """Each episode is judged in a process of its own; a function of a whole group gets one for the group.
+
+    `fork_groups`: the episodes of a group share a process, one after another. Faster for functions that take less than
+    a fork, but what one episode's text makes the function do can then reach the next one's score.
+    """
+    sandbox = Sandbox(user.target, settings)
+
+    async def judge(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
+        try:
+            about = await sandbox.describe()
+        except RewardError as exc:
+            return [exc] * len(episodes)
+        _say_notices(user, about)
+        shape = signature_from(about)
+        together = shape.takes_group or fork_groups
+        groups = [episodes] if together else [[episode] for episode in episodes]
+        alignment = _declared(user.alignment, about)
+        judged = await asyncio.gather(*(_judge(sandbox, group, shape, alignment, settings.limits) for group in groups))
+        return [reward for group in judged for reward in group]
+
+    return GroupTerm(name=user.name, judge=judge, weight=user.weight, close=sandbox.close)
+
+
+def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
+    """The same function called in this process, on a thread: no walls, no limits but time. Raises ConfigError.
+
+    `timeout_s` is the time of a call, without what it waits for its turn; a call that never ends keeps its thread.
+    """
+    with boundary(ConfigError, f"{user.spec} cannot be imported"):
+        function = user_function.load(user.target)
+    alignment = _declared(user.alignment, function.about)
+    threads, turns = ThreadPoolExecutor(TRUSTED_CALLS, "headrace-reward"), asyncio.Semaphore(TRUSTED_CALLS)
+
+    async def judge(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
+        together = function.shape.takes_group
+        groups = [episodes] if together else [[episode] for episode in episodes]
+        judged = await asyncio.gather(*(one(group) for group in groups))
+        return [reward for group in judged for reward in group]
+
+    async def one(group: Sequence[Episode]) -> Sequence[Reward | RewardError]:
+        rows = [row_of(episode, with_tokens=function.shape.takes_tokens) for episode in group]
+        async with turns:
+            limit = asyncio.timeout(timeout_s)
+            try:
+                with boundary(RewardError, user.name):
+                    async with limit:
+                        loop = asyncio.get_running_loop()
+                        verdicts = await loop.run_in_executor(threads, function.call, {"rows": rows})
+            except RewardError as exc:
+                text = f"it took longer than {timeout_s:g} s" if limit.expired() else str(exc)
+                return [RewardError(text.removeprefix(f"{user.name}: "))] * len(group)
+        return _rewards(verdicts, group, alignment)
+
+    return GroupTerm(name=user.name, judge=judge, weight=user.weight)
+
+
+def check_importable(user: UserRewardSpec, settings: SandboxSettings) -> dict[str, Any]:
+    """Start one worker and stop it: what cannot work is found before a run begins. Blocks; raises ConfigError."""
+
+    async def look() -> dict[str, Any]:
+        sandbox = Sandbox(user.target, settings)
+        try:
+            return await sandbox.describe()
+        except RewardError as exc:
+            raise ConfigError(f"reward {user.name}: {exc}") from exc
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(look())
+
+
+def sandbox_text() -> str:
+    """What the sandbox of reward functions can isolate on this machine, in words. Blocks; raises nothing."""
+    user = UserRewardSpec(name="probe", spec="headrace.reward.user_function:last_text")
+
+    async def look() -> frozenset[IsolationLayer]:
+        worker = await SandboxWorker.start(
+            SandboxSettings(), {**user.target, "alone": True}, readable_paths(user.spec, ())
+        )
+        await worker.stop()
+        return worker.layers
+
+    try:
+        layers = asyncio.run(look())
+    except HeadraceError as exc:
+        return f"does not work: {exc}"
+    gaps = isolation_gaps(layers)
+    cold = "" if may_fork(layers) else "; every call starts a process of its own"
+    return f"{'; '.join(gaps) if gaps else 'files, network, processes and system calls are isolated'}{cold}"
+
+
+async def _judge(
+    sandbox: Sandbox, group: Sequence[Episode], shape: RewardSignature, alignment: Alignment, limits: CallLimits
+) -> Sequence[Reward | RewardError]:
+    try:
+        with boundary(RewardError, "the task's data cannot be sent to the sandbox as JSON"):
+            argument = json.loads(
+                json.dumps({"rows": [row_of(item, with_tokens=shape.takes_tokens) for item in group]})
+            )
+    except RewardError as exc:
+        return [exc] * len(group)
+    answer = await sandbox.call(argument)
+    if answer.stdout or answer.stderr:
+        logger.debug("the reward function of %s printed: %s%s", group[0].id, answer.stdout, answer.stderr)
+    if answer.outcome is not Outcome.RETURNED:
+        return [RewardError(failure_message(answer, limits))] * len(group)
+    return _rewards(json.loads(answer.result), group, alignment)
+
+
+def _rewards(verdicts: object, group: Sequence[Episode], alignment: Alignment) -> Sequence[Reward | RewardError]:
+    if not isinstance(verdicts, list) or len(verdicts) != len(group):
+        return [RewardError(f"what came back is not one verdict for each of {len(group)} episodes")] * len(group)
+    rewards: list[Reward | RewardError] = []
+    for verdict, episode in zip(verdicts, group, strict=True):
+        try:
+            rewards.append(reward_of(verdict, episode, alignment))
+        except RewardError as exc:
+            rewards.append(exc)
+    return rewards
+
+
+def failure_message(answer: CallResult, limits: CallLimits) -> str:
+    """Why there is no result, in one sentence."""
+    match answer.outcome:
+        case Outcome.TIMEOUT:
+            return f"it took longer than {limits.wall_s:g} s"
+        case Outcome.CPU:
+            return f"it used more than {limits.cpu_s} s of CPU time"
+        case Outcome.MEMORY:
+            return f"it used more than {limits.memory_mb} MB of memory"
+        case Outcome.OUTPUT:
+            return f"it printed more than {limits.output_bytes} bytes"
+        case Outcome.RESULT_SIZE:
+            return f"its result has more than {limits.result_bytes} bytes"
+        case Outcome.CRASHED:
+            return "its process crashed"
+        case _:
+            return answer.detail or f"it ended with {answer.outcome}"
+
+
+def _declared(alignment: Alignment, about: Mapping[str, Any]) -> Alignment:
+    """The configuration's word on step indices, or else the function's own."""
+    own = about.get("step_index")
+    if alignment.step_index != "auto" or own is None:
+        return alignment
+    if own not in ("message", "turn"):
+        raise ConfigError(f'step_index of the reward function is {own!r}: it must be "message" or "turn"')
+    return replace(alignment, step_index=own)
+
+
+def signature_from(about: Mapping[str, Any]) -> RewardSignature:
+    """How the function wants to be called, as the inside says; raises ConfigError where it says nothing of the kind."""
+    try:
+        return RewardSignature(str(about.get("shape")))
+    except ValueError as exc:
+        raise ConfigError(
+            "what was imported does not say how it wants to be called: it tampers with its worker"
+        ) from exc
+
+
+def _say_notices(user: UserRewardSpec, about: Mapping[str, Any]) -> None:
+    notices = about.get("notices")
+    for notice in notices if isinstance(notices, list) else ():
+        warn_once(f"reward {user.name}: {notice}")

@@ -1,0 +1,182 @@
+"""The training service without HTTP: its parts over one host and one journal, on one event loop.
+
+Requests come in by `models`, `training` and `sampling_requests`, which check owners, journal and queue; `trainer` and
+`sampling` run them on the host; `polling` answers how they stand.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from headrace.errors import HeadraceError, JournalError, boundary
+from headrace.service.evaluation.completion_rewards import RewardRule
+from headrace.service.evaluation.evaluate_policy import Evaluator
+from headrace.service.evaluation.reference_scoring import References, Score
+from headrace.service.host.model_host import ModelHost
+from headrace.service.requests.polling import Polling
+from headrace.service.requests.request_table import RequestTable
+from headrace.service.requests.sessions import Sessions
+from headrace.service.sampling.sampler_cache import SamplerCache
+from headrace.service.sampling.sampling_queue import SamplingQueue
+from headrace.service.sampling.sampling_requests import SamplingRequests
+from headrace.service.settings import Limits
+from headrace.service.store.checkpoint_folders import CheckpointFolders
+from headrace.service.store.cleanup import GOING, clear_leftovers
+from headrace.service.store.entities import ModelCard
+from headrace.service.store.journal import Journal, Statement, forget_results
+from headrace.service.store.registry import Registry
+from headrace.service.telemetry import Telemetry
+from headrace.service.training.model_creation import ModelCreation
+from headrace.service.training.training_queue import TrainingQueue
+from headrace.service.training.training_requests import TrainingRequests
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """Build the parts of the service; open it with `running`.
+
+    `folder` holds the host's files. `references` score under frozen models, `rewards` judge completions, both by name.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        card: ModelCard,
+        journal: Journal,
+        folder: Path,
+        *,
+        limits: Limits | None = None,
+        tempered: bool = False,
+        telemetry: Telemetry | None = None,
+        references: Mapping[str, Score] | None = None,
+        rewards: Mapping[str, RewardRule] | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self.card, self.limits = card, limits
+        self._journal, self._folder = journal, folder
+        self.started = time.time()
+        # what is known
+        self.registry = Registry(journal)
+        self.requests = RequestTable(journal)
+        self.telemetry = telemetry or Telemetry()
+        self.checkpoints = CheckpointFolders(self.registry, journal, folder)
+        # what runs on the host
+        self.samplers = SamplerCache(host, self.registry, journal, folder, max_open=limits.open_samplers)
+        self.references = References(host, self.registry, self.samplers, references)
+        self.sampling = SamplingQueue(
+            host=host,
+            samplers=self.samplers,
+            requests=self.requests,
+            registry=self.registry,
+            folder=folder,
+            tempered=tempered,
+            max_running=limits.running_sequences,
+        )
+        self.trainer = TrainingQueue(
+            host,
+            self.requests,
+            self.registry,
+            journal,
+            folder,
+            self.samplers,
+            self.references,
+            self.checkpoints,
+            max_resident=limits.resident_models,
+            full_save_steps=limits.full_save_steps,
+            telemetry=self.telemetry,
+        )
+        self.evaluator = Evaluator(
+            host,
+            self.registry,
+            self.samplers,
+            self.references,
+            context=card.context,
+            vocabulary=card.vocabulary,
+            max_sequences=limits.evaluation_sequences,
+            is_behind=self.trainer.is_behind,
+            rewards=rewards,
+        )
+        # what clients ask for
+        self.sessions = Sessions(
+            self.registry,
+            journal,
+            self.requests,
+            self.samplers,
+            self.sampling,
+            self.trainer,
+            self.checkpoints,
+            timeout_s=limits.session_timeout_s,
+        )
+        self.training = TrainingRequests(
+            self.registry, self.requests, self.sessions, self.trainer, body_bytes=limits.body_bytes
+        )
+        self.models = ModelCreation(
+            card, self.registry, self.sessions, self.trainer, self.training, max_rank=limits.max_rank
+        )
+        self.sampling_requests = SamplingRequests(
+            card, self.registry, journal, self.requests, self.sessions, self.sampling
+        )
+        self.polling = Polling(self.registry, journal, self.requests, self.trainer, self.sampling, poll_s=limits.poll_s)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run what the journal has queued, and whatever comes; at the end leave the rest to the journal."""
+        with boundary(JournalError, "what an earlier server left cannot be removed"):
+            going = await asyncio.to_thread(self._journal.records, GOING)
+            await self._write(*await asyncio.to_thread(clear_leftovers, self._folder, self.registry, going))
+        await self._resume()
+        expiring = asyncio.create_task(self._expire_often(), name="headrace-expire")
+        try:
+            yield
+        finally:
+            self.requests.close()
+            expiring.cancel()
+            await asyncio.gather(expiring, self.sampling.close(), self.trainer.close(), return_exceptions=True)
+            self.references.close()  # after the trainer: a request that it prepares must not fail because we end
+            await self.evaluator.close()
+
+    async def _resume(self) -> None:
+        """Queue the requests that an earlier server left in the journal."""
+        unfinished = await asyncio.wrap_future(self._journal.requests("state = 'queued'"))
+        self.trainer.start(row for row in unfinished if row.kind != "sample" and row.target in self.registry.models)
+        for row in unfinished:
+            if row.kind == "sample":
+                self.sampling_requests.resume(row)
+        if unfinished:
+            logger.info("%d requests were waiting in the journal", len(unfinished))
+
+    async def expire(self) -> None:
+        """Remove expired checkpoints, the work of silent sessions, snapshots beyond the limit and old outcomes."""
+        oldest_result = int((time.time() - self.limits.keep_results_s) * 1e6)
+        await self.checkpoints.delete_expired()
+        await self.sessions.expire()
+        await self.sessions.drop_old_snapshots(kept=self.limits.snapshots_per_model)
+        await self._write(forget_results(before=oldest_result))
+
+    async def _expire_often(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.tidy_s)
+            try:
+                await self.expire()
+            except HeadraceError as exc:  # the next time it may be possible
+                logger.warning("what is old could not be removed: %s", exc)
+            self.telemetry.log_server(self.figures())
+
+    def figures(self) -> dict[str, int]:
+        """Count what the whole server has now."""
+        return {
+            "open_requests": self.requests.num_open,
+            "training_queue": self.trainer.depth(),
+            "sampling_queue": self.sampling.depth,
+            "running_sequences": self.sampling.running,
+            "models": len(self.registry.models),
+            "resident_models": self.trainer.num_resident,
+            "sessions": len(self.registry.sessions),
+        }
+
+    async def _write(self, *statements: Statement) -> None:
+        await asyncio.wrap_future(self._journal.write(statements))

@@ -1,0 +1,12 @@
+"""HTTP: routes, JSON schemas, keys and limits.
+
+- `app`: the routes of the public tinker SDK.
+- `management`: training runs, checkpoints, sessions, queues and metrics.
+- `completions`, `openai_responses`: OpenAI's chat and text completions.
+- `evaluation_routes`: evaluate a policy, compare two.
+- `schemas`, `evaluation_schemas`: pydantic models of bodies.
+- `auth`: API keys, rate limits, quotas.
+- `middleware`: error responses and body limits.
+- `prometheus_metrics`: GET /metrics.
+- `server`: serve an application on a socket.
+"""

@@ -1,0 +1,6 @@
+"""Requests and sessions of clients.
+
+- `request_table`: every acknowledged request, from journal entry to outcome.
+- `polling`: find a request, wait for it, list and cancel.
+- `sessions`: open and end sessions.
+"""

@@ -1,0 +1,140 @@
+"""Open and end the sessions of clients, and clean up when they end.
+
+The work of an ended session is refused, its snapshots are gone, its checkpoints stay. A session that is silent for long
+loses its sampling work and its place on the host, and comes back with its next heartbeat.
+"""
+
+import asyncio
+import secrets
+import time
+from dataclasses import replace
+
+from headrace.service.http import schemas
+from headrace.service.http.auth import ApiUser
+from headrace.service.requests.request_table import Failed, RequestTable
+from headrace.service.sampling.sampler_cache import SamplerCache
+from headrace.service.sampling.sampling_queue import SamplingQueue
+from headrace.service.store.checkpoint_folders import CheckpointFolders
+from headrace.service.store.entities import SamplerRecord, Session
+from headrace.service.store.journal import Journal, Statement
+from headrace.service.store.registry import Gone, Registry
+from headrace.service.training.training_queue import TrainingQueue
+
+REMEMBERED = 10_000  # keys of sessions that a client may ask for again
+
+
+class Sessions:
+    """Keep track of sessions. Lives on one event loop. `timeout_s`: how long a session may be silent."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        journal: Journal,
+        requests: RequestTable,
+        samplers: SamplerCache,
+        sampling: SamplingQueue,
+        trainer: TrainingQueue,
+        checkpoints: CheckpointFolders,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._registry, self._journal, self._requests = registry, journal, requests
+        self._samplers, self._sampling, self._trainer = samplers, sampling, trainer
+        self._checkpoints = checkpoints
+        self._timeout_s = timeout_s
+        self._seen: dict[str, float] = {}
+        self._by_idempotency: dict[tuple[str, str], str] = {}
+
+    async def create(self, user: ApiUser, body: schemas.CreateSession, idempotency: str | None) -> Session:
+        """Open a session; a repeat with the same idempotency key gets the first one."""
+        repeated = self._by_idempotency.get((user.name, idempotency or ""))
+        if repeated is not None:
+            return self._registry.sessions[repeated]
+        metadata = {key: value for key, value in (body.user_metadata or {}).items() if isinstance(value, str)}
+        session = Session(
+            id=secrets.token_hex(16),
+            owner=user.name,
+            created=time.time(),
+            tags=tuple(body.tags),
+            user_metadata=metadata,
+            display_name=body.display_name,
+        )
+        if idempotency:
+            self._by_idempotency[user.name, idempotency] = session.id
+            if len(self._by_idempotency) > REMEMBERED:
+                del self._by_idempotency[next(iter(self._by_idempotency))]
+        await self._write(self._registry.keep(session))
+        return session
+
+    def heartbeat(self, user: ApiUser, id: str) -> None:
+        """Note that a session is alive; raises Gone for one that has ended, which stops the client's heartbeat."""
+        self.check_open(self._registry.session(id, user.name))
+        self._seen[id] = time.monotonic()
+
+    async def finish(self, user: ApiUser, id: str, reason: str) -> None:
+        """End a session; the first reason counts."""
+        session = self._registry.session(id, user.name)
+        if session.finished is None:
+            await self._write(self._registry.keep(replace(session, finished=reason)))
+            await self._end(id, _ended_message(id), snapshots=True)
+
+    def check_open(self, session: Session) -> None:
+        """Raise Gone for a session that has ended."""
+        if session.finished is not None:
+            raise Gone(_ended_message(session.id))
+
+    def is_open(self, id: str) -> bool:
+        session = self._registry.sessions.get(id)
+        return session is not None and session.finished is None
+
+    def is_silent(self, id: str) -> bool:
+        """Say whether a session has sent no heartbeat for too long; time counts from the server's start."""
+        now = time.monotonic()
+        return now - self._seen.setdefault(id, now) > self._timeout_s
+
+    async def expire(self) -> None:
+        """End the work of silent sessions."""
+        working = {pending.row.target for pending in self._requests.open_requests()}
+        models, samplers = self._registry.models.values(), self._registry.samplers.values()
+        busy = {model.session for model in models if model.id in working or self._trainer.is_resident(model.id)}
+        busy |= {sampler.session for sampler in samplers if sampler.id in working}
+        for id in [id for id in self._registry.sessions if self.is_silent(id) and id in busy]:
+            why = f"session '{id}' was not heard of for {self._timeout_s:g} s, so its sampling was stopped"
+            await self._end(id, why, snapshots=False)
+
+    async def drop_old_snapshots(self, *, kept: int) -> None:
+        """Remove all but the newest snapshots of every session."""
+        by_session: dict[str, list[SamplerRecord]] = {}
+        for sampler in sorted(self._registry.samplers.values(), key=lambda sampler: sampler.created):
+            if sampler.folder is not None and sampler.gone is None:
+                by_session.setdefault(sampler.session, []).append(sampler)
+        for old in [old for snapshots in by_session.values() for old in snapshots[:-kept]]:
+            self._samplers.close(old.id)
+            await self._write(*self._samplers.mark_gone([old], f"{kept} snapshots are kept, and newer ones came"))
+            await self._checkpoints.remove_folder(str(old.folder))
+
+    async def _end(self, id: str, why: str, *, snapshots: bool) -> None:
+        """Cancel a session's sampling, fail requests that wait for numbers that never came, unload its models."""
+        samplers = [sampler for sampler in self._registry.samplers.values() if sampler.session == id]
+        names = {sampler.id for sampler in samplers}
+        for pending in self._requests.open_requests():
+            if pending.row.target in names:
+                await self._sampling.cancel(pending, Failed(message=why, category="user"))
+        for model in [model for model in self._registry.models.values() if model.session == id]:
+            await self._trainer.fail_unreachable(model.id, why)
+            await self._trainer.unload(model.id)
+        for sampler in samplers if snapshots else ():
+            self._sampling.accepted_seqs.pop(sampler.id, None)
+            if sampler.folder is not None:
+                self._samplers.close(sampler.id)
+                await self._checkpoints.remove_folder(
+                    sampler.folder
+                )  # first: nobody removes a folder that is forgotten
+                await self._write(self._registry.forget(sampler))
+
+    async def _write(self, *statements: Statement) -> None:
+        await asyncio.wrap_future(self._journal.write(statements))
+
+
+def _ended_message(session: str) -> str:
+    return f"session '{session}' has ended: open a new one; saved states and checkpoints are still there"

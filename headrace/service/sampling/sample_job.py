@@ -1,0 +1,115 @@
+"""Parse sampling requests into jobs for the host.
+
+A request without a seed gets one from its id, so that it gives the same tokens when it is run again after a restart.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.algo.random import derive_seed
+from headrace.errors import RequestError
+from headrace.service.http import schemas
+from headrace.service.wire.messages import Array, shaped, unfold
+from headrace.types import IntArray, SamplingParams, int_array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleJob:
+    prompt: IntArray
+    params: tuple[SamplingParams, ...]  # one per sample, with its own seed
+    prompt_logprobs: bool = False
+    last_n: int | None = None  # of the prompt's log-probs; None: all
+    num_prompt_tops: int = 0  # likeliest tokens reported at each position of the prompt
+    num_sample_tops: int = 0  # likeliest tokens reported at each sampled position
+    targets: IntArray | None = None  # tokens whose log-probs are reported at positions of the prompt
+    target_rows: tuple[Array, Array] | None = None  # crow and column indices, if the targets came in compressed rows
+
+
+def parse_sample_job(body: schemas.Sample, *, id: str, context: int, vocabulary: int) -> SampleJob:
+    """Check a sampling request against the model's limits; raises RequestError with what to change."""
+    prompt = _parse_prompt(body.prompt, vocabulary)
+    room = context - len(prompt)
+    sampling = body.sampling_params
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if room < 1 or max_tokens > room:
+        raise RequestError(
+            f"a prompt of {len(prompt)} tokens and {max(max_tokens, 1)} to sample do not fit into the context of "
+            f"{context}"
+        )
+    if body.prompt_alt_tokens_k:
+        raise RequestError("prompt_alt_tokens_k is not served: ask for topk_prompt_logprobs")
+    last_n = body.prompt_logprobs_last_n
+    if last_n is not None and not 1 <= last_n <= len(prompt) - 1:
+        raise RequestError(f"prompt_logprobs_last_n must be from 1 to {len(prompt) - 1}, not {last_n}")
+    targets, rows = _parse_targets(body.target_prompt_logprobs, len(prompt), vocabulary)
+    stop_tokens, stop_strings = _parse_stop(sampling.stop)
+    seed = derive_seed("sample", id) if sampling.seed is None else sampling.seed
+    params = tuple(
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k if 0 < sampling.top_k < vocabulary else None,
+            stop_tokens=stop_tokens,
+            stop_strings=stop_strings,
+            seed=(seed + index) % 2**63,
+        )
+        for index in range(body.num_samples)
+    )
+    return SampleJob(
+        prompt=prompt,
+        params=params,
+        prompt_logprobs=bool(body.prompt_logprobs) or last_n is not None,
+        last_n=last_n,
+        num_prompt_tops=min(body.topk_prompt_logprobs, vocabulary),
+        num_sample_tops=min(body.topk_sample_logprobs, vocabulary),
+        targets=targets,
+        target_rows=rows,
+    )
+
+
+def _parse_prompt(prompt: schemas.Prompt, vocabulary: int) -> IntArray:
+    tokens: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.type != "encoded_text":
+            raise RequestError(f"only text is served, not a chunk of type '{chunk.type}'")
+        tokens += chunk.tokens
+    if not tokens:
+        raise RequestError("the prompt is empty: send at least one token")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise RequestError(f"the prompt holds a token outside of the vocabulary of {vocabulary}")
+    return int_array(tokens)
+
+
+def _parse_stop(stop: str | list[int] | list[str] | None) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Return stop tokens and stop strings.
+
+    Absent: the model's end of sequence. []: nothing stops. Tokens: only those. Text: it, and the end of sequence.
+    """
+    if stop is None:
+        return None, ()
+    if isinstance(stop, str):
+        return None, (stop,)
+    tokens = tuple(item for item in stop if isinstance(item, int))
+    strings = tuple(item for item in stop if isinstance(item, str))
+    return (None, strings) if strings else (tokens, ())
+
+
+def _parse_targets(
+    tensor: schemas.TensorIn | None, length: int, vocabulary: int
+) -> tuple[IntArray | None, tuple[Array, Array] | None]:
+    if tensor is None:
+        return None, None
+    what, flat, rows = "target_prompt_logprobs", np.asarray(tensor.data, "i8"), None
+    if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
+        rows = (np.asarray(tensor.sparse_crow_indices, "i8"), np.asarray(tensor.sparse_col_indices, "i8"))
+        stored = unfold(flat + 1, *rows, tensor.shape or (), what)
+        targets = stored - 1  # what is not stored becomes -1: no token
+    else:
+        targets = shaped(flat, tensor.shape or (), what)
+    if targets.ndim != 2 or len(targets) != length - 1 or not targets.shape[1]:
+        raise RequestError(f"{what} has shape {list(targets.shape)}; it needs {length - 1} rows, one per later token")
+    if targets.min() < -1 or targets.max() >= vocabulary:
+        raise RequestError(f"{what} holds a token outside of the vocabulary of {vocabulary}")
+    return int_array(targets), rows

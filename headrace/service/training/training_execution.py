@@ -1,0 +1,267 @@
+"""Run the operations of models on the host: one method for each kind, and what each answers.
+
+Every method submits to the host before its first await, so the order in which operations are started is the order in
+which the host runs them.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_never
+
+from headrace.errors import BackendError, RequestError
+from headrace.service.host.model_host import FullFinetune, ModelHost
+from headrace.service.requests.request_table import Done, Outcome, PendingRequest, done_json
+from headrace.service.sampling.sampler_cache import MADE_ROOM, SamplerCache
+from headrace.service.store.cleanup import mark_for_deletion
+from headrace.service.store.entities import (
+    CheckpointEntity,
+    CheckpointKind,
+    ModelEntity,
+    SamplerRecord,
+    checkpoint_path,
+    folder_name,
+    sampler_id,
+)
+from headrace.service.store.registry import Registry, ServerFault
+from headrace.service.telemetry import Telemetry
+from headrace.service.training.model_queue import ModelQueue
+from headrace.service.training.model_states import ModelStates, SideEffects
+from headrace.service.training.operations import (
+    CreateOp,
+    ForwardOp,
+    InvalidOp,
+    LoadOp,
+    Operation,
+    OptimStepOp,
+    SaveOp,
+    SnapshotOp,
+)
+from headrace.service.training.server_gae import forward_with_gae
+from headrace.service.wire.messages import PROTOBUF, metric_names, write_forward
+from headrace.types import DiscardGradient, ForwardOut, UpdateOut
+
+
+class OperationRunner:
+    """Run operations; `clock` counts the requests that have run, and is reported with every forward pass."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        registry: Registry,
+        samplers: SamplerCache,
+        states: ModelStates,
+        folder: Path,
+        telemetry: Telemetry,
+        *,
+        clock: Callable[[], int],
+    ) -> None:
+        self._host, self._registry, self._samplers, self._states = host, registry, samplers, states
+        self._folder, self._telemetry, self._clock = folder, telemetry, clock
+
+    async def run(
+        self, queue: ModelQueue, pending: PendingRequest, operation: Operation, effects: SideEffects
+    ) -> Outcome:
+        """Run one request and return its outcome; what else becomes true with it is added to `effects`."""
+        match operation:
+            case CreateOp():
+                return await self._create(queue, pending, operation, effects)
+            case ForwardOp():
+                return await self._forward(queue, operation)
+            case OptimStepOp():
+                return await self._optim_step(queue, pending, operation, effects)
+            case SaveOp():
+                return await self._save(queue, pending, operation, effects)
+            case SnapshotOp():
+                return await self._snapshot(queue, operation, effects)
+            case LoadOp():
+                return await self._load(queue, pending, operation, effects)
+            case InvalidOp():
+                raise (ServerFault if operation.server_fault else RequestError)(operation.message)
+            case _:
+                assert_never(operation)
+
+    async def replay(self, queue: ModelQueue, pending: PendingRequest, operation: Operation) -> None:
+        """Run a request that had finished before a restart again, only for what it does to the model."""
+        succeeded = pending.row.state == "done"
+        match operation:
+            case ForwardOp(backward=True) if succeeded:
+                await self._run_forward(queue, operation)
+            case OptimStepOp():
+                if succeeded:
+                    queue.unsaved.add(pending.row.seq)
+                update = operation.update if succeeded else DiscardGradient()
+                await asyncio.wrap_future(self._host.optim_step(queue.model, update))
+                self._telemetry.forget(queue.model)
+            case LoadOp() if succeeded:
+                queue.unsaved.add(pending.row.seq)
+                source = self._registry.checkpoint(operation.path, pending.row.owner)
+                loaded = self._host.load(queue.model, self._folder / source.folder, optimizer=operation.optimizer)
+                await asyncio.wrap_future(loaded)
+            case InvalidOp() if succeeded and pending.row.kind == "forward_backward":
+                raise BackendError(operation.message)  # the body was valid when it ran first
+            case _:
+                return
+
+    # --- one method for each operation ---
+
+    async def _create(
+        self, queue: ModelQueue, pending: PendingRequest, operation: CreateOp, effects: SideEffects
+    ) -> Outcome:
+        model = self._model(queue)
+        steps = [self._host.create(model.id, model.spec)]
+        saving = None
+        if operation.source is not None:
+            source = self._registry.checkpoint(operation.source, model.owner)
+            steps.append(self._host.load(model.id, self._folder / source.folder, optimizer=operation.optimizer))
+            saving = self._states.save(pending)
+        for step in steps:
+            await self._states.result(step, saving, effects)
+        if saving is None:
+            self._states.record(queue, pending, None, effects)
+        else:
+            await self._states.record_when_saved(queue, pending, saving, effects)
+        kind = "create_model" if operation.source is None else "load_weights"
+        return done_json({"model_id": model.id, "path": operation.source, "type": kind})
+
+    async def _forward(self, queue: ModelQueue, operation: ForwardOp) -> Outcome:
+        out = await self._run_forward(queue, operation)
+        return Done(media=PROTOBUF, body=write_forward(out, clock=self._clock()))
+
+    async def _run_forward(self, queue: ModelQueue, operation: ForwardOp) -> ForwardOut:
+        began = time.perf_counter()
+        out = await run_forward(self._host, queue.model, operation)
+        seconds = self._telemetry.host_seconds(began)
+        if operation.backward:
+            self._telemetry.forward(queue.model, out, operation.data, seconds=seconds)
+        return out
+
+    async def _optim_step(
+        self, queue: ModelQueue, pending: PendingRequest, operation: OptimStepOp, effects: SideEffects
+    ) -> Outcome:
+        began = time.perf_counter()
+        updated = self._host.optim_step(queue.model, operation.update)
+        saving = self._states.save(pending) if self._states.is_due(queue) else None
+        queue.unsaved.add(pending.row.seq)
+        step = await self._states.result(updated, saving, effects)
+        effects.record = self._telemetry.step(
+            queue.model,
+            self._model(queue).owner,
+            step,
+            operation.update,
+            seconds=self._telemetry.host_seconds(began),
+            depth=queue.depth,
+        )
+        if saving is not None:
+            await self._states.record_when_saved(queue, pending, saving, effects)
+        return done_json({"metrics": _step_metrics(step, operation), "type": "optim_step"})
+
+    async def _save(
+        self, queue: ModelQueue, pending: PendingRequest, operation: SaveOp, effects: SideEffects
+    ) -> Outcome:
+        model = self._model(queue)
+        path = checkpoint_path(model.id, operation.kind, operation.name)
+        replaced = self._registry.checkpoints.get(path)
+        if replaced is not None and not operation.overwrite:
+            raise RequestError(f"{path} is there already: choose another name, or save with overwrite=True")
+        folder = Path("checkpoints") / folder_name(path, str(pending.row.seq))
+        with_optimizer = operation.kind is CheckpointKind.TRAINING
+        await asyncio.wrap_future(self._host.save(model.id, self._folder / folder, optimizer=with_optimizer))
+        size = await asyncio.to_thread(_size, self._folder / folder)
+        now = time.time()
+        checkpoint = CheckpointEntity(
+            path=path,
+            model=model.id,
+            owner=model.owner,
+            kind=operation.kind,
+            name=operation.name,
+            folder=str(folder),
+            base_model=model.base_model,
+            spec=model.spec,
+            created=now,
+            size_bytes=size,
+            expires=None if operation.ttl_s is None else now + operation.ttl_s,
+            user_metadata=operation.user_metadata,
+        )
+        effects.statements.append(self._registry.keep(checkpoint))
+        if replaced is not None and replaced.folder != checkpoint.folder:
+            effects.statements.append(mark_for_deletion(replaced.folder))
+            effects.replaced = replaced.folder
+        answer = {"path": path, "type": pending.row.kind}
+        return done_json(answer | ({"size_bytes": size} if operation.kind is CheckpointKind.EXTERNAL else {}))
+
+    async def _snapshot(self, queue: ModelQueue, operation: SnapshotOp, effects: SideEffects) -> Outcome:
+        """Copy the weights for sampling: from memory now, and from a folder after a restart."""
+        model = self._model(queue)
+        id = sampler_id(model.session, operation.number)
+        if id in self._registry.samplers:
+            raise RequestError(f"there is a sampling session '{id}' already")
+        folder, full = Path("snapshots") / folder_name(id), isinstance(model.spec, FullFinetune)
+        evicted = self._samplers.evict_full_copy(model.owner, training=True) if full else ()
+        copied = self._host.snapshot(model.id, id)
+        saved = self._host.save(model.id, self._folder / folder, optimizer=False)
+        await asyncio.wrap_future(copied)
+        await asyncio.wrap_future(saved)
+        sampler = SamplerRecord(
+            id=id,
+            session=model.session,
+            owner=model.owner,
+            base_model=model.base_model,
+            folder=str(folder),
+            created=time.time(),
+            full=full,
+        )
+        effects.statements += [self._registry.keep(sampler), *self._samplers.mark_gone(evicted, MADE_ROOM)]
+        effects.stale += [old.folder for old in evicted if old.folder is not None]
+        self._samplers.add_snapshot(sampler)
+        fingerprint = await asyncio.to_thread(_fingerprint, self._folder / folder)
+        return done_json({"sampling_session_id": id, "fingerprint": fingerprint, "type": "save_weights_for_sampler"})
+
+    async def _load(
+        self, queue: ModelQueue, pending: PendingRequest, operation: LoadOp, effects: SideEffects
+    ) -> Outcome:
+        source = self._registry.checkpoint(operation.path, self._model(queue).owner)
+        loaded = self._host.load(queue.model, self._folder / source.folder, optimizer=operation.optimizer)
+        saving = self._states.save(pending)
+        queue.unsaved.add(pending.row.seq)
+        await self._states.result(loaded, saving, effects)
+        self._telemetry.forget(queue.model)
+        await self._states.record_when_saved(queue, pending, saving, effects)
+        return done_json({"path": operation.path, "type": "load_weights"})
+
+    def _model(self, queue: ModelQueue) -> ModelEntity:
+        return self._registry.models[queue.model]
+
+
+async def run_forward(host: ModelHost, model: str, operation: ForwardOp) -> ForwardOut:
+    """Run a forward or forward_backward on the host, with advantages computed there first if it is asked for."""
+    run = host.forward_backward if operation.backward else host.forward
+    if operation.gae is not None:
+        return await forward_with_gae(host, model, operation.data, operation.loss, operation.gae, run)
+    return await asyncio.wrap_future(run(model, operation.data, operation.loss))
+
+
+def _step_metrics(step: UpdateOut, operation: OptimStepOp) -> dict[str, float]:
+    """Name the metrics of an update for the wire; the gradient's norm is that before clipping."""
+    return {
+        "unclipped_grad_l2:mean": step.grad_norm,
+        "learning_rate:mean": 0.0 if isinstance(operation.update, DiscardGradient) else operation.update.learning_rate,
+        "updated:mean": float(step.updated),
+        "num_updates:max": float(step.num_updates),
+        **metric_names(step.metrics),
+    }
+
+
+def _fingerprint(folder: Path) -> str:
+    """Hash the weights in a folder; JSON files beside them do not count."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".json"):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,320 @@
+"""Run training requests, each exactly once: strictly by sequence number within a model, in turn between models.
+
+A request waits until those before it are there. `window` of them are handed to the host at a time, which runs them in
+the order they were handed over, so it never idles and nobody queues far ahead of others.
+
+**Restart.** A model is brought back when it is needed: its saved state is loaded (`model_states`), and every later
+request in the journal is run again in order. Those that had finished run only for what they do to the model; their
+outcome stays the one that was reported.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import BackendError, HeadraceError, RequestError, boundary
+from headrace.service.evaluation.reference_scoring import References
+from headrace.service.host.model_host import ModelHost
+from headrace.service.requests.request_table import Outcome, PendingRequest, RequestTable, to_failure
+from headrace.service.sampling.sampler_cache import SamplerCache
+from headrace.service.store.checkpoint_folders import CheckpointFolders
+from headrace.service.store.entities import ModelEntity
+from headrace.service.store.journal import Journal, JournalRow
+from headrace.service.store.registry import Registry
+from headrace.service.telemetry import Telemetry
+from headrace.service.training.model_queue import ModelQueue, lacks_reference
+from headrace.service.training.model_states import ModelStates, SideEffects
+from headrace.service.training.operations import CreateOp, ForwardOp, InvalidOp, Operation, OptimStepOp, parse_operation
+from headrace.service.training.training_execution import OperationRunner
+
+logger = logging.getLogger(__name__)
+
+FINISHED = "SELECT target, seq FROM requests WHERE state != 'queued' AND kind != 'sample' AND body IS NOT NULL"
+
+
+class TrainingQueue:
+    """Hand the requests of all models to the host. Lives on one event loop; `folder` is the server's."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        requests: RequestTable,
+        registry: Registry,
+        journal: Journal,
+        folder: Path,
+        samplers: SamplerCache,
+        references: References,
+        checkpoints: CheckpointFolders,
+        *,
+        window: int = 2,
+        max_resident: int = 64,
+        full_save_steps: int = 1,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        assert window > 0
+        self._host, self._requests, self._registry, self._journal = host, requests, registry, journal
+        self._folder = folder
+        self._references, self._checkpoints = references, checkpoints
+        self._window, self._max_resident = window, max_resident
+        self._telemetry = telemetry or Telemetry()
+        self._states = ModelStates(host, registry, journal, folder, full_save_steps=full_save_steps)
+        self._runner = OperationRunner(
+            host, registry, samplers, self._states, folder, self._telemetry, clock=lambda: self.clock
+        )
+        self._queues: dict[str, ModelQueue] = {}
+        self._turns: deque[ModelQueue] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_running = 0
+        self._closed = False
+        self.clock = 0  # requests run
+        self.seconds: dict[str, float] = {}  # that requests took, by kind
+
+    # --- adding and removing ---
+
+    def start(self, unfinished: Iterable[JournalRow]) -> None:
+        """Go on where the journal ends; `unfinished` are the queued requests of models."""
+        for model in self._registry.models.values():
+            self._queues[model.id] = ModelQueue(model=model.id, next_seq=model.saved_seq + 1)
+        for target, seq in self._journal.query(FINISHED):
+            if target in self._queues and seq > self._registry.models[target].saved_seq:
+                self._queues[target].finished.add(seq)
+        for row in unfinished:
+            pending = self._requests.restore(row, parse_operation(row.kind, row.body or b""))
+            pending.accepted.set_result(None)
+            self.enqueue(pending)
+
+    def add(self, model: ModelEntity) -> None:
+        """Add a model that is about to be created: nothing needs to be brought back."""
+        if model.id not in self._queues:
+            self._queues[model.id] = ModelQueue(model=model.id, resident=True)
+
+    def enqueue(self, pending: PendingRequest) -> None:
+        """Run a request when those before it have run and it is its model's turn."""
+        queue = self._queues[pending.row.target]
+        self._add(queue, pending)
+        if queue not in self._turns:
+            self._turns.append(queue)
+        self._start_ready()
+
+    def _add(self, queue: ModelQueue, pending: PendingRequest) -> None:
+        """Queue a request; log-probs of a reference model are computed while it waits."""
+        queue.waiting[pending.row.seq] = pending
+        if lacks_reference(pending):
+            assert isinstance(pending.operation, ForwardOp)
+            self._spawn(self._add_reference_logprobs(pending, pending.operation))
+
+    async def cancel(self, pending: PendingRequest) -> bool:
+        """Keep a queued request from starting; its number counts as finished. False when it has started."""
+        queue = self._queues[pending.row.target]
+        if queue.waiting.get(pending.row.seq) is not pending or pending.replay:
+            return False
+        if isinstance(pending.operation, CreateOp):
+            return False
+        pending.operation = InvalidOp(message="the request was cancelled before it started")
+        return True
+
+    async def fail_unreachable(self, model: str, why: str) -> None:
+        """Fail the requests that wait for numbers that will not come; what can run, runs."""
+        queue = self._queues.get(model)
+        for pending in queue.take_unreachable() if queue is not None else ():
+            await self._requests.finish(pending, to_failure(RequestError(why)))
+
+    async def unload(self, model: str) -> None:
+        """Take a model that is idle off the host; it is brought back when it is needed."""
+        queue = self._queues.get(model)
+        if queue is None or not queue.is_idle:
+            return
+        queue.resident = False
+        with contextlib.suppress(HeadraceError):
+            await asyncio.wrap_future(self._host.drop(model))
+
+    async def close(self) -> None:
+        """Stop; requests that run are left to the journal and run again after the next start."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- where things stand ---
+
+    def is_finished(self, model: str, seq: int) -> bool:
+        """Say whether this request has an outcome already."""
+        queue = self._queues.get(model)
+        if queue is None:  # a copy, which nobody trains
+            return False
+        return seq <= self._registry.models[model].saved_seq or seq in queue.finished
+
+    def depth(self, model: str | None = None) -> int:
+        """Count the requests that wait or run, of one model or of all."""
+        if model is None:
+            return sum(queue.depth for queue in list(self._queues.values()))
+        return self._queues[model].depth if model in self._queues else 0
+
+    def position(self, pending: PendingRequest) -> int:
+        """Count the requests of its model before this one."""
+        return self._queues[pending.row.target].position(pending.row.seq)
+
+    def missing_seq(self, pending: PendingRequest) -> int | None:
+        """Return the number that has to come before this request can run, if it has not come."""
+        return self._queues[pending.row.target].missing_seq()
+
+    def is_resident(self, model: str) -> bool:
+        return model in self._queues and self._queues[model].resident
+
+    def is_behind(self, model: str) -> bool:
+        """Say whether the saved state may lack updates that were made."""
+        return self._queues[model].is_behind
+
+    @property
+    def num_resident(self) -> int:
+        return sum(queue.resident for queue in list(self._queues.values()))
+
+    # --- order ---
+
+    def _start_ready(self) -> None:
+        """Hand requests to the host while fewer than `window` are there, models taking turns."""
+        while self._num_running < self._window and not self._closed:
+            queue = self._next_queue()
+            if queue is None:
+                return
+            pending = queue.take_next(time.monotonic())
+            self._num_running += 1
+            self._spawn(self._run_again(queue, pending) if pending.replay else self._run(queue, pending))
+
+    def _next_queue(self) -> ModelQueue | None:
+        """Choose the model whose turn it is; one that the host does not have is brought back first."""
+        for _ in range(len(self._turns)):
+            queue = self._turns.popleft()
+            if not queue.waiting:
+                continue
+            self._turns.append(queue)
+            if queue.restoring:
+                continue
+            if not queue.resident:
+                queue.restoring = True
+                self._spawn(self._restore(queue))
+                continue
+            if queue.can_run():
+                return queue
+        return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _add_reference_logprobs(self, pending: PendingRequest, operation: ForwardOp) -> None:
+        ready: Operation
+        try:
+            with boundary(BackendError, f"the reference model '{operation.reference}' failed"):
+                ready = await self._references.add_logprobs(operation, pending.row.owner)
+        except HeadraceError as exc:
+            ready = InvalidOp(message=str(exc), server_fault=to_failure(exc).category == "server")
+        if pending.operation is operation:  # it was not cancelled meanwhile
+            pending.operation = ready
+        self._start_ready()
+
+    # --- running ---
+
+    async def _run(self, queue: ModelQueue, pending: PendingRequest) -> None:
+        """Run a request on the host, journal its outcome, and do what follows from it."""
+        effects = SideEffects()
+        with self._running(queue, pending):
+            outcome = await self._outcome(queue, pending, effects)
+        if pending.row.seq > self._registry.models[queue.model].saved_seq:
+            queue.finished.add(pending.row.seq)
+        try:
+            await self._requests.finish(pending, outcome, effects.statements)
+        finally:
+            queue.num_unjournalled -= 1
+            self._start_ready()
+        if effects.record is not None:
+            self._telemetry.log(effects.record)
+        for folder in effects.stale:
+            await self._checkpoints.remove_folder(folder)
+        if effects.replaced is not None:
+            await self._checkpoints.remove_marked(effects.replaced)
+
+    async def _outcome(self, queue: ModelQueue, pending: PendingRequest, effects: SideEffects) -> Outcome:
+        operation = pending.operation
+        assert isinstance(operation, Operation)
+        try:
+            with boundary(BackendError, f"{pending.row.kind} failed"):
+                if queue.restore_error:
+                    raise BackendError(
+                        f"the model is not where it was before the server's restart: {queue.restore_error}"
+                    )
+                return await self._runner.run(queue, pending, operation, effects)
+        except HeadraceError as exc:
+            queue.unsaved.discard(pending.row.seq)
+            if isinstance(operation, OptimStepOp):
+                self._telemetry.forget(queue.model)
+                if not queue.restore_error:  # else only the journal still has the way to where it was
+                    self._states.record(queue, pending, None, effects)
+            return to_failure(exc, self._folder)
+
+    async def _run_again(self, queue: ModelQueue, pending: PendingRequest) -> None:
+        """Run a request that had finished before a restart once more."""
+        operation = pending.operation
+        assert isinstance(operation, Operation)
+        with self._running(queue, pending):
+            try:
+                with boundary(BackendError, f"{pending.row.kind} failed"):
+                    await self._runner.replay(queue, pending, operation)
+            except HeadraceError as exc:
+                logger.error("request %s, run again after a restart, failed: %s", pending.row.id, exc)
+                if pending.row.state == "done":
+                    queue.restore_error = queue.restore_error or str(exc)
+
+    @contextlib.contextmanager
+    def _running(self, queue: ModelQueue, pending: PendingRequest) -> Iterator[None]:
+        """Measure a request, and start the next one behind it."""
+        pending.running = True
+        kind, began = pending.row.kind, time.perf_counter()
+        try:
+            yield
+        finally:
+            queue.num_running -= 1
+            self._num_running -= 1
+            self.clock += 1
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - began
+            self._start_ready()
+
+    # --- restart ---
+
+    async def _restore(self, queue: ModelQueue) -> None:
+        """Bring a model back to the host, and queue the requests that its saved state lacks."""
+        model = self._registry.models[queue.model]
+        self._telemetry.forget(model.id)
+        try:
+            with boundary(BackendError, f"model {model.id} cannot be brought back"):
+                await self._unload_idle()
+                rows = await self._states.finished_after(model)
+                await self._states.load(model)
+        except HeadraceError as exc:
+            queue.restoring = False
+            for pending in queue.take_all():
+                await self._requests.finish(pending, to_failure(exc, self._folder))
+            return
+        for row in rows:
+            pending = PendingRequest(
+                row=row,
+                operation=parse_operation(row.kind, row.body or b""),
+                accepted=asyncio.get_running_loop().create_future(),
+                since=time.time(),
+                replay=True,
+            )
+            self._add(queue, pending)
+        queue.set_restored(model.saved_seq)
+        self._start_ready()
+
+    async def _unload_idle(self) -> None:
+        """Make room for one more model: those unused for longest go."""
+        idle = sorted((queue for queue in self._queues.values() if queue.is_idle), key=lambda queue: queue.last_used)
+        for queue in idle[: max(0, self.num_resident + 1 - self._max_resident)]:
+            await self.unload(queue.model)

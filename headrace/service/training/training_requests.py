@@ -1,0 +1,105 @@
+"""Accept training requests: check the owner, the session and the quota, journal the request, queue it.
+
+Nothing here waits for the host.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from headrace.errors import RequestError
+from headrace.service.http.auth import ApiUser
+from headrace.service.requests.request_table import PendingRequest, RequestTable
+from headrace.service.requests.sessions import Sessions
+from headrace.service.store.entities import ModelEntity
+from headrace.service.store.journal import JournalRow, Statement
+from headrace.service.store.registry import Registry
+from headrace.service.training.operations import Operation, forward_operation, parse_operation
+from headrace.service.training.training_queue import TrainingQueue
+from headrace.service.wire.messages import decompress, parse_forward
+
+MAX_SEQ_AHEAD = 1_000_000
+SMALL_BYTES = 2**18
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class TrainingRequests:
+    """Lives on one event loop. `body_bytes`: the limit of a compressed body."""
+
+    def __init__(
+        self, registry: Registry, requests: RequestTable, sessions: Sessions, queue: TrainingQueue, *, body_bytes: int
+    ) -> None:
+        self._registry, self._requests, self._sessions, self._queue = registry, requests, sessions, queue
+        self._body_bytes = body_bytes
+
+    async def forward_backward(self, user: ApiUser, body: bytes, encoding: str | None) -> PendingRequest:
+        """Accept a forward or forward_backward request, a protobuf body."""
+        plain = decompress(body, encoding, limit=self._body_bytes * 4)
+        message = await _off_loop(len(plain), parse_forward, plain)
+        model = self._registry.model(message.model_id, user.name)
+        seq = message.seq_id
+        if seq < 1:
+            raise RequestError("a forward_backward request needs a seq_id from 1 on")
+        kind = "forward" if message.forward_only else "forward_backward"
+        operation = None
+        if not self._requests.get(request_id(model.id, seq)) and not self._queue.is_finished(model.id, seq):
+            operation = await _off_loop(len(plain), forward_operation, message)
+        return await self.accept(user, model, seq, kind, plain, operation)
+
+    async def submit(self, user: ApiUser, kind: str, model: str, seq: int, body: bytes) -> PendingRequest:
+        """Accept another training request, a JSON body."""
+        return await self.accept(user, self._registry.model(model, user.name), seq, kind, body)
+
+    async def accept(
+        self,
+        user: ApiUser,
+        model: ModelEntity,
+        seq: int,
+        kind: str,
+        body: bytes,
+        operation: Operation | None = None,
+        *also: Statement,
+    ) -> PendingRequest:
+        """Journal and queue a request; a repeat gets the first one. `operation`: the body, if it is parsed already."""
+        id = request_id(model.id, seq)
+        if self._requests.get(id) is None:
+            if self._queue.is_finished(model.id, seq):
+                return await self.find_repeated(id)
+            self._check(user, model, seq)
+        row = JournalRow(id=id, target=model.id, seq=seq, kind=kind, owner=user.name, body=body)
+        pending, is_new = await self._requests.register(row, operation or parse_operation(kind, body), *also)
+        if is_new:
+            self._queue.enqueue(pending)
+        return pending
+
+    def _check(self, user: ApiUser, model: ModelEntity, seq: int) -> None:
+        self._sessions.check_open(self._registry.sessions[model.session])
+        if model.frozen:
+            raise RequestError(f"'{model.id}' holds a copy and cannot be trained: make a new model from its path")
+        self._requests.check_quota(user)
+        if seq > model.saved_seq + MAX_SEQ_AHEAD:
+            raise RequestError(f"seq_id {seq} is too far ahead")
+
+    async def find_repeated(self, id: str) -> PendingRequest:
+        """Return a request that was acknowledged before."""
+        pending = self._requests.get(id)
+        if pending is not None:
+            await asyncio.shield(pending.accepted)
+            return pending
+        model = self._registry.models.get(id.rpartition(":")[0])
+        if model is not None and model.frozen:
+            raise RequestError(f"'{model.id}' holds a copy: choose another model_seq_id for a new model")
+        finished = await self._requests.load_from_journal(id)
+        assert finished is not None, f"request {id} has finished and is not in the journal"
+        return finished
+
+
+def request_id(model: str, seq: int) -> str:
+    return f"{model}:{seq}"
+
+
+async def _off_loop(size: int, parse: Callable[[A], R], body: A) -> R:
+    """Parse large bodies on a thread, so that nobody else's poll waits for them."""
+    return parse(body) if size < SMALL_BYTES else await asyncio.to_thread(parse, body)

@@ -1,0 +1,61 @@
+"""Numbers of a model that is not trained: log-probs under a reference or teacher, scores of a reward model.
+
+Shape letters: T packed tokens, R tokens that have a weight, D width.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from headrace.algo.packing import pack
+from headrace.model import head
+from headrace.model.attention import Packed
+from headrace.model.load import LanguageModel
+from headrace.model.lora import ADAPTER
+from headrace.model.value_head import has_scalar_head, scalars
+from headrace.train.batch import packed_targets
+from headrace.types import Datum, FloatArray, float_array
+
+
+class FrozenScorer:
+    """`base_only`: leave the model's adapters out, so that the base of a LoRA model is its own reference."""
+
+    def __init__(self, lm: LanguageModel, *, micro_batch_tokens: int = 8192, base_only: bool = False) -> None:
+        self.lm = lm
+        self._micro_batch_tokens = micro_batch_tokens
+        self._adapter = None if base_only else 0
+
+    def score(self, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
+        """One number per position that has a weight, 0 elsewhere: the target's log-prob at the datum's temperature, or
+        what the scalar head says."""
+        out: list[FloatArray] = [float_array(np.zeros(datum.num_tokens)) for datum in data]
+        token = ADAPTER.set(self._adapter)
+        try:
+            for indices in pack(
+                [datum.num_tokens for datum in data], [None] * len(data), budget=self._micro_batch_tokens
+            ):
+                pieces = self._micro_batch([data[index] for index in indices])
+                for index, piece in zip(indices, pieces, strict=True):
+                    out[index] = piece
+        finally:
+            ADAPTER.reset(token)
+        return tuple(out)
+
+    @torch.no_grad()
+    def _micro_batch(self, batch: Sequence[Datum]) -> list[FloatArray]:
+        device, lengths = self.lm.device, tuple(datum.num_tokens for datum in batch)
+        rows_R = torch.from_numpy(np.flatnonzero(np.concatenate([datum.arrays["weights"] for datum in batch])))
+        scores_T = np.zeros(sum(lengths), dtype=np.float32)
+        if len(rows_R):
+            tokens_T = torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long().to(device)
+            positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+            hidden_RD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))[rows_R.to(device)]
+            real = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
+            if has_scalar_head(self.lm):
+                values_R = scalars(self.lm.model.score, hidden_RD)
+            else:
+                targets = packed_targets(batch, rows_R, device=device, dtype=real)
+                values_R, _ = head.logprobs(hidden_RD, self.lm.head_weight(), targets)
+            scores_T[rows_R.numpy()] = values_R.float().cpu().numpy()
+        return [float_array(piece) for piece in np.split(scores_T, np.cumsum(lengths)[:-1])]

@@ -1,0 +1,161 @@
+"""Load tasks, conversations, pairs and environments from the sources of the configuration."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.config import RlConfig, SftConfig, SourceConfig
+from headrace.data.conversations import (
+    Conversation,
+    ToolConversation,
+    load_conversations,
+    prompt_of,
+    with_system_message,
+)
+from headrace.data.preferences import PreferencePair, load_pairs
+from headrace.data.rows import DataSource
+from headrace.data.task_rows import load_tasks, with_system
+from headrace.data.task_source import filter_prompts, find_overlap
+from headrace.envs import (
+    ENVIRONMENTS,
+    demonstrated_tasks,
+    environment_demonstrations,
+    environment_pairs,
+    environment_tasks,
+)
+from headrace.envs.single_turn import SingleTurnEnv
+from headrace.envs.task_definitions import TaskDefinition, load_task_definition
+from headrace.errors import DataError
+from headrace.protocols import Env
+from headrace.render import Renderer
+from headrace.types import Message, Task
+from headrace.user_code import load_function
+
+logger = logging.getLogger(__name__)
+
+
+def data_source(source: SourceConfig) -> DataSource:
+    """Convert a source of the configuration that has rows; a world makes its own tasks."""
+    assert source.type != "world"
+    return DataSource(
+        type=source.type,
+        path=source.path,
+        name=source.name,
+        size=source.size,
+        seed=source.seed,
+        columns=source.columns,
+        options=source.options,
+        system=source.system,
+    )
+
+
+def tasks_of(source: SourceConfig) -> list[Task]:
+    """Load the tasks of a source, with its system message."""
+    if source.type == "world":
+        assert source.name is not None
+        tasks = environment_tasks(source.name, source.size, source.seed, source.options)
+        return [replace(task, messages=with_system(task.messages, source.system)) for task in tasks]
+    if source.type == "task":
+        defined = _definition(source).tasks
+        return [replace(task, messages=with_system(task.messages, source.system)) for task in defined]
+    return load_tasks(data_source(source))
+
+
+def _definition(source: SourceConfig) -> TaskDefinition:
+    assert source.path is not None
+    return load_task_definition(Path(source.path))
+
+
+def conversations_of(source: SourceConfig) -> list[Conversation]:
+    """Load the conversations of a source, with its system message."""
+    if source.type == "world":
+        assert source.name is not None
+        talks = environment_demonstrations(source.name, source.size, source.seed, source.options)
+        return [with_system_message(talk, source.system) for talk in _with_tools(source, talks)]
+    return load_conversations(data_source(source))
+
+
+def _with_tools(source: SourceConfig, talks: Sequence[tuple[Message, ...]]) -> Sequence[Conversation]:
+    """Add the tools that a world offers to its conversations, if they have tool calls."""
+    if not any(message.tool_calls for talk in talks for message in talk):
+        return talks
+    assert source.name is not None
+    [task] = demonstrated_tasks(source.name, 1, source.seed, source.options)
+    env = ENVIRONMENTS[source.name].make_env()
+    tools = env.reset(task, source.seed).tools
+    env.close()
+    return [ToolConversation(messages=talk, tools=tools) for talk in talks]
+
+
+def pairs_of(source: SourceConfig) -> list[PreferencePair]:
+    """Load the pairs of a better and a worse conversation of a source, with its system message."""
+    if source.type == "world":
+        assert source.name is not None
+        pairs = environment_pairs(source.name, source.size, source.seed, source.options)
+        return [
+            PreferencePair(chosen=with_system(chosen, source.system), rejected=with_system(rejected, source.system))
+            for chosen, rejected in pairs
+        ]
+    return load_pairs(data_source(source))
+
+
+def training_tasks(c: RlConfig, renderer: Renderer, held_out: Sequence[Task]) -> tuple[Task, ...]:
+    """Load the tasks of [rl] whose prompts fit; log how many were left out, and how many are also held out."""
+    filtered = filter_prompts(tasks_of(c.tasks), renderer, c.max_prompt_tokens)
+    if filtered.dropped_count:
+        logger.warning(
+            "%d tasks have prompts of more than %d tokens (the longest has %d) and are left out",
+            filtered.dropped_count,
+            c.max_prompt_tokens,
+            filtered.longest,
+        )
+    if not filtered.kept:
+        raise DataError(
+            f"no task is left: the shortest prompt has {filtered.shortest} tokens, raise rl.max_prompt_tokens to at "
+            f"least {filtered.shortest}"
+        )
+    shared = find_overlap(filtered.kept, held_out) if held_out else 0
+    if shared:
+        logger.warning("%d held-out tasks are also trained on: their score says little", shared)
+    return filtered.kept
+
+
+def training_conversations(
+    c: SftConfig, held_out_tasks: Sequence[Task], held_out: Sequence[Conversation]
+) -> list[tuple[list[Conversation], float]]:
+    """Load the conversations of each source of [sft], with its weight; log how many prompts are also held out."""
+    loaded = [conversations_of(source) for source in c.sources]
+    if held_out_tasks or held_out:
+        answered = [
+            task for source, known in zip(c.sources, loaded, strict=True) for task in answered_by(source, known)
+        ]
+        shared = find_overlap(answered, held_out_tasks)
+        if shared:
+            logger.warning("%d held-out tasks are also answered in sft.sources: their score says little", shared)
+        if c.held_out is not None:
+            shared = find_overlap(answered, answered_by(c.held_out, held_out))
+            if shared:
+                logger.warning("%d prompts of sft.held_out are also in sft.sources: their loss says little", shared)
+    return [(known, source.weight) for source, known in zip(c.sources, loaded, strict=True)]
+
+
+def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> list[Task]:
+    """Return the task behind each conversation: a world's own tasks, because two of them can begin with the same words;
+    else the prompt."""
+    if source.type == "world":
+        assert source.name is not None
+        return demonstrated_tasks(source.name, source.size, source.seed, source.options)
+    return [Task(id=str(index), messages=prompt_of(known)) for index, known in enumerate(conversations)]
+
+
+def make_env_of(source: SourceConfig) -> Callable[[], Env]:
+    """Return the constructor of the environment that plays the tasks of a source."""
+    if source.type == "world":
+        assert source.name is not None
+        return ENVIRONMENTS[source.name].make_env
+    if source.type == "task":
+        return _definition(source).make_env
+    if source.env is not None:
+        return load_function(source.env)
+    return SingleTurnEnv

@@ -1,0 +1,66 @@
+"""Build what plays episodes: sampling parameters, end rules, and the player of held-out groups."""
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+
+from headrace.config import Config, RlConfig, SamplingConfig
+from headrace.protocols import Env, Sampler
+from headrace.render import Renderer
+from headrace.reward.terms import GroupTerm, Term
+from headrace.rollout.group import GroupPlayer
+from headrace.types import Group, SamplingParams, Task
+from headrace.wiring.build.agent_endpoint import AgentEndpoint
+from headrace.wiring.build.data import make_env_of
+from headrace.wiring.build.rewards import make_reward_runner
+
+Play = Callable[[Task, int], Awaitable[Group]]
+
+
+def eval_player(
+    config: Config,
+    sampler: Sampler,
+    renderer: Renderer,
+    terms: Sequence[Term | GroupTerm],
+    programs: AgentEndpoint,
+    *,
+    make_env: Callable[[], Env] | None = None,
+) -> GroupPlayer:
+    """Build the player of held-out tasks: the rules of [rl] (its defaults when there is none), at [eval]'s temperature,
+    in the source's own environment unless `make_env` is passed."""
+    source = config.eval.source
+    assert source is not None
+    rl = config.rl or RlConfig(steps=1, tasks=source)
+    sampling = make_sampling(rl.sampling, config.eval.temperature)
+    return GroupPlayer(
+        group_size=config.eval.samples,
+        make_env=make_env or make_env_of(source),
+        sampler=sampler,
+        renderer=renderer,
+        reward_runner=make_reward_runner(terms, rl),
+        sampling=sampling,
+        max_turns=rl.max_turns,
+        max_episode_tokens=rl.max_episode_tokens,
+        timeout_s=rl.asynchronous.task_timeout_s,
+        run_seed=config.eval.seed,
+        end_tool=rl.end_tool,
+        end_pattern=make_end_pattern(rl),
+        threads=programs.threads(rl.env_threads),
+        generate_fn=programs.generate_fn(rl, sampling),
+    )
+
+
+def make_end_pattern(c: RlConfig) -> re.Pattern[str] | None:
+    """Compile `rl.end_pattern`: a turn in which it is found ends the episode."""
+    return None if c.end_pattern is None else re.compile(c.end_pattern)
+
+
+def make_sampling(c: SamplingConfig, temperature: float) -> SamplingParams:
+    """Convert [rl.sampling]."""
+    return SamplingParams(
+        max_tokens=c.max_tokens,
+        temperature=temperature,
+        top_p=c.top_p,
+        top_k=c.top_k,
+        min_p=c.min_p,
+        stop_strings=c.stop_strings,
+    )

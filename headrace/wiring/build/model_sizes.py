@@ -1,0 +1,86 @@
+"""Say what a configuration asks of its device: the size of the model and the memory of its stages. Loads no weights."""
+
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.config.paths import is_url
+from headrace.envs import ENVIRONMENTS
+from headrace.errors import ConfigError
+from headrace.model.memory import (
+    SMOLLM2_135M,
+    KvBudget,
+    MemoryRequest,
+    ModelDims,
+    default_kv_room,
+    read_model_dims,
+    tiny_model_dims,
+)
+from headrace.names import REWARD_MODEL
+
+
+def model_shape(config: Config) -> ModelDims:
+    """Return the size of the configured model, from its config.json or what is known of the built-in ones."""
+    if config.model.path != "tiny":
+        return folder_shape(config.model.path)
+    from headrace.model.tiny import SPECIAL  # loads transformers
+
+    tiny = config.model.tiny
+    return tiny_model_dims(
+        width=tiny.width,
+        layers=tiny.layers,
+        heads=tiny.heads,
+        kv_heads=tiny.kv_heads,
+        context=tiny.context,
+        vocabulary=len(SPECIAL) + len(tiny_words(config)),
+    )
+
+
+def folder_shape(path: str) -> ModelDims:
+    """Return the size of a named model or a model folder."""
+    return SMOLLM2_135M if path == "smollm2-135m" else read_model_dims(Path(path))
+
+
+def tiny_words(config: Config) -> tuple[str, ...]:
+    """List every word of the worlds that the stages learn from; raises ConfigError when there is no such world."""
+    stages = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    sources = [*(source for stage in stages for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
+    names = [source.name for source in sources if source.type == "world" and source.name]
+    if not names:
+        raise ConfigError('model.path = "tiny" knows only the words of a built-in world: use a source of type "world"')
+    return tuple(dict.fromkeys(word for name in dict.fromkeys(names) for word in ENVIRONMENTS[name].vocabulary()))
+
+
+def memory_request(config: Config) -> MemoryRequest:
+    """Collect what the memory plan follows from; the larger stage counts where stages differ."""
+    rl, lora = config.rl, config.model.lora
+    stages = [stage for stage in (config.sft, config.reward_model, rl) if stage is not None]
+    sampled = rl is not None or config.eval.source is not None
+    return MemoryRequest(
+        micro_batch_tokens=max((stage.micro_batch_tokens for stage in stages), default=0),
+        kv=_kv_room(config) if sampled else KvBudget(wanted=0, least=0),
+        recompute=config.model.recompute,
+        lora_rank=0 if lora is None else lora.rank,
+        lora_targets=() if lora is None else tuple(lora.targets),
+        frozen_copies=_frozen_copies(config),
+        critic=rl is not None and rl.critic is not None and rl.critic.trunk != "shared",
+        graphs=sampled and config.engine.type == "embedded" and config.engine.graphs is not False,
+    )
+
+
+def _frozen_copies(config: Config) -> int:
+    """Count the other models that a run holds: the sampler's weights where they are not the trainer's, the reference,
+    the teacher, and reward models."""
+    rl = config.rl
+    if rl is None:
+        return 0
+    sampler = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
+    local = [path for path in (rl.reference, rl.teacher) if path is not None and not is_url(path)]
+    return sampler + len(local) + sum(term.fn == REWARD_MODEL for term in rl.rewards)
+
+
+def _kv_room(config: Config) -> KvBudget:
+    """Return the cache as configured, else room for the longest episode in every row."""
+    if config.engine.kv_tokens is not None:
+        return KvBudget(wanted=config.engine.kv_tokens, least=config.engine.kv_tokens)
+    longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
+    return default_kv_room(config.engine.max_rows, longest)

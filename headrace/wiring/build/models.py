@@ -1,0 +1,161 @@
+"""Load models as [model] says, and build the sampler on them as [engine] says."""
+
+import copy
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from headrace.config import Config, ModelConfig
+from headrace.errors import CheckpointError
+from headrace.infer.cuda import graph_decoder
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.hf_generate import GenerateSampler
+from headrace.infer.slot_cache import default_kv_tokens
+from headrace.model import cuda
+from headrace.model.compute_thread import ComputeThread
+from headrace.model.cuda.compile import compile_layers
+from headrace.model.load import (
+    LanguageModel,
+    choose_device,
+    choose_dtype,
+    load_model,
+    model_folder,
+    prepare,
+    recompute_layers,
+)
+from headrace.model.lora import add_lora
+from headrace.model.memory import choose_placement, plan_memory
+from headrace.model.tiny import save_tiny
+from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
+from headrace.model.value_head import load_scalar_model
+from headrace.observe.run_folder import RunFolder
+from headrace.train.checkpoint import MANIFEST, STATE, verify
+from headrace.train.trainer_state import OPTIMIZER_FILE
+from headrace.wiring.build.model_sizes import folder_shape, memory_request, tiny_words
+
+
+def whole(path: str) -> str:
+    """Return the path; raises CheckpointError if it is a checkpoint that is not as it was saved.
+
+    The optimiser's state, which may be large, is not read: only its size is compared.
+    """
+    folder = Path(path)
+    if all((folder / name).is_file() for name in (MANIFEST, STATE)):
+        try:
+            verify(folder, besides=(OPTIMIZER_FILE,))
+        except CheckpointError as exc:
+            raise CheckpointError(f"{exc}; to use the folder as it is, remove its {MANIFEST}") from exc
+    return path
+
+
+def load_policy(c: ModelConfig, path: str, *, seed: int) -> LanguageModel:
+    """Load a language model, with the adapters of [model.lora]."""
+    device = choose_device(c.device)
+    lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code)
+    if c.lora is not None:
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+    apply_training_options(lm, c)
+    return lm
+
+
+def fuse_cuda_layers(lm: LanguageModel) -> None:
+    """Fuse layers on CUDA, where Triton is there."""
+    if lm.device.type == "cuda" and cuda.available():
+        from headrace.model.cuda.layers import fuse_layers  # needs Triton
+
+        fuse_layers(lm.model)
+
+
+def apply_training_options(lm: LanguageModel, c: ModelConfig) -> None:
+    """Make training faster or smaller; `settled` has decided about recomputation, and "auto" by itself means no."""
+    fuse_cuda_layers(lm)
+    if lm.device.type == "cuda" and c.compile:
+        compile_layers(lm.model)
+    if c.recompute is True:
+        recompute_layers(lm.model)
+
+
+def resolve_auto_settings(config: Config, path: str) -> Config:
+    """Decide `model.recompute` and `engine.kv_tokens` by the memory plan, where a GPU's memory decides them."""
+    if choose_device(config.model.device) != "cuda":
+        return config
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    placement = choose_placement(device="cuda", dtype=config.model.dtype, gpus=(device.name,), mps=False)
+    planned = plan_memory(memory_request(config), folder_shape(path), placement, gpu_bytes=device.total_memory)
+    return replace(
+        config,
+        model=replace(config.model, recompute=planned.recompute),
+        engine=replace(config.engine, kv_tokens=planned.kv_tokens or config.engine.kv_tokens),
+    )
+
+
+def load_scalar(c: ModelConfig, path: str, *, seed: int) -> LanguageModel:
+    """Load a model under a scalar head, which is trained beside adapters too."""
+    device = choose_device(c.device)
+    lm = load_scalar_model(
+        path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code
+    )
+    if c.lora is not None:
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+        lm.model.score.requires_grad_(True)
+    apply_training_options(lm, c)
+    return lm
+
+
+def starting_model(config: Config, folder: RunFolder) -> str:
+    """Return the model that the first stage starts from; "tiny" is written into the run folder first."""
+    if config.model.path != "tiny":
+        return config.model.path
+    target, writing = folder.path / "start", folder.path / ".writing-start"
+    if not target.is_dir():
+        tiny = config.model.tiny
+        shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed here
+        save_tiny(
+            writing,
+            words=tiny_words(config),
+            width=tiny.width,
+            layers=tiny.layers,
+            heads=tiny.heads,
+            kv_heads=tiny.kv_heads,
+            context=tiny.context,
+            seed=config.run.seed,
+        )
+        writing.rename(target)
+    return str(target)
+
+
+def load_tokens(c: ModelConfig, path: str) -> TokenizerOnly:
+    """Load the tokenizer of a model without its weights."""
+    return load_tokenizer(model_folder(path), trust_remote_code=c.trust_remote_code)
+
+
+def make_sampler(config: Config, lm: LanguageModel, worker: ComputeThread) -> EmbeddedEngine | GenerateSampler:
+    """Build the embedded engine on the trainer's weights and worker, or, when sampling may see other weights than
+    training, on a copy of them and another worker."""
+    rl, engine = config.rl, config.engine
+    if engine.type == "generate":
+        plain = copy.deepcopy(lm.model)
+        plain.config._attn_implementation = "sdpa"
+        return GenerateSampler(plain, lm.tokenizer, eos_tokens=lm.eos_tokens, source=lm.model)
+    separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
+    sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
+    longest = min(rl.max_episode_tokens if rl is not None else lm.context, lm.context)
+    kv_tokens = engine.kv_tokens or default_kv_tokens(engine.max_rows, longest)
+    return EmbeddedEngine(
+        sampled,
+        max_rows=engine.max_rows,
+        kv_tokens=kv_tokens,
+        piece_tokens=engine.piece_tokens,
+        source=lm if separate else None,
+        worker=None if separate else worker,
+        decoder=graph_decoder(
+            sampled,
+            max_rows=engine.max_rows,
+            kv_tokens=kv_tokens,
+            graphs=None if engine.graphs == "auto" else engine.graphs,
+            deterministic=config.run.deterministic,
+        ),
+        hold_in_flight=rl is not None and rl.asynchronous.interrupt == "inflight",
+    )

@@ -1,0 +1,202 @@
+"""Build the reward terms of `rl.rewards`, and the runner that scores groups with them."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from pathlib import Path
+
+from headrace.algo.datum import scored_datum
+from headrace.config import Config, ModelConfig, RewardRunnerConfig, RewardTermConfig, RlConfig
+from headrace.config.paths import is_code_path
+from headrace.errors import ConfigError, ModelError, boundary
+from headrace.infer.engine import EmbeddedEngine
+from headrace.model.value_head import is_scalar_folder
+from headrace.names import FORMAT, JUDGE, LENGTH, REWARD_MODEL
+from headrace.render import Renderer
+from headrace.reward.alignment import Alignment
+from headrace.reward.format import SPEC as FORMAT_SPEC
+from headrace.reward.format import matches
+from headrace.reward.judge import JudgeSettings, ask_endpoint, ask_sampler, judge_term
+from headrace.reward.reward_model_term import reward_by_model
+from headrace.reward.reward_runner import GroupRewardRunner
+from headrace.reward.sandbox.limits import CallLimits
+from headrace.reward.sandbox.pool import SandboxSettings
+from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term, length
+from headrace.reward.truncation import TruncatedReward, TruncatedRule
+from headrace.reward.user_term import UserRewardSpec, check_importable, sandboxed_term, trusted_term
+from headrace.train.frozen_model import FrozenScorer
+from headrace.types import IntArray, SamplingParams
+from headrace.wiring.build.models import load_policy, load_scalar, whole
+
+ENV = "env"  # the reward of the environment
+
+
+def make_terms(config: Config, reward_model_path: str | None) -> list[Term | GroupTerm]:
+    """Build the terms that can judge now: those of [rl] (what the environment gives, if there is none), without a
+    reward model that is not trained yet."""
+    tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
+    runner = RewardRunnerConfig() if config.rl is None else config.rl.reward_runner
+    return [
+        _term(term, config.model, reward_model_path, tokens) if _is_own(term) else _user_term(term, runner)
+        for term in _usable_terms(config, reward_model_path)
+    ]
+
+
+def has_terms(config: Config, reward_model_path: str | None) -> bool:
+    """Whether `make_terms` would build any."""
+    return bool(_usable_terms(config, reward_model_path))
+
+
+def _usable_terms(config: Config, reward_model_path: str | None) -> list[RewardTermConfig]:
+    rewards = (RewardTermConfig(fn=ENV),) if config.rl is None else reward_terms(config.rl)
+    return [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
+
+
+def _is_own(term: RewardTermConfig) -> bool:
+    """Whether a built-in reward runs in this process; "format" reads text as a user's function does."""
+    return term.fn in (REWARD_MODEL, JUDGE, LENGTH, *BUILTIN)
+
+
+def reward_terms(rl: RlConfig) -> tuple[RewardTermConfig, ...]:
+    """Return `rl.rewards` as `rl.reward_source` says: with the environment's reward, or with no other that counts."""
+    env = (RewardTermConfig(fn=ENV),) if all(term.fn != ENV for term in rl.rewards) else ()
+    match rl.reward_source:
+        case None | "function":
+            return rl.rewards
+        case "sum":
+            return (*rl.rewards, *env)
+        case "env":
+            measured = (term if term.fn == ENV else replace(term, weight=0.0) for term in rl.rewards)
+            return (*measured, *env)
+
+
+def make_reward_runner(
+    terms: Sequence[Term | GroupTerm], rl: RlConfig, truncation: TruncatedReward | None = None
+) -> GroupRewardRunner:
+    """Build the runner. A reward model scores one episode at a time, so terms may take as long as an episode may."""
+    waits = any(term.fn == REWARD_MODEL for term in rl.rewards)
+    return GroupRewardRunner(
+        terms,
+        timeout_s=rl.asynchronous.task_timeout_s if waits else 60.0,
+        max_invalid_share=rl.reward_runner.max_invalid_share,
+        truncation=truncation,
+    )
+
+
+def make_truncation(rl: RlConfig) -> TruncatedReward:
+    """Build the rule for cut-off episodes in training; evaluation keeps rewards as they are."""
+    return TruncatedReward(rule=TruncatedRule(rl.truncated), penalty=rl.truncated_penalty)
+
+
+def check_rewards(rl: RlConfig) -> None:
+    """Raise ConfigError when a user's reward function cannot be found or imported."""
+    for term in reward_terms(rl):
+        if not _is_own(term):
+            _user_term(term, rl.reward_runner)
+
+
+async def close_terms(terms: Sequence[Term | GroupTerm]) -> None:
+    """End the processes of users' functions."""
+    for term in terms:
+        if isinstance(term, GroupTerm):
+            await term.close()
+
+
+def _user_term(term: RewardTermConfig, c: RewardRunnerConfig) -> GroupTerm:
+    """Build the term of a user's function, which is imported once now: one that cannot work fails before the run."""
+    if term.fn == FORMAT:
+        _check_format(term)
+    user = UserRewardSpec(
+        name=term_name(term),
+        spec=FORMAT_SPEC if term.fn == FORMAT else term.fn,
+        weight=term.weight,
+        kwargs=term.kwargs,
+        alignment=Alignment(
+            step_index=term.step_index,
+            default_step_reward=term.default_step_reward,
+            terminal_score=term.terminal_score,
+            score_range=term.score_range,
+            keep_invalid=term.keep_invalid,
+        ),
+    )
+    if c.type == "inprocess":
+        return trusted_term(user, timeout_s=c.wall_s)
+    settings = SandboxSettings(
+        limits=CallLimits(
+            wall_s=c.wall_s, cpu_s=c.cpu_s, memory_mb=c.memory_mb, processes=c.processes, import_s=c.import_s
+        ),
+        workers=c.workers or min(8, os.cpu_count() or 1),
+        strict=c.strict,
+        readable=c.readable,
+    )
+    with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
+        aside.submit(check_importable, user, settings).result()
+    return sandboxed_term(user, settings, fork_groups=c.fork == "group")
+
+
+def term_name(term: RewardTermConfig) -> str:
+    """Return the name of the term's metric."""
+    return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
+
+
+def _check_format(term: RewardTermConfig) -> None:
+    """Raise ConfigError for wrong kwargs of "format": a pattern that cannot be compiled fails on no text at all."""
+    with boundary(ConfigError, 'a reward with fn = "format" needs kwargs pattern and maybe turns, and these are wrong'):
+        matches([], [], **term.kwargs)
+
+
+def _judge_term(term: RewardTermConfig, model: ModelConfig) -> GroupTerm:
+    """Build a judge. Keys of `kwargs` that are not the judge's go to its endpoint, or to sampling if it is local."""
+    own = {field.name for field in fields(JudgeSettings)}
+    judge = {key: value for key, value in term.kwargs.items() if key in own}
+    rest = {key: value for key, value in term.kwargs.items() if key not in own}
+    needs = "url, model and rubric" if term.path is None else "rubric, maybe max_tokens and temperature"
+    with boundary(ConfigError, f'a reward with fn = "judge" needs kwargs {needs}, and these are wrong'):
+        if term.path is None:
+            return judge_term(term_name(term), ask_endpoint(**rest), JudgeSettings(**judge), weight=term.weight)
+        chosen, params = JudgeSettings(**judge), SamplingParams(**{"max_tokens": 512, "temperature": 0.3, **rest})
+    lm = load_policy(replace(model, lora=None, recompute=False), whole(term.path), seed=0)
+    engine = EmbeddedEngine(lm, max_rows=chosen.at_once)
+    ask = ask_sampler(engine, Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), params)
+
+    async def close() -> None:
+        await asyncio.to_thread(engine.close)
+
+    return replace(judge_term(term_name(term), ask, chosen, weight=term.weight), close=close)
+
+
+def _term(
+    term: RewardTermConfig, model: ModelConfig, reward_model_path: str | None, micro_batch_tokens: int
+) -> Term | GroupTerm:
+    name = term_name(term)
+    if term.fn == JUDGE:
+        return _judge_term(term, model)
+    if term.fn == REWARD_MODEL:
+        path = term.path or reward_model_path
+        assert path is not None
+        return Term(name=name, fn=_model_reward(path, model, micro_batch_tokens), weight=term.weight)
+    if term.fn == LENGTH:
+        with boundary(ConfigError, 'a reward with fn = "length" needs kwargs max_tokens and margin, and no others'):
+            return Term(name=name, fn=length(**term.kwargs), weight=term.weight)
+    if term.kwargs:
+        raise ConfigError(f'a reward with fn = "{term.fn}" takes no kwargs: leave them out')
+    return Term(name=name, fn=BUILTIN[term.fn], weight=term.weight)
+
+
+def _model_reward(path: str, model: ModelConfig, micro_batch_tokens: int) -> RewardFn:
+    """Load a reward model as a reward function. It scores episodes one at a time: no reward depends on others."""
+    if not is_scalar_folder(Path(path)):
+        raise ModelError(f"{path} is not a reward model: give the folder of a sequence classifier with one label")
+    lm = load_scalar(replace(model, lora=None, recompute=False), whole(path), seed=0)
+    lm.model.requires_grad_(False)
+    scorer = FrozenScorer(lm, micro_batch_tokens=micro_batch_tokens)
+    alone = asyncio.Lock()
+
+    async def score(tokens: IntArray) -> float:
+        async with alone:
+            (scores,) = await asyncio.to_thread(scorer.score, [scored_datum(tokens)])
+        return float(scores[-1])
+
+    return reward_by_model(score, max_tokens=lm.context)

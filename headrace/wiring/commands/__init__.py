@@ -1,0 +1,7 @@
+"""The commands of the CLI.
+
+- `train`: run the stages of a configuration.
+- `eval`: play held-out tasks, and write demonstrations.
+- `demo`, `verify`, `explain`, `doctor`, `recredit`: the commands of these names.
+- `serve`, `serve_references`: a training service, and the frozen models of its serve.toml.
+"""

@@ -1,0 +1,161 @@
+"""Play tasks without training: evaluation and demonstrations, by a local model, a service or a remote chat model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.config import Config, RlConfig
+from headrace.config.paths import remote_name
+from headrace.data.demonstrations import Tools, record_tools, write_demonstrations
+from headrace.errors import ConfigError
+from headrace.infer.openai_client import RemoteModel, Where
+from headrace.loops.evaluate import EvalResult
+from headrace.loops.evaluate import evaluate as evaluate_tasks
+from headrace.metrics import metric_values
+from headrace.model.compute_thread import ComputeThread
+from headrace.model.load import no_progress_bars
+from headrace.protocols import Env
+from headrace.render import Renderer
+from headrace.reward.terms import GroupTerm, Term
+from headrace.rollout.group import RemoteGroupPlayer
+from headrace.wiring.build.agent_endpoint import AgentEndpoint
+from headrace.wiring.build.data import make_env_of, tasks_of
+from headrace.wiring.build.episodes import Play, eval_player, make_end_pattern, make_sampling
+from headrace.wiring.build.models import load_policy, make_sampler, whole
+from headrace.wiring.build.rewards import close_terms, make_reward_runner, make_terms
+from headrace.wiring.runtime.service import ServiceRuntime, check_service, starting_state
+
+
+def evaluate(config: Config) -> dict[str, float]:
+    """Return the held-out metrics of the configured model."""
+    with no_progress_bars():
+        evaluation = asyncio.run(_evaluate(config))
+    metrics = metric_values(evaluation.metrics)
+    if remote_name(config.model.path) is not None:
+        del metrics["eval/length"]  # its tokens are not known
+    return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrated:
+    """Report what `demonstrate` wrote."""
+
+    written: int  # episodes
+    played: int
+    metrics: dict[str, float]
+
+
+def demonstrate(config: Config, path: Path, *, tasks: int, samples: int, keep_all: bool) -> Demonstrated:
+    """Let the configured model play the first `tasks` tasks of [rl.tasks], `samples` times each, and write its
+    conversations as rows for [sft]: those that succeeded, or all."""
+    if config.rl is None:
+        raise ConfigError("there are no tasks to demonstrate: add a table [rl] with tasks")
+    temperature = config.rl.sampling.temperature
+    eval_config = replace(config.eval, source=config.rl.tasks, tasks=tasks, samples=samples, temperature=temperature)
+    tools: dict[str, Tools] = {}
+    with no_progress_bars():
+        evaluation = asyncio.run(
+            _evaluate(replace(config, eval=eval_config), lambda make_env: record_tools(make_env, tools))
+        )
+    played = sum(len(group.episodes) for group in evaluation.groups)
+    if keep_all:
+        written = write_demonstrations(path, evaluation.groups, tools, keep=lambda scored: True)
+    else:
+        written = write_demonstrations(path, evaluation.groups, tools)
+    return Demonstrated(written=written, played=played, metrics=metric_values(evaluation.metrics))
+
+
+async def _evaluate(
+    config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]] = lambda make_env: make_env
+) -> EvalResult:
+    """Play the tasks of [eval.source]; `wrap_env` may wrap the function that makes environments."""
+    if config.eval.source is None:
+        raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
+    tasks = tasks_of(config.eval.source)[: config.eval.tasks]
+    terms = make_terms(config, None)
+    if not terms:
+        raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
+    if remote_name(config.model.path) is not None:
+        open_player = _remote_player
+    elif config.model.service is not None:
+        open_player = _service_player
+    else:
+        open_player = _local_player
+    try:
+        async with open_player(config, terms, wrap_env(make_env_of(config.eval.source))) as play:
+            return await evaluate_tasks(tasks, play)
+    finally:
+        await close_terms(terms)
+
+
+@asynccontextmanager
+async def _local_player(
+    config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
+) -> AsyncIterator[Play]:
+    """Load the model into this process."""
+    lm = load_policy(config.model, whole(config.model.path), seed=config.run.seed)
+    worker = ComputeThread()
+    sampler = make_sampler(config, lm, worker)
+    try:
+        renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+        programs = AgentEndpoint(renderer)
+        try:
+            yield eval_player(config, sampler, renderer, terms, programs, make_env=make_env)
+        finally:
+            await programs.close()
+    finally:
+        sampler.close()
+        worker.close()
+
+
+@asynccontextmanager
+async def _service_player(
+    config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
+) -> AsyncIterator[Play]:
+    """Sample at the training service of [model.service]."""
+    check_service(config)
+    place = ServiceRuntime(config, start=starting_state(config.model), state=None, samples=True)
+    programs = AgentEndpoint(place.renderer)
+    try:
+        assert place.sampler is not None
+        yield eval_player(config, place.sampler, place.renderer, terms, programs, make_env=make_env)
+    finally:
+        await programs.close()
+        place.close()
+
+
+@asynccontextmanager
+async def _remote_player(
+    config: Config, terms: list[Term | GroupTerm], make_env: Callable[[], Env]
+) -> AsyncIterator[Play]:
+    """Ask a chat model behind OpenAI's API."""
+    source, name = config.eval.source, remote_name(config.model.path)
+    assert source is not None
+    assert name is not None
+    rl = config.rl or RlConfig(steps=1, tasks=source)
+    c = config.remote
+    where = Where(
+        url=c.url, api_key_env=c.api_key_env, timeout_s=c.timeout_s, deadline_s=c.deadline_s, at_once=c.at_once
+    )
+    model = RemoteModel(name, where, make_sampling(rl.sampling, config.eval.temperature))
+    threads = ThreadPoolExecutor(max_workers=rl.env_threads, thread_name_prefix="environment")
+    try:
+        yield RemoteGroupPlayer(
+            group_size=config.eval.samples,
+            make_env=make_env,
+            chat=model,
+            reward_runner=make_reward_runner(terms, rl),
+            temperature=config.eval.temperature,
+            max_turns=rl.max_turns,
+            timeout_s=rl.asynchronous.task_timeout_s,
+            run_seed=config.eval.seed,
+            end_tool=rl.end_tool,
+            end_pattern=make_end_pattern(rl),
+            threads=threads,
+        )
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        await model.close()

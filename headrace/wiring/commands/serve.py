@@ -1,0 +1,153 @@
+"""Build a service from serve.toml: model, host, journal, keys and application."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fastapi import FastAPI
+
+from headrace.envs import ENVIRONMENTS
+from headrace.errors import ConfigError, boundary
+from headrace.infer.slot_cache import default_kv_tokens
+from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, no_progress_bars
+from headrace.model.memory import ModelDims, kv_bytes_per_token, model_dims, num_parameters
+from headrace.model.tiny import save_tiny
+from headrace.names import min_kv_tokens
+from headrace.render import Renderer
+from headrace.service.core import Service
+from headrace.service.host.adapter_host import AdapterHost
+from headrace.service.host.model_host import FULL_COPIES
+from headrace.service.http.app import make_app
+from headrace.service.http.auth import Access, HashedKey, hash_key, new_key
+from headrace.service.http.prometheus_metrics import ServiceCollector
+from headrace.service.http.server import check_reach
+from headrace.service.settings import ServeConfig, ServedModel
+from headrace.service.store.entities import ModelCard
+from headrace.service.store.folder_lock import folder_lock
+from headrace.service.store.journal import Journal, put
+from headrace.service.telemetry import Telemetry
+from headrace.wiring.build.models import fuse_cuda_layers
+from headrace.wiring.build.sinks import MetricOutputs, model_sink
+from headrace.wiring.commands.serve_references import make_rewards, open_references
+
+KEY_KIND, FIRST_OWNER = "key", "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceHandle:
+    """A service that is ready to listen."""
+
+    app: FastAPI
+    card: ModelCard
+    new_key: str | None  # shown once, here; only its hash is kept
+
+
+@contextlib.contextmanager
+def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[ServiceHandle]:
+    """Open everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another."""
+    check_reach(config.serve.host, has_keys=bool(config.keys))
+    folder = Path(config.serve.folder).absolute()
+    with boundary(ConfigError, f"the folder {folder} cannot be made"):
+        folder.mkdir(parents=True, exist_ok=True)
+    _raise_file_limit()
+    journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
+    with contextlib.closing(journal), folder_lock(folder), contextlib.ExitStack() as stack:
+        stack.enter_context(no_progress_bars())
+        keys, made = _keys(config, journal, make_key=make_key)
+        lm, tokenizer = _load(config.model, folder)
+        engine = config.engine
+        host = AdapterHost(
+            lm,
+            max_rows=engine.max_rows,
+            kv_tokens=engine.kv_tokens or _kv_tokens(lm, engine.max_rows, full=config.model.full),
+            micro_batch_tokens=engine.micro_batch_tokens,
+            recompute=engine.recompute,
+        )
+        card = ModelCard(
+            name=config.model.name or f"headrace/{Path(config.model.path).name}",
+            context=lm.context,
+            vocabulary=lm.vocabulary,
+            aliases=config.model.aliases,
+            tokenizer_id=config.model.tokenizer or tokenizer,
+            full=config.model.full,
+        )
+        tempered = config.serve.sampled_logprobs == "tempered"
+        telemetry = Telemetry(lambda source: model_sink(outputs, folder, source))
+        named = stack.enter_context(open_references(config, vocabulary=lm.vocabulary))
+        rewards = make_rewards(config, lm)
+        service = Service(
+            host,
+            card,
+            journal,
+            folder,
+            limits=config.limits,
+            tempered=tempered,
+            telemetry=telemetry,
+            references=named,
+            rewards=rewards,
+        )
+        access = Access(keys)
+        outputs = MetricOutputs(config.metrics, collector=ServiceCollector(service, access))
+        with contextlib.closing(host), contextlib.closing(outputs), contextlib.closing(telemetry):
+            renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+            app = make_app(service, access, flags=dict(config.flags), renderer=renderer)
+            yield ServiceHandle(app=app, card=card, new_key=made)
+
+
+def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
+    """Load the base model; return it with the folder of its tokenizer."""
+    path = c.path
+    if path == "tiny":
+        path = str(folder / "tiny")
+        if not (folder / "tiny" / "config.json").is_file():
+            words = ENVIRONMENTS["key_door"].vocabulary()
+            save_tiny(Path(path), words=words, width=96, layers=3, heads=4, kv_heads=2, context=512, seed=c.seed)
+    device = choose_device(c.device)
+    lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device))
+    fuse_cuda_layers(lm)
+    if Path(path).is_dir():
+        return lm, str(Path(path).absolute())
+    tokenizer = folder / "tokenizer"
+    lm.tokenizer.save_pretrained(tokenizer)
+    return lm, str(tokenizer)
+
+
+def _kv_tokens(lm: LanguageModel, max_rows: int, *, full: bool) -> int:
+    """Return the size of the cache: for contexts as long as the model's, on a GPU within its free memory."""
+    wanted = default_kv_tokens(max_rows, lm.context)
+    if lm.device.type != "cuda":
+        return wanted
+    free_bytes = torch.cuda.mem_get_info(lm.device)[0]
+    shape, size = model_dims(lm.model.config.to_dict()), next(lm.model.parameters()).element_size()
+    room = kv_room(shape, size, free_bytes=free_bytes, full=full)
+    return min(wanted, max(room, min_kv_tokens(lm.context)))
+
+
+def kv_room(shape: ModelDims, size: int, *, free_bytes: int, full: bool) -> int:
+    """Return the cached positions that each engine may have: half of the memory is for training. A full model needs,
+    beside its weights, 16 bytes per parameter for gradient, master and moments; its copies have their own engines."""
+    copies = FULL_COPIES if full else 0
+    training = num_parameters(shape) * (size * (1 + copies) + 16) if full else 0
+    return max(0, free_bytes - training) // 2 // (kv_bytes_per_token(shape, size) * (1 + copies))
+
+
+def _keys(config: ServeConfig, journal: Journal, *, make_key: bool) -> tuple[list[HashedKey], str | None]:
+    if config.keys:
+        return list(config.keys), None
+    known = [HashedKey(owner=owner, sha256=hashed) for hashed, owner in journal.records(KEY_KIND).items()]
+    if known and not make_key:
+        return known, None
+    key = new_key()
+    journal.write([put(KEY_KIND, hash_key(key), FIRST_OWNER)]).result()
+    return [*known, HashedKey(owner=FIRST_OWNER, sha256=hash_key(key))], key
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files, if possible: every open poll is a file descriptor."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,132 @@
+"""Run the stages of a configuration in a run folder; those after [sft] start from the model that it left behind."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from headrace.config import Config, to_mapping
+from headrace.errors import Interrupted
+from headrace.model.compute_thread import limit_torch_threads
+from headrace.model.cuda.determinism import make_deterministic
+from headrace.model.load import choose_device, no_progress_bars
+from headrace.model.tokenizer import TokenizerOnly
+from headrace.observe.report.run_report import write_report
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.sinks.jsonl import check_records
+from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
+from headrace.wiring.build.models import load_tokens, starting_model
+from headrace.wiring.build.sinks import MetricOutputs
+from headrace.wiring.preflight import preflight
+from headrace.wiring.resume import StageCheckpoint, check_same_run, plan_resume
+from headrace.wiring.runtime.service import check_service, starting_state
+from headrace.wiring.signals import log_to, stop_on_signals
+from headrace.wiring.stage_context import RunContext, RunState, StageContext, open_stage
+from headrace.wiring.stages import run_reward_model, run_rl, run_sft
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The outcome of a finished run."""
+
+    folder: Path
+    report: Path
+    text: str  # for people
+    figures: Mapping[str, Any]  # for programs
+
+
+def train(config: Config, *, config_text_path: Path, resume: Path | None) -> RunResult:
+    """Run the stages of a configuration, from the beginning or from a run folder's newest checkpoints."""
+    served_tokens = None
+    if config.model.service is not None:
+        with no_progress_bars():
+            served_tokens = check_service(config)
+    elif choose_device(config.model.device) == "cuda" and config.run.deterministic:  # refuses one that is not there
+        make_deterministic()
+    if resume is None:
+        folder = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
+        folder.write_config(tomli_w.dumps(to_mapping(config)))
+        folder.write_environment()
+    else:
+        folder = RunFolder.open(resume)
+        check_same_run(folder, config)
+    with log_to(folder.log), no_progress_bars():
+        logger.info("%s: run folder %s", config_text_path, folder.path)
+        try:
+            return asyncio.run(_train(config, folder, served_tokens))
+        except Interrupted as exc:
+            raise Interrupted(f"{exc}; go on with  headrace train {folder.config} {folder.path} --resume") from exc
+
+
+async def _train(config: Config, folder: RunFolder, served_tokens: TokenizerOnly | None) -> RunResult:
+    """Load everything, run the stages, write the report. `served_tokens`: of a model at a service."""
+    if served_tokens is not None:
+        start, tokens = starting_state(config.model), served_tokens
+    else:
+        start = starting_model(config, folder)
+        tokens = load_tokens(config.model, start)
+    inputs = preflight(config, tokens)
+    threads = limit_torch_threads()
+    stop = asyncio.Event()
+    with (
+        contextlib.closing(MetricOutputs(config.metrics)) as outputs,
+        stop_on_signals(stop, deadline_s=config.checkpoint.deadline_s),
+    ):
+        run = RunContext(
+            config=config, folder=folder, inputs=inputs, metric_outputs=outputs, stop=stop, threads=threads
+        )
+        figures = await _run_stages(run, start)
+    summary = {key: value for key, value in figures.items() if isinstance(value, int | float)}
+    report = write_report(folder.path, summary)
+    lines = [f"{name} = {value:.4g}" for name, value in summary.items()]
+    text = "\n".join([f"Run folder: {folder.path}", f"Report: {report}", *lines])
+    return RunResult(folder=folder.path, report=report, text=text, figures=figures)
+
+
+async def _run_stages(run: RunContext, start: str) -> Mapping[str, Any]:
+    """Run the stages that are not complete, each on what the ones before it left; return the figures of the run."""
+    plan = plan_resume(run.config, run.folder)
+    state = RunState(model_path=start, reward_model_path=None, metrics_records=0, figures={})
+    if plan.sft is not None:
+        state, last = await _run_stage(run, state, plan.sft, run_sft)
+        state = replace(state, model_path=str(last.folder))
+    elif plan.sft_result is not None:
+        state = replace(state, model_path=str(plan.sft_result))
+    if plan.reward_model is not None:
+        state, last = await _run_stage(run, state, plan.reward_model, run_reward_model)
+        state = _with_reward_model(state, last)
+    elif plan.reward_model_result is not None:
+        state = _with_reward_model(state, read_checkpoint(plan.reward_model_result))
+    if plan.rl is not None:
+        state, _ = await _run_stage(run, state, plan.rl, run_rl)
+    return state.figures
+
+
+def _with_reward_model(state: RunState, last: LoadedCheckpoint) -> RunState:
+    accuracy = {} if last.score is None else {"accuracy_reward_model": last.score}
+    return replace(state, reward_model_path=str(last.folder), figures={**state.figures, **accuracy})
+
+
+async def _run_stage(
+    run: RunContext, state: RunState, checkpoint: StageCheckpoint, body: Callable[[StageContext], Awaitable[None]]
+) -> tuple[RunState, LoadedCheckpoint]:
+    """Run one stage unless its last checkpoint is there already; return the new state and that checkpoint."""
+    last = checkpoint.newest
+    if last is None or last.step < checkpoint.steps:
+        async with open_stage(run, state, checkpoint) as context:
+            context.runtime.check_memory()
+            await body(context)
+        last = checkpoint.store.load_latest()
+    else:
+        check_records(run.folder.metrics, int(last.state["metrics_records"]))
+        logger.info("stage %s is complete", checkpoint.name)
+    figures = {**state.figures, **last.state["figures"]}
+    return replace(state, metrics_records=int(last.state["metrics_records"]), figures=figures), last

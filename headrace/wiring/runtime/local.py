@@ -1,0 +1,124 @@
+"""The local runtime: model, trainer and sampler in this process, on one compute thread that they share."""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.config import Config, RlConfig
+from headrace.config.paths import is_url
+from headrace.errors import ModelError
+from headrace.loops.checkpointer import CheckpointWriter
+from headrace.loops.step_batch import Score, thread_scorer
+from headrace.model.compute_thread import ComputeThread
+from headrace.model.value_head import new_value_head
+from headrace.render import Renderer
+from headrace.service.reference.scoring_client import REFERENCE_KEY, RemoteReference
+from headrace.train.checkpoint import CheckpointStore
+from headrace.train.frozen_model import FrozenScorer
+from headrace.train.torch_backend import TorchBackend
+from headrace.types import Datum, FloatArray
+from headrace.wiring.build.models import load_policy, load_scalar, make_sampler, resolve_auto_settings, whole
+
+
+class LocalRuntime:
+    """Implements `Runtime` in this process."""
+
+    def __init__(
+        self,
+        config: Config,
+        stage_name: str,
+        *,
+        base: str,  # the folder whose weights are loaded first
+        start: Callable[[], str],  # verifies and returns the folder that the stage started from
+        state: Path | None,  # the checkpoint to go on from
+        threads: int | None,  # of arithmetic; None: as many as torch has
+        samples: bool,  # whether episodes are played
+    ) -> None:
+        stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[stage_name]
+        assert stage is not None
+        self._config = config = resolve_auto_settings(config, base)
+        self._start = start
+        load = load_scalar if stage_name == "reward_model" else load_policy
+        self.lm = load(config.model, base, seed=config.run.seed)
+        longest = stage.max_episode_tokens if isinstance(stage, RlConfig) else stage.max_tokens
+        self._longest = min(longest, self.lm.context)
+        self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
+        shared = isinstance(stage, RlConfig) and stage.critic is not None and stage.critic.trunk == "shared"
+        with ExitStack() as opened:
+            self._worker = ComputeThread(threads=threads)
+            opened.callback(self._worker.close)
+            self.backend = TorchBackend(
+                self.lm,
+                micro_batch_tokens=stage.micro_batch_tokens,
+                worker=self._worker,
+                value_head=new_value_head(self.lm) if shared else None,
+            )
+            opened.callback(self.backend.close)
+            if state is not None:
+                self.backend.load_state(state).result()
+            self.sampler = make_sampler(config, self.lm, self._worker) if samples else None
+            if self.sampler is not None:
+                opened.callback(self.sampler.close)
+            self._opened = opened.pop_all()
+
+    def open_frozen(self, path: str | None, *, micro_batch_tokens: int) -> Score:
+        if path is not None and is_url(path):
+            remote = open_remote_reference(path)
+            self._opened.callback(remote.close)
+            return scored_remotely(remote)
+        frozen = self._load_frozen(path, micro_batch_tokens)
+        return thread_scorer(frozen.score, self._worker.submit)
+
+    def _load_frozen(self, path: str | None, micro_batch_tokens: int) -> FrozenScorer:
+        """Load the model of a folder, or the one that the stage started from: under adapters, that is the base."""
+        model = self._config.model
+        if path is None and model.lora is not None:
+            return FrozenScorer(self.lm, micro_batch_tokens=micro_batch_tokens, base_only=True)
+        folder = self._start() if path is None else whole(path)
+        lm = load_policy(replace(model, lora=None, recompute=False), folder, seed=0)
+        lm.model.requires_grad_(False)
+        if lm.vocabulary != self.lm.vocabulary:
+            raise ModelError(
+                f"{path} has a vocabulary of {lm.vocabulary} tokens and the trained model one of "
+                f"{self.lm.vocabulary}: their log-probs cannot be compared"
+            )
+        return FrozenScorer(lm, micro_batch_tokens=micro_batch_tokens)
+
+    def open_critic(self, path: str, *, micro_batch_tokens: int, state: Path | None) -> TorchBackend:
+        backend = TorchBackend(
+            load_scalar(self._config.model, path, seed=self._config.run.seed),
+            micro_batch_tokens=micro_batch_tokens,
+            worker=self._worker,
+        )
+        self._opened.callback(backend.close)
+        if state is not None:
+            backend.load_state(state).result()
+        return backend
+
+    def checkpoint_store(self, store: CheckpointStore, folder: Path) -> CheckpointWriter:
+        return store
+
+    def check_memory(self) -> None:
+        """On a GPU, compute the largest micro-batch beside the engine's cache."""
+        if self.lm.device.type == "cuda":
+            self.backend.check_memory(self._longest).result()
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def open_remote_reference(url: str) -> RemoteReference:
+    """Connect to a model of `headrace serve --reference`."""
+    return RemoteReference(url, key=os.environ.get(REFERENCE_KEY))
+
+
+def scored_remotely(remote: RemoteReference) -> Score:
+    """Score at another process, off the event loop."""
+
+    async def score(data: Sequence[Datum]) -> Sequence[FloatArray]:
+        return await asyncio.to_thread(remote.score, data)
+
+    return score

@@ -1,0 +1,236 @@
+"""The context of a stage: its run, runtime, rewards, optimiser and sinks, opened and closed as one."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config, RlConfig
+from headrace.loops.checkpointer import Checkpointer
+from headrace.loops.evaluate import EvalResult
+from headrace.loops.evaluate import evaluate as evaluate_tasks
+from headrace.loops.update import Updater
+from headrace.metrics import metric_values
+from headrace.observe.rollouts.files import save_trajectories
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.sinks.gpu import GpuMetricsSink, gpu_values
+from headrace.observe.sinks.jsonl import JsonlSink
+from headrace.observe.sinks.progress import Progress
+from headrace.observe.sinks.tee import TeeSink
+from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_installed
+from headrace.protocols import MetricSink, Sampler, TrainBackend
+from headrace.render import Renderer
+from headrace.reward.terms import GroupTerm, Term
+from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
+from headrace.wiring.build.agent_endpoint import AgentEndpoint
+from headrace.wiring.build.episodes import eval_player
+from headrace.wiring.build.loss import make_adam
+from headrace.wiring.build.models import whole
+from headrace.wiring.build.rewards import close_terms, has_terms, make_terms
+from headrace.wiring.build.sinks import MetricOutputs, stage_source
+from headrace.wiring.inputs import RunInputs
+from headrace.wiring.resume import StageCheckpoint
+from headrace.wiring.runtime.local import LocalRuntime
+from headrace.wiring.runtime.protocol import Runtime
+from headrace.wiring.runtime.service import ServiceRuntime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Holds what all stages of a run share."""
+
+    config: Config
+    folder: RunFolder
+    inputs: RunInputs
+    metric_outputs: MetricOutputs  # besides the run folder
+    stop: asyncio.Event  # set when the run is to end after a checkpoint
+    threads: int | None  # of arithmetic, for the compute thread; None: as many as torch has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Holds what the finished stages have left behind."""
+
+    model_path: str  # the model that the next stage starts from
+    reward_model_path: str | None
+    metrics_records: int  # records of metrics.jsonl that belong to finished stages
+    figures: Mapping[str, Any]  # the results that the run reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext:
+    """Holds the parts that a stage is built from; `open_stage` opens and closes them."""
+
+    run: RunContext
+    state: RunState
+    checkpoint: StageCheckpoint
+    runtime: Runtime
+    terms: Sequence[Term | GroupTerm]  # judge episodes; none in a stage that plays none
+    programs: AgentEndpoint
+    updater: Updater
+    jsonl: JsonlSink
+    sink: MetricSink
+    figures: dict[str, Any]  # grows with every evaluation, and is saved in checkpoints
+
+    @property
+    def resumed(self) -> LoadedCheckpoint | None:
+        """The checkpoint that the stage goes on from."""
+        return self.checkpoint.newest
+
+    @property
+    def start(self) -> int:
+        """Training steps that are done already."""
+        return self.checkpoint.done
+
+    @property
+    def backend(self) -> TrainBackend:
+        return self.runtime.backend
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.runtime.renderer
+
+    @property
+    def sampler(self) -> Sampler:
+        assert self.runtime.sampler is not None, "a stage that plays no episodes has asked for a sampler"
+        return self.runtime.sampler
+
+    def checkpointer(
+        self, parts: Callable[[], Mapping[str, Any]], beside: Mapping[str, TrainBackend] | None = None
+    ) -> Checkpointer:
+        """Build the checkpointer. `parts` is the stage's own state, `beside` names backends besides the policy's."""
+
+        def snapshot() -> dict[str, Any]:
+            self.jsonl.sync()
+            return {
+                "stage": self.checkpoint.name,
+                "metrics_records": self.jsonl.records,
+                "skips_in_a_row": self.updater.skips_in_a_row,
+                "figures": dict(self.figures),
+                **parts(),
+            }
+
+        folder = self.run.folder.checkpoints / self.checkpoint.name
+        return Checkpointer(
+            self.runtime.checkpoint_store(self.checkpoint.store, folder),
+            self.backend,
+            snapshot,
+            every=self.run.config.checkpoint.every,
+            total=self.checkpoint.steps,
+            done=self.start,
+            stop=self.run.stop,
+            beside=beside or {},
+        )
+
+    def evaluator(self) -> Callable[[int], Awaitable[EvalResult]] | None:
+        """Build what plays, logs and saves the held-out tasks; None when there are none, or nothing can judge them."""
+        config, name = self.run.config, self.checkpoint.name
+        if config.eval.source is None:
+            return None
+        if not self.terms:
+            logger.info("stage %s is not evaluated: nothing but the reward model could judge it", name)
+            return None
+        tasks = self.run.inputs.held_out_tasks
+        play = eval_player(config, self.sampler, self.renderer, self.terms, self.programs)
+
+        async def run_evaluation(step: int) -> EvalResult:
+            began_s = time.perf_counter()
+            out = await evaluate_tasks(tasks, play)
+            values = metric_values(out.metrics)
+            self.sink.log(step, values | {"time/eval_s": time.perf_counter() - began_s})
+            label = "base" if step == 0 else name
+            episodes = [scored for group in out.groups for scored in group.episodes]
+            save_trajectories(self.run.folder.eval_rollouts(label), episodes, lean=True)
+            judged = "success" if "eval/pass@1" in out.metrics else "reward"  # not every reward says what success is
+            self.figures[f"{judged}_{label}"] = out.score
+            self.figures[f"malformed_{label}"] = values["eval/invalid_actions"]
+            return out
+
+        return run_evaluation
+
+
+@asynccontextmanager
+async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoint) -> AsyncIterator[StageContext]:
+    """Build the context of a stage that starts, or goes on from `checkpoint`, and close what was opened for it."""
+    config, name, resumed = run.config, checkpoint.name, checkpoint.newest
+    stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
+    assert stage is not None
+    async with AsyncExitStack() as opened:
+        plays = name == "rl" or (name == "sft" and config.eval.source is not None)
+        judged = plays and has_terms(config, state.reward_model_path)
+        runtime = _open_runtime(run, state, checkpoint, samples=name == "rl" or judged)
+        opened.callback(runtime.close)
+        terms = make_terms(config, state.reward_model_path) if judged else []
+        opened.push_async_callback(close_terms, terms)
+        programs = AgentEndpoint(runtime.renderer)
+        opened.push_async_callback(programs.close)
+        reversible = isinstance(stage, RlConfig) and stage.kl_action == "scale_back"
+        updater = Updater(
+            backend=runtime.backend,
+            adam=make_adam(stage.optimizer, checkpoint.steps, reversible=reversible),
+            max_skips=stage.optimizer.max_skips,
+            skips_in_a_row=0 if resumed is None else int(resumed.state["skips_in_a_row"]),
+        )
+        jsonl = JsonlSink(run.folder.metrics, stage=name)
+        jsonl.truncate_after(state.metrics_records if resumed is None else int(resumed.state["metrics_records"]))
+        sink = _open_sink(run, checkpoint, jsonl)
+        opened.callback(sink.close)
+        yield StageContext(
+            run=run,
+            state=state,
+            checkpoint=checkpoint,
+            runtime=runtime,
+            terms=terms,
+            programs=programs,
+            updater=updater,
+            jsonl=jsonl,
+            sink=sink,
+            figures=dict(state.figures if resumed is None else resumed.state["figures"]),
+        )
+
+
+def stage_start(config: Config, state: RunState) -> str:
+    """Verify and return the folder that the stages after [sft] start from: a resume may come long after it was
+    written."""
+    if config.sft is None:
+        return whole(state.model_path)
+    return str(read_checkpoint(Path(state.model_path)).folder)
+
+
+def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint, *, samples: bool) -> Runtime:
+    config, resumed = run.config, checkpoint.newest
+    folder = None if resumed is None else resumed.folder
+    if config.model.service is not None:
+        return ServiceRuntime(config, start=state.model_path, state=folder, samples=samples)
+    if folder is not None and config.model.lora is None:
+        base = str(folder)
+    elif folder is None or checkpoint.name == "sft":
+        base = whole(state.model_path)
+    else:  # adapters need the weights that the stage started from
+        base = stage_start(config, state)
+    return LocalRuntime(
+        config,
+        checkpoint.name,
+        base=base,
+        start=lambda: stage_start(config, state),
+        state=folder,
+        threads=run.threads,
+        samples=samples,
+    )
+
+
+def _open_sink(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink) -> MetricSink:
+    """Open what a stage logs to: metrics.jsonl, TensorBoard, the sinks of [metrics], and the line of progress."""
+    config, name, start = run.config, checkpoint.name, checkpoint.done
+    sinks: list[MetricSink] = [jsonl]
+    if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
+        sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=start + 1))
+    sinks += run.metric_outputs.sinks(stage_source(config, run.folder.path, stage=name, start=start))
+    sinks.append(Progress(name, checkpoint.steps, start=start))  # last: a failure above must not leave a bar behind
+    return GpuMetricsSink(TeeSink(*sinks), gpu_values)
