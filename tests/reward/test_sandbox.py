@@ -206,12 +206,12 @@ async def test_code_that_cannot_be_imported_is_not_run(mode: Mode, text: str, re
 
 FORGING_WORKER = """
 import os, struct
-from headrace.reward.sandbox import frames
-sent = frames.send
+from headrace.reward.sandbox import framing
+sent = framing.send
 def send(descriptor, value):
     body = b"[" * 60_000
     os.write(descriptor, struct.pack("!I", len(body)) + body) if "payload" in value else sent(descriptor, value)
-frames.send = send
+framing.send = send
 def f(messages, **kwargs):
     return 1.0
 """
@@ -347,10 +347,10 @@ import asyncio, sys
 sys.path.insert(0, {root!r})
 sys.path.insert(0, {tests!r})
 from sandbox_modes import a_row
-from headrace.reward.sandbox.limits import Layer, Limits
-from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.limits import CallLimits, IsolationLayer
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings
 async def main():
-    settings = Settings(limits=Limits(wall_s=600.0), layers=frozenset(map(Layer, {layers!r})))
+    settings = SandboxSettings(limits=CallLimits(wall_s=600.0), layers=frozenset(map(IsolationLayer, {layers!r})))
     sandbox = Sandbox({{"spec": {spec!r}}}, settings)
     await sandbox.describe()
     print(*sandbox.pids, flush=True)
