@@ -19,7 +19,8 @@ from headrace.errors import BackendError, ConfigError, ModelError, NoGradientErr
 from headrace.metrics import Metric, Sum, merge_metrics
 from headrace.model import head
 from headrace.model.compute_thread import ComputeThread, InlineWorker
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
+from headrace.model.device import choose_device, choose_dtype
+from headrace.model.load import LanguageModel, fingerprint, load_model, recompute_layers
 from headrace.model.lora import add_lora
 from headrace.model.value_head import has_scalar_head
 from headrace.train.batch import bind_loss, check_data, check_head
