@@ -1,4 +1,4 @@
-"""Compute log-probs of target tokens from hidden states, chunk by chunk: [tokens, vocabulary] exists for one chunk only.
+"""Compute log-probs of target tokens from hidden states chunk by chunk: [tokens, vocabulary] exists for one chunk only.
 
 There are two entry points. `fused_loss` evaluates a token-wise loss per chunk and computes the gradient while the
 chunk's probabilities exist (three matrix products). `logprobs` is an ordinary differentiable function for losses that

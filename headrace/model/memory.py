@@ -165,7 +165,7 @@ class Memory:
 
     @property
     def training(self) -> int:
-        """All but keys and values."""
+        """The bytes of training, without keys and values."""
         state = self.weights + self.gradients + self.masters + self.moments
         return state + self.activations + self.head + self.beside + self.packed
 
@@ -316,7 +316,7 @@ def fit_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequest:
-    """What a run needs on the device it trains on: the largest of its stages."""
+    """The needs of a run on the device it trains on; where stages differ, the larger counts."""
 
     micro_batch_tokens: int  # computed at once
     kv: KvBudget  # of the engine
