@@ -121,7 +121,7 @@ class StepDecoder:
             slots=torch.tensor(slots),
             positions=torch.tensor(positions),
             mask=None,
-            pieces=tuple(pieces),
+            chunks=tuple(pieces),
         )
         fed = torch.tensor([*map(int, tokens), *[0] * padding])
         return self._lm.hidden(fed, torch.tensor(positions + [0] * padding), context)

@@ -62,7 +62,7 @@ def adapted_logits(
     """Every token is a sequence of its own, with the adapter of its key."""
     hidden = cpu_forward(lm) if direct else lm.hidden
     assert hidden is not None
-    with torch.inference_mode(), use_adapters(table, table.mixture(np.array(keys))):
+    with torch.inference_mode(), use_adapters(table, table.row_adapters(np.array(keys))):
         hidden_TD = hidden(tokens, torch.zeros(len(tokens), dtype=torch.long), Packed((1,) * len(tokens)))
         return apply_adapters(HEAD, hidden_TD, hidden_TD @ lm.head_weight().T)
 
@@ -126,7 +126,7 @@ def test_it_is_what_the_trained_layers_compute() -> None:
     with torch.no_grad():
         expected = view.hidden(tokens, positions, Packed((8,)))
         plain = lm.hidden(tokens, positions, Packed((8,)))
-    with torch.inference_mode(), use_adapters(table, table.mixture(np.full(8, key))):
+    with torch.inference_mode(), use_adapters(table, table.row_adapters(np.full(8, key))):
         found = sampled.hidden(tokens, positions, Packed((8,)))
         untouched = lm.hidden(tokens, positions, Packed((8,)))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -149,8 +149,8 @@ def mixing(width: int) -> AdapterTable:
 def deltas(keys: list[int], x_TI: Tensor) -> Tensor:
     out, table = torch.zeros(len(keys), 2 * x_TI.shape[1]), mixing(x_TI.shape[1])
     with torch.inference_mode():
-        if (mixture := table.mixture(np.array(keys))) is not None:
-            mixture.add_(table.parts[FIRST], None, x_TI, out)
+        if (adapters := table.row_adapters(np.array(keys))) is not None:
+            adapters.add_(table.parts[FIRST], None, x_TI, out)
     return out
 
 
@@ -173,7 +173,7 @@ def test_a_row_has_the_bits_that_it_has_alone(keys: list[int], seed: int, width:
 
 def test_many_adapters_of_a_rank_are_one_product_and_few_of_many_are_not() -> None:
     """The test above means nothing if one of the two ways is never taken."""
-    balanced, lopsided = (mixing(64).mixture(np.array(keys)) for keys in (EIGHTS, [3] * 30 + [5]))
+    balanced, lopsided = (mixing(64).row_adapters(np.array(keys)) for keys in (EIGHTS, [3] * 30 + [5]))
     assert balanced is not None
     assert lopsided is not None
     assert [share.first for share in balanced.shares] == [0]
@@ -188,9 +188,9 @@ def test_adapters_come_and_go_and_the_others_keep_their_bits() -> None:
     def delta(key: int) -> Tensor:
         out = torch.zeros(4, 32)
         with torch.inference_mode():
-            mixture = table.mixture(np.full(4, key))
-            assert mixture is not None
-            mixture.add_(part, None, x_TI, out)
+            adapters = table.row_adapters(np.full(4, key))
+            assert adapters is not None
+            adapters.add_(part, None, x_TI, out)
         return out
 
     keys = [table.put(make_adapter(lm, 8, seed=seed)) for seed in range(3)]

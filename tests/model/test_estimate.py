@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.errors import ConfigError, ModelError
+from headrace.model.device import choose_dtype
 from headrace.model.head import CHUNK_TOKENS, CUDA_CHUNK_TOKENS
-from headrace.model.load import choose_dtype
 from headrace.model.lora import add_lora
 from headrace.model.memory import (
     CUDA_HEAD_CHUNK_TOKENS,

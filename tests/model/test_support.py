@@ -1,4 +1,4 @@
-"""Every supported type computes what transformers computes: packed, in pieces, decoded; every other one is refused."""
+"""Every supported type computes what transformers computes: packed, in chunks, decoded; every other one is refused."""
 
 import asyncio
 import re
@@ -114,7 +114,7 @@ def test_packed_logits_equal_transformers_own(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_engine_samples_and_scores_with_transformers_own_logprobs(variant: str) -> None:
-    """Prompts longer than a piece, a shared prompt, sequences past 64 cached positions, all in one batch."""
+    """Prompts longer than a chunk, a shared prompt, sequences past 64 cached positions, all in one batch."""
     prompts = [SEQUENCES[0], SEQUENCES[1], SEQUENCES[2], SEQUENCES[2], SEQUENCES[3]]
 
     async def play() -> tuple[list[Completion], tuple[Any, ...]]:

@@ -42,7 +42,7 @@ def test_the_one_used_longest_ago_makes_room() -> None:
         [expected] = FrozenScorer(make(name)).score(data())
         assert found.tobytes() == expected.tobytes()
     assert references.names == ("1", "3")
-    assert (references.counts.loaded, references.counts.found, references.counts.evicted) == (3, 1, 1)
+    assert (references.counts.loaded, references.counts.hits, references.counts.evicted) == (3, 1, 1)
 
 
 def test_memory_is_a_limit_too() -> None:

@@ -16,10 +16,9 @@ from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model import cuda
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.cuda.compile import compile_layers
+from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import (
     LanguageModel,
-    choose_device,
-    choose_dtype,
     load_model,
     model_folder,
     prepare,

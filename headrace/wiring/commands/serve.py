@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError, boundary
 from headrace.infer.slot_cache import default_kv_tokens
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, no_progress_bars
+from headrace.model.device import choose_device, choose_dtype
+from headrace.model.load import LanguageModel, load_model, no_progress_bars
 from headrace.model.memory import ModelDims, kv_bytes_per_token, model_dims, num_parameters
 from headrace.model.tiny import save_tiny
 from headrace.names import min_kv_tokens

@@ -11,7 +11,8 @@ from headrace.config import TinyModelConfig
 from headrace.envs import ENVIRONMENTS
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, no_progress_bars, prepare
+from headrace.model.device import choose_device, choose_dtype
+from headrace.model.load import LanguageModel, load_model, no_progress_bars, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
 from headrace.train.torch_backend import TorchBackend
