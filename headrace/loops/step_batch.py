@@ -43,7 +43,7 @@ Score = Callable[[Sequence[Datum]], Awaitable[Sequence[FloatArray]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
-    """How stale tokens are weighted, and how the weights are bounded (`algo.correction`)."""
+    """The weights of stale tokens and their bounds (see `algo.correction`)."""
 
     behaviour: BehaviourCorrection = BehaviourCorrection.FULL
     missing: MissingRule = MissingRule.FULL
