@@ -15,12 +15,12 @@ from headrace.testing import FakeBackend
 
 
 class Bench:
-    """A keeper over fakes; `cursor` is the run's state, which the test moves."""
+    """A checkpointer over fakes; `cursor` is the run's state, which the test moves."""
 
     def __init__(self, folder: Path, *, every: int, total: int = 6, done: int = 0) -> None:
         self.cursor = done * 10
         self.store, self.backend, self.stop = MemoryStore(folder), FakeBackend(), asyncio.Event()
-        self.keeper = Checkpointer(
+        self.checkpointer = Checkpointer(
             self.store, self.backend, self.snapshot, every=every, total=total, done=done, stop=self.stop
         )
 
@@ -30,7 +30,7 @@ class Bench:
     async def step(self, done: int, score: float | None = None) -> None:
         self.cursor = done * 10
         self.backend.logprob = -float(done)
-        await self.keeper.end_of_step(done, score)
+        await self.checkpointer.end_of_step(done, score)
 
 
 async def test_checkpoints_come_every_n_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -56,13 +56,13 @@ async def test_what_takes_long_is_made_only_of_states_that_are_written_and_tells
 
         return {"cursor": cursor, "groups": groups}
 
-    bench.keeper = Checkpointer(bench.store, bench.backend, snapshot, every=3, total=6, done=0, stop=bench.stop)
+    bench.checkpointer = Checkpointer(bench.store, bench.backend, snapshot, every=3, total=6, done=0, stop=bench.stop)
     for done in (1, 2, 3, 4):
         await bench.step(done)
     bench.cursor = 99
     bench.stop.set()
     with pytest.raises(Interrupted):
-        await bench.keeper.run_or_stop(asyncio.Event().wait())
+        await bench.checkpointer.run_or_stop(asyncio.Event().wait())
     assert made == [30, 40]
     assert [state for _, state, _ in bench.store.saved] == [
         {"cursor": 30, "groups": [30, 31]},
@@ -92,7 +92,7 @@ async def test_a_stop_while_a_batch_is_awaited_saves_the_last_barriers_state(tmp
             cancelled.set()
 
     with pytest.raises(Interrupted, match=r"^stopped on request after step 1 of 6$"):
-        await bench.keeper.run_or_stop(take_batch())
+        await bench.checkpointer.run_or_stop(take_batch())
     assert cancelled.is_set()
     # no score: whether it is the best checkpoint must not depend on when somebody asked to stop
     assert bench.store.saved == [(1, {"cursor": 10}, None)]
@@ -104,7 +104,7 @@ async def test_a_stop_right_after_a_checkpoint_writes_no_second_one(tmp_path: Pa
     await bench.step(2, score=0.5)
     bench.stop.set()
     with pytest.raises(Interrupted, match="after step 2 of 6"):
-        await bench.keeper.run_or_stop(asyncio.Event().wait())
+        await bench.checkpointer.run_or_stop(asyncio.Event().wait())
     assert bench.store.saved == [(2, {"cursor": 20}, 0.5)]
 
 
@@ -112,7 +112,7 @@ async def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> Non
     bench = Bench(tmp_path, every=2, done=4)
     bench.stop.set()
     with pytest.raises(Interrupted, match="after step 4 of 6"):
-        await bench.keeper.run_or_stop(asyncio.Event().wait())
+        await bench.checkpointer.run_or_stop(asyncio.Event().wait())
     assert bench.store.saved == []
 
 
@@ -142,9 +142,9 @@ async def test_without_a_stop_the_result_or_the_error_passes_through(tmp_path: P
     async def failure() -> int:
         raise RolloutError("no batch")
 
-    assert await bench.keeper.run_or_stop(result()) == 5
+    assert await bench.checkpointer.run_or_stop(result()) == 5
     with pytest.raises(RolloutError, match="no batch"):
-        await bench.keeper.run_or_stop(failure())
+        await bench.checkpointer.run_or_stop(failure())
     assert len(asyncio.all_tasks()) == 1, "nothing is left waiting for a stop"
 
 
@@ -159,9 +159,9 @@ async def test_a_score_passes_through_and_an_evaluation_that_fails_saves_the_ste
         raise RolloutError("no reward")
 
     bench.cursor = 20
-    assert await bench.keeper.evaluate_or_save(2, evaluation()) == 0.5
+    assert await bench.checkpointer.evaluate_or_save(2, evaluation()) == 0.5
     assert bench.store.saved == []
     bench.cursor = 30
     with pytest.raises(RolloutError, match="no reward"):
-        await bench.keeper.evaluate_or_save(3, failing())
+        await bench.checkpointer.evaluate_or_save(3, failing())
     assert bench.store.saved == [(3, {"cursor": 30}, None)]

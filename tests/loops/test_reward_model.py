@@ -81,7 +81,7 @@ async def test_order_is_learned_and_held_out_accuracy_reported(tmp_path: Path) -
         backend=backend,
         updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2), max_skips=2),
         sink=sink,
-        keeper=Checkpointer(Store(), backend, dict, every=6, total=12, done=0, stop=asyncio.Event()),
+        checkpointer=Checkpointer(Store(), backend, dict, every=6, total=12, done=0, stop=asyncio.Event()),
         held_out=pairs("d"),
     )
     backend.close()

@@ -109,7 +109,9 @@ async def by_loop(model_folder: Path, state: Path) -> MemorySink:
         backend=backend,
         updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2 / (step + 1)), max_skips=1),
         sink=sink,
-        keeper=Checkpointer(MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()),
+        checkpointer=Checkpointer(
+            MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()
+        ),
         record=lambda step, groups, episodes: None,
     )
     engine.close()
@@ -179,7 +181,7 @@ class Rig:
             updater=self.updater,
             utilization=utilization,
             sink=self.sink,
-            keeper=Checkpointer(
+            checkpointer=Checkpointer(
                 self.store,
                 self.backend,
                 lambda: {"version": executor.version},

@@ -46,7 +46,7 @@ class Rig:
         return [self.talks[(self.drawn + k) % len(self.talks)] for k in range(n)]
 
     async def train(self, **more: Any) -> dict[str, float]:
-        keeper = Checkpointer(
+        checkpointer = Checkpointer(
             self.store,
             self.backend,
             lambda: {"drawn": self.drawn},
@@ -62,7 +62,7 @@ class Rig:
             backend=self.backend,
             updater=self.updater,
             sink=self.sink,
-            keeper=keeper,
+            checkpointer=checkpointer,
             start=self.start,
             **more,
         )

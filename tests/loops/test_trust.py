@@ -57,23 +57,23 @@ async def test_a_kl_that_is_not_a_number_is_beyond_any_limit() -> None:
 
 async def test_the_coefficient_follows_what_steps_moved() -> None:
     far, near = [datum(-1.0)], [datum(-2.0)]
-    trust = region(-2.0, limit=0.1, coef=3.0)
+    kl_limit = region(-2.0, limit=0.1, coef=3.0)
     used = []
     for data in (far, far, near, near, near):
-        used.append(trust.loss(PPO).params["sampler_kl_coef"])
-        await trust.after_update(0, data, left=0)
-        trust.end_step()
+        used.append(kl_limit.loss(PPO).params["sampler_kl_coef"])
+        await kl_limit.after_update(0, data, left=0)
+        kl_limit.end_step()
     assert used == [3.0, 6.0, 12.0, 6.0, 3.0]
-    assert trust.doublings == -1.0
-    assert trust.loss(PPO).params["clip_low"] == 0.1
+    assert kl_limit.doublings == -1.0
+    assert kl_limit.loss(PPO).params["clip_low"] == 0.1
 
 
 async def test_the_coefficient_is_bounded_and_absent_where_the_loss_has_no_such_term() -> None:
-    trust = region(-2.0, coef=1.0)
+    kl_limit = region(-2.0, coef=1.0)
     for _ in range(30):
-        await trust.after_update(0, [datum(-1.0)], left=0)
-        trust.end_step()
-    assert trust.loss(PPO).params["sampler_kl_coef"] == 1024.0
+        await kl_limit.after_update(0, [datum(-1.0)], left=0)
+        kl_limit.end_step()
+    assert kl_limit.loss(PPO).params["sampler_kl_coef"] == 1024.0
     without = region(-2.0)
     assert without.loss(PPO) is PPO
     assert without.end_step() == {}
@@ -89,10 +89,10 @@ def moved_backend(data: Sequence[Datum], step: float, *, start: float = -2.0) ->
 
 
 async def scaled(data: Sequence[Datum], backend: FakeBackend, *, limit: float) -> dict[str, float]:
-    trust = KlLimit(limit=limit, policy=backend_scorer(backend), backend=backend, coef=1.0)
-    moved = await trust.after_update(0, data, left=2)
+    kl_limit = KlLimit(limit=limit, policy=backend_scorer(backend), backend=backend, coef=1.0)
+    moved = await kl_limit.after_update(0, data, left=2)
     assert not moved.stop  # the other minibatches go on
-    return metric_values(moved.metrics) | metric_values(trust.end_step()) | {"doublings": trust.doublings}
+    return metric_values(moved.metrics) | metric_values(kl_limit.end_step()) | {"doublings": kl_limit.doublings}
 
 
 async def test_an_update_beyond_the_limit_is_scaled_back_to_meet_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,12 +39,12 @@ from headrace.types import (
     float_array,
     int_array,
 )
-from headrace.verify import PROOFS, verify
+from headrace.verify import CHECKS, verify
 from headrace.verify.gradient_check import compared, padded, relative_error, yardstick
 from headrace.verify.mask_check import trained_tokens
 from headrace.verify.property_result import Figure, PropertyResult, failures, rows
 from headrace.verify.reference import Gradient, ReferenceForward
-from headrace.verify.resume_check import moved_apart
+from headrace.verify.resume_check import relative_difference
 from headrace.verify.subject import VerifySubject
 
 
@@ -72,7 +72,7 @@ def test_every_property_holds(parts: VerifySubject) -> None:
     assert len(set(names)) == len(names) == 11
     explained = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
     assert [name for name in names if f"**{name}**" not in explained] == []
-    assert set(PROOFS) - set(names) == {"gradients"}  # which is five proofs
+    assert set(CHECKS) - set(names) == {"gradients"}  # which is five checks
     assert all(torch.equal(value, weights[name]) for name, value in parts.lm.model.named_parameters())
 
 
@@ -322,8 +322,10 @@ def test_errors_are_relative_to_what_is_expected() -> None:
     assert relative_error(expected, {name: torch.zeros(1) for name in expected}) == float("inf")
     start = {name: torch.zeros(1) for name in expected}
     # resumed is 1 away from a way of 5
-    assert moved_apart(start, expected, {"a": torch.tensor([3.0]), "b": torch.tensor([3.0])}) == pytest.approx(0.2)
-    assert moved_apart(start, start, start) == float("inf")
+    assert relative_difference(start, expected, {"a": torch.tensor([3.0]), "b": torch.tensor([3.0])}) == pytest.approx(
+        0.2
+    )
+    assert relative_difference(start, start, start) == float("inf")
 
 
 def test_padding_has_no_weight_and_keeps_what_was_there() -> None:

@@ -17,6 +17,6 @@ def test_a_package_that_is_only_read_from_is_usable_though_it_could_not_be_impor
     imported = found("carrier_of_a_file")
     assert not imported["ok"]
     assert "something_that_is_nowhere" in imported["reason"]
-    monkeypatch.setattr(probing, "CARRIERS", frozenset({"carrier_of_a_file", "that_is_nowhere"}))
+    monkeypatch.setattr(probing, "DATA_PACKAGES", frozenset({"carrier_of_a_file", "that_is_nowhere"}))
     assert found("carrier_of_a_file")["ok"]
     assert found("that_is_nowhere")["reason"] == "not installed"

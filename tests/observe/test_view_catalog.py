@@ -44,7 +44,7 @@ def test_a_catalog_has_a_few_numbers_of_every_episode(tmp_path: Path) -> None:
         4,
         "gigpo (gamma 0.5, norm none)",
     )
-    first, *_, lost = catalog.briefs
+    first, *_, lost = catalog.summaries
     assert (first.id, first.total, first.num_steps, first.num_sampled, first.success) == ("7/0", 1.0, 3, 6, True)
     # R = 1, 1, 0: A_E = 1/3. S {1/4, 1/8, 1/4, 0, 0}: mean 1/8; A {1/2, 1/2, 0}: mean 1/3; B {1, 1}
     assert first.episode_advantage == pytest.approx(1 / 3)
@@ -58,10 +58,10 @@ def test_a_file_of_several_steps_shows_the_latest_and_names_the_others(tmp_path:
     mixed = tmp_path / "all.jsonl"
     mixed.write_text("".join(parts))
     catalog = read_catalog(mixed)
-    assert (catalog.training_step, catalog.other_steps, len(catalog.briefs)) == (12, (3, 5), 6)
+    assert (catalog.training_step, catalog.other_steps, len(catalog.summaries)) == (12, (3, 5), 6)
     earlier = read_catalog(mixed, step=3)
     assert earlier.training_step == 3
-    (chosen,) = read_episodes(mixed, [earlier.briefs[1].place])
+    (chosen,) = read_episodes(mixed, [earlier.summaries[1].place])
     assert (chosen.training_step, chosen.id) == (3, "7/1")
     with pytest.raises(ConfigError, match="no episodes of training step 4; it has those of 3, 5, 12"):
         read_catalog(mixed, step=4)
@@ -69,8 +69,8 @@ def test_a_file_of_several_steps_shows_the_latest_and_names_the_others(tmp_path:
 
 def test_episodes_are_chosen_by_task_and_id(tmp_path: Path) -> None:
     catalog = read_catalog(world.save(tmp_path / "a.jsonl"))
-    assert [brief.id for brief in choose(catalog, task="corr")] == ["7/0", "7/1", "7/2"]
-    assert [brief.id for brief in choose(catalog, episode="7/1")] == ["7/1"]
+    assert [summary.id for summary in choose(catalog, task="corr")] == ["7/0", "7/1", "7/2"]
+    assert [summary.id for summary in choose(catalog, episode="7/1")] == ["7/1"]
     with pytest.raises(ConfigError, match=r"several tasks of .* begin with '': corridor, still"):
         choose(catalog, task="")
     with pytest.raises(ConfigError, match=r"there is no episode '7/9' in .*; did you mean 7/"):
@@ -84,7 +84,7 @@ def test_episodes_that_were_never_credited_are_held_together_by_their_ids(tmp_pa
     catalog = read_catalog(tmp_path / "a.jsonl")
     assert catalog.groups == ("7", "8")
     assert method_text(catalog.method) == "not credited"
-    assert {brief.advantages for brief in catalog.briefs} == {None}
+    assert {summary.advantages for summary in catalog.summaries} == {None}
 
 
 def test_an_empty_file_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -108,6 +108,6 @@ def test_a_large_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
     (last,) = read_episodes(large, [59], tokens=True)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(catalog.briefs) == 60
+    assert len(catalog.summaries) == 60
     assert last.id == "7/0"
     assert peak < 4_000_000

@@ -62,7 +62,9 @@ def stage(backend: ServiceBackend, steps: int, folder: Path) -> dict[str, Any]:
     return {
         "backend": backend,
         "updater": Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2), max_skips=1),
-        "keeper": Checkpointer(OneFolder(folder), backend, dict, every=0, total=steps, done=0, stop=asyncio.Event()),
+        "checkpointer": Checkpointer(
+            OneFolder(folder), backend, dict, every=0, total=steps, done=0, stop=asyncio.Event()
+        ),
         "sink": MemorySink(),
     }
 

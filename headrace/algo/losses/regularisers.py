@@ -68,7 +68,7 @@ def sampler_kl(
 ) -> LossOut:
     """L = coef sum_t w_t (r - 1 - log r), r = exp(policy - sampler): KL(sampler || policy), unbiased on its samples.
 
-    The trust-region term of conservative PPO; `trust.adaptive_coef` moves its coefficient between training steps.
+    The trust-region term of conservative PPO; `kl_control.adapt_kl_coef` moves its coefficient between training steps.
     """
     trained_T = weights_T != 0
     d_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)

@@ -19,7 +19,7 @@ from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, LossSpec
 from headrace.verify import verify as prove
 from headrace.verify.property_result import PropertyResult
-from headrace.verify.subject import WORLD as VERIFY_WORLD
+from headrace.verify.subject import ENVIRONMENT as VERIFY_ENVIRONMENT
 from headrace.verify.subject import VerifySubject
 from headrace.wiring.build.models import fuse_cuda_layers
 
@@ -61,7 +61,7 @@ def _make_engine(lm: LanguageModel) -> EmbeddedEngine:
 def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
     """Make the demo's model, untrained; on CUDA with wider heads, so that it is decoded in graphs as others are."""
     tiny = TinyModelConfig()
-    tokenizer = make_tokenizer(ENVIRONMENTS[VERIFY_WORLD].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS[VERIFY_ENVIRONMENT].vocabulary())
     model = make_model(
         vocab_size=len(tokenizer),
         width=tiny.width if device != "cuda" else tiny.heads * CUDA_HEAD_WIDTH,
