@@ -23,15 +23,15 @@ class Alignment:
 
 
 def as_reward(value: object, episode: Episode) -> Reward:
-    """Make a Reward of a value that a function of this process returned. Raises RewardError if it is no reward."""
+    """Make a Reward of the value that a function of this process returned. Raises RewardError if it is none."""
     try:
         fields = parse_result(value)
     except TypeError as exc:
         raise RewardError(str(exc)) from exc
-    return reward_of(fields, episode, Alignment())
+    return make_reward(fields, episode, Alignment())
 
 
-def reward_of(fields: object, episode: Episode, alignment: Alignment) -> Reward:
+def make_reward(fields: object, episode: Episode, alignment: Alignment) -> Reward:
     """Make a Reward of the untrusted JSON of `parse_result`.
 
     Raises RewardError if the function said that it could not tell, or the JSON is no reward of this episode.
@@ -55,7 +55,7 @@ def _step_rewards(checked: Mapping[str, Any], episode: Episode, alignment: Align
     outputs = checked.get("step_outputs", [])
     rewards = [alignment.default_step_reward] * len(episode.steps)
     indices = [output["step_index"] for output in outputs]
-    for step, output in zip(resolve(indices, episode, alignment.step_index), outputs, strict=True):
+    for step, output in zip(find_steps(indices, episode, alignment.step_index), outputs, strict=True):
         rewards[step] = output["base_reward"]
     if rewards and (alignment.terminal_score == "add" or not outputs):
         rewards[-1] += checked["score"]
@@ -63,7 +63,7 @@ def _step_rewards(checked: Mapping[str, Any], episode: Episode, alignment: Align
     return tuple(rewards)
 
 
-def resolve(indices: Sequence[object], episode: Episode, declared: str = "auto") -> list[int]:
+def find_steps(indices: Sequence[object], episode: Episode, declared: str = "auto") -> list[int]:
     """Find the step of each index.
 
     A string is a step's id. Negative numbers count turns from the end. Other numbers are places in the conversation or

@@ -10,7 +10,7 @@ from headrace.algo.datum import step_positions
 from headrace.types import Completion, EndReason, Episode, Message, Step, StopReason, Task, ToolCall, wire_message
 
 
-def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
+def episode_to_row(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
     """Convert what a function may see: conversation, task data, steps, and tokens if it takes whole episodes.
 
     `prompt_count` is the number of messages before the policy's first; step ids are "<episode id>/<step>".
@@ -48,7 +48,7 @@ def step_id(episode: Episode, index: int) -> str:
     return f"{episode.id}/{index}"
 
 
-def episode_from(row: Mapping[str, Any]) -> Episode:
+def episode_from_row(row: Mapping[str, Any]) -> Episode:
     """Rebuild the episode from a row with tokens."""
     return Episode(
         id=row["id"],

@@ -18,7 +18,7 @@ from headrace.types import Episode, Message, Reward, SampleRequest, SamplingPara
 
 Ask = Callable[[Sequence[Message]], Awaitable[str]]  # takes messages, returns the text of a reply
 
-_MARKS = r"[*_`]*:[*_`\s]*"  # models set words in bold, in any case
+_MARKS = r"[*_`]*:[*_`\s]*"  # models set words in bold
 _ONE = re.compile(rf"\bSCORE{_MARKS}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _MANY = re.compile(rf"\bSCORES{_MARKS}(\[[^\]]*\])", re.IGNORECASE)
 
@@ -59,14 +59,14 @@ def judge_term(name: str, ask: Ask, judge: JudgeSettings, *, weight: float = 1.0
 async def _ask_for_scores(
     ask: Ask, judge: JudgeSettings, episodes: Sequence[Episode], permits: asyncio.Semaphore
 ) -> list[float]:
-    question = question_about(episodes, judge)
+    question = write_question(episodes, judge)
     last = RewardError("the judge was not asked")
     for _ in range(judge.attempts):
         try:
             async with permits:
                 with boundary(RewardError, "the judge could not be asked"):
                     reply = await ask(question)
-            return scores_in(reply, judge, len(episodes))
+            return parse_scores(reply, judge, len(episodes))
         except Interrupted:
             raise
         except HeadraceError as exc:
@@ -74,7 +74,7 @@ async def _ask_for_scores(
     raise last
 
 
-def question_about(episodes: Sequence[Episode], judge: JudgeSettings) -> tuple[Message, ...]:
+def write_question(episodes: Sequence[Episode], judge: JudgeSettings) -> tuple[Message, ...]:
     """Write the rubric, the ground truth if any, and the conversations as JSON, which no text of theirs can leave."""
     data = episodes[0].task.data
     truth = data.get("ground_truth", data.get("answer"))
@@ -95,7 +95,7 @@ def question_about(episodes: Sequence[Episode], judge: JudgeSettings) -> tuple[M
     return Message(role="system", content=system), Message(role="user", content=user)
 
 
-def scores_in(reply: str, judge: JudgeSettings, count: int) -> list[float]:
+def parse_scores(reply: str, judge: JudgeSettings, count: int) -> list[float]:
     """Parse the last scores of the reply. Raises RewardError if there are none, too few, or some out of range."""
     matches = (_MANY if judge.compare else _ONE).findall(reply)
     if not matches:

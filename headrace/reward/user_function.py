@@ -345,11 +345,11 @@ def _evaluation_row(row: Row) -> Any:
 
 
 def _call_episode(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    return function(_episode_json().episode_from(rows[0]), **kwargs)
+    return function(_episode_json().episode_from_row(rows[0]), **kwargs)
 
 
 def _call_episodes(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    return function([_episode_json().episode_from(row) for row in rows], **kwargs)
+    return function([_episode_json().episode_from_row(row) for row in rows], **kwargs)
 
 
 def _episode_json() -> Any:

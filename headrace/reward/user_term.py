@@ -10,8 +10,8 @@ from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
 from headrace.reward import user_function
-from headrace.reward.alignment import Alignment, reward_of
-from headrace.reward.episode_json import row_of
+from headrace.reward.alignment import Alignment, make_reward
+from headrace.reward.episode_json import episode_to_row
 from headrace.reward.sandbox.limits import CallLimits, CallResult, IsolationLayer, Outcome, isolation_gaps, may_fork
 from headrace.reward.sandbox.pool import Sandbox, SandboxSettings, SandboxWorker, readable_paths, warn_once
 from headrace.reward.terms import GroupTerm
@@ -73,7 +73,7 @@ def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
     with boundary(ConfigError, f"{user.spec} cannot be imported"):
         function = user_function.load(user.target)
     alignment = _with_declared_index(user.alignment, function.about)
-    threads, turns = ThreadPoolExecutor(TRUSTED_CALLS, "headrace-reward"), asyncio.Semaphore(TRUSTED_CALLS)
+    threads, permits = ThreadPoolExecutor(TRUSTED_CALLS, "headrace-reward"), asyncio.Semaphore(TRUSTED_CALLS)
 
     async def judge(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         together = function.signature.takes_group
@@ -82,8 +82,8 @@ def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
         return [reward for group in judged for reward in group]
 
     async def judge_one(group: Sequence[Episode]) -> Sequence[Reward | RewardError]:
-        rows = [row_of(episode, with_tokens=function.signature.takes_tokens) for episode in group]
-        async with turns:
+        rows = [episode_to_row(episode, with_tokens=function.signature.takes_tokens) for episode in group]
+        async with permits:
             limit = asyncio.timeout(timeout_s)
             try:
                 with boundary(RewardError, user.name):
@@ -101,7 +101,7 @@ def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
 def check_importable(user: UserRewardSpec, settings: SandboxSettings) -> dict[str, Any]:
     """Start one worker and stop it, so that a broken function fails before the run. Blocks; raises ConfigError."""
 
-    async def look() -> dict[str, Any]:
+    async def describe() -> dict[str, Any]:
         sandbox = Sandbox(user.target, settings)
         try:
             return await sandbox.describe()
@@ -110,14 +110,14 @@ def check_importable(user: UserRewardSpec, settings: SandboxSettings) -> dict[st
         finally:
             await sandbox.close()
 
-    return asyncio.run(look())
+    return asyncio.run(describe())
 
 
 def sandbox_text() -> str:
     """Describe what the sandbox of reward functions can isolate on this machine. Blocks; raises nothing."""
     user = UserRewardSpec(name="probe", spec="headrace.reward.user_function:last_text")
 
-    async def look() -> frozenset[IsolationLayer]:
+    async def probe() -> frozenset[IsolationLayer]:
         worker = await SandboxWorker.start(
             SandboxSettings(), {**user.target, "alone": True}, readable_paths(user.spec, ())
         )
@@ -125,7 +125,7 @@ def sandbox_text() -> str:
         return worker.layers
 
     try:
-        layers = asyncio.run(look())
+        layers = asyncio.run(probe())
     except HeadraceError as exc:
         return f"does not work: {exc}"
     gaps = isolation_gaps(layers)
@@ -139,7 +139,7 @@ async def _judge(
     try:
         with boundary(RewardError, "the task's data cannot be sent to the sandbox as JSON"):
             argument = json.loads(
-                json.dumps({"rows": [row_of(item, with_tokens=signature.takes_tokens) for item in group]})
+                json.dumps({"rows": [episode_to_row(item, with_tokens=signature.takes_tokens) for item in group]})
             )
     except RewardError as exc:
         return [exc] * len(group)
@@ -157,7 +157,7 @@ def _rewards(verdicts: object, group: Sequence[Episode], alignment: Alignment) -
     rewards: list[Reward | RewardError] = []
     for verdict, episode in zip(verdicts, group, strict=True):
         try:
-            rewards.append(reward_of(verdict, episode, alignment))
+            rewards.append(make_reward(verdict, episode, alignment))
         except RewardError as exc:
             rewards.append(exc)
     return rewards

@@ -256,7 +256,7 @@ def _filter_instructions(column: int, architecture: int, *, may_nest_pids: bool)
         _if_equal(architecture, 1, 0),
         _return(_KILL),
         _load(0),
-        (0x35, 0, 1, 0x40000000),  # x32 calls have other numbers: none of them
+        (0x35, 0, 1, 0x40000000),  # x32 calls have other numbers: deny all of them
         _return(_EPERM),
     ]
     for numbers in _NUMBERS.values():

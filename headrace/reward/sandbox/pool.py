@@ -39,7 +39,7 @@ from headrace.reward.sandbox.limits import (
     essential_gaps,
     isolation_gaps,
 )
-from headrace.reward.sandbox.supervisor import scratch_root, sweep
+from headrace.reward.sandbox.supervisor import remove_leftovers, scratch_root
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class SandboxWorker:
             self._process.kill()
             return self._process.wait()
         finally:
-            sweep(scratch_root(), self._process.pid)
+            remove_leftovers(scratch_root(), self._process.pid)
 
     def abandon(self) -> None:
         """Cut the lifeline without waiting, when there is no event loop any more."""
@@ -295,9 +295,9 @@ def readable_paths(spec: str, extra: Sequence[str]) -> tuple[str, ...]:
     if place.is_dir():
         paths.add(str(place.resolve()))
     elif place.suffix == ".py":
-        paths.update((str(place.resolve()), *code_in(place.resolve().parent)))
+        paths.update((str(place.resolve()), *list_code(place.resolve().parent)))
     for entry in path_entries():
-        paths.update(code_in(Path(entry)))
+        paths.update(list_code(Path(entry)))
     paths.update(str(Path(path).resolve()) for path in extra)
     return tuple(sorted(paths))
 
@@ -309,7 +309,7 @@ def path_entries() -> list[str]:
     return [str(item) for item in folders if item.is_dir() and not any(item.is_relative_to(root) for root in roots)]
 
 
-def code_in(folder: Path) -> list[str]:
+def list_code(folder: Path) -> list[str]:
     """List the Python files, extensions and packages of a folder."""
     return [
         str(entry)

@@ -38,7 +38,7 @@ from headrace.reward.sandbox.limits import (
     Outcome,
     limits_from,
 )
-from headrace.reward.sandbox.supervisor import supervise, sweep
+from headrace.reward.sandbox.supervisor import remove_leftovers, supervise
 
 SMALL = CallLimits(wall_s=5.0, cpu_s=5, memory_mb=512, processes=4)
 _PROGRAM = "main.py"
@@ -79,7 +79,7 @@ def run_untrusted(code: str, stdin: str = "", limits: CallLimits = SMALL) -> Pro
                 framing.send(ours.fileno(), order)
             result = _follow(process, ours, began_file.fileno(), limits, nested=bool(outer))
             ours.close()
-        sweep(scratch, process.pid)
+        remove_leftovers(scratch, process.pid)
         return result
 
 

@@ -51,7 +51,7 @@ def scratch_root() -> str:
     return next((path for path in public if os.path.isdir(path) and os.access(path, os.W_OK)), tempfile.gettempdir())
 
 
-def sweep(root: str, supervisor: int) -> None:
+def remove_leftovers(root: str, supervisor: int) -> None:
     """Remove the folder that a supervisor leaves if it is killed. This process started it, and it has ended."""
     for left in Path(root).glob(f"{_scratch_prefix(os.getpid(), supervisor)}*"):
         shutil.rmtree(left, ignore_errors=True)
