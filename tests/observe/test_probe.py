@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.observe import probe as probing
+from headrace.observe import import_probe as probing
 
 
 def found(name: str) -> dict[str, Any]:

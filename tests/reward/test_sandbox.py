@@ -347,10 +347,10 @@ import asyncio, sys
 sys.path.insert(0, {root!r})
 sys.path.insert(0, {tests!r})
 from sandbox_modes import a_row
-from headrace.reward.sandbox.limits import Layer, Limits
-from headrace.reward.sandbox.pool import Sandbox, Settings
+from headrace.reward.sandbox.limits import CallLimits, IsolationLayer
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings
 async def main():
-    settings = Settings(limits=Limits(wall_s=600.0), layers=frozenset(map(Layer, {layers!r})))
+    settings = SandboxSettings(limits=CallLimits(wall_s=600.0), layers=frozenset(map(IsolationLayer, {layers!r})))
     sandbox = Sandbox({{"spec": {spec!r}}}, settings)
     await sandbox.describe()
     print(*sandbox.pids, flush=True)
