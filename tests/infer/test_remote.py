@@ -1,4 +1,4 @@
-"""A model elsewhere as a policy: over real HTTP, against our own endpoint and against a server that answers plainly."""
+"""A remote model as a policy: over real HTTP, against our own endpoint and against a server that answers plainly."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from headrace.envs.calculator import CalculatorEnv
 from headrace.errors import ConfigError, DataError, SamplerError
 from headrace.infer import openai_client
 from headrace.infer.openai_api import serve
-from headrace.infer.openai_client import RemoteModel, Where
+from headrace.infer.openai_client import EndpointConfig, RemoteModel
 from headrace.rollout.group import RemoteGroupPlayer, start_hash
 from headrace.testing import FakeEnv, FakeRewardRunner, FakeToolEnv, run_virtual
 from headrace.types import EndReason, Group, Message, SamplingParams, StopReason, Task
@@ -110,14 +110,14 @@ def ok(content: str | None, *calls: tuple[str, str], finish: str = "stop") -> An
 
 
 @contextlib.asynccontextmanager
-async def model_at(url: str, sampling: SamplingParams = SAMPLING, **where: Any) -> AsyncIterator[RemoteModel]:
-    pauses = where.pop("pauses", [])
+async def model_at(url: str, sampling: SamplingParams = SAMPLING, **endpoint: Any) -> AsyncIterator[RemoteModel]:
+    pauses = endpoint.pop("pauses", [])
 
     async def pause(seconds: float) -> None:
         pauses.append(seconds)
         await asyncio.sleep(0)
 
-    model = RemoteModel("m", Where(url=url, **where), sampling, pause=pause)
+    model = RemoteModel("m", EndpointConfig(url=url, **endpoint), sampling, pause=pause)
     try:
         yield model
     finally:
@@ -222,8 +222,8 @@ def test_a_server_that_is_not_there_is_tried_until_the_deadline() -> None:
         raise httpx.ConnectError("nobody listens")
 
     async def ask() -> None:
-        where = Where(url="http://x/v1", deadline_s=60.0)
-        model = RemoteModel("m", where, SAMPLING, transport=httpx.MockTransport(refuse))
+        endpoint = EndpointConfig(url="http://x/v1", deadline_s=60.0)
+        model = RemoteModel("m", endpoint, SAMPLING, transport=httpx.MockTransport(refuse))
         with pytest.raises(SamplerError, match=r"gave no reply within 60 s; the last attempt: ConnectError: nobody"):
             await model.reply(HELLO, ())
         await model.close()
@@ -243,7 +243,7 @@ async def test_a_real_port_on_which_nobody_listens_is_tried_again() -> None:
 
     with Server([ok("hi")]) as server:
         url = server.url
-    model = RemoteModel("m", Where(url=url), SAMPLING, pause=pause)
+    model = RemoteModel("m", EndpointConfig(url=url), SAMPLING, pause=pause)
     asking = asyncio.ensure_future(model.reply(HELLO, ()))
     await tired.wait()
     asking.cancel()
@@ -265,7 +265,9 @@ async def test_so_many_requests_are_open_together_and_no_more() -> None:
         open_now -= 1
         return httpx.Response(200, json=completion("hi"))
 
-    model = RemoteModel("m", Where(url="http://x/v1", at_once=3), SAMPLING, transport=httpx.MockTransport(answer))
+    model = RemoteModel(
+        "m", EndpointConfig(url="http://x/v1", at_once=3), SAMPLING, transport=httpx.MockTransport(answer)
+    )
     await asyncio.gather(*(model.reply(HELLO, ()) for _ in range(10)))
     await model.close()
     assert most == 3
@@ -282,9 +284,9 @@ async def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
 def test_a_key_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(ConfigError, match="the environment variable MY_KEY"):
-        RemoteModel("m", Where(url="http://x/v1", api_key_env="MY_KEY"), SAMPLING)
+        RemoteModel("m", EndpointConfig(url="http://x/v1", api_key_env="MY_KEY"), SAMPLING)
     with pytest.raises(ConfigError, match="takes no top_k"):
-        RemoteModel("m", Where(url="http://x/v1"), SamplingParams(max_tokens=1, top_k=3))
+        RemoteModel("m", EndpointConfig(url="http://x/v1"), SamplingParams(max_tokens=1, top_k=3))
 
 
 # --- whole episodes --------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from headrace.reward.user_function import load
 rows, found = json.loads({rows!r}), {{}}
 for name, spec in json.loads({specs!r}).items():
     function = load(spec)
-    if function.shape.takes_group:
+    if function.signature.takes_group:
         found[name] = [function.call({{"rows": rows}})]
     else:
         found[name] = [function.call({{"rows": [row]}}) for row in rows]

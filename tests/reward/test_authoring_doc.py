@@ -11,8 +11,8 @@ from reward_episodes import episode
 
 from headrace.config import RewardTermConfig
 from headrace.reward import user_function
-from headrace.reward.alignment import Alignment, reward_of
-from headrace.reward.episode_json import row_of
+from headrace.reward.alignment import Alignment, make_reward
+from headrace.reward.episode_json import episode_to_row
 from headrace.types import Episode, Reward
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "authoring-rewards.md").read_text(encoding="utf-8")
@@ -34,8 +34,8 @@ def functions(tmp_path: Path) -> Callable[[int], user_function.RewardFunction]:
 
 
 def judged(function: user_function.RewardFunction, *episodes: Episode) -> list[Reward]:
-    verdicts = function.call({"rows": [row_of(item, with_tokens=False) for item in episodes]})
-    return [reward_of(verdict, item, Alignment()) for verdict, item in zip(verdicts, episodes, strict=True)]
+    verdicts = function.call({"rows": [episode_to_row(item, with_tokens=False) for item in episodes]})
+    return [make_reward(verdict, item, Alignment()) for verdict, item in zip(verdicts, episodes, strict=True)]
 
 
 def test_pointwise(functions: Callable[[int], user_function.RewardFunction]) -> None:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from headrace.reward.reward_model_term import episode_tokens, reward_by_model
 from headrace.reward.reward_runner import InProcessRewardRunner
-from headrace.reward.terms import Term
+from headrace.reward.terms import Term, episode_tokens, reward_by_model
 from headrace.types import (
     Completion,
     Episode,

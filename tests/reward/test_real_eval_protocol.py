@@ -16,7 +16,7 @@ import pytest
 from real_package import in_the_sandbox, through_the_package, through_the_stand_in
 from reward_episodes import episode
 
-from headrace.reward.episode_json import row_of
+from headrace.reward.episode_json import episode_to_row
 
 FOLDER = Path(os.environ.get("HEADRACE_EVAL_PROTOCOL") or Path(sys.prefix) / "eval-protocol")
 pytestmark = pytest.mark.skipif(
@@ -140,7 +140,7 @@ ANSWERS = [
 
 def rows() -> list[dict[str, Any]]:
     """The environment paid for the first answer only."""
-    made = [row_of(episode(answer, answer="4"), with_tokens=False) for answer in ANSWERS]
+    made = [episode_to_row(episode(answer, answer="4"), with_tokens=False) for answer in ANSWERS]
     for place, row in enumerate(made):
         row["steps"][-1]["reward"] = float(place == 0)
     return made

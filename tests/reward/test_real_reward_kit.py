@@ -16,7 +16,7 @@ from real_package import in_the_sandbox, through_the_package
 from reward_episodes import episode
 from reward_kit_files import BATCH, POINTWISE, STEPS
 
-from headrace.reward.episode_json import row_of
+from headrace.reward.episode_json import episode_to_row
 from headrace.reward.user_function import load
 
 FOLDER = Path(os.environ.get("HEADRACE_REWARD_KIT") or Path(sys.prefix) / "reward-kit")
@@ -58,7 +58,7 @@ ANSWERS = [
 
 
 def rows() -> list[dict[str, object]]:
-    return [row_of(episode(answer, answer="4"), with_tokens=False) for answer in ANSWERS]
+    return [episode_to_row(episode(answer, answer="4"), with_tokens=False) for answer in ANSWERS]
 
 
 def written_specs(folder: Path) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ from sandbox_modes import Mode, a_row, modes, skip_unless_possible
 
 from headrace.errors import ConfigError
 from headrace.reward.sandbox import pool
-from headrace.reward.sandbox.isolation import AROUND, environment
+from headrace.reward.sandbox.isolation import LAYERS_VARIABLE, environment
 from headrace.reward.sandbox.limits import (
     EVERY_LAYER,
     CallLimits,
@@ -247,7 +247,7 @@ async def test_the_environment_is_these_variables(mode: Mode, monkeypatch: pytes
     monkeypatch.setenv("HF_TOKEN", "a token")
     answer = await call(f"{ATTACKS}:environment", mode.settings(limits=LIMITS))
     [verdict] = json.loads(answer.result)
-    assert set(verdict["parts"]) - {"LC_CTYPE"} == {*environment(), AROUND, "HOME", "TMPDIR"}
+    assert set(verdict["parts"]) - {"LC_CTYPE"} == {*environment(), LAYERS_VARIABLE, "HOME", "TMPDIR"}
 
 
 async def test_what_a_function_prints_comes_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from headrace.envs.task_definitions import TaskDefinition, load_task_definition
 from headrace.envs.tool_env import read_action
 from headrace.errors import ConfigError, DataError
 from headrace.protocols import ToolEnv
-from headrace.reward.episode_json import row_of
+from headrace.reward.episode_json import episode_to_row
 from headrace.reward.user_function import available_arguments
 from headrace.tool_calls import tool_names
 from headrace.types import Episode, Message, Observation, StepResult
@@ -437,7 +437,7 @@ async def test_a_reward_function_of_reward_kits_kind_sees_the_final_state(folder
         kept = state["resource"].get_state()
         return float(all(kept[key] == value for key, value in ground_truth_comparable_state.items()))
 
-    values = available_arguments(row_of(episode, with_tokens=False))
+    values = available_arguments(episode_to_row(episode, with_tokens=False))
     wanted = {name: values[name] for name in ("messages", "state", "ground_truth_comparable_state")}
     assert evaluate(**wanted) == 1.0
-    assert available_arguments(row_of(replace(episode, final_state=None), with_tokens=False))["state"] == {}
+    assert available_arguments(episode_to_row(replace(episode, final_state=None), with_tokens=False))["state"] == {}

@@ -376,7 +376,7 @@ def test_a_closed_client_says_so(server: Served, gate: Gate) -> None:
     gate.close()
     open_request = model.optim_step(UPDATE)
     open_request.accepted(LIMIT_S)
-    service.link.close()
+    service.transport.close()
     with pytest.raises(BackendError, match="closed before the request ended"):
         open_request.result(LIMIT_S)
     with pytest.raises(BackendError, match="client is closed"):

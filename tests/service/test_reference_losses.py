@@ -199,10 +199,10 @@ def test_a_restart_scores_again_what_was_accumulated(tmp_path: Path) -> None:
             model.forward_backward(DATA, KL, FROZEN).result(LIMIT_S)
             if not disturbed:
                 model.optim_step(UPDATE).result(LIMIT_S)
-                client.link.close()
+                client.transport.close()
                 return first.host._models[model.model_id].table
             taken = {"model_id": model.model_id, "seq_id": 2, **write_step(UPDATE)}
-            client.link.close()  # its session is not ended
+            client.transport.close()  # its session is not ended
         with serving(folder, frozen) as second:
             second.http().post("/api/v1/optim_step", json=taken)
             id = f"{taken['model_id']}:2"
@@ -223,7 +223,7 @@ def test_what_cannot_be_scored_again_after_a_restart_is_no_gradient_left_out(tmp
         model.forward_backward(DATA, KL, FROZEN).result(LIMIT_S)
         begun = first.host._models[model.model_id].table.copy()
         id = model.model_id
-        client.link.close()  # its session is not ended
+        client.transport.close()  # its session is not ended
 
     def step(server: Served, number: int) -> Any:
         server.http().post("/api/v1/optim_step", json={"model_id": id, "seq_id": number, **write_step(UPDATE)})

@@ -130,7 +130,7 @@ def _takes_tokens(term: RewardTermConfig, request: RecreditRequest) -> bool:
     assert rl is not None
     user = UserRewardSpec(name=term.fn, spec=rl.rewards[0].fn)
     if request.trusted:
-        return user_function.load(user.target).shape.takes_tokens
+        return user_function.load(user.target).signature.takes_tokens
     with ThreadPoolExecutor(max_workers=1) as thread:  # it has an event loop of its own
         about = thread.submit(check_importable, user, SandboxSettings()).result()
     return signature_from(about).takes_tokens
