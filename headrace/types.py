@@ -169,7 +169,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment shows the policy before a turn."""
+    """The part of an environment's state that the policy sees before a turn."""
 
     messages: tuple[Message, ...]
     state: str | None = None  # anchor key of the true state
