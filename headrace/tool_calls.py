@@ -94,7 +94,7 @@ def parse_reply(text: str, form: ToolForm | None, tools: Collection[str]) -> Par
     ParsedReply(content='ok', calls=(ToolCall(name='add', arguments='{"a": 1}', id=''),))
     """
     if form is not None and form.opening in text:
-        return _formed(text, form, tools) or ParsedReply(content=text)
+        return _parse_formed(text, form, tools) or ParsedReply(content=text)
     decoded = _decode(text, _after_space(text, 0))
     if decoded is None or text[decoded[1] :].strip():
         return ParsedReply(content=text)
@@ -167,7 +167,7 @@ def extended_prompt(
     return None
 
 
-def _formed(text: str, form: ToolForm, tools: Collection[str]) -> ParsedReply | None:
+def _parse_formed(text: str, form: ToolForm, tools: Collection[str]) -> ParsedReply | None:
     """Parse calls in the template's form.
 
     Returns None if any call is malformed: a program must not act on half of a reply.
