@@ -1,7 +1,7 @@
 """The names that a configuration may use, and the sizes that its checks share with the engine and models. No torch.
 
 Every table of implementations asserts that its keys are the names here, so a new loss, credit method, weighting,
-reward, filter or world is added in both places or does not import.
+reward, filter or environment is added in both places or does not import.
 """
 
 # --- credit and loss -------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ WEIGHTINGS = (
     "constant", "prompt_mean", "unit_mean",
 )  # fmt: skip
 
-# --- rewards, worlds, groups and episodes ----------------------------------------------------------------------------
+# --- rewards, environments, groups and episodes ----------------------------------------------------------------------
 
 BUILTIN_REWARDS = ("env", "exact_match", "reasoning_gym", "valid_actions")  # functions of an episode without options
 LENGTH = "length"
@@ -37,12 +37,12 @@ JUDGE = "judge"  # a language model behind an endpoint
 REWARD_MODEL = "reward_model"
 REWARDS = (*BUILTIN_REWARDS, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # of `rl.rewards`, besides a user's functions
 
-BUILTIN_WORLDS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
-ADAPTER_WORLDS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # environments of others
-WORLDS = (*BUILTIN_WORLDS, *ADAPTER_WORLDS)  # `name` of a source of type "world"
+BUILTIN_ENVS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
+ADAPTER_ENVS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # environments of others
+ENVS = (*BUILTIN_ENVS, *ADAPTER_ENVS)  # `name` of a source of type "env"
 
 FILTERS = ("reward_spread", "reward_range", "diversity", "length", "success_rate")  # of `rl.filters`
-GROUP_SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`
+GROUP_SCORES = ("reward_spread", "mean_reward")  # of `rl.async.select_score`
 SAVED_EPISODES = ("all", "failures", "top_advantage")  # of `rl.save.which`
 
 # --- models and the engine -------------------------------------------------------------------------------------------
