@@ -37,12 +37,12 @@ JUDGE = "judge"  # a language model behind an endpoint
 REWARD_MODEL = "reward_model"
 REWARDS = (*BUILTIN_REWARDS, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # of `rl.rewards`, besides a user's functions
 
-BUILTIN_WORLDS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
-ADAPTER_WORLDS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # of other libraries
-WORLDS = (*BUILTIN_WORLDS, *ADAPTER_WORLDS)  # `name` of a source of type "world"
+BUILTIN_ENVS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
+ADAPTER_ENVS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # of other libraries
+ENVS = (*BUILTIN_ENVS, *ADAPTER_ENVS)  # `name` of a source of type "env"
 
 FILTERS = ("reward_spread", "reward_range", "diversity", "length", "success_rate")  # of `rl.filters`
-GROUP_SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`
+GROUP_SCORES = ("reward_spread", "mean_reward")  # of `rl.async.select_score`
 SAVED_EPISODES = ("all", "failures", "top_advantage")  # of `rl.save.which`
 
 # --- models and the engine -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import tomli_w
 from headrace.config import ALGORITHMS, Config, CriticConfig, RlConfig, check, load_config, to_mapping
 from headrace.errors import ConfigError
 
-RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "key_door"\n'
+RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "env"\nname = "key_door"\n'
 
 
 def load(*overrides: str, text: str = RL) -> RlConfig:

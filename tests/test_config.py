@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -28,14 +29,14 @@ from headrace.config import (
     load_config,
     to_mapping,
 )
-from headrace.config.checks.async_rl import async_problems
+from headrace.config.aliases import OLD_KEYS
 from headrace.config.docs_table import field_comments, key_table
 from headrace.config.introspect import describe, field_type, keys
 from headrace.errors import ConfigError
 from headrace.names import SMOLLM2_INSTALL
 
-RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "world"\nname = "key_door"\n'
-SFT = '[sft]\nsteps = 5\n[[sft.sources]]\ntype = "world"\nname = "key_door"\n'
+RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "env"\nname = "key_door"\n'
+SFT = '[sft]\nsteps = 5\n[[sft.sources]]\ntype = "env"\nname = "key_door"\n'
 TINY = "[model.tiny]\ncontext = 4096\n"
 
 
@@ -63,15 +64,15 @@ def problem(text: str, base: Path, *overrides: str) -> str:
 
 
 def test_the_smallest_file_has_the_defaults_of_the_tree() -> None:
-    expected = Config(rl=RlConfig(steps=5, tasks=SourceConfig(type="world", name="key_door")))
+    expected = Config(rl=RlConfig(steps=5, tasks=SourceConfig(type="env", name="key_door")))
     assert load(RL) == expected
     assert load("") == Config()
 
 
 def test_async_is_a_table_of_the_file_and_a_field_of_the_tree() -> None:
-    loaded = load(RL + "[rl.async]\nmax_staleness = 2\n", "rl.async.keep=best")
+    loaded = load(RL + "[rl.async]\nmax_staleness = 2\n", "rl.async.select=best")
     assert loaded.rl is not None
-    assert (loaded.rl.asynchronous.max_staleness, loaded.rl.asynchronous.keep) == (2, "best")
+    assert (loaded.rl.asynchronous.max_staleness, loaded.rl.asynchronous.select) == (2, "best")
     assert to_mapping(loaded)["rl"]["async"]["max_staleness"] == 2
 
 
@@ -132,12 +133,12 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
         ("model = 'tiny'", "'model' must be a table, but it is \"tiny\""),
         ("rl = 3", "'rl' must be a table, but it is 3"),
         ("[rl]\nsteps = 3", "'rl.tasks' is missing; write a table"),
-        ("[rl]\ntasks.type = 'world'", "'rl.steps' is missing; write a whole number above 0"),
+        ("[rl]\ntasks.type = 'env'", "'rl.steps' is missing; write a whole number above 0"),
         ("[sft]\nsteps = 1\nsources = 3", "'sft.sources' must be a list of tables, but it is 3"),
         ("[sft]\nsteps = 1\nsources = [3]", "'sft.sources[0]' must be a table, but it is 3"),
         ("[model.lora]\ntargets = [1]", "'model.lora.targets[0]' must be text in quotes, but it is 1"),
         (
-            "[rl.loss_params]\nclip = 'x'\n[rl.tasks]\ntype = 'world'",
+            "[rl.loss_params]\nclip = 'x'\n[rl.tasks]\ntype = 'env'",
             "'rl.steps' is missing; write a whole number above 0",
         ),
         (RL + "[rl.loss_params]\nclip = 'x'", "'rl.loss_params.clip' must be a number, but it is \"x\""),
@@ -187,7 +188,7 @@ def test_overrides_come_last_and_are_toml_or_bare_words() -> None:
 def test_an_override_reaches_into_a_list_by_position() -> None:
     loaded = load(SFT, "sft.sources.0.size=3")
     assert loaded.sft is not None
-    assert loaded.sft.sources[0] == SourceConfig(type="world", name="key_door", size=3)
+    assert loaded.sft.sources[0] == SourceConfig(type="env", name="key_door", size=3)
 
 
 def test_a_value_cannot_smuggle_in_a_second_key() -> None:
@@ -226,42 +227,124 @@ def test_any_line_of_text_can_be_given_as_a_quoted_override(text: str) -> None:
     assert load("", f"run.name={json.dumps(text, ensure_ascii=False)}".replace("\x7f", "\\u007f")).run.name == text
 
 
-# --- two names of one number -----------------------------------------------------------------------------------------
+# --- old names -------------------------------------------------------------------------------------------------------
+
+OLD = """
+[engine]
+max_rows = 8
+piece_tokens = 16
+graphs = false
+[rl]
+steps = 5
+rows = "step"
+truncated = "zero"
+tasks = { type = "world", name = "key_door" }
+async = { keep = "best", score = "mean_reward", batch_groups = 4 }
+[sft]
+steps = 5
+sources = [{ type = "world", name = "key_door" }, { type = "jsonl", path = "world" }]
+held_out = { type = "world", name = "add" }
+[eval.source]
+type = "world"
+name = "add"
+"""
+NEW = """
+[engine]
+max_num_seqs = 8
+prefill_chunk_tokens = 16
+cuda_graphs = false
+[rl]
+steps = 5
+groups = 4
+sequence_unit = "step"
+truncated_reward = "zero"
+tasks = { type = "env", name = "key_door" }
+async = { select = "best", select_score = "mean_reward" }
+[sft]
+steps = 5
+sources = [{ type = "env", name = "key_door" }, { type = "jsonl", path = "world" }]
+held_out = { type = "env", name = "add" }
+[eval.source]
+type = "env"
+name = "add"
+"""
 
 
-def test_the_groups_of_a_batch_have_two_names_and_one_place() -> None:
-    for loaded in (
-        load(RL + "[rl.async]\nbatch_groups = 4\n"),
-        load(RL, "rl.async.batch_groups=4"),
-        load(RL.replace("steps", "groups = 4\nsteps") + "[rl.async]\nbatch_groups = 4\n"),
-    ):
-        assert loaded == load(RL, "rl.groups=4"), "one place has the number, whatever it was called"
-    assert to_mapping(load(RL, "rl.async.batch_groups=4"))["rl"]["groups"] == 4
+def test_every_new_name_is_a_key_and_no_old_one_is() -> None:
+    known = {path for path, _, _ in keys()}
+    assert set(OLD_KEYS.values()) <= known
+    assert not set(OLD_KEYS) & known
+
+
+def test_the_document_has_every_old_name() -> None:
+    documented = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)`(?: \(.*\))? \|$", documented, flags=re.MULTILINE)
+    assert dict(rows) == OLD_KEYS
+
+
+def test_old_names_are_read_each_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        loaded = load(OLD)
+    assert loaded == load(NEW)
+    assert load(tomli_w.dumps(to_mapping(loaded))) == loaded
+    expected = [f"run.toml: '{old}' is now called '{new}': write the new name" for old, new in OLD_KEYS.items()]
+    of_source = "run.toml: 'type = \"world\"' of a source is now called 'type = \"env\"': write the new name"
+    assert caplog.messages == [*expected, of_source], "the new names and the file that is written give none"
+
+
+def test_old_names_of_overrides_are_read_and_win_over_the_file(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        loaded = load(NEW, "engine.max_rows=2", "rl.async.batch_groups=6", "rl.tasks.type=world", "rl.async.keep=first")
+    assert loaded == load(NEW, "engine.max_num_seqs=2", "rl.groups=6", "rl.async.select=first")
+    assert caplog.messages == [
+        "--set engine.max_rows=2: 'engine.max_rows' is now called 'engine.max_num_seqs': write the new name",
+        "--set rl.async.batch_groups=6: 'rl.async.batch_groups' is now called 'rl.groups': write the new name",
+        "--set rl.tasks.type=world: 'type = \"world\"' of a source is now called 'type = \"env\"': write the new name",
+        "--set rl.async.keep=first: 'rl.async.keep' is now called 'rl.async.select': write the new name",
+    ]
+    assert load(OLD, "engine.max_num_seqs=2") == load(NEW, "engine.max_num_seqs=2")
+    table = load(RL, 'rl.async={keep="best", batch_groups=4}', 'eval.source={type="world", name="add"}')
+    assert table == load(RL, "rl.async.select=best", "rl.groups=4", 'eval.source={type="env", name="add"}')
+
+
+def test_the_old_name_of_a_key_goes_before_what_the_tasks_define() -> None:
     own = load_config(RL, file="run.toml", overrides=["rl.async.batch_groups=4"], rl_defaults=lambda rl: {"groups": 2})
-    assert own == load(RL, "rl.groups=4"), "what the file says goes before what its tasks say"
+    assert own == load(RL, "rl.groups=4")
 
 
-def test_two_sizes_of_a_batch_are_one_error() -> None:
-    sentence = (
-        "'rl.async.batch_groups' is 4 and 'rl.groups' is 6, but both are the number of groups of a batch: "
-        "leave one of them out"
+def test_an_old_and_a_new_name_that_differ_are_one_error() -> None:
+    both = RL.replace("steps", "groups = 6\nsteps") + "[rl.async]\nbatch_groups = 4\n"
+    second = "but the first is the old name of the second: leave it out"
+    assert loading_error(both) == f"run.toml: 'rl.async.batch_groups' is 4 and 'rl.groups' is 6, {second}"
+    assert load(both.replace("= 6", "= 4")) == load(RL, "rl.groups=4"), "the same number twice does no harm"
+    one_table = "engine={max_rows=4, max_num_seqs=6}"
+    sentence = f"'engine.max_rows' is 4 and 'engine.max_num_seqs' is 6, {second}"
+    assert loading_error(RL, one_table) == f"--set {one_table}: {sentence}"
+    assert loading_error(RL, "rl.rows=step", "rl.sequence_unit=episode") == (
+        "--set rl.rows=step: 'rl.rows' is the old name of 'rl.sequence_unit', which is also set: leave the first out"
     )
-    both = RL.replace("steps", "groups = 6\nsteps")
-    assert loading_error(both + "[rl.async]\nbatch_groups = 4\n") == f"run.toml: {sentence}"
-    assert loading_error(both, "rl.async.batch_groups=4") == f"--set rl.async.batch_groups=4: {sentence}"
-    rl = load(both).rl
-    assert rl is not None
-    made = dataclasses.replace(rl, asynchronous=dataclasses.replace(rl.asynchronous, batch_groups=4))
-    assert next(async_problems(made, Config().engine)) == sentence, "also of a tree that was not loaded"
 
 
-def test_a_loss_without_behaviour_weights_may_say_so(tmp_path: Path) -> None:
-    run_check(RL, tmp_path, "rl.loss=ppo", "rl.async.behaviour_weight=none")
-
-
-def test_a_wrong_size_of_a_batch_is_blamed_on_the_name_it_was_given_by() -> None:
-    sentence = "'rl.async.batch_groups' must be a whole number above 0, but it is 0"
+def test_a_wrong_value_of_an_old_name_is_blamed_on_where_it_was_given() -> None:
+    sentence = "'rl.groups' must be a whole number above 0, but it is 0"
     assert loading_error(RL, "rl.async.batch_groups=0") == f"--set rl.async.batch_groups=0: {sentence}"
+    assert loading_error(RL + "[rl.async]\nbatch_groups = 0\n") == f"run.toml: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[engine]\nmax_row = 8", "unknown key 'engine.max_row'; did you mean 'engine.max_num_seqs'?"),
+        (
+            "[engine]\npeice_tokens = 8",
+            "unknown key 'engine.peice_tokens'; did you mean 'engine.prefill_chunk_tokens'?",
+        ),
+        (RL.replace("steps", "keep = 'best'\nsteps"), "unknown key 'rl.keep'; did you mean 'rl.async.select'?"),
+        ("[model]\nmax_rows = 8", "unknown key 'model.max_rows'; did you mean 'engine.max_num_seqs'?"),
+    ],
+)
+def test_a_key_like_an_old_name_is_answered_with_the_new_one(text: str, sentence: str) -> None:
+    assert loading_error(text) == f"run.toml: {sentence}"
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
@@ -278,10 +361,13 @@ def test_good_files_pass(tmp_path: Path) -> None:
     run_check(SFT, tmp_path, "model.path=.", "sft.sources.0.type=python", "sft.sources.0.path=mine.py:loader")
 
 
-def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None:
+def test_the_tiny_model_speaks_only_the_words_of_an_environment(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    jsonl = SFT.replace('"world"\nname = "key_door"', '"jsonl"\npath = "rows.jsonl"')
-    sentence = "'model.path' is \"tiny\", which knows only the words of a world: give a model folder for other data"
+    jsonl = SFT.replace('"env"\nname = "key_door"', '"jsonl"\npath = "rows.jsonl"')
+    sentence = (
+        "'model.path' is \"tiny\", which knows only the words of built-in environments: give a model folder for "
+        "other data"
+    )
     assert problem(jsonl, tmp_path) == sentence
     run_check(jsonl + RL, tmp_path)
 
@@ -321,27 +407,27 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         ),
         (
             RL,
-            ["rl.truncated=penalty"],
-            "'rl.truncated' is \"penalty\" and 'rl.truncated_penalty' is 0: write \"penalty\" and a number above 0, or "
-            "leave both out",
+            ["rl.truncated_reward=penalty"],
+            "'rl.truncated_reward' is \"penalty\" and 'rl.truncated_penalty' is 0: write \"penalty\" and a number "
+            "above 0, or leave both out",
         ),
         (
             RL,
             ["rl.truncated_penalty=0.5"],
-            "'rl.truncated' is \"keep\" and 'rl.truncated_penalty' is 0.5: write \"penalty\" and a number above 0, or "
-            "leave both out",
+            "'rl.truncated_reward' is \"keep\" and 'rl.truncated_penalty' is 0.5: write \"penalty\" and a number "
+            "above 0, or leave both out",
         ),
         (
             RL,
-            ["rl.credit=turn_gae", "rl.critic.gamma=1.0", "rl.truncated=zero"],
-            "'rl.truncated' is \"zero\", but 'rl.critic.bootstrap' adds what is expected after the limit: write "
+            ["rl.credit=turn_gae", "rl.critic.gamma=1.0", "rl.truncated_reward=zero"],
+            "'rl.truncated_reward' is \"zero\", but 'rl.critic.bootstrap' adds what is expected after the limit: write "
             "'rl.critic.bootstrap = false', or leave the first out",
         ),
         (
             RL,
             ["rl.reward_source=function"],
-            "'rl.reward_source' is \"function\", but 'rl.rewards' has what the world gives (or is not there, which "
-            'means the same): list functions alone, or write "sum"',
+            "'rl.reward_source' is \"function\", but 'rl.rewards' has what the environment gives (or is not there, "
+            'which means the same): list functions alone, or write "sum"',
         ),
         (
             RL,
@@ -385,8 +471,8 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         ),
         (
             RL,
-            ["rl.async.keep=best"],
-            "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1",
+            ["rl.async.select=best"],
+            "'rl.async.select' is \"best\", but no group is left over: write 'rl.async.oversampling' above 1",
         ),
         (
             RL,
@@ -450,8 +536,8 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         (
             RL,
             ["rl.tasks.type=jsonl"],
-            'the reward "env" is what a world gives, but \'rl.tasks.type\' is "jsonl": add [[rl.rewards]] with fn = '
-            '"exact_match" or "file.py:function"',
+            'the reward "env" is what an environment gives, but \'rl.tasks.type\' is "jsonl": add [[rl.rewards]] with '
+            'fn = "exact_match" or "file.py:function"',
         ),
         (
             RL + '[[rl.rewards]]\nfn = "exact_match"\n',
@@ -488,12 +574,12 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         (
             RL,
             ["rl.tasks.env=mine.py:Room"],
-            "'rl.tasks.env' is an environment of your own, but type \"world\" has one: leave it out",
+            "'rl.tasks.env' is an environment of your own, but type \"env\" has one: leave it out",
         ),
         (
             RL,
             ["model.path=openai:gpt-5-mini"],
-            "'model.path' is \"openai:gpt-5-mini\", a model elsewhere: no log-probs of its tokens are known, so it "
+            "'model.path' is \"openai:gpt-5-mini\", a remote model: no log-probs of its tokens are known, so it "
             "cannot be trained; give a model folder, and use this one for  headrace eval  and  headrace demonstrate",
         ),
         (
@@ -505,7 +591,7 @@ def test_the_tiny_model_speaks_only_the_words_of_a_world(tmp_path: Path) -> None
         (
             RL,
             ["rl.end_tool=finish", "rl.program=agent.py:agent"],
-            "'rl.end_tool' ends episodes of worlds, but 'rl.program' says how they are played: leave it out",
+            "'rl.end_tool' ends episodes of environments, but 'rl.program' says how they are played: leave it out",
         ),
     ],
 )
@@ -525,12 +611,16 @@ def test_a_correction_that_counts_age_once_is_allowed(tmp_path: Path, overrides:
     run_check(RL, tmp_path, *overrides)
 
 
+def test_a_loss_without_behaviour_weights_may_say_so(tmp_path: Path) -> None:
+    run_check(RL, tmp_path, "rl.loss=ppo", "rl.async.behaviour_weight=none")
+
+
 def test_truncated_sampling_is_allowed_when_asked_for(tmp_path: Path) -> None:
     run_check(RL, tmp_path, "rl.sampling.top_k=5", "rl.allow_truncated_sampling=true")
 
 
 def test_data_files_must_be_there_and_of_the_right_kind(tmp_path: Path) -> None:
-    jsonl = SFT.replace('"world"\nname = "key_door"', '"jsonl"\npath = "rows.jsonl"')
+    jsonl = SFT.replace('"env"\nname = "key_door"', '"jsonl"\npath = "rows.jsonl"')
     nowhere = f"in {tmp_path} or the current folder"
     missing = f"'sft.sources[0].path' is \"rows.jsonl\", and there is no such file or folder {nowhere}"
     assert problem(jsonl, tmp_path) == missing
@@ -542,7 +632,7 @@ def test_data_files_must_be_there_and_of_the_right_kind(tmp_path: Path) -> None:
 
 
 def test_rows_may_lie_in_a_folder_and_a_task_definition_may_not(tmp_path: Path) -> None:
-    jsonl = SFT.replace('"world"\nname = "key_door"', '"jsonl"\npath = "rows"')
+    jsonl = SFT.replace('"env"\nname = "key_door"', '"jsonl"\npath = "rows"')
     (tmp_path / "rows").mkdir()
     run_check(jsonl + RL, tmp_path)
     defined = problem(jsonl.replace('"jsonl"', '"task"'), tmp_path)
@@ -596,7 +686,7 @@ def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("key", ["checkpoint.every", "eval.every"])
 def test_weights_that_the_sampler_does_not_have_are_neither_saved_nor_evaluated(key: str, tmp_path: Path) -> None:
-    held_out = 'eval.source={type="world", name="key_door"}'
+    held_out = 'eval.source={type="env", name="key_door"}'
     said = problem(RL, tmp_path, "rl.sync_every=3", held_out, f"{key}=4")
     assert said.startswith(f"'{key}' is 4, but new weights reach the sampler every 'rl.sync_every' = 3 steps")
     run_check(RL, tmp_path, "rl.sync_every=3", held_out, f"{key}=6")
@@ -655,7 +745,7 @@ def test_paths_are_made_absolute_so_that_a_resumed_run_finds_them(tmp_path: Path
             text,
             'sft={steps=1, sources=[{type="jsonl", path="rows.jsonl"}]}',
             "rl.loss=pkg.mod:fn",
-            "rl.async.score=mine.py:f",
+            "rl.async.select_score=mine.py:f",
         ),
         base=tmp_path,
     )
@@ -664,8 +754,8 @@ def test_paths_are_made_absolute_so_that_a_resumed_run_finds_them(tmp_path: Path
     assert resolved.model.path == str(tmp_path / "model")
     assert resolved.sft.sources[0].path == str(tmp_path / "rows.jsonl")
     assert [term.fn for term in resolved.rl.rewards] == [f"{tmp_path / 'mine.py'}:score", "env"]
-    assert resolved.rl.asynchronous.score == f"{tmp_path / 'mine.py'}:f"
-    assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", SourceConfig(type="world", name="key_door"))
+    assert resolved.rl.asynchronous.select_score == f"{tmp_path / 'mine.py'}:f"
+    assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", SourceConfig(type="env", name="key_door"))
     assert absolute_paths(load(RL), base=tmp_path) == load(RL)
 
 
@@ -695,8 +785,8 @@ def test_the_documented_examples_load() -> None:
 
 def test_meanings_are_the_comments_beside_the_fields() -> None:
     meanings = field_comments()
-    assert meanings["Rl", "group_size"] == "episodes of one task"
-    assert meanings["Lora", "targets"] == "names of the linear layers that get an adapter"  # on the line above
+    assert meanings["RlConfig", "group_size"] == "episodes of one task"
+    assert meanings["LoraConfig", "targets"] == "names of the linear layers that get an adapter"  # on the line above
 
 
 WORDS = st.text(st.characters(codec="utf-8"))

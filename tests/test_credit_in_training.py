@@ -22,7 +22,7 @@ tiny = { width = 32, layers = 1, heads = 2, kv_heads = 1, context = 160 }
 steps = 10
 batch_size = 8
 max_tokens = 128
-sources = [{ type = "world", name = "frozen_lake", size = 20, options = { side = 3, holes = 1, mistake_rate = 0.5 } }]
+sources = [{ type = "env", name = "frozen_lake", size = 20, options = { side = 3, holes = 1, mistake_rate = 0.5 } }]
 optimizer = { learning_rate = 1e-2 }
 
 [rl]
@@ -34,7 +34,7 @@ max_prompt_tokens = 32
 max_episode_tokens = 128
 credit = "gigpo"
 credit_params = { gamma = 0.9, omega = 0.5, norm = "none" }
-tasks = { type = "world", name = "frozen_lake", size = 20, options = { side = 3, holes = 1, min_optimal = 1 } }
+tasks = { type = "env", name = "frozen_lake", size = 20, options = { side = 3, holes = 1, min_optimal = 1 } }
 sampling = { max_tokens = 3 }
 
 [run]
@@ -90,7 +90,7 @@ def test_rewards_are_summed_by_weight_and_each_has_its_curve(tmp_path: Path) -> 
 
 
 def test_a_users_anchor_and_rows_of_steps(tmp_path: Path) -> None:
-    steps, folder = train(tmp_path, 'rl.anchor="mine.py:row"', 'rl.rows="step"')
+    steps, folder = train(tmp_path, 'rl.anchor="mine.py:row"', 'rl.sequence_unit="step"')
     parts = [part for episode in credited(folder) for part in episode.parts or ()]
     assert {part.anchor for part in parts} <= {"0", "1", "2"}
     assert all(values["credit/anchored_step_share"] == 1.0 for values in steps)
@@ -102,7 +102,7 @@ def test_a_users_anchor_and_rows_of_steps(tmp_path: Path) -> None:
 def test_rows_of_steps_and_of_episodes_make_the_same_update(tmp_path: Path) -> None:
     """Every token has the same context and advantage, so the first loss and gradient are equal but for rounding."""
     (whole, *_), _ = train(tmp_path, "rl.steps=1")
-    (parts, *_), _ = train(tmp_path, "rl.steps=1", 'rl.rows="step"')
+    (parts, *_), _ = train(tmp_path, "rl.steps=1", 'rl.sequence_unit="step"')
     assert parts["loss/total"] == pytest.approx(whole["loss/total"], abs=1e-6)
     assert parts["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-4)
     assert whole["train/grad_norm"] > 0
@@ -113,7 +113,7 @@ def test_episodes_that_a_limit_cut_off_cost_what_the_file_says(
     tmp_path: Path, rule: str, low: float, high: float
 ) -> None:
     penalty = ["rl.truncated_penalty=2.0"] if rule == "penalty" else []
-    _, folder = train(tmp_path, "rl.steps=1", f'rl.truncated="{rule}"', *penalty)
+    _, folder = train(tmp_path, "rl.steps=1", f'rl.truncated_reward="{rule}"', *penalty)
     totals = {(e.scored.episode.truncated, e.scored.reward.total) for e in credited(folder)}
     assert (True, low) in totals
     assert {total for truncated, total in totals if not truncated} <= {0.0, high}
@@ -154,7 +154,7 @@ def score(messages, **kwargs):
 unfit = 3
 """
 PYTHON = '{{ type = "python", path = "later.py:{}", env = "later.py:score" }}'
-LAKE = '{ type = "world", name = "frozen_lake", size = 20, options = { side = 1 } }'
+LAKE = '{ type = "env", name = "frozen_lake", size = 20, options = { side = 1 } }'
 ELSEWHERE = "import nowhere_at_all\n\ndef score(messages, **kwargs):\n    return 1.0\n"
 
 
@@ -175,7 +175,10 @@ ELSEWHERE = "import nowhere_at_all\n\ndef score(messages, **kwargs):\n    return
         ('rl.filters=[{ fn = "later.py:unfit" }]', "unfit is not a function"),
         ('rl.anchor="later.py:unfit"', "unfit is not a function"),
         ('rl.save.which="later.py:unfit"', "unfit is not a function"),
-        ('rl.async={ keep = "best", max_staleness = 1, oversampling = 2.0, score = "later.py:unfit" }', "unfit is not"),
+        (
+            'rl.async={ select = "best", max_staleness = 1, oversampling = 2.0, select_score = "later.py:unfit" }',
+            "unfit is not",
+        ),
         ('rl.rewards=[{ fn = "elsewhere.py:score" }]', "nowhere_at_all"),
     ],
 )

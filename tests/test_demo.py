@@ -59,7 +59,7 @@ def test_the_demo_ends_with_before_after_the_report_and_a_line_for_programs(
 
 
 def test_the_file_of_the_demo_is_one_that_train_accepts() -> None:
-    config = load_checked(Path(demo.__file__).parents[1] / "demo.toml", [], command="train")
+    config = load_checked(Path(demo.__file__).parents[2] / "demo.toml", [], command="train")
     assert config.sft is not None
     assert config.rl is not None
     assert config.model.path == "tiny", "nothing is downloaded"

@@ -24,7 +24,7 @@ from headrace.wiring.checked_config import load_checked
 from headrace.wiring.commands.recredit import RecreditRequest, recredit
 
 WORDS = ENVIRONMENTS["add"].vocabulary()
-ADD = 'type = "world", name = "add", size = 40'
+ADD = 'type = "env", name = "add", size = 40'
 RL = f"""
 [run]
 name = "t"
@@ -33,7 +33,7 @@ tensorboard = false
 path = "tiny"
 tiny = {{ width = 16, layers = 1, heads = 2, kv_heads = 1, context = 32 }}
 [engine]
-max_rows = 16
+max_num_seqs = 16
 [checkpoint]
 every = 1
 keep_last = 9

@@ -26,7 +26,7 @@ ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
 def rl(folder: Path, function: str) -> RlConfig:
     (folder / "mine.py").write_text(MINE)
-    return RlConfig(steps=1, tasks=SourceConfig(type="world", name="add"), loss=f"{folder / 'mine.py'}:{function}")
+    return RlConfig(steps=1, tasks=SourceConfig(type="env", name="add"), loss=f"{folder / 'mine.py'}:{function}")
 
 
 def test_its_inputs_numbers_and_unit_are_those_of_the_function(tmp_path: Path) -> None:

@@ -41,14 +41,14 @@ heads = 2
 kv_heads = 1
 context = 256
 [engine]
-max_rows = 8
+max_num_seqs = 8
 [sft]
 steps = 4
 batch_size = 4
 max_tokens = 200
 sources = [
-    { type = "world", name = "key_door", size = 9, seed = 1 },
-    { type = "world", name = "key_door", size = 5, seed = 4, weight = 0.5 },
+    { type = "env", name = "key_door", size = 9, seed = 1 },
+    { type = "env", name = "key_door", size = 5, seed = 4, weight = 0.5 },
 ]
 [sft.optimizer]
 learning_rate = 3e-3
@@ -60,7 +60,7 @@ group_size = 2
 max_turns = 3
 max_prompt_tokens = 64
 max_episode_tokens = 200
-tasks = { type = "world", name = "key_door", size = 5, seed = 2 }
+tasks = { type = "env", name = "key_door", size = 5, seed = 2 }
 rewards = [{ fn = "reward.py:score" }, { fn = "env" }]
 reward_runner = { type = "inprocess" }
 [rl.sampling]
@@ -71,7 +71,7 @@ schedule = { type = "linear", final = 0.1 }
 [eval]
 every = 2
 tasks = 3
-source = { type = "world", name = "key_door", size = 4, seed = 3, options = { split = "held_out" } }
+source = { type = "env", name = "key_door", size = 4, seed = 3, options = { split = "held_out" } }
 [checkpoint]
 every = 2
 keep_last = 10
@@ -375,7 +375,7 @@ def test_a_changed_configuration_is_refused(
 def test_changed_data_are_refused(headrace: Headrace, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"open door {k}", "answer": "go north"}) for k in range(6)]
     (tmp_path / "talks.jsonl").write_text("\n".join(rows))
-    config = CONFIG.replace('{ type = "world", name = "key_door", size = 5, seed = 4, weight = 0.5 }', JSONL_SOURCE)
+    config = CONFIG.replace('{ type = "env", name = "key_door", size = 5, seed = 4, weight = 0.5 }', JSONL_SOURCE)
     prepare(tmp_path, config)
     assert headrace(tmp_path, "train", "run.toml", points=[(UPDATE, 4)]).code == -signal.SIGKILL
     (tmp_path / "talks.jsonl").write_text("\n".join(rows[:-1]))
@@ -509,7 +509,7 @@ THREE_STAGES = """
 steps = 4
 batch_size = 4
 max_tokens = 480
-sources = [{ type = "world", name = "key_door", size = 9, seed = 5 }]
+sources = [{ type = "env", name = "key_door", size = 9, seed = 5 }]
 [reward_model.optimizer]
 learning_rate = 3e-3
 """

@@ -11,7 +11,7 @@ from headrace.observe.run_folder import RunFolder
 from headrace.train.checkpoint import CheckpointStore
 from headrace.wiring.resume import plan_resume
 
-SOURCE = '{ type = "world", name = "key_door" }'
+SOURCE = '{ type = "env", name = "key_door" }'
 SFT = f"[sft]\nsteps = 2\nsources = [{SOURCE}]\n"
 REWARD_MODEL = f"[reward_model]\nsteps = 3\nsources = [{SOURCE}]\n"
 RL = f"[rl]\nsteps = 4\ntasks = {SOURCE}\n"

@@ -67,7 +67,7 @@ def test_a_judge_is_asked_through_a_sampler(seven: Path, capsys: pytest.CaptureF
 
 async def test_a_run_file_may_name_the_model_that_judges(seven: Path) -> None:
     term = RewardTermConfig(fn="judge", path=str(seven), weight=2.0, kwargs={"rubric": "be right", "max_tokens": 8})
-    rl = RlConfig(steps=1, tasks=SourceConfig(type="world", name="add"), rewards=(term,))
+    rl = RlConfig(steps=1, tasks=SourceConfig(type="env", name="add"), rewards=(term,))
     terms = make_terms(Config(model=ModelConfig(device="cpu"), rl=rl), None)
     [judged] = await make_reward_runner(terms, rl).score([load(ROOT / "examples" / "judge.py").answered(0, "42")])
     await close_terms(terms)
@@ -110,7 +110,7 @@ def test_a_run_is_judged_through_an_endpoint(judge_url: str, tmp_path: Path) -> 
     small = (
         'model.path="tiny"',
         "model.tiny={width=32, layers=1, heads=2, kv_heads=1, context=64}",
-        'rl.tasks={type="world", name="add", size=20, seed=1, options={max_number=9}}',
+        'rl.tasks={type="env", name="add", size=20, seed=1, options={max_number=9}}',
         f"rl.rewards.0.kwargs.url={json.dumps(judge_url)}",
         'rl.rewards.1.fn="exact_match"',
         "rl.max_prompt_tokens=16",

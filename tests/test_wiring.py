@@ -32,7 +32,7 @@ tensorboard = false
 [model]
 path = "model"
 [engine]
-max_rows = 8
+max_num_seqs = 8
 [rl]
 steps = 2
 groups = 2
@@ -106,7 +106,7 @@ async def program_badly(base_url, task):
     raise ValueError("no tools today")
 '''  # noqa: E501
 ROWS = [{"question": f"{a} + {b} =", "answer": str(a + b), "salt": a} for a in range(3) for b in range(4)]
-KEY_DOOR = 'type="world", name="key_door"'
+KEY_DOOR = 'type="env", name="key_door"'
 
 
 class Bench:
@@ -363,14 +363,14 @@ def test_tasks_that_are_all_too_long_are_answered_with_the_length_they_need(benc
     bench.train(f"rl.max_prompt_tokens={least}", "rl.steps=1")
 
 
-SFT = 'sft={steps=2, batch_size=2, max_tokens=64, sources=[{type="world", name="key_door", size=4}]}'
+SFT = 'sft={steps=2, batch_size=2, max_tokens=64, sources=[{type="env", name="key_door", size=4}]}'
 
 
 @pytest.mark.parametrize(
     ("tasks", "said"),
     [
         ("rl.max_prompt_tokens=2", "no task is left"),
-        ('rl.tasks={type="world", name="add", size=99, options={max_number=9}}', "there are only 78 different sums"),
+        ('rl.tasks={type="env", name="add", size=99, options={max_number=9}}', "there are only 78 different sums"),
     ],
     ids=["too long", "not so many"],
 )
@@ -401,7 +401,7 @@ def test_tasks_that_are_too_long_are_said_to_be_left_out(bench: Bench, caplog: p
 @pytest.mark.parametrize(("episode", "answer"), [(32, 4), (200, 150)], ids=["short", "long"])
 def test_an_engine_of_one_row_has_room_for_the_longest_episode(bench: Bench, episode: int, answer: int) -> None:
     lengths = (f"rl.max_episode_tokens={episode}", f"rl.sampling.max_tokens={answer}", "rl.steps=1")
-    one, eight = (bench.train(f"engine.max_rows={rows}", *lengths) for rows in (1, 8))
+    one, eight = (bench.train(f"engine.max_num_seqs={rows}", *lengths) for rows in (1, 8))
     assert weights(one, "rl/step_000001") == weights(eight, "rl/step_000001")
 
 
@@ -446,7 +446,7 @@ def test_a_run_killed_while_its_model_was_made_makes_it_again(bench: Bench, monk
         (target / "old.txt").write_text("")
         raise KeyboardInterrupt
 
-    world = 'rl.tasks={type="world", name="add", size=8, options={max_number=9}}'
+    world = 'rl.tasks={type="env", name="add", size=8, options={max_number=9}}'
     overrides = ("model.path=tiny", world, 'rl.rewards=[{fn="exact_match"}]', "rl.steps=1")
     with monkeypatch.context() as patch:
         patch.setattr("headrace.wiring.build.models.save_tiny", killed)
@@ -468,7 +468,7 @@ tensorboard = false
 [model]
 path = "model"
 [engine]
-max_rows = 8
+max_num_seqs = 8
 [sft]
 steps = 3
 batch_size = 4

@@ -71,7 +71,7 @@ max_turns = 4
 max_prompt_tokens = 256
 max_episode_tokens = 900
 credit = "gigpo"
-tasks = {{ type = "world", name = "{name}", size = 20, seed = 2 }}
+tasks = {{ type = "env", name = "{name}", size = 20, seed = 2 }}
 rewards = [{{ fn = "env" }}]
 sampling = {{ max_tokens = 6 }}
 optimizer = {{ learning_rate = 1e-3 }}
@@ -81,7 +81,7 @@ SFT = """
 steps = 1
 batch_size = 2
 max_tokens = 900
-sources = [{{ type = "world", name = "{name}", size = 10, seed = 1 }}]
+sources = [{{ type = "env", name = "{name}", size = 10, seed = 1 }}]
 """
 
 
@@ -100,8 +100,8 @@ def test_a_run_plays_the_world(name: str, tmp_path: Path) -> None:
 
 def test_a_system_message_tells_the_rules_of_a_world() -> None:
     rules = Message(role="system", content="Answer with one move.")
-    source = SourceConfig(type="world", name="frozen_lake", size=3, system=rules.content)
-    plain = SourceConfig(type="world", name="frozen_lake", size=3)
+    source = SourceConfig(type="env", name="frozen_lake", size=3, system=rules.content)
+    plain = SourceConfig(type="env", name="frozen_lake", size=3)
     assert [task.messages for task in tasks_of(source)] == [(rules,)] * 3
     assert [talk[1:] for talk in conversations_of(source)] == conversations_of(plain)
     assert all(talk[0] == rules for talk in conversations_of(source))

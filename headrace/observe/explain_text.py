@@ -119,7 +119,7 @@ def _stages(config: Config) -> Iterator[str]:
         yield "no held-out evaluation: there is no table [eval.source]"
     else:
         source = evaluation.source
-        available = source.size if source.type in ("world", "reasoning_gym") else evaluation.tasks
+        available = source.size if source.type in ("env", "reasoning_gym") else evaluation.tasks
         tasks = min(evaluation.tasks, available)
         when = f"every {evaluation.every} training steps and " if evaluation.every else ""
         yield (
@@ -178,7 +178,7 @@ def _async_options(rl: RlConfig) -> Iterator[str]:
     if c.oversampling > 1:
         live = math.ceil(c.oversampling * rl.groups)
         left = "goes into the next" if c.max_staleness else "is cancelled"
-        yield f"{live} groups are started for a batch of {rl.groups}; the {c.keep} are kept, what is left over {left}"
+        yield f"{live} groups are started for a batch of {rl.groups}; the {c.select} are kept, what is left over {left}"
     if c.replay_groups:
         yield f"{c.replay_groups} groups of earlier batches are added to every batch"
     if c.lockstep_tokens:
@@ -228,7 +228,7 @@ def _recomputed(config: Config, planned: MemoryPlan) -> str:
 
 def _largest(memory: Memory) -> str:
     """Name the key of the larger of the two parts that a configuration can shrink."""
-    return "'micro_batch_tokens'" if memory.activations >= memory.kv else "'engine.kv_tokens' or 'engine.max_rows'"
+    return "'micro_batch_tokens'" if memory.activations >= memory.kv else "'engine.kv_tokens' or 'engine.max_num_seqs'"
 
 
 def _checkpoints(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[str]:

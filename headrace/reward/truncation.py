@@ -34,8 +34,8 @@ class TruncatedReward:
                 return FailedEpisode(
                     id=episode.id,
                     task=episode.task,
-                    reason=f'a limit cut it off after {len(episode.steps)} turns, and rl.truncated = "exclude" leaves '
-                    "such episodes out",
+                    reason=f'a limit cut it off after {len(episode.steps)} turns, and rl.truncated_reward = "exclude" '
+                    "leaves such episodes out",
                 )
             case TruncatedRule.ZERO:
                 nothing = None if reward.steps is None else (0.0,) * len(reward.steps)

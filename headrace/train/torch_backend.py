@@ -319,5 +319,5 @@ def oom_message(what: str, micro_batch_tokens: int, device: torch.device) -> str
         size = f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
     return (
         f"{what} does not fit into the device's memory{size}: lower 'micro_batch_tokens', which is "
-        f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_rows'"
+        f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_num_seqs'"
     )

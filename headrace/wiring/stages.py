@@ -118,7 +118,7 @@ async def run_rl(context: StageContext) -> None:
             credit=c.credit,
             credit_params=c.credit_params,
             keys=functions.keys,
-            rows=SequenceUnit(c.rows),
+            rows=SequenceUnit(c.sequence_unit),
             mixed_versions=c.asynchronous.max_staleness > 0,
             weighting=c.weighting,
             weighting_constant=c.weighting_constant or float(c.max_episode_tokens),

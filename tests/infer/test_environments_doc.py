@@ -71,7 +71,7 @@ async def test_the_example_with_tools_plays(folder: Path) -> None:
 
 def test_an_environment_of_ones_own_is_named_in_a_run(folder: Path) -> None:
     [tasks] = re.findall(r"^tasks = .*env = .*$", TEXT, re.MULTILINE)
-    run = '[model]\npath = "tiny"\n[sft]\nsteps = 1\nmax_tokens = 100\nsources = [{type="world", name="add"}]\n[rl]\n'
+    run = '[model]\npath = "tiny"\n[sft]\nsteps = 1\nmax_tokens = 100\nsources = [{type="env", name="add"}]\n[rl]\n'
     (folder / "run.toml").write_text(f"{run}steps = 1\nmax_prompt_tokens = 100\nmax_episode_tokens = 400\n{tasks}\n")
     (folder / "tasks.jsonl").write_text(json.dumps({"prompt": "Count down.", "from": 3}))
     config = load_checked(folder / "run.toml", [], command="train")

@@ -53,7 +53,7 @@ max_episode_tokens = {tokens}
 credit = "{credit}"
 sampling = {{ max_tokens = {max_tokens} }}
 optimizer = {{ learning_rate = 1e-3 }}
-tasks = {{ type = "world", name = "{world}", size = {groups}, options = {{ {options} }} }}
+tasks = {{ type = "env", name = "{world}", size = {groups}, options = {{ {options} }} }}
 """
 
 

@@ -412,10 +412,10 @@ api_key_env = ""
 [rl]
 steps = 1
 max_turns = 4
-tasks = {{ type = "world", name = "add", size = 3, seed = 1 }}
+tasks = {{ type = "env", name = "add", size = 3, seed = 1 }}
 rewards = [{{ fn = "exact_match" }}]
 [eval]
-source = {{ type = "world", name = "add", size = 2, seed = 2, options = {{ split = "held_out" }} }}
+source = {{ type = "env", name = "add", size = 2, seed = 2, options = {{ split = "held_out" }} }}
 """
 
 

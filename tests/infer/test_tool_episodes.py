@@ -242,7 +242,7 @@ async def test_so_they_are_when_the_policy_says_anything_at_all(env: type[FakeEn
 
 def test_demonstrations_of_a_world_with_tools_show_the_tools_and_teach_the_calls() -> None:
     source = SourceConfig(
-        type="world", name="calculator", size=1, options={"tools": True, "operations": 1}, system="reckon"
+        type="env", name="calculator", size=1, options={"tools": True, "operations": 1}, system="reckon"
     )
     [talk] = conversations_of(source)
     assert isinstance(talk, ToolConversation)

@@ -25,7 +25,7 @@ steps = 3
 batch_size = 4
 max_tokens = 1200
 optimizer = { learning_rate = 1e-3 }
-sources = [{ type = "world", name = "calculator", size = 4, options = { operations = 1, tools = true } }]
+sources = [{ type = "env", name = "calculator", size = 4, options = { operations = 1, tools = true } }]
 [rl]
 steps = 2
 groups = 2
@@ -36,8 +36,8 @@ end_pattern = "ZZZ"
 max_prompt_tokens = 900
 max_episode_tokens = 1200
 sampling = { max_tokens = 16 }
-truncated = "keep"
-tasks = { type = "world", name = "calculator", size = 4, options = { operations = 1, tools = true } }
+truncated_reward = "keep"
+tasks = { type = "env", name = "calculator", size = 4, options = { operations = 1, tools = true } }
 """
 
 

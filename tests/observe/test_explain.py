@@ -44,19 +44,19 @@ max_episode_tokens = 200
 micro_batch_tokens = 300
 sampling.max_tokens = 40
 [rl.tasks]
-type = "world"
+type = "env"
 name = "key_door"
 [eval]
 tasks = 7
 samples = 3
 [eval.source]
-type = "world"
+type = "env"
 name = "key_door"
 [checkpoint]
 keep_last = 2
 keep_every = 7
 [engine]
-max_rows = 8
+max_num_seqs = 8
 """
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_lower() -> None:
     text = explained(machine=small)
     assert "this is more than the 1.0 KiB the device has: lower 'micro_batch_tokens'" in text
     assert "the disk is too small" in text
-    assert "lower 'engine.kv_tokens' or 'engine.max_rows'" in explained("engine.max_rows=100000", machine=small)
+    assert "lower 'engine.kv_tokens' or 'engine.max_num_seqs'" in explained("engine.max_num_seqs=100000", machine=small)
     assert "too small" not in explained()
 
 
@@ -156,7 +156,7 @@ def test_room_for_keys_and_values_follows_what_is_sampled() -> None:
 
     sft_only = TEXT[: TEXT.index("[rl]")]
     assert wanted(sft_only) == 0
-    assert wanted(sft_only, "eval.source={type='world'}") == 2 * 32 * 100
+    assert wanted(sft_only, "eval.source={type='env'}") == 2 * 32 * 100
     assert wanted(TEXT, "engine.kv_tokens=999") == 999
 
 
@@ -191,7 +191,7 @@ def test_what_is_recomputed_is_said_with_its_reason() -> None:
 
 
 def test_the_cache_gets_what_a_gpu_has_left() -> None:
-    config = load_config(TEXT, file="run.toml", overrides=["model.recompute=false", "engine.max_rows=64"])
+    config = load_config(TEXT, file="run.toml", overrides=["model.recompute=false", "engine.max_num_seqs=64"])
     room = plan(config, GPU, gpu_bytes=2**40)
     assert room.kv_tokens == 2 * 64 * 200
     tight = plan(config, GPU, gpu_bytes=200_000)
@@ -206,7 +206,7 @@ def test_the_default_cache_is_the_engines() -> None:
         config = load_config(
             TEXT,
             file="run.toml",
-            overrides=[f"engine.max_rows={rows}", f"rl.max_episode_tokens={longest}", "rl.max_prompt_tokens=1"],
+            overrides=[f"engine.max_num_seqs={rows}", f"rl.max_episode_tokens={longest}", "rl.max_prompt_tokens=1"],
         )
         assert plan(config, CPU).kv_tokens == default_kv_tokens(rows, longest)
 
@@ -217,7 +217,7 @@ def test_other_models_are_counted() -> None:
 
     joined = 2 * (4 * (4 + 2 + 2) + 4 * 4 + 3 * 4 * 8) * 2  # two layers: queries, keys, values; output; the MLP
     assert beside() == joined
-    assert beside("engine.graphs=false") == 0
+    assert beside("engine.cuda_graphs=false") == 0
     assert beside("rl.sync_every=2") == joined + 388 * 2  # a copy that samples
     assert beside("rl.async.max_staleness=1", 'rl.reference="x"') == joined + 2 * 388 * 2
     assert beside("rl.critic={}") == joined + 388 * (2 + 4 + 4 + 8)  # weights, masters, gradients and moments

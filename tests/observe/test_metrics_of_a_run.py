@@ -35,12 +35,12 @@ heads = 2
 kv_heads = 1
 context = 256
 [engine]
-max_rows = 8
+max_num_seqs = 8
 [sft]
 steps = 2
 batch_size = 4
 max_tokens = 200
-sources = [{ type = "world", name = "key_door", size = 12, seed = 1 }]
+sources = [{ type = "env", name = "key_door", size = 12, seed = 1 }]
 [rl]
 steps = 2
 groups = 2
@@ -48,12 +48,12 @@ group_size = 2
 max_turns = 3
 max_prompt_tokens = 64
 max_episode_tokens = 200
-tasks = { type = "world", name = "key_door", size = 12, seed = 2 }
+tasks = { type = "env", name = "key_door", size = 12, seed = 2 }
 [rl.sampling]
 max_tokens = 4
 [eval]
 tasks = 2
-source = { type = "world", name = "key_door", size = 8, seed = 3, options = { split = "held_out" } }
+source = { type = "env", name = "key_door", size = 8, seed = 3, options = { split = "held_out" } }
 [metrics]
 sinks = ["datadog", "prometheus"]
 prometheus.port = 0

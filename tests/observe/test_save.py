@@ -22,9 +22,7 @@ def saved(tmp_path: Path) -> Saves:
 
     def run(step: int = 4, **save: object) -> list[str] | None:
         folder = RunFolder(path=tmp_path)
-        c = RlConfig(
-            steps=9, tasks=SourceConfig(type="world", name="key_door"), credit="gigpo", save=SaveConfig(**save)
-        )  # type: ignore[arg-type]
+        c = RlConfig(steps=9, tasks=SourceConfig(type="env", name="key_door"), credit="gigpo", save=SaveConfig(**save))  # type: ignore[arg-type]
         make_record(c, folder)(step - 1, world.groups(), world.credited())
         path = folder.step_rollouts(step)
         return [line.id for line in iter_lines(path)] if path.is_file() else None
@@ -69,6 +67,6 @@ def test_a_lean_file_says_so_and_knows_the_size_of_its_groups(saved: Saves, tmp_
 
 
 def test_a_file_says_which_episodes_are_saved() -> None:
-    config = load_config('[rl]\nsteps = 1\n[rl.tasks]\ntype = "world"\n[rl.save]\nwhich = "failures"', file="run.toml")
+    config = load_config('[rl]\nsteps = 1\n[rl.tasks]\ntype = "env"\n[rl.save]\nwhich = "failures"', file="run.toml")
     assert config.rl is not None
     assert config.rl.save == SaveConfig(which="failures")

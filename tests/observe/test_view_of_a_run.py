@@ -32,7 +32,7 @@ max_turns = 3
 max_prompt_tokens = 64
 max_episode_tokens = 128
 credit = "grpo"
-tasks = { type = "world", name = "key_door", size = 20, seed = 2 }
+tasks = { type = "env", name = "key_door", size = 20, seed = 2 }
 [rl.sampling]
 max_tokens = 4
 """

@@ -38,7 +38,7 @@ def test_rules_by_hand(rule: TruncatedRule, total: float, steps: tuple[float, ..
 def test_exclusion_has_a_reason() -> None:
     reason = judged(TruncatedRule.EXCLUDE)
     assert isinstance(reason, str)
-    assert 'a limit cut it off after 2 turns, and rl.truncated = "exclude"' in reason
+    assert 'a limit cut it off after 2 turns, and rl.truncated_reward = "exclude"' in reason
 
 
 @pytest.mark.parametrize("rule", list(TruncatedRule))

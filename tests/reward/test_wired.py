@@ -51,7 +51,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def config(*rewards: RewardTermConfig, runner: RewardRunnerConfig | None = None) -> Config:
-    tasks = SourceConfig(type="world", name="add")
+    tasks = SourceConfig(type="env", name="add")
     return Config(
         rl=RlConfig(steps=1, tasks=tasks, rewards=rewards, reward_runner=runner or RewardRunnerConfig(workers=1))
     )
@@ -199,7 +199,7 @@ async def test_what_is_only_measured_has_its_curve_and_no_weight() -> None:
 async def test_the_rule_for_episodes_that_a_limit_cut_off_is_the_files() -> None:
     made = config(RewardTermConfig(fn="exact_match"))
     assert made.rl is not None
-    rl = replace(made.rl, truncated="penalty", truncated_penalty=0.25)
+    rl = replace(made.rl, truncated_reward="penalty", truncated_penalty=0.25)
     cut = replace(episode("4", answer="4"), truncated=True)
     [less] = await make_reward_runner(make_terms(made, None), rl, make_truncation(rl)).score([cut])
     [kept] = await make_reward_runner(make_terms(made, None), rl).score([cut])  # as an evaluation does

@@ -64,11 +64,11 @@ def test_a_run_that_names_one_that_is_missing_stops_before_it_begins(
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else found(module))
     (tmp_path / "run.toml").write_text(
-        f"[model.tiny]\ncontext = 2048\n[rl]\nsteps = 1\ntasks = {{ type = 'world', name = '{name}', size = 4 }}\n"
+        f"[model.tiny]\ncontext = 2048\n[rl]\nsteps = 1\ntasks = {{ type = 'env', name = '{name}', size = 4 }}\n"
     )
     with pytest.raises(ConfigError, match="which needs a package") as caught:
         load_checked(tmp_path / "run.toml", [f"run.folder='{tmp_path / 'runs'}'"], command="train")
-    [extra] = re.findall(rf"'rl.tasks' is the world \"{name}\".*pip install 'headrace\[(\w+)\]'$", str(caught.value))
+    [extra] = re.findall(rf"'rl.tasks' is the environment \"{name}\".*pip install 'headrace\[(\w+)\]'$", str(caught.value))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert any(needed.startswith(name) for needed in extras[extra])

@@ -140,17 +140,14 @@ WEIGHTS = {
     "weight_floor": (0.25, "floor", 0.25),
     "cap_action": ("clamp", "bound", BoundRule.CLAMP),
 }
-KEEPING = ("keep", "score")  # of groups, not of tokens: test_oversampling.py
-BATCH = ("batch_groups",)  # loading brings it to rl.groups
+SELECTION = ("select", "select_score")  # of groups, not of tokens: test_oversampling.py
 
 
 def test_d4_every_key_reaches_what_it_is_for() -> None:
-    text = '[rl]\nsteps = 5\nloss = "decoupled_ppo"\ntasks = { type = "world", name = "key_door" }'
+    text = '[rl]\nsteps = 5\nloss = "decoupled_ppo"\ntasks = { type = "env", name = "key_door" }'
     rl = load_config(text, file="run.toml").rl
     assert rl is not None
-    assert {*SETTINGS, *WEIGHTS, *KEEPING, *BATCH} == {field.name for field in fields(AsyncConfig)}
-    sized = load_config(text, file="run.toml", overrides=["rl.async.batch_groups=3"]).rl
-    assert sized == replace(rl, groups=3)
+    assert {*SETTINGS, *WEIGHTS, *SELECTION} == {field.name for field in fields(AsyncConfig)}
     for key, (written, meant) in SETTINGS.items():
         made = make_settings(AsyncConfig(**{key: written}))
         assert getattr(made, key) == meant != getattr(make_settings(AsyncConfig()), key), key

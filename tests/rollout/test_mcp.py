@@ -514,11 +514,11 @@ def test_files_of_a_worlds_options_are_found_from_the_configuration(tmp_path: Pa
     text = """
 [rl]
 steps = 1
-tasks.type = "world"
+tasks.type = "env"
 tasks.name = "mcp"
 tasks.options = { command = ["python", "server.py", "--port", "none.py"], tasks = "questions.jsonl", max_turns = 3 }
 [eval]
-source = { type = "world", name = "verifiers", options = { env = "games.py:load" } }
+source = { type = "env", name = "verifiers", options = { env = "games.py:load" } }
 """
     config = absolute_paths(load_config(text, file="run.toml"), base=tmp_path)
     assert config.rl is not None

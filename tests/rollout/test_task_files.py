@@ -390,7 +390,7 @@ path = "tiny"
 tiny = { context = 2048 }
 [sft]
 steps = 1
-sources = [{ type = "world", name = "add" }]
+sources = [{ type = "env", name = "add" }]
 [rl]
 steps = 1
 tasks = { type = "task", path = "task.toml" }

@@ -79,7 +79,7 @@ class Servers:
             self.port = probe.getsockname()[1]
         self.folder, self.exits = folder, list[int]()
         (folder / "serve.toml").write_text(
-            f'[serve]\nport = {self.port}\nfolder = "data"\n[engine]\nmax_rows = 8\n'
+            f'[serve]\nport = {self.port}\nfolder = "data"\n[engine]\nmax_num_seqs = 8\n'
             f'[[keys]]\nowner = "a"\nsha256 = "{hash_key(KEY)}"\n{more}'
         )
         self._parent = parent

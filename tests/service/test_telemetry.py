@@ -280,7 +280,7 @@ def test_a_served_model_has_a_file_and_the_operator_all_of_them(
 [serve]
 folder = "{tmp_path}"
 [engine]
-max_rows = 4
+max_num_seqs = 4
 [metrics]
 sinks = ["prometheus"]
 prometheus.port = 0

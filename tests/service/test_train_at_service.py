@@ -29,7 +29,7 @@ folder = "FOLDER/served"
 [model]
 path = "FOLDER/model"
 [engine]
-max_rows = 8
+max_num_seqs = 8
 [[keys]]
 owner = "tests"
 sha256 = "{hash_key(KEY)}"
@@ -45,8 +45,8 @@ lora.rank = 4
 steps = 4
 batch_size = 8
 max_tokens = 40
-sources = [{ type = "world", name = "add", size = 40, seed = 1 }]
-held_out = { type = "world", name = "add", size = 8, seed = 5 }
+sources = [{ type = "env", name = "add", size = 40, seed = 1 }]
+held_out = { type = "env", name = "add", size = 8, seed = 5 }
 optimizer.learning_rate = 1e-2
 [rl]
 steps = 3
@@ -55,7 +55,7 @@ group_size = 3
 max_turns = 1
 max_prompt_tokens = 24
 max_episode_tokens = 40
-tasks = { type = "world", name = "add", size = 10, seed = 2 }
+tasks = { type = "env", name = "add", size = 10, seed = 2 }
 rewards = [{ fn = "reward.py:score" }]
 reward_runner.type = "inprocess"
 loss = "ppo + reference_kl_k3"
@@ -65,7 +65,7 @@ optimizer.learning_rate = 1e-2
 [eval]
 every = 2
 tasks = 2
-source = { type = "world", name = "add", size = 4, seed = 3 }
+source = { type = "env", name = "add", size = 4, seed = 3 }
 [checkpoint]
 every = 1
 keep_last = 1
@@ -220,17 +220,17 @@ def test_what_the_service_refuses_is_said_before_the_run(file: Path, monkeypatch
         ("model.tiny.width=64", "'model.tiny' is of a model that is computed here"),
         ("model.lora.alpha=8.0", "'model.lora.alpha' is 8, but at a service it is always 32"),
         ('model.lora.targets=["q_proj"]', "whole kinds of layers"),
-        ("engine.max_rows=4", r"\[engine\] is of a model that is sampled here"),
+        ("engine.max_num_seqs=4", r"\[engine\] is of a model that is sampled here"),
         ("run.deterministic=true", "'run.deterministic'"),
         (
-            'reward_model={steps=1, sources=[{type="world", name="add"}]}',
+            'reward_model={steps=1, sources=[{type="env", name="add"}]}',
             "a service trains no reward model",
         ),
         ("eval.temperature=0.5", "'eval.temperature' is 0.5"),
         ("rl.sampling.temperature=0.5", "'rl.sampling.temperature' is 0.5"),
         ("rl.algorithm=ppo", "a service keeps no critic beside the policy"),
         ("rl.loss=reward.py:score", "a service takes losses by name"),
-        ('rl={steps=1, kl_limit=0.1, kl_action="scale_back", tasks={type="world", name="add"}}', "take an update back"),
+        ('rl={steps=1, kl_limit=0.1, kl_action="scale_back", tasks={type="env", name="add"}}', "take an update back"),
         ("rl.reference=model", "'rl.reference' is a folder here"),
         ("rl.sampling.min_p=0.1", "'rl.sampling.min_p'"),
         ("rl.async.interrupt=inflight", "keeps no keys and values"),

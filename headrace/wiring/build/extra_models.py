@@ -43,7 +43,7 @@ def make_critic(c: RlConfig, critic: CriticConfig, context: StageContext) -> Cri
             kl_estimator=critic.kl_estimator,
             bootstrap=critic.bootstrap,
             minibatches=c.minibatches,
-            rows=SequenceUnit(c.rows),
+            rows=SequenceUnit(c.sequence_unit),
         ),
         backend=backend,
         updater=updater,

@@ -86,7 +86,7 @@ def make_reward_runner(
 
 def make_truncation(rl: RlConfig) -> TruncatedReward:
     """Build the rule for cut-off episodes in training; evaluation keeps rewards as they are."""
-    return TruncatedReward(rule=TruncatedRule(rl.truncated), penalty=rl.truncated_penalty)
+    return TruncatedReward(rule=TruncatedRule(rl.truncated_reward), penalty=rl.truncated_penalty)
 
 
 def check_rewards(rl: RlConfig) -> None:

@@ -61,8 +61,8 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
         engine = config.engine
         host = AdapterHost(
             lm,
-            max_rows=engine.max_rows,
-            kv_tokens=engine.kv_tokens or _kv_tokens(lm, engine.max_rows, full=config.model.full),
+            max_rows=engine.max_num_seqs,
+            kv_tokens=engine.kv_tokens or _kv_tokens(lm, engine.max_num_seqs, full=config.model.full),
             micro_batch_tokens=engine.micro_batch_tokens,
             recompute=engine.recompute,
         )
