@@ -71,8 +71,8 @@ def render() -> str:
     """Return the text of docs/api.md."""
     parts = [
         "# The public names",
-        "`make docs` writes this file from the docstrings, and a test compares. Names that are not here can be imported "
-        "from their modules, and may move.",
+        "`make docs` writes this file from the docstrings, and a test compares. Names that are not here can be "
+        "imported from their modules, and may move.",
         _docstring(inspect.cleandoc(headrace.__doc__ or "").partition("\n\n")[2]),
     ]
     for name, module in headrace._MODULES.items():

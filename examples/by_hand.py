@@ -22,6 +22,7 @@ compares them):
     steps = 60
     groups = 32
     group_size = 8
+    max_prompt_tokens = 128
     max_episode_tokens = 256
     credit = "rloo"
     tasks = { type = "jsonl", path = "tasks.jsonl" }
@@ -112,7 +113,7 @@ def main(
 
 def make_model(folder: Path) -> Path:
     """Write a small Llama that has never seen a sum, with one token per character."""
-    hr.save_tiny(folder, words="0123456789+=", layers=2, context=64)
+    hr.save_tiny(folder, words="0123456789+=", layers=2, context=256)
     return folder
 
 

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 class InProcessRewardRunner:
     """Scores episodes with the sum of reward functions, which run in this process and are trusted.
 
-    A reward function takes an `Episode` and returns a number, a bool, a `Reward` or a dict with "score". Plain functions
-    run on threads, so they must not share mutable state; async ones on the event loop. An episode whose reward is not
-    known (a function raised, took too long, or returned no finite number) is failed.
+    A reward function takes an `Episode` and returns a number, a bool, a `Reward` or a dict with "score". Plain ones run
+    on threads, so they must not share mutable state; async ones on the event loop. An episode whose reward is not known
+    (a function raised, took too long, or returned no finite number) is failed.
     """
 
     def __init__(
