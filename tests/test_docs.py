@@ -1,6 +1,6 @@
 """The documents and examples run: the tour's sessions print what the tour says, and every example is a valid run."""
 
-import asyncio
+import ast
 import doctest
 import importlib.util
 import json
@@ -142,11 +142,31 @@ def load(path: Path) -> ModuleType:
 
 
 def test_the_loop_by_hand_makes_the_same_numbers_as_the_configured_run(tmp_path: Path) -> None:
-    by_hand = asyncio.run(load(ROOT / "examples" / "by_hand.py").main(sft_steps=12, rl_steps=2))
-    short = ("sft.steps=12", "rl.steps=2", "eval.every=0", "eval.tasks=4")
-    records = train(ROOT / "examples" / "rl_arithmetic.toml", tmp_path, *short)
+    example = load(ROOT / "examples" / "by_hand.py")
+    model, data = example.make_model(tmp_path / "FOLDER"), example.make_data(tmp_path / "tasks.jsonl")
+    by_hand = example.main(model, data, sft_steps=12, rl_steps=2)
+    lines = [line.strip() for line in (example.__doc__ or "").partition("[model]")[2].splitlines()]
+    (tmp_path / "run.toml").write_text("\n".join(["[model]", *lines]), encoding="utf-8")
+    path = f"model.path={json.dumps(str(model))}"
+    records = train(tmp_path / "run.toml", tmp_path, path, "sft.steps=12", "rl.steps=2")
     configured = [record["loss/total"] for record in records if "loss/total" in record]
+    assert len(configured) == 14
     assert configured == by_hand  # bit for bit
+
+
+@pytest.mark.slow
+def test_the_loop_by_hand_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load(ROOT / "examples" / "by_hand.py")
+    example.main(example.make_model(tmp_path / "model"), example.make_data(tmp_path / "sums.jsonl"))
+    rewards = [float(reward) for reward in re.findall(r"mean reward (\S+)", capsys.readouterr().out)]
+    assert len(rewards) == 60
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
+
+
+def test_the_loop_by_hand_has_public_names_alone() -> None:
+    tree = ast.parse((ROOT / "examples" / "by_hand.py").read_text(encoding="utf-8"))
+    imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert [line for line in imports if "headrace" in line] == ["import headrace as hr"]
 
 
 def test_the_file_in_the_readme_runs(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class StepCounts:
 
 
 def reweight(
-    data: Sequence[Datum], *, weighting: str, constant: float = 0.0, groups: Sequence[int] | None = None
+    data: Sequence[Datum], *, weighting: str = "token_mean", constant: float = 0.0, groups: Sequence[int] | None = None
 ) -> tuple[Datum, ...]:
     """Multiply each datum's weights by its scale under `weighting`; n = its trained tokens, S = data that have any.
 

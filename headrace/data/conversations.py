@@ -38,7 +38,15 @@ def load_conversations(source: DataSource, *, base: Path | None = None) -> list[
 def conversations_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[Conversation]:
-    """Make conversations from any Python iterable of dicts, with the columns that a file would have."""
+    """Make conversations to imitate from any iterable of dicts: `messages`, or a `prompt` with the reply in `answer`.
+
+    `columns` maps these names to those of the rows. `system` is put before every conversation that has no system
+    message. Raises DataError that names the row.
+
+    >>> [conversation] = conversations_from_rows([{"prompt": "1 + 1 =", "answer": "2"}])
+    >>> [(message.role, message.content) for message in conversation]
+    [('user', '1 + 1 ='), ('assistant', '2')]
+    """
     return _conversations(rows_of(rows, "rows"), columns=columns or {}, system=system)
 
 
@@ -96,14 +104,18 @@ def prompt_of(conversation: Conversation) -> tuple[Message, ...]:
 
 
 class ConversationMixture(Generic[Item]):
-    """Mixes several sequences by weight without end, each shuffled anew in every epoch of its own.
+    """Draws without end from several sequences by weight, each shuffled anew every epoch of its own.
+
+    >>> mixture = ConversationMixture([(["easy"], 3.0), (["hard"], 1.0)])
+    >>> mixture.next_batch(4)
+    ('easy', 'easy', 'hard', 'easy')
 
     Draw t (from 1) goes to the part with the largest deficit w_i t - n_i, n_i its draws so far and w_i its share:
     the deficits add up to 0 and none falls to -1 or below, so none of k > 1 reaches k - 1, however long the run.
     The counts n_i are the whole state: epoch and place of a part are n_i divided by its length.
     """
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int = 0) -> None:
         if not parts or any(not items for items, _ in parts):
             raise DataError("a mixture needs at least one part, and none may be empty")
         if any(not (math.isfinite(weight) and weight > 0) for _, weight in parts):

@@ -24,7 +24,15 @@ def load_tasks(source: DataSource, *, base: Path | None = None) -> list[Task]:
 def tasks_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[Task]:
-    """Make tasks from any Python iterable of dicts, with the columns that a file would have."""
+    """Make tasks from any iterable of dicts with a `prompt` (or `messages`) and, for most rewards, an `answer`.
+
+    `columns` maps these names to those of the rows; every other column is in the task's `data`. `system` is put before
+    every conversation that has no system message. Raises DataError that names the row.
+
+    >>> [task] = tasks_from_rows([{"question": "1 + 1 =", "answer": "2"}], columns={"prompt": "question"})
+    >>> task.messages[0].content, task.data
+    ('1 + 1 =', {'answer': '2'})
+    """
     return _tasks(rows_of(rows, "rows"), columns=columns or {}, system=system, what="the iterable")
 
 

@@ -14,12 +14,16 @@ from headrace.types import Message, Task
 
 
 class TaskSource:
-    """Gives out tasks without end: every epoch is a permutation of all of them, a function of (seed, epoch) alone.
+    """Draws tasks without end: every epoch is a permutation of all of them, a function of (seed, epoch) alone.
 
     The state is a cursor (epoch, offset); nothing random is stored.
+
+    >>> source = TaskSource([Task(id="a"), Task(id="b")])
+    >>> sorted(task.id for task in source.get_prompts(4))
+    ['a', 'a', 'b', 'b']
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
             raise DataError("there are no tasks to train on")
         self._tasks = tuple(tasks)

@@ -100,7 +100,7 @@ class LanguageModel:
 
 
 def load_model(
-    path: str,
+    path: str | Path,
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -111,7 +111,7 @@ def load_model(
 
     Raises ModelError when it cannot be loaded. With `quantization` the model can score but not train.
     """
-    folder = model_folder(path)
+    folder = model_folder(str(path))
     with boundary(ModelError, f"the model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         check_supported(config)
@@ -130,7 +130,7 @@ def load_model(
             **by_package,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=path)
+    lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=str(path))
     if quantization is not None:
         num_plain = quantize_model(lm.model, quantization.bits)
         logger.info(

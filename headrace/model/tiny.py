@@ -85,15 +85,22 @@ def make_model(
 def save_tiny(
     folder: Path,
     *,
-    words: Sequence[str],
-    width: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    context: int,
-    seed: int,
+    words: Sequence[str],  # the vocabulary: one token per word
+    width: int = 96,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    context: int = 512,
+    seed: int = 0,
 ) -> None:
-    """Write model and tokenizer as a Hugging Face folder that `from_pretrained` loads."""
+    """Write a small Llama with random weights and its tokenizer as a Hugging Face folder, to try things out with.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()) / "tiny"
+    >>> save_tiny(folder, words=["hello", "world"], width=32, layers=1)
+    >>> sorted(path.name for path in folder.glob("*.safetensors"))
+    ['model.safetensors']
+    """
     tokenizer = make_tokenizer(words)
     model = make_model(
         vocab_size=len(tokenizer),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from headrace.errors import ConfigError, RewardError, RolloutError
 from headrace.reward.alignment import as_reward
 from headrace.reward.call_scheduler import CallScheduler, prefix_error
-from headrace.reward.terms import GroupTerm, Term
+from headrace.reward.terms import GroupTerm, RewardFn, Term, as_term
 from headrace.reward.truncation import TruncatedReward
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
@@ -20,15 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessRewardRunner:
-    """Scores episodes with functions of this process.
+    """Scores episodes with the sum of reward functions, which run in this process and are trusted.
 
-    Plain functions run on threads, so they must not share mutable state; async ones run on the event loop.
-    An episode without a reward (a function raised, took too long, or returned no finite number) is failed.
+    A reward function takes an `Episode` and returns a number, a bool, a `Reward` or a dict with "score". Plain ones run
+    on threads, so they must not share mutable state; async ones on the event loop. An episode whose reward is not known
+    (a function raised, took too long, or returned no finite number) is failed.
     """
 
-    def __init__(self, terms: Sequence[Term], *, timeout_s: float = 60.0) -> None:
-        check_terms(terms)
-        self._terms = tuple(terms)
+    def __init__(
+        self,
+        rewards: Sequence[Term | RewardFn | str],  # summed; a function or a name ("exact_match") has weight 1
+        *,
+        timeout_s: float = 60.0,  # of one call
+    ) -> None:
+        self._terms = tuple(as_term(reward) for reward in rewards)
+        check_terms(self._terms)
         self._calls = CallScheduler(timeout_s=timeout_s)
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:

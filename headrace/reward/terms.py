@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from headrace import names
+from headrace.algo.name_lookup import lookup
 from headrace.algo.shaping import overlong_penalty
 from headrace.errors import ConfigError, RewardError
 from headrace.types import Episode, IntArray, Reward, int_array
+from headrace.user_code import load_function
 
 Verdict = float | bool | Reward | Mapping[str, Any]
 RewardFn = Callable[[Episode], Verdict | Awaitable[Verdict]]
@@ -122,6 +124,21 @@ BUILTIN: Mapping[str, RewardFn] = {
     "valid_actions": valid_actions,
 }
 assert tuple(BUILTIN) == names.BUILTIN_REWARDS
+
+
+def as_term(reward: Term | RewardFn | str) -> Term:
+    """Make a term of weight 1 from a reward function, or from its name: a built-in one or "file.py:function".
+
+    >>> as_term("exact_match").name
+    'exact_match'
+    """
+    if isinstance(reward, Term):
+        return reward
+    if not isinstance(reward, str):
+        return Term(name=getattr(reward, "__name__", type(reward).__name__), fn=reward)
+    if ":" in reward:
+        return Term(name=reward.rpartition(":")[2], fn=load_function(reward))
+    return Term(name=reward, fn=lookup(BUILTIN, reward, "reward"))
 
 
 def last_answer(episode: Episode) -> str:

@@ -68,7 +68,8 @@ def test_a_run_that_names_one_that_is_missing_stops_before_it_begins(
     )
     with pytest.raises(ConfigError, match="which needs a package") as caught:
         load_checked(tmp_path / "run.toml", [f"run.folder='{tmp_path / 'runs'}'"], command="train")
-    [extra] = re.findall(rf"'rl.tasks' is the environment \"{name}\".*pip install 'headrace\[(\w+)\]'$", str(caught.value))
+    pattern = rf"'rl.tasks' is the environment \"{name}\".*pip install 'headrace\[(\w+)\]'$"
+    [extra] = re.findall(pattern, str(caught.value))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert any(needed.startswith(name) for needed in extras[extra])

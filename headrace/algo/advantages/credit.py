@@ -69,7 +69,7 @@ class CreditedBatch:
 def credit(
     groups: Sequence[Group],
     *,
-    method: str,
+    method: str = "grpo",
     params: Mapping[str, float | str] = NO_PARAMS,
     keys: KeysFn = default_keys,
 ) -> CreditedBatch:
