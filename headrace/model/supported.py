@@ -1,6 +1,6 @@
 """Which model types run on the shared attention function, by their `model_type`, and why others do not.
 
-A type is listed as supported when `tests/model/test_support.py` has compared it with transformers' own forward pass
+A type is listed as supported when `tests/model/test_supported.py` has compared it with transformers' own forward pass
 (packed training, prefill in pieces, decode). Everything not listed is refused by name.
 """
 

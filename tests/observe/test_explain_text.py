@@ -9,7 +9,7 @@ from headrace.names import min_kv_tokens
 from headrace.observe.explain_text import Machine, chosen_text, explain, max_checkpoints, size_text, support_table
 from headrace.wiring.build.model_sizes import memory_request
 
-SHAPE = ModelDims(  # 388 parameters: see tests/model/test_estimate.py
+SHAPE = ModelDims(  # 388 parameters: see tests/model/test_memory.py
     model_type="llama",
     width=4,
     layers=2,

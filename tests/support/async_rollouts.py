@@ -1,4 +1,4 @@
-"""What tests of asynchronous rollouts share: a sampler moved by hand, groups with partial_rollouts, and an executor."""
+"""A sampler that is moved by hand, groups with partial rollouts, and an executor that plays them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence

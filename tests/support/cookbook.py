@@ -1,5 +1,5 @@
-"""What recipes of the public tinker cookbook need to run offline: a tiny model, its tokenizer and small data sets in
-the folder that they start in."""
+"""Let recipes of the public tinker cookbook run offline: a tiny model, its tokenizer and small data sets in the folder
+that they start in."""
 
 import importlib.util
 import json

@@ -11,12 +11,7 @@ import torch
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import END_ID, make_model, make_tokenizer
-from headrace.types import (
-    Completion,
-    SampleRequest,
-    SamplingParams,
-    int_array,
-)
+from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 
 WORDS = tuple(f"w{index}" for index in range(112))
 VOCABULARY = len(WORDS) + 8  # with the tokenizer's special tokens

@@ -1,7 +1,7 @@
-"""A world for the executor on virtual time: a fake engine that shows versions, a trainer, and checks of what must hold.
+"""Drive the executor on virtual time: a fake engine that shows versions, a trainer, and checks of what must hold.
 
-`World` plays scripted groups through real partial rollouts, publisher and executor, counts by itself what it sees from
-the outside, and compares. It knows only what the executor says in public: batches, metrics and its state.
+`ExecutorSim` plays scripted groups through real partial rollouts, publisher and executor, counts by itself what it sees
+from the outside, and compares. It knows only what the executor says in public: batches, metrics and its state.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ def not_wanted(group: Group) -> Reject | bool:
     return Reject(reason="length") if group.episodes[0].reward.total < 0 else True
 
 
-class World:
+class ExecutorSim:
     """One run. `trouble` is the share of groups that fail, are cancelled, rejected, or run into their timeout."""
 
     sampler_class: type[FakeSampler] = ShowingSampler
@@ -344,7 +344,7 @@ SCRIPT = (
 
 
 def trials() -> None:
-    """The script in a few worlds, with all checks: small batches and large, with and without trouble and a limit."""
+    """Run the script in a few simulations with all checks: batches of several sizes, with and without trouble and a limit."""
     for seed, (eta, batch, max_running, trouble, longest, action, oversampling) in enumerate(
         [
             (0, 3, None, 0.3, 12, StaleAction.DROP, 1.0),
@@ -374,27 +374,27 @@ def trials() -> None:
 
 
 def run_script(script: Sequence[tuple[str, float]], **options: Any) -> list[Any]:
-    """Do what the script says in a world of its own, one verb with its seconds after another; returns the batches."""
+    """Do what the script says in a new simulation, one verb with its seconds after another; returns the batches."""
 
     async def main() -> list[Any]:
-        world, batches = World(**options), []
-        await world.enter()
+        sim, batches = ExecutorSim(**options), []
+        await sim.enter()
         for verb, seconds in script:
             match verb:
                 case "take":
-                    batches.append(shown(await world.take()))
-                case "train" if world.training:
-                    await world.train(seconds)
+                    batches.append(shown(await sim.take()))
+                case "train" if sim.training:
+                    await sim.train(seconds)
                 case "wait":
                     await asyncio.sleep(seconds)
                 case "pause":
-                    await world.pause(seconds)
+                    await sim.pause(seconds)
                 case "rest":
-                    await world.rest()
+                    await sim.rest()
                 case "restart":
-                    await world.restart()
-            world.check()
-        await world.leave()
+                    await sim.restart()
+            sim.check()
+        await sim.leave()
         return batches
 
     return run_virtual(main())

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave, each in one way. They run inside the sandbox only; see test_sandbox_attacks.py.
+"""Reward functions that misbehave, each in one way, for tests/reward/sandbox. They run inside the sandbox only.
 
 An attack that is stopped by an exception lets it out; one that is stopped by nothing returns 1.0. Standard library
 only.

@@ -1,4 +1,4 @@
-"""As whom the sandbox is tested: as root, and as an ordinary user (which root can play with a public interpreter)."""
+"""The users that the sandbox is tested as: root, and an ordinary user (root plays one with a public interpreter)."""
 
 import os
 import subprocess

@@ -1,28 +1,18 @@
-"""An executor over groups that end when the test says so."""
+"""Groups that end when the test says so, and an executor that plays them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from itertools import count
+from collections.abc import Awaitable, Callable
 
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.publisher import Publisher
-from headrace.types import (
-    Group,
-    SharedWeights,
-    Task,
-)
+from headrace.types import Group, Task
+from support.async_rollouts import tasks
 from support.rollout_groups import group
 
-HANDLE = SharedWeights(fingerprint="abc")
 
-
-def tasks() -> Iterator[Task]:
-    return (Task(id=f"t{n}") for n in count())
-
-
-class Script:
-    """A `play` whose groups end when the test says so."""
+class ScriptedGroups:
+    """Play groups that end when the test says so."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
@@ -34,11 +24,11 @@ class Script:
         return await self.endings[group_id]
 
     def end(self, id: int, *, rewards: tuple[float, ...] = (0.0, 1.0), version: int = 0, num_failed: int = 0) -> None:
-        made = group(id, rewards=rewards, versions=(version, version), num_failed=num_failed)
-        self.endings[id].set_result(made)
+        ended = group(id, rewards=rewards, versions=(version, version), num_failed=num_failed)
+        self.endings[id].set_result(ended)
 
 
-def executor_of(
+def scripted_executor(
     play: Callable[[Task, int], Awaitable[Group]],
     *,
     batch: int = 3,
@@ -63,12 +53,3 @@ def executor_of(
         ),
         **arguments,  # type: ignore[arg-type]
     )
-
-
-async def turns(n: int = 20) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
-
-
-def ids(groups: tuple[Group, ...]) -> list[int]:
-    return [group.id for group in groups]

@@ -1,4 +1,4 @@
-"""What tests say with the public SDK's types; importing this without the SDK skips the tests that do."""
+"""Requests and data in the public SDK's types; importing this without the SDK skips the tests that do."""
 
 import threading
 import time

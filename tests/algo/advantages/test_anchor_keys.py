@@ -9,10 +9,7 @@ from headrace.algo.advantages.anchor_keys import KEYS, default_keys, key_of, key
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import observations, step_positions
 from headrace.errors import RolloutError
-from headrace.types import (
-    Message,
-    Task,
-)
+from headrace.types import Message, Task
 from support.credit_examples import group, walk
 
 

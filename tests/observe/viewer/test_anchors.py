@@ -10,12 +10,12 @@ from headrace.observe.rollouts.files import save_trajectories
 from headrace.observe.rollouts.records import EpisodeRecord, read_lines
 from headrace.observe.viewer.anchors import anchors, find_anchors
 from headrace.observe.viewer.graph import ENDED, HEIGHT, SOLVED, STRIDE_X, WIDTH, Graph, state_graph, transitions
-from support import rollout_files as world
+from support import rollout_files
 
 
 def test_the_actions_of_a_state_by_hand(tmp_path: Path) -> None:
     # gamma 0.5. G: 7/0: 1/4 1/2 1; 7/1: 1/8 1/4 1/2 1; 7/2: 0 0 0
-    found = anchors(world.lines(tmp_path / "a.jsonl"))
+    found = anchors(rollout_files.lines(tmp_path / "a.jsonl"))
     assert [(anchor.key, len(anchor.visits), anchor.num_episodes) for anchor in found] == [
         ("S", 5, 3),
         ("A", 3, 3),
@@ -39,19 +39,21 @@ def test_the_actions_of_a_state_by_hand(tmp_path: Path) -> None:
 
 
 def test_states_are_found_by_key_then_by_beginning_then_by_part(tmp_path: Path) -> None:
-    found = anchors(world.lines(tmp_path / "a.jsonl"))
+    found = anchors(rollout_files.lines(tmp_path / "a.jsonl"))
     assert [anchor.key for anchor in find_anchors(found, "A")] == ["A"]
     assert [anchor.key for anchor in find_anchors(found, "")] == ["S", "A", "B"]
     assert find_anchors(found, "x") == ()
 
 
 def test_transitions_lead_to_the_next_state_and_to_the_end(tmp_path: Path) -> None:
-    moves = {(move.source, move.target): len(move.visits) for move in transitions(world.lines(tmp_path / "a.jsonl"))}
+    moves = {
+        (move.source, move.target): len(move.visits) for move in transitions(rollout_files.lines(tmp_path / "a.jsonl"))
+    }
     assert moves == {("S", "A"): 3, ("A", "B"): 2, ("B", SOLVED): 2, ("S", "S"): 1, ("A", "S"): 1, ("S", ENDED): 1}
 
 
 def test_the_picture_has_states_in_layers_and_actions_with_their_returns(tmp_path: Path) -> None:
-    graph = state_graph(world.lines(tmp_path / "a.jsonl"))
+    graph = state_graph(rollout_files.lines(tmp_path / "a.jsonl"))
     assert graph is not None
     places = {node.key: node for node in graph.nodes}
     assert [(key, node.kind, (node.x - places["S"].x) / STRIDE_X) for key, node in places.items()] == [
@@ -69,12 +71,12 @@ def test_the_picture_has_states_in_layers_and_actions_with_their_returns(tmp_pat
     assert edges["B", SOLVED].tone == 1  # advantages of 1/3
     assert edges["A", "S"].tone == -2  # -2/3 - 1/3
     assert graph.left_out == 0
-    assert state_graph(world.lines(tmp_path / "b.jsonl")) == graph
+    assert state_graph(rollout_files.lines(tmp_path / "b.jsonl")) == graph
 
 
 def test_many_states_are_cut_to_the_most_visited(tmp_path: Path) -> None:
     path = [(f"room {k}", "on") for k in range(30)]
-    scored = [world.episode(f"3/{k}", "long", path, solved=True) for k in range(2)]
+    scored = [rollout_files.episode(f"3/{k}", "long", path, solved=True) for k in range(2)]
     save_trajectories(tmp_path / "a.jsonl", scored)
     graph = state_graph(read_lines(tmp_path / "a.jsonl"), max_nodes=10)
     assert graph is not None
@@ -99,7 +101,9 @@ def test_what_is_said_of_a_loop_stands_between_its_state_and_the_one_above(tmp_p
 
 
 def test_steps_without_a_state_have_no_picture(tmp_path: Path) -> None:
-    save_trajectories(tmp_path / "a.jsonl", [world.episode("3/0", "t", [(None, "on"), (None, "on")], solved=True)])
+    save_trajectories(
+        tmp_path / "a.jsonl", [rollout_files.episode("3/0", "t", [(None, "on"), (None, "on")], solved=True)]
+    )
     lines = read_lines(tmp_path / "a.jsonl")
     assert state_graph(lines) is None
     assert anchors(lines) == ()
@@ -117,7 +121,7 @@ PATHS = st.lists(
 
 
 def drawn(paths: list[list[tuple[str | None, str]]], folder: Path) -> tuple[Graph | None, tuple[EpisodeRecord, ...]]:
-    scored = [world.episode(f"1/{k}", "t", path, solved=k % 2 == 0) for k, path in enumerate(paths)]
+    scored = [rollout_files.episode(f"1/{k}", "t", path, solved=k % 2 == 0) for k, path in enumerate(paths)]
     save_trajectories(folder / "a.jsonl", scored)
     lines = read_lines(folder / "a.jsonl")
     return state_graph(lines), lines

@@ -10,14 +10,14 @@ import pytest
 from headrace.errors import ConfigError, RunFolderError
 from headrace.observe.rollouts.files import save_trajectories
 from headrace.observe.viewer.catalog import choose, find_file, method_text, read_catalog, read_episodes
-from support import rollout_files as world
+from support import rollout_files
 
 
 def test_a_folder_means_its_latest_training_step(tmp_path: Path) -> None:
     rollouts = tmp_path / "run" / "rollouts"
     for number in (2, 10, 9):
-        world.save(rollouts / f"step_{number:06d}.jsonl")
-    world.save(rollouts / "recredited_step_000010.jsonl")
+        rollout_files.save(rollouts / f"step_{number:06d}.jsonl")
+    rollout_files.save(rollouts / "recredited_step_000010.jsonl")
     latest = rollouts / "step_000010.jsonl"
     assert find_file(tmp_path / "run") == find_file(rollouts) == find_file(latest) == latest
     assert find_file(rollouts, step=9) == rollouts / "step_000009.jsonl"
@@ -31,13 +31,13 @@ def test_without_training_steps_the_last_evaluation_is_meant(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="no rollout files"):
         find_file(tmp_path)
     for age, label in enumerate(("rl", "base")):
-        world.save(tmp_path / f"eval_{label}.jsonl")
+        rollout_files.save(tmp_path / f"eval_{label}.jsonl")
         os.utime(tmp_path / f"eval_{label}.jsonl", (1000 - age, 1000 - age))
     assert find_file(tmp_path).name == "eval_rl.jsonl"
 
 
 def test_a_catalog_has_a_few_numbers_of_every_episode(tmp_path: Path) -> None:
-    catalog = read_catalog(world.save(tmp_path / "a.jsonl"))
+    catalog = read_catalog(rollout_files.save(tmp_path / "a.jsonl"))
     assert catalog.groups == ("7", "8")
     assert (catalog.run, catalog.training_step, method_text(catalog.method)) == (
         "walk",
@@ -54,7 +54,7 @@ def test_a_catalog_has_a_few_numbers_of_every_episode(tmp_path: Path) -> None:
 
 
 def test_a_file_of_several_steps_shows_the_latest_and_names_the_others(tmp_path: Path) -> None:
-    parts = [world.save(tmp_path / f"{k}.jsonl", training_step=k).read_text() for k in (3, 12, 5)]
+    parts = [rollout_files.save(tmp_path / f"{k}.jsonl", training_step=k).read_text() for k in (3, 12, 5)]
     mixed = tmp_path / "all.jsonl"
     mixed.write_text("".join(parts))
     catalog = read_catalog(mixed)
@@ -68,7 +68,7 @@ def test_a_file_of_several_steps_shows_the_latest_and_names_the_others(tmp_path:
 
 
 def test_episodes_are_chosen_by_task_and_id(tmp_path: Path) -> None:
-    catalog = read_catalog(world.save(tmp_path / "a.jsonl"))
+    catalog = read_catalog(rollout_files.save(tmp_path / "a.jsonl"))
     assert [brief.id for brief in choose(catalog, task="corr")] == ["7/0", "7/1", "7/2"]
     assert [brief.id for brief in choose(catalog, episode="7/1")] == ["7/1"]
     with pytest.raises(ConfigError, match=r"several tasks of .* begin with '': corridor, still"):
@@ -80,7 +80,7 @@ def test_episodes_are_chosen_by_task_and_id(tmp_path: Path) -> None:
 
 
 def test_episodes_that_were_never_credited_are_held_together_by_their_ids(tmp_path: Path) -> None:
-    save_trajectories(tmp_path / "a.jsonl", world.uncredited())
+    save_trajectories(tmp_path / "a.jsonl", rollout_files.uncredited())
     catalog = read_catalog(tmp_path / "a.jsonl")
     assert catalog.groups == ("7", "8")
     assert method_text(catalog.method) == "not credited"
@@ -94,7 +94,7 @@ def test_an_empty_file_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_read_a_line_at_a_time(tmp_path: Path) -> None:
-    small = world.save(tmp_path / "small.jsonl").read_text().splitlines()[0]
+    small = rollout_files.save(tmp_path / "small.jsonl").read_text().splitlines()[0]
     line = json.loads(small)
     line["messages"] = [{"role": "user", "content": "x" * 200_000}]
     text = json.dumps(line) + "\n"

@@ -12,7 +12,7 @@ from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, iter
 from headrace.observe.viewer import page as view_page
 from headrace.observe.viewer.page import conversation
 from headrace.observe.viewer.query import ViewQuery, write_page
-from support import rollout_files as world
+from support import rollout_files
 
 
 class Page(HTMLParser):
@@ -41,7 +41,7 @@ def made(path: Path, **asked: object) -> Page:
 
 
 def test_the_page_has_every_group_episode_step_state_and_token(tmp_path: Path) -> None:
-    page = made(world.save(tmp_path / "a.jsonl"))
+    page = made(rollout_files.save(tmp_path / "a.jsonl"))
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert [len(page.of_class(name)) for name in ("group", "episode", "step", "anchor")] == [2, 6, 13, 4]
@@ -56,7 +56,7 @@ def test_the_page_has_every_group_episode_step_state_and_token(tmp_path: Path) -
 
 
 def test_links_within_the_page_lead_somewhere(tmp_path: Path) -> None:
-    page = made(world.save(tmp_path / "a.jsonl"))
+    page = made(rollout_files.save(tmp_path / "a.jsonl"))
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     assert len(links) > 40
@@ -66,10 +66,12 @@ def test_links_within_the_page_lead_somewhere(tmp_path: Path) -> None:
 def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
     """In run, task, state, action, message, reward part, reason and, by way of the tokenizer, token."""
     path = tmp_path / "a.jsonl"
-    world.save(path, note=world.ATTACK)
-    states = [("S" + world.ATTACK, "on"), ("S" + world.ATTACK, "on")]
+    rollout_files.save(path, note=rollout_files.ATTACK)
+    states = [("S" + rollout_files.ATTACK, "on"), ("S" + rollout_files.ATTACK, "on")]
     extra = tmp_path / "b.jsonl"
-    save_trajectories(extra, [world.episode(f"9/{k}{world.ATTACK}", "t", states, solved=True) for k in range(2)])
+    save_trajectories(
+        extra, [rollout_files.episode(f"9/{k}{rollout_files.ATTACK}", "t", states, solved=True) for k in range(2)]
+    )
     for file in (path, extra):
         page = made(file)
         tags = [tag for tag, _ in page.tags]
@@ -85,13 +87,13 @@ def test_hostile_text_is_escaped_everywhere(tmp_path: Path) -> None:
 
 
 def test_the_policy_lets_only_the_pages_own_script_run(tmp_path: Path) -> None:
-    page = made(world.save(tmp_path / "a.jsonl"))
+    page = made(rollout_files.save(tmp_path / "a.jsonl"))
     (policy,) = [a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
 
 
 def test_a_lean_file_has_a_page_without_tokens(tmp_path: Path) -> None:
-    page = made(world.save(tmp_path / "a.jsonl", lean=True))
+    page = made(rollout_files.save(tmp_path / "a.jsonl", lean=True))
     assert not [tag for tag, _ in page.tags if tag == "b"]
     assert not page.of_class("bar"), "nothing to colour"
     assert len(page.of_class("step")) == 13
@@ -99,8 +101,8 @@ def test_a_lean_file_has_a_page_without_tokens(tmp_path: Path) -> None:
 
 def test_episodes_without_credit_states_or_steps_have_a_page(tmp_path: Path) -> None:
     odd = [
-        world.episode("1/0", "t", [(None, "on"), (None, "")], solved=True),
-        world.episode("1/1", "t", [], solved=False),
+        rollout_files.episode("1/0", "t", [(None, "on"), (None, "")], solved=True),
+        rollout_files.episode("1/1", "t", [], solved=False),
     ]
     save_trajectories(tmp_path / "a.jsonl", odd)
     page = made(tmp_path / "a.jsonl")
@@ -112,7 +114,7 @@ def test_episodes_without_credit_states_or_steps_have_a_page(tmp_path: Path) -> 
 
 
 def test_a_page_of_one_task_or_of_too_many_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = world.save(tmp_path / "a.jsonl")
+    path = rollout_files.save(tmp_path / "a.jsonl")
     assert len(made(path, task="still").of_class("group")) == 1
     monkeypatch.setattr("headrace.observe.viewer.query.MAX_EPISODES", 4)
     page = made(path)
@@ -122,13 +124,13 @@ def test_a_page_of_one_task_or_of_too_many_episodes(tmp_path: Path, monkeypatch:
 
 def test_a_page_says_when_tokens_are_left_out_for_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_page, "MAX_TOKENS", 13)
-    page = made(world.save(tmp_path / "a.jsonl"))
+    page = made(rollout_files.save(tmp_path / "a.jsonl"))
     assert len([tag for tag, _ in page.tags if tag == "b"]) == 12, "the first episode has 3 steps of 4"
     assert "Some episodes are shown without their tokens" in " ".join(page.words)
 
 
 def test_numbers_that_are_none_are_shown_as_such(tmp_path: Path) -> None:
-    path = world.save(tmp_path / "a.jsonl")
+    path = rollout_files.save(tmp_path / "a.jsonl")
     text = path.read_text().replace('"A":', '"A":"NaN","was":', 1).replace('"G":', '"G":"Infinity","is":', 1)
     path.write_text(text)
     assert "nan" in "".join(made(path).words)
@@ -136,7 +138,7 @@ def test_numbers_that_are_none_are_shown_as_such(tmp_path: Path) -> None:
 
 def line_with(names: list[str], steps: int, path: Path) -> EpisodeRecord:
     """An episode of so many steps whose messages are these; the first letter is the role."""
-    save_trajectories(path, [world.episode("1/0", "t", [("S", "on")] * steps, solved=True)])
+    save_trajectories(path, [rollout_files.episode("1/0", "t", [("S", "on")] * steps, solved=True)])
     (line,) = iter_lines(path)
     roles = {"u": "user", "a": "assistant", "s": "system"}
     return replace(line, messages=tuple(MessageRecord(role=roles[name[0]], content=name) for name in names))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.observe.viewer.query import ViewQuery, write_page
-from support import rollout_files as world
+from support import rollout_files
 from support.chromium import Tab, chromium, decode_png, needs_chromium
 
 pytestmark = needs_chromium
@@ -22,7 +22,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    write_page(ViewQuery(path=world.save(tmp_path / "a.jsonl")), tmp_path / "page.html")
+    write_page(ViewQuery(path=rollout_files.save(tmp_path / "a.jsonl")), tmp_path / "page.html")
     return tmp_path / "page.html"
 
 
@@ -169,7 +169,7 @@ def test_a_hostile_episode_gets_nowhere(tab: Tab, tmp_path: Path, outside: tuple
     url, asked = outside
     attack = f"<script>document.title='owned';fetch('{url}/fetched')</script><img src='{url}/seen' onerror='alert(1)'>"
     quoted = f"\"'><img src={url}/seen>{attack}"
-    path = world.save(tmp_path / "a.jsonl", note=attack + quoted)
+    path = rollout_files.save(tmp_path / "a.jsonl", note=attack + quoted)
     write_page(ViewQuery(path=path), tmp_path / "page.html")
     tab.open(tmp_path / "page.html")
     tab.press("o")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from headrace.observe.rollouts.records import CreditRecord, EpisodeRecord, read_lines
 from headrace.observe.viewer.recredit_tables import compare_credit, health, tables
-from support import rollout_files as world
+from support import rollout_files
 
 
 def with_credit(line: EpisodeRecord, total: float, *advantages: float) -> EpisodeRecord:
@@ -18,7 +18,7 @@ def with_credit(line: EpisodeRecord, total: float, *advantages: float) -> Episod
 
 
 def test_what_changed_in_a_group_by_hand(tmp_path: Path) -> None:
-    first, second, third = world.lines(tmp_path / "a.jsonl")
+    first, second, third = rollout_files.lines(tmp_path / "a.jsonl")
     old = [
         with_credit(first, 1.0, 0.5, -0.5, 0.0),
         with_credit(second, 1.0, 1.0, 1.0, 1.0, 1.0),
@@ -37,7 +37,7 @@ def test_what_changed_in_a_group_by_hand(tmp_path: Path) -> None:
 
 
 def test_figures_of_a_file_by_hand(tmp_path: Path) -> None:
-    lines = read_lines(world.save(tmp_path / "a.jsonl"))
+    lines = read_lines(rollout_files.save(tmp_path / "a.jsonl"))
     figures = dict(health(lines))
     assert figures["mean reward"] == pytest.approx(2 / 5)
     assert figures["groups whose rewards are all equal"] == 0.5
@@ -50,7 +50,7 @@ def test_figures_of_a_file_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_tables_show_both_sides(tmp_path: Path) -> None:
-    lines = read_lines(world.save(tmp_path / "a.jsonl"))
+    lines = read_lines(rollout_files.save(tmp_path / "a.jsonl"))
     console = Console(width=150, file=io.StringIO(), record=True)
     for table in tables(compare_credit(lines, lines)):
         console.print(table)

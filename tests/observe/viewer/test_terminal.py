@@ -18,7 +18,7 @@ from headrace.observe.rollouts.files import save_trajectories
 from headrace.observe.viewer import graph, safe_text
 from headrace.observe.viewer.query import ViewQuery, view
 from headrace.observe.viewer.tokens import ColorBy, Token, find_tokenizer, token_pieces, tone
-from support import rollout_files as world
+from support import rollout_files
 
 
 def shown(path: Path, *, colour: bool = False, width: int = 150, **asked: object) -> str:
@@ -34,7 +34,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_the_overview_has_a_row_for_each_group(tmp_path: Path) -> None:
-    text = shown(world.save(tmp_path / "a.jsonl"))
+    text = shown(rollout_files.save(tmp_path / "a.jsonl"))
     assert "training step 4 · 6 episodes in 2 groups · credit gigpo (gamma 0.5, norm none)" in text
     # 7 has 10 steps, all in a state that another step saw; 8 has 3, all in S
     assert ["7", "corridor", "3", "2", "0", "…", "1", "3.33", "-1", "…", "+0.5", "100%"] in rows(text)
@@ -42,7 +42,7 @@ def test_the_overview_has_a_row_for_each_group(tmp_path: Path) -> None:
 
 
 def test_an_episode_step_by_step(tmp_path: Path) -> None:
-    text = shown(world.save(tmp_path / "a.jsonl"), episode="7/2")
+    text = shown(rollout_files.save(tmp_path / "a.jsonl"), episode="7/2")
     assert ["step", "state", "action", "reward", "G", "A_E", "A_S", "A", "peers"] in rows(text)
     # S: mean 0.125; A: mean 1/3; A_E = -2/3
     assert ["0", "S", "on", "0", "0", "-0.667", "-0.125", "-0.792", "5"] in rows(text)
@@ -52,7 +52,7 @@ def test_an_episode_step_by_step(tmp_path: Path) -> None:
 
 
 def test_a_critics_value_stands_in_place_of_the_return(tmp_path: Path) -> None:
-    path = world.save(tmp_path / "a.jsonl")
+    path = rollout_files.save(tmp_path / "a.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for step in lines[0]["steps"]:
         step["credit"] = {"A": 0.25, "V": 0.75}
@@ -64,7 +64,7 @@ def test_a_critics_value_stands_in_place_of_the_return(tmp_path: Path) -> None:
 
 
 def test_a_group_side_by_side(tmp_path: Path) -> None:
-    wide = shown(world.save(tmp_path / "a.jsonl"), group=True, task="corr")
+    wide = shown(rollout_files.save(tmp_path / "a.jsonl"), group=True, task="corr")
     assert ["step", "7/0", "✓", "solved", "7/1", "✓", "solved", "7/2", "✗", "cut", "off"] in rows(wide)
     assert ["on", "+0.458", "left", "+0.333", "on", "-0.792"] in rows(wide)
     narrow = shown(tmp_path / "a.jsonl", group=True, task="corr", width=70)
@@ -73,7 +73,7 @@ def test_a_group_side_by_side(tmp_path: Path) -> None:
 
 
 def test_an_anchor_lists_every_action_with_its_returns(tmp_path: Path) -> None:
-    text = shown(world.save(tmp_path / "a.jsonl"), anchor="S", task="corr")
+    text = shown(rollout_files.save(tmp_path / "a.jsonl"), anchor="S", task="corr")
     assert "state S of group 7: 5 visits by 3 episodes, mean return 0.125" in text
     assert ["on", "3", "0.167", "+0.0417", "+0.0417", "0.25", "7/0:0", "0", "7/2:0", "0.25", "7/1:1"] in rows(text)
     assert ["left", "1", "0.125", "0", "+0.333", "0.125", "7/1:0"] in rows(text)
@@ -85,7 +85,7 @@ def test_an_anchor_lists_every_action_with_its_returns(tmp_path: Path) -> None:
 
 
 def test_failed_episodes_are_shown_with_their_reasons(tmp_path: Path) -> None:
-    still = rows(shown(world.save(tmp_path / "a.jsonl"), task="still"))
+    still = rows(shown(rollout_files.save(tmp_path / "a.jsonl"), task="still"))
     assert ["8/2", "failed", "the", "world", "ended", "–", "–", "–", "–"] in still
     assert "failed: the world ended" in shown(tmp_path / "a.jsonl", episode="8/2")
 
@@ -103,7 +103,7 @@ def test_failed_episodes_are_shown_with_their_reasons(tmp_path: Path) -> None:
 )
 def test_hostile_text_stays_text(tmp_path: Path, asked: dict[str, object]) -> None:
     """Neither an escape sequence nor rich markup nor a change of direction gets through."""
-    path = world.save(tmp_path / "a.jsonl", note=world.ATTACK)
+    path = rollout_files.save(tmp_path / "a.jsonl", note=rollout_files.ATTACK)
     text = shown(path, width=400, **asked)
     assert "\x1b" not in text
     assert "\u202e" not in text
@@ -133,14 +133,14 @@ def tokenizer_file(folder: Path) -> Path:
 )
 def test_without_colours_figures_stand_in_brackets(tmp_path: Path, by: ColorBy, expected: str) -> None:
     tokenizer_file(tmp_path / "run" / "checkpoints" / "rl" / "step_000004")
-    path = world.save(tmp_path / "run" / "rollouts" / "step_000004.jsonl")
+    path = rollout_files.save(tmp_path / "run" / "rollouts" / "step_000004.jsonl")
     text = shown(path, episode="7/0", tokens=by)
     assert expected.split() in rows(text)
     assert "\x1b" not in text
 
 
 def test_with_colours_there_is_a_legend_and_no_brackets(tmp_path: Path) -> None:
-    path = world.save(tmp_path / "a.jsonl")
+    path = rollout_files.save(tmp_path / "a.jsonl")
     text = shown(path, episode="7/0", tokens=ColorBy.LOGPROB, colour=True, tokenizer=tokenizer_file(tmp_path))
     assert "below -3: a surprise" in text
     assert "\x1b[38;2;255;255;255;48;2;163;68;0m now" in text, "log-prob -2 has the fourth of five colours"
@@ -159,7 +159,7 @@ def test_tones_of_tokens() -> None:
 
 
 def test_tokens_of_a_lean_file_are_said_to_be_missing(tmp_path: Path) -> None:
-    path = world.save(tmp_path / "a.jsonl", lean=True)
+    path = rollout_files.save(tmp_path / "a.jsonl", lean=True)
     assert "lean: without tokens" in shown(path)
     with pytest.raises(
         RunFolderError, match=r"episode 7/0 was saved lean, without its tokens: set rl.save.lean = false"
@@ -169,7 +169,7 @@ def test_tokens_of_a_lean_file_are_said_to_be_missing(tmp_path: Path) -> None:
 
 def test_without_a_tokenizer_tokens_are_ids_and_unknown_ones_too(tmp_path: Path) -> None:
     assert ["0", "<1><2><11>[-0.05]<12>[-2.00]"] in rows(
-        shown(world.save(tmp_path / "a.jsonl"), episode="7/0", tokens=ColorBy.LOGPROB)
+        shown(rollout_files.save(tmp_path / "a.jsonl"), episode="7/0", tokens=ColorBy.LOGPROB)
     )
     pieces = token_pieces(tokenizer_file(tmp_path))
     assert pieces([1, 99, -3, 2]) == ["go", "<99>", "<-3>", "on"]
@@ -181,7 +181,7 @@ def test_without_a_tokenizer_tokens_are_ids_and_unknown_ones_too(tmp_path: Path)
 
 
 def test_episodes_without_credit_or_states_are_shown_all_the_same(tmp_path: Path) -> None:
-    odd = world.episode("1/0", "t", [(None, "on"), ("", "")], solved=False)
+    odd = rollout_files.episode("1/0", "t", [(None, "on"), ("", "")], solved=False)
     save_trajectories(tmp_path / "a.jsonl", [odd])
     text = shown(tmp_path / "a.jsonl", episode="1/0")
     assert ["0", "–", "on", "0", "–", "–", "–", "–", "–"] in rows(text)
@@ -197,7 +197,7 @@ def test_the_examples_in_docstrings_run(module: ModuleType) -> None:
 
 
 def test_what_rounding_left_of_an_advantage_is_shown_as_none(tmp_path: Path) -> None:
-    path = world.save(tmp_path / "a.jsonl")
+    path = rollout_files.save(tmp_path / "a.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["steps"][0]["credit"] |= {"A": 1.1e-16, "A_E": -1.1e-15, "A_S": 3.97e-17}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

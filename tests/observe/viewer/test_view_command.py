@@ -8,7 +8,7 @@ import pytest
 
 from headrace.cli import main
 from headrace.observe.rollouts.records import read_lines
-from support import rollout_files as world
+from support import rollout_files
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HEADRACE_DEBUG", raising=False)
     monkeypatch.delenv("COLUMNS", raising=False)
-    return world.save(tmp_path / "run" / "rollouts" / "step_000004.jsonl")
+    return rollout_files.save(tmp_path / "run" / "rollouts" / "step_000004.jsonl")
 
 
 def headrace(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:

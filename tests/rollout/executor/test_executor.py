@@ -29,15 +29,16 @@ from headrace.types import (
     WeightsHandle,
     int_array,
 )
+from support.async_rollouts import HANDLE, ids, turns
 from support.rollout_groups import group
-from support.scripted_groups import HANDLE, Script, executor_of, ids, turns
+from support.scripted_groups import ScriptedGroups, scripted_executor
 
 # --- eta = 0 ---------------------------------------------------------------------------------------------------------
 
 
 async def test_batch_is_in_start_order_whatever_ends_first() -> None:
-    script = Script()
-    async with executor_of(script.play) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         assert script.started == [0, 1, 2]
@@ -50,8 +51,8 @@ async def test_batch_is_in_start_order_whatever_ends_first() -> None:
 
 
 async def test_nothing_starts_without_a_batch_that_wants_it() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=2) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2) as executor:
         await turns()
         assert script.started == []
         for step in range(3):
@@ -84,8 +85,10 @@ def test_draws_and_batches_depend_on_rewards_alone(
     expected = [id for id, good in enumerate(useful) if good][:batch]
 
     async def run() -> None:
-        script = Script()
-        executor = executor_of(script.play, batch=batch, max_running=running, drops=99, filters=(reward_spread(),))
+        script = ScriptedGroups()
+        executor = scripted_executor(
+            script.play, batch=batch, max_running=running, drops=99, filters=(reward_spread(),)
+        )
         async with executor:
             taking = asyncio.create_task(executor.take_batch())
             await turns()
@@ -108,7 +111,7 @@ async def test_two_batches_of_one_version() -> None:
     async def play(task: Task, group_id: int) -> Group:
         return group(group_id)
 
-    async with executor_of(play, batch=2) as executor:
+    async with scripted_executor(play, batch=2) as executor:
         first = await executor.take_batch()
         executor.done(first)
         second = await executor.take_batch()
@@ -141,7 +144,7 @@ async def test_every_drop_is_counted_once_with_its_reason() -> None:
                 await hang.wait()
         return group(group_id, num_failed=group_id == 6)
 
-    async with executor_of(play, timeout_s=0.02, filters=(reward_spread(),)) as executor:
+    async with scripted_executor(play, timeout_s=0.02, filters=(reward_spread(),)) as executor:
         groups = await executor.take_batch()
         assert ids(groups) == [6, 7, 8]
         counts = executor.metrics()
@@ -164,7 +167,7 @@ async def test_group_of_one_needs_only_that_one() -> None:
     async def play(task: Task, group_id: int) -> Group:
         return group(group_id, rewards=(0.5,))
 
-    async with executor_of(play, batch=2) as executor:
+    async with scripted_executor(play, batch=2) as executor:
         assert ids(await executor.take_batch()) == [0, 1]
 
 
@@ -172,7 +175,7 @@ async def test_filter_that_rejects_everything_ends_in_a_clear_error() -> None:
     async def play(task: Task, group_id: int) -> Group:
         return group(group_id, rewards=(1.0, 1.0))
 
-    async with executor_of(play, drops=5, filters=(reward_spread(),)) as executor:
+    async with scripted_executor(play, drops=5, filters=(reward_spread(),)) as executor:
         with pytest.raises(RolloutError, match=r"5 groups in a row .*filtered_reward_spread 5 times.*or raise"):
             await executor.take_batch()
         assert executor.metrics()["rollout/filtered_reward_spread"] == 6  # all of the second three that had started
@@ -186,7 +189,7 @@ async def test_failures_in_a_row_name_the_most_frequent_reason_and_the_last_erro
             return group(group_id, rewards=(1.0, 1.0))
         raise OSError(f"port {group_id} is closed")
 
-    async with executor_of(play, batch=1, drops=6, filters=(reward_spread(),)) as executor:
+    async with scripted_executor(play, batch=1, drops=6, filters=(reward_spread(),)) as executor:
         with pytest.raises(RolloutError) as caught:
             await executor.take_batch()
     assert "(failed 4 times, filtered_reward_spread 2 times)" in str(caught.value)
@@ -199,7 +202,7 @@ async def test_a_useful_group_starts_the_count_of_failures_anew() -> None:
             raise OSError("closed")
         return group(group_id)
 
-    async with executor_of(play, batch=5, max_running=1, drops=4) as executor:
+    async with scripted_executor(play, batch=5, max_running=1, drops=4) as executor:
         assert ids(await executor.take_batch()) == [0, 4, 8, 12, 16]  # never more than three failures in a row
 
 
@@ -210,7 +213,7 @@ async def test_failing_filter_ends_the_run() -> None:
     def broken(group: Group) -> bool:
         raise KeyError("answer")
 
-    async with executor_of(play, filters=(broken,)) as executor:
+    async with scripted_executor(play, filters=(broken,)) as executor:
         with pytest.raises(RolloutError, match="filter broken failed on group 0: KeyError"):
             await executor.take_batch()
 
@@ -223,7 +226,7 @@ async def test_what_playing_more_groups_cannot_mend_ends_the_run_at_once() -> No
         played.append(group_id)
         raise RolloutError("30 of the last 50 episodes have no reward")
 
-    async with executor_of(play, batch=1, drops=64) as executor:
+    async with scripted_executor(play, batch=1, drops=64) as executor:
         with pytest.raises(RolloutError, match=r"^30 of the last 50 episodes have no reward$"):
             await executor.take_batch()
     assert played == [0]
@@ -235,7 +238,7 @@ async def test_source_that_ends_is_an_error_only_when_its_tasks_are_used_up() ->
     async def play(task: Task, group_id: int) -> Group:
         return group(group_id, versions=())
 
-    async with executor_of(play, batch=2, eta=1, next_task=lambda: next(source)) as executor:
+    async with scripted_executor(play, batch=2, eta=1, next_task=lambda: next(source)) as executor:
         first = await executor.take_batch()
         assert ids(first) == [0, 1]
         executor.done(first)
@@ -248,7 +251,7 @@ async def test_our_own_bug_wakes_the_trainer_at_once() -> None:
         return group(group_id + 1)
 
     async def train() -> None:
-        async with executor_of(play, timeout_s=600.0) as executor:
+        async with scripted_executor(play, timeout_s=600.0) as executor:
             async with asyncio.timeout(100):
                 await executor.take_batch()
 
@@ -269,7 +272,7 @@ async def test_group_that_ignores_its_timeout_is_named_instead_of_waited_for() -
                 continue
         return group(group_id)
 
-    async with executor_of(play, batch=2, timeout_s=0.01, grace_s=0.01) as executor:
+    async with scripted_executor(play, batch=2, timeout_s=0.01, grace_s=0.01) as executor:
         with pytest.raises(RolloutError, match=r"1 of 2 groups are ready.*still running: group 1 of task t1"):
             await executor.take_batch()
     release.set()
@@ -277,8 +280,8 @@ async def test_group_that_ignores_its_timeout_is_named_instead_of_waited_for() -
 
 
 async def test_leaving_cancels_and_counts_everything() -> None:
-    script = Script()
-    executor = executor_of(script.play, batch=4, eta=1, max_running=5)
+    script = ScriptedGroups()
+    executor = scripted_executor(script.play, batch=4, eta=1, max_running=5)
     async with executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
@@ -295,10 +298,10 @@ async def test_leaving_cancels_and_counts_everything() -> None:
 
 
 async def test_errors_of_the_body_pass_through_as_they_are() -> None:
-    script = Script()
+    script = ScriptedGroups()
 
     async def train() -> None:
-        async with executor_of(script.play) as executor:
+        async with scripted_executor(script.play) as executor:
             taking = asyncio.create_task(executor.take_batch())
             await turns()
             taking.cancel()
@@ -311,8 +314,8 @@ async def test_errors_of_the_body_pass_through_as_they_are() -> None:
 
 
 async def test_cancelled_take_leaves_the_groups_for_the_next_one() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=2) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         taking.cancel()
@@ -327,8 +330,8 @@ async def test_cancelled_take_leaves_the_groups_for_the_next_one() -> None:
 
 
 async def test_generation_goes_on_while_training_within_the_bound() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=2, eta=1) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2, eta=1) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         assert script.started == [0, 1, 2, 3]  # (1 + 1) * 2
@@ -354,8 +357,8 @@ async def test_generation_goes_on_while_training_within_the_bound() -> None:
 
 
 async def test_overtaken_group_is_dropped_at_publish_and_frees_its_slot() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=1, eta=1) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=1, eta=1) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         script.end(1)
@@ -380,8 +383,8 @@ async def test_overtaken_group_is_dropped_at_publish_and_frees_its_slot() -> Non
 
 
 async def test_failed_group_is_replaced_while_the_trainer_works() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=2, eta=1) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2, eta=1) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         script.end(0)
@@ -396,8 +399,8 @@ async def test_failed_group_is_replaced_while_the_trainer_works() -> None:
 
 async def test_stale_groups_do_not_count_as_failures() -> None:
     """While a batch is waited for the version stands still, so fresh groups follow the stale ones."""
-    script = Script()
-    async with executor_of(script.play, batch=1, eta=2, drops=2) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=1, eta=2, drops=2) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         script.end(0)
@@ -415,8 +418,8 @@ async def test_stale_groups_do_not_count_as_failures() -> None:
 
 
 async def test_pause_starts_nothing_but_collects() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=2, max_running=1) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2, max_running=1) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         executor.pause()
@@ -439,11 +442,11 @@ async def test_pause_starts_nothing_but_collects() -> None:
 )
 def test_no_schedule_breaks_the_bound_or_loses_a_group(batch: int, eta: int, events: list[str], random: object) -> None:
     async def run() -> None:
-        script = Script()
+        script = ScriptedGroups()
         began: dict[int, int] = {}
         trained: list[int] = []
         totals: Counter[str] = Counter()
-        executor = executor_of(script.play, batch=batch, eta=eta, drops=999, filters=(reward_spread(),))
+        executor = scripted_executor(script.play, batch=batch, eta=eta, drops=999, filters=(reward_spread(),))
         async with executor:
             taking: asyncio.Task[tuple[Group, ...]] = asyncio.create_task(executor.take_batch())
             for event in events:
@@ -502,7 +505,7 @@ def sampling_play(sampler: FakeSampler, max_tokens: int = 4) -> Callable[[Task, 
 
 async def test_synchronous_training_sees_only_tokens_of_the_present_version() -> None:
     sampler = FakeSampler()
-    async with executor_of(sampling_play(sampler), batch=2, publisher=Publisher([sampler])) as executor:
+    async with scripted_executor(sampling_play(sampler), batch=2, publisher=Publisher([sampler])) as executor:
         for version in range(3):
             groups = await executor.take_batch()
             for taken in groups:
@@ -519,7 +522,7 @@ async def test_synchronous_training_sees_only_tokens_of_the_present_version() ->
 async def test_sequence_that_spans_an_update_carries_both_versions() -> None:
     ticks: asyncio.Queue[None] = asyncio.Queue()
     sampler = FakeSampler(tick=ticks.get)
-    executor = executor_of(sampling_play(sampler), batch=1, eta=1, publisher=Publisher([sampler]))
+    executor = scripted_executor(sampling_play(sampler), batch=1, eta=1, publisher=Publisher([sampler]))
     async with executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()  # two groups of two episodes; every sequence has one token
@@ -550,8 +553,8 @@ async def test_nothing_starts_while_weights_are_loaded() -> None:
             await loaded.wait()
             return await super().load(handle, version)
 
-    script = Script()
-    async with executor_of(script.play, batch=1, eta=1, publisher=Publisher([Slow()])) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=1, eta=1, publisher=Publisher([Slow()])) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         script.end(0)
@@ -579,7 +582,7 @@ async def test_fingerprint_mismatch_ends_the_run() -> None:
             return "xyz"
 
     sampler = Corrupting()
-    async with executor_of(sampling_play(sampler), batch=1, publisher=Publisher([sampler])) as executor:
+    async with scripted_executor(sampling_play(sampler), batch=1, publisher=Publisher([sampler])) as executor:
         executor.done(await executor.take_batch())
         with pytest.raises(RolloutError, match=r"sampler 0 \(Corrupting\)"):
             await executor.publish(HANDLE)
@@ -595,7 +598,7 @@ async def test_failed_publish_allows_no_further_batch() -> None:
 
     sampler = Hanging()
     publisher = Publisher([sampler], timeout_s=0.01)
-    async with executor_of(sampling_play(sampler), batch=1, publisher=publisher) as executor:
+    async with scripted_executor(sampling_play(sampler), batch=1, publisher=publisher) as executor:
         executor.done(await executor.take_batch())
         with pytest.raises(RolloutError, match="did not pause"):
             await executor.publish(HANDLE)
@@ -625,7 +628,7 @@ async def test_resumed_run_goes_on_where_it_was() -> None:
         def odd_ones(group: Group) -> bool:
             return group.id % 3 != 1
 
-        return executor_of(
+        return scripted_executor(
             play,
             batch=2,
             filters=(odd_ones,),
@@ -651,8 +654,8 @@ async def test_resumed_run_goes_on_where_it_was() -> None:
 
 
 async def test_ready_groups_survive_and_running_ones_are_counted() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=2, eta=1) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2, eta=1) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         for id in (0, 1, 2):
@@ -662,8 +665,8 @@ async def test_ready_groups_survive_and_running_ones_are_counted() -> None:
         await turns()
         assert executor.metrics()["rollout/ready"] == 1  # group 2; group 3 still runs
         state = json.loads(json.dumps(executor.state_dict()))
-    again = Script()
-    restored = executor_of(again.play, batch=2, eta=1)
+    again = ScriptedGroups()
+    restored = scripted_executor(again.play, batch=2, eta=1)
     restored.load_state_dict(state)
     assert restored.version == 1
     async with restored:
@@ -676,8 +679,8 @@ async def test_ready_groups_survive_and_running_ones_are_counted() -> None:
 
 
 async def test_bound_lowered_at_a_restart_holds_for_what_was_ready() -> None:
-    script = Script()
-    async with executor_of(script.play, batch=2, eta=1) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2, eta=1) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         for id in range(4):
@@ -685,8 +688,8 @@ async def test_bound_lowered_at_a_restart_holds_for_what_was_ready() -> None:
         executor.done(await taking)
         await executor.publish(HANDLE)
         state = executor.state_dict()
-    again = Script()
-    restored = executor_of(again.play, batch=2, eta=0)
+    again = ScriptedGroups()
+    restored = scripted_executor(again.play, batch=2, eta=0)
     restored.load_state_dict(state)  # groups 2 and 3 are ready, of version 0, and the run is at version 1
     async with restored:
         taking = asyncio.create_task(restored.take_batch())
@@ -699,11 +702,11 @@ async def test_bound_lowered_at_a_restart_holds_for_what_was_ready() -> None:
 
 
 async def test_damaged_state_is_refused() -> None:
-    script = Script()
-    state = executor_of(script.play).state_dict()
+    script = ScriptedGroups()
+    state = scripted_executor(script.play).state_dict()
     with pytest.raises(CheckpointError, match="KeyError: 'ledger'"):
-        executor_of(script.play).load_state_dict({"version": 1})
+        scripted_executor(script.play).load_state_dict({"version": 1})
     live = {"id": 0, "task_id": "t", "started_version": 0, "state": "ready"}
     ledger = {"started": 1, "consumed": 0, "dropped": {}, "live": [live]}
     with pytest.raises(CheckpointError, match=r"ready groups \[0\]"):
-        executor_of(script.play).load_state_dict({**state, "ledger": ledger})
+        scripted_executor(script.play).load_state_dict({**state, "ledger": ledger})

@@ -1,8 +1,8 @@
 """The executor under every order of events, on virtual time: what must always hold, and that it always goes on.
 
-The invariants are checked by `World`: I1 conservation, I3 and I5 admission, I4 no leak, I6 freshness, I7 to I9 versions
-and next-version log-probs of every token, I10 exactly once, I11 order, I12 whole groups, I13 pause; L1 a batch comes,
-L2 room is used again without being asked, L6 a restart goes on. I2 is the ledger's own machine.
+The invariants are checked by `ExecutorSim`: I1 conservation, I3 and I5 admission, I4 no leak, I6 freshness, I7 to I9
+versions and next-version log-probs of every token, I10 exactly once, I11 order, I12 whole groups, I13 pause; L1 a batch
+comes, L2 room is used again without being asked, L6 a restart goes on. I2 is the ledger's own machine.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from headrace.errors import EpisodeError, RolloutError
 from headrace.rollout.executor.settings import StaleAction
 from headrace.testing import VirtualLoop, run_virtual
 from headrace.types import Group, Reward, Task
-from support.executor_sim import LONG_S, World, run_script, shown, trials
+from support.executor_sim import LONG_S, ExecutorSim, run_script, shown, trials
 
 
 class ExecutorMachine(RuleBasedStateMachine):
-    world_class: type[World] = World
+    sim_class: type[ExecutorSim] = ExecutorSim
 
     @initialize(
         seed=st.integers(0, 10**6),
@@ -35,12 +35,12 @@ class ExecutorMachine(RuleBasedStateMachine):
     )
     def begin(self, **options: Any) -> None:
         self.runner = asyncio.Runner(loop_factory=VirtualLoop)
-        self.world = self._do(self._made(options))
+        self.sim = self._do(self._made(options))
 
-    async def _made(self, options: dict[str, Any]) -> World:
-        world = self.world_class(stale_action=options.pop("action"), **options)
-        await world.enter()
-        return world
+    async def _made(self, options: dict[str, Any]) -> ExecutorSim:
+        sim = self.sim_class(stale_action=options.pop("action"), **options)
+        await sim.enter()
+        return sim
 
     def _do(self, coroutine: Any) -> Any:
         return self.runner.get_loop().run_until_complete(coroutine)
@@ -48,46 +48,46 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 40.0]))
     def wait(self, seconds: float) -> None:
         self._do(asyncio.sleep(seconds))
-        self.world.check()
+        self.sim.check()
 
-    @precondition(lambda self: not self.world.training)
+    @precondition(lambda self: not self.sim.training)
     @rule()
     def take(self) -> None:
-        self._do(self.world.take())
+        self._do(self.sim.take())
 
-    @precondition(lambda self: self.world.training)
+    @precondition(lambda self: self.sim.training)
     @rule(seconds=st.sampled_from([0.0, 2.0, 7.0]))
     def train(self, seconds: float) -> None:
-        self._do(self.world.train(seconds))
+        self._do(self.sim.train(seconds))
 
-    @precondition(lambda self: not self.world.training)
+    @precondition(lambda self: not self.sim.training)
     @rule(rounds=st.integers(2, 6), seconds=st.sampled_from([1.0, 3.0, 60.0]))
     def take_and_train(self, rounds: int, seconds: float) -> None:
         for _ in range(rounds):
-            self._do(self.world.take())
-            self._do(self.world.train(seconds))
+            self._do(self.sim.take())
+            self._do(self.sim.train(seconds))
 
     @rule(seconds=st.sampled_from([3.0, LONG_S]))
     def pause(self, seconds: float) -> None:
-        self._do(self.world.pause(seconds))
+        self._do(self.sim.pause(seconds))
 
     @rule()
     def rest(self) -> None:
-        self._do(self.world.rest())
+        self._do(self.sim.rest())
 
     @rule()
     def restart(self) -> None:
-        self._do(self.world.restart())
+        self._do(self.sim.restart())
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "sim"):
             return
         try:
-            for _ in range(self.world.eta + 2):  # L1: whatever happened, batches come
-                if not self.world.training:
-                    self._do(self.world.take())
-                self._do(self.world.train(3.0))
-            self._do(self.world.leave())
+            for _ in range(self.sim.eta + 2):  # L1: whatever happened, batches come
+                if not self.sim.training:
+                    self._do(self.sim.take())
+                self._do(self.sim.train(3.0))
+            self._do(self.sim.leave())
         finally:
             self.runner.close()
 
@@ -99,7 +99,7 @@ TestExecutor.settings = settings(max_examples=25, stateful_step_count=20, deadli
 # --- single properties -----------------------------------------------------------------------------------------------
 
 
-def test_a_long_script_in_several_worlds() -> None:
+def test_a_long_script_in_several_simulations() -> None:
     """The same that `test_mutants` plants faults in."""
     trials()
 
@@ -132,11 +132,11 @@ def test_rollouts_that_outlast_every_bound_are_still_trained_on() -> None:  # L5
 
 def test_shutting_down_wakes_who_waits_for_a_batch() -> None:  # L3
     async def main() -> None:
-        world = World(seed=1, eta=1, batch=2)
-        await world.enter()
-        taking = asyncio.create_task(world.executor.take_batch())
+        sim = ExecutorSim(seed=1, eta=1, batch=2)
+        await sim.enter()
+        taking = asyncio.create_task(sim.executor.take_batch())
         await asyncio.sleep(0.5)
-        await world.leave()
+        await sim.leave()
         done, _ = await asyncio.wait([taking], timeout=1.0)
         assert done, "it waits for a batch that will never come"
         assert taking.cancelled() or taking.exception() is not None
@@ -146,7 +146,7 @@ def test_shutting_down_wakes_who_waits_for_a_batch() -> None:  # L3
 
 @pytest.mark.parametrize("kind", ["raises", "is rejected"])
 def test_nothing_but_failures_ends_in_an_error_and_not_in_a_spin(kind: str) -> None:  # L4
-    class Hopeless(World):
+    class Hopeless(ExecutorSim):
         async def play(self, task: Task, id: int) -> Group:
             if kind == "raises":
                 raise EpisodeError("the engine died")
@@ -156,27 +156,27 @@ def test_nothing_but_failures_ends_in_an_error_and_not_in_a_spin(kind: str) -> N
             return Group(id=id, task=task, episodes=bad)
 
     async def main() -> None:
-        world = Hopeless(seed=0, eta=1, batch=2, most_drops=5)
-        await world.enter()
+        sim = Hopeless(seed=0, eta=1, batch=2, most_drops=5)
+        await sim.enter()
         with pytest.raises(RolloutError, match="5 groups in a row"):
-            await world.executor.take_batch()
-        assert len(world.started) <= 5 + 4, "no further group was started"
-        await world.leave()
+            await sim.executor.take_batch()
+        assert len(sim.started) <= 5 + 4, "no further group was started"
+        await sim.leave()
 
     run_virtual(main())
 
 
 def test_a_restart_loses_no_group_that_was_ready() -> None:  # L6
     async def main() -> None:
-        world = World(seed=3, eta=2, batch=2)
-        await world.enter()
-        await world.pause(0.0)  # what ends a pause also starts groups
+        sim = ExecutorSim(seed=3, eta=2, batch=2)
+        await sim.enter()
+        await sim.pause(0.0)  # what ends a pause also starts groups
         await asyncio.sleep(LONG_S)
-        ready = [entry["id"] for entry in world.executor.state_dict()["ready"]]
+        ready = [entry["id"] for entry in sim.executor.state_dict()["ready"]]
         assert len(ready) == 4
-        await world.restart()
-        assert [entry["id"] for entry in world.executor.state_dict()["ready"]] == ready
-        assert [id for id, _ in shown(await world.take())] == ready[:2]
-        await world.leave()
+        await sim.restart()
+        assert [entry["id"] for entry in sim.executor.state_dict()["ready"]] == ready
+        assert [id for id, _ in shown(await sim.take())] == ready[:2]
+        await sim.leave()
 
     run_virtual(main())

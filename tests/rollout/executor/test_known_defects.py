@@ -65,8 +65,7 @@ from headrace.wiring.build.loss import make_correction, make_loss
 from headrace.wiring.build.rollout_executor import make_settings
 from support.async_rollouts import HANDLE, HandSampler, executor_of, ids, turns
 from support.rollout_groups import group
-from support.scripted_groups import Script
-from support.scripted_groups import executor_of as scripted
+from support.scripted_groups import ScriptedGroups, scripted_executor
 
 
 async def test_d1_d3_segment_wise_rollouts_run_from_end_to_end() -> None:
@@ -122,7 +121,7 @@ async def test_d2_whatever_a_group_ends_with_its_slot_is_free(ending: str) -> No
                     return group(group_id, rewards=(), num_failed=2)
         return group(group_id)
 
-    executor = scripted(play, batch=2, max_running=2, drops=99, timeout_s=0.005, filters=(reward_spread(),))
+    executor = scripted_executor(play, batch=2, max_running=2, drops=99, timeout_s=0.005, filters=(reward_spread(),))
     async with executor:
         assert ids(await executor.take_batch()) == [30, 31]
 
@@ -172,8 +171,8 @@ def test_d4_every_key_reaches_what_it_is_for() -> None:
 
 async def test_d5_filtered_groups_do_not_inflate_capacity() -> None:
     """B = 2, eta = 1: never more than four are live, however many were rejected."""
-    script = Script()
-    async with scripted(script.play, batch=2, eta=1, drops=999, filters=(reward_spread(),)) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=2, eta=1, drops=999, filters=(reward_spread(),)) as executor:
         taking = asyncio.create_task(executor.take_batch())
         for _ in range(20):
             await turns()
@@ -196,8 +195,8 @@ def test_d6_a_limit_never_raises_what_another_allows(running: int, ready: int, v
 
 async def test_d7_any_number_of_stale_drops_leaves_capacity_whole() -> None:
     """eta = 2, B = 8: ten times as many are purged as once made a deadlock, and there is a batch all the same."""
-    script = Script()
-    async with scripted(script.play, batch=8, eta=2, drops=999) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=8, eta=2, drops=999) as executor:
         for _ in range(10):
             taking = asyncio.create_task(executor.take_batch())
             await turns()
@@ -258,8 +257,8 @@ def test_d10_a_group_is_as_old_as_its_oldest_member() -> None:
 
 async def test_d11_the_bound_is_that_of_the_moment_a_batch_is_taken() -> None:
     """A group that was fresh when the wait before began is stale when the next batch is asked for."""
-    script = Script()
-    async with scripted(script.play, batch=1, eta=1, max_running=2) as executor:
+    script = ScriptedGroups()
+    async with scripted_executor(script.play, batch=1, eta=1, max_running=2) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         taking.cancel()
@@ -339,9 +338,9 @@ def test_d17_an_import_changes_nothing() -> None:
 
 @pytest.mark.parametrize("num_samplers", [1, 4])
 async def test_d17_capacity_does_not_depend_on_samplers(num_samplers: int) -> None:
-    script = Script()
+    script = ScriptedGroups()
     publisher = Publisher([FakeSampler() for _ in range(num_samplers)])
-    async with scripted(script.play, batch=2, eta=1, publisher=publisher) as executor:
+    async with scripted_executor(script.play, batch=2, eta=1, publisher=publisher) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         assert script.started == [0, 1, 2, 3]

@@ -29,7 +29,7 @@ from headrace.rollout.next_logprobs import NextVersionScorer
 from headrace.rollout.partial_rollout import PartialEpisode, PartialRollouts
 from headrace.testing import FakeSampler
 from headrace.types import Completion, Datum, Group, SampleRequest, float_array, int_array
-from support.executor_sim import World, trials
+from support.executor_sim import ExecutorSim, trials
 from support.ledger_machine import LedgerMachine
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -239,7 +239,7 @@ def versions_are_not_shifted(tokens: Any, arrays: Any, **more: Any) -> Datum:
 SHIFTED = datum_module.shift
 
 
-class LabelsAtTheEnd(World.sampler_class):  # type: ignore[misc]
+class LabelsAtTheEnd(ExecutorSim.sampler_class):  # type: ignore[misc]
     """The version is read when the reply is there."""
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -247,7 +247,7 @@ class LabelsAtTheEnd(World.sampler_class):  # type: ignore[misc]
         return replace(made, versions=int_array([self.version] * len(made.tokens)))
 
 
-class LosesWhatWasCut(World.sampler_class):  # type: ignore[misc]
+class LosesWhatWasCut(ExecutorSim.sampler_class):  # type: ignore[misc]
     """A continued sequence starts again without its beginning."""
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -284,8 +284,8 @@ EXECUTOR_MUTANTS: dict[str, Patch] = {
     "scores are asked for when the version is gone": patched(RolloutExecutor, "_score_before_load", collects_only),
     "settling calls what is not there": patched(PartialRollouts, "refreshed", no_such_method),
     "versions are off by one token": patched(datum_module, "shift", versions_are_not_shifted),
-    "the version is read after the reply": patched(World, "sampler_class", LabelsAtTheEnd),
-    "a continued sequence loses its beginning": patched(World, "sampler_class", LosesWhatWasCut),
+    "the version is read after the reply": patched(ExecutorSim, "sampler_class", LabelsAtTheEnd),
+    "a continued sequence loses its beginning": patched(ExecutorSim, "sampler_class", LosesWhatWasCut),
     "a modifier is added after the minimum": patched(executor_module, "Admission", ModifierAfterMin),
     "groups in training are not live": patched(executor_module, "Admission", ForgetsTraining),
     "a restart forgets what is ready": patched(state, "Ledger", ForgetsReady),

@@ -18,7 +18,7 @@ from headrace.rollout.publisher import Publisher
 from headrace.types import Group, Task
 from support.async_rollouts import HANDLE, HandSampler, executor_of, ids, tasks, turns
 from support.rollout_groups import group
-from support.scripted_groups import Script
+from support.scripted_groups import ScriptedGroups
 
 
 def test_scores_by_hand() -> None:
@@ -51,7 +51,7 @@ def test_a_score_must_be_a_finite_number() -> None:
 # --- eta = 0 ---------------------------------------------------------------------------------------------------------
 
 
-def executor_over(script: Script, *, oversampling: float = 2.0, **extra: object) -> RolloutExecutor:
+def executor_over(script: ScriptedGroups, *, oversampling: float = 2.0, **extra: object) -> RolloutExecutor:
     source = tasks()
     return RolloutExecutor(
         play=script.play,
@@ -65,7 +65,7 @@ def executor_over(script: Script, *, oversampling: float = 2.0, **extra: object)
 
 
 async def test_the_first_that_pass_are_kept_and_the_others_are_surplus() -> None:
-    script = Script()
+    script = ScriptedGroups()
     async with executor_over(script) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
@@ -91,7 +91,7 @@ async def test_the_first_that_pass_are_kept_and_the_others_are_surplus() -> None
 
 
 async def test_the_best_are_kept_when_all_have_ended() -> None:
-    script = Script()
+    script = ScriptedGroups()
     async with executor_over(script, selection=TakeBest(mean_reward)) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()

@@ -11,7 +11,7 @@ from headrace.errors import ConfigError
 from headrace.observe.rollouts.records import iter_lines
 from headrace.observe.run_folder import RunFolder
 from headrace.wiring.build.saving import make_record
-from support import rollout_files as world
+from support import rollout_files
 
 Saves = Callable[..., list[str] | None]
 
@@ -25,7 +25,7 @@ def saved(tmp_path: Path) -> Saves:
         c = RlConfig(
             steps=9, tasks=SourceConfig(type="world", name="key_door"), credit="gigpo", save=SaveConfig(**save)
         )  # type: ignore[arg-type]
-        make_record(c, folder)(step - 1, world.groups(), world.credited())
+        make_record(c, folder)(step - 1, rollout_files.groups(), rollout_files.credited())
         path = folder.step_rollouts(step)
         return [line.id for line in iter_lines(path)] if path.is_file() else None
 

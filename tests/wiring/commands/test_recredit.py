@@ -13,7 +13,7 @@ from headrace.observe.rollouts.files import RolloutFileInfo, load_trajectories, 
 from headrace.observe.rollouts.records import iter_lines, read_lines
 from headrace.types import CreditedEpisode
 from headrace.wiring.commands.recredit import RecreditRequest, recredit
-from support import rollout_files as world
+from support import rollout_files
 
 COUNT_ON = '''
 def judge(messages, ground_truth=None, **kwargs):
@@ -34,7 +34,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "count_on.py").write_text(COUNT_ON)
     (tmp_path / "by_tokens.py").write_text(BY_TOKENS)
-    return world.save(tmp_path / "step_000004.jsonl")
+    return rollout_files.save(tmp_path / "step_000004.jsonl")
 
 
 def test_the_same_method_gives_the_same_file(file: Path) -> None:
@@ -138,7 +138,7 @@ def test_rewards_have_weights_and_arguments(file: Path) -> None:
         assert lines[0].reward.parts == {"env": 0.0, "length": -0.5, "form": 1.0}
         assert lines[0].reward.total == 10.0 * -0.5 + 2.0 * 1.0
         assert lines[1].reward.parts["form"] == 0.75, "one of its four turns went left"
-    lean = world.save(file.with_name("lean.jsonl"), lean=True)
+    lean = rollout_files.save(file.with_name("lean.jsonl"), lean=True)
     again = read_lines(
         recredit(RecreditRequest(path=lean, rewards=("env", length, form), weights={"length": 10.0})).out
     )
@@ -146,7 +146,7 @@ def test_rewards_have_weights_and_arguments(file: Path) -> None:
 
 
 def test_a_lean_file_is_recredited_but_has_no_tokens_for_a_reward(file: Path) -> None:
-    lean = world.save(file.with_name("lean.jsonl"), lean=True)
+    lean = rollout_files.save(file.with_name("lean.jsonl"), lean=True)
     result = recredit(RecreditRequest(path=lean, rewards=("count_on.py:judge",), method="opo"))
     assert all(line.lean for line in read_lines(result.out))
     # opo weighs by sampled tokens, 6 and 8 of them: the rewards are equal, so all is 0
@@ -170,7 +170,10 @@ def test_a_group_that_was_not_saved_whole_is_refused_unless_asked_for(file: Path
 
 def test_steps_of_several_training_steps_are_compared_apart(file: Path) -> None:
     """Whitening over the batch is over the batch of a training step, as it was."""
-    first, second = world.save(file.with_name("a.jsonl"), training_step=1), world.save(file.with_name("b.jsonl"))
+    first, second = (
+        rollout_files.save(file.with_name("a.jsonl"), training_step=1),
+        rollout_files.save(file.with_name("b.jsonl")),
+    )
     mixed = file.with_name("mixed.jsonl")
     mixed.write_text(first.read_text() + second.read_text())
     alone = read_lines(recredit(RecreditRequest(path=second, method="reinforce_pp")).out)
@@ -184,9 +187,12 @@ def test_steps_of_several_training_steps_are_compared_apart(file: Path) -> None:
 def test_states_are_told_apart_as_they_were_in_the_run(file: Path) -> None:
     """The user's own anchors are in the file; their function is not needed again."""
     own = credit(
-        world.groups(), method="gigpo", params=world.PARAMS, keys=lambda played: ["one room"] * len(played.steps)
+        rollout_files.groups(),
+        method="gigpo",
+        params=rollout_files.PARAMS,
+        keys=lambda played: ["one room"] * len(played.steps),
     )
-    save_trajectories(file, own.episodes, about=RolloutFileInfo(method="gigpo", params=world.PARAMS))
+    save_trajectories(file, own.episodes, about=RolloutFileInfo(method="gigpo", params=rollout_files.PARAMS))
     result = recredit(RecreditRequest(path=file))
     assert all(change.changed == 0 for change in result.comparison.groups)
     assert {step.anchor for line in read_lines(result.out) for step in line.steps} == {"one room"}
@@ -194,10 +200,10 @@ def test_states_are_told_apart_as_they_were_in_the_run(file: Path) -> None:
 
 def test_episodes_that_were_never_credited_can_be(file: Path) -> None:
     plain = file.with_name("eval_rl.jsonl")
-    save_trajectories(plain, world.uncredited())
+    save_trajectories(plain, rollout_files.uncredited())
     with pytest.raises(ConfigError, match="was not credited: say how with --credit"):
         recredit(RecreditRequest(path=plain))
-    lines = read_lines(recredit(RecreditRequest(path=plain, method="gigpo", params=world.PARAMS)).out)
+    lines = read_lines(recredit(RecreditRequest(path=plain, method="gigpo", params=rollout_files.PARAMS)).out)
     assert [line.advantages for line in lines] == [line.advantages for line in read_lines(file)]
     assert [line.group_id for line in lines] == [7, 7, 7, 8, 8]
 

@@ -28,7 +28,7 @@ from headrace.types import (
     float_array,
 )
 from headrace.wiring.commands.recredit import RecreditRequest, recredit
-from support import rollout_files as world
+from support import rollout_files
 
 JUDGE = "def judge(messages, **kwargs):\n    return len(messages) / 10\n"
 
@@ -49,7 +49,7 @@ async def reference(data: Sequence[Datum]) -> list[Any]:
 
 def groups() -> list[Group]:
     """Those of the corridor; of the second group, an episode has a first turn without a token, and pays for it."""
-    corridor, still = world.groups()
+    corridor, still = rollout_files.groups()
     first, *rest = still.episodes
     steps = first.episode.steps
     empty = replace(
@@ -150,7 +150,7 @@ def test_by_hand() -> None:
     path = [("S", "on"), ("A", "on")]
     params = {"lam": 0.5, "whiten": 0.0}
     for cut_off, expected in ((False, (0.125, 0.75)), (True, (1.125, 2.75))):
-        scored = world.episode("1/0", "t", path, solved=True)
+        scored = rollout_files.episode("1/0", "t", path, solved=True)
         steps = tuple(
             replace(
                 step,
