@@ -344,7 +344,7 @@ SCRIPT = (
 
 
 def trials() -> None:
-    """Run the script in a few simulations with all checks: batches of several sizes, with and without trouble and a limit."""
+    """Run the script in several simulations, with all checks: batch sizes, with and without trouble and a limit."""
     for seed, (eta, batch, max_running, trouble, longest, action, oversampling) in enumerate(
         [
             (0, 3, None, 0.3, 12, StaleAction.DROP, 1.0),
