@@ -71,7 +71,7 @@ CONSERVATIVE = ("rl.loss=conservative_ppo", "rl.kl_limit=1e-4")
 JUDGED = ('rl.rewards=[{fn = "reward_model"}, {fn = "exact_match", weight = 0.0}]',)
 MINE = '''
 from headrace.algo.loss_signature import LossOut
-from headrace.types import Sum
+from headrace.metrics import Sum
 
 def score(episode):
     """Another number for every answer, so that there is something to learn at once."""

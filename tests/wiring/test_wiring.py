@@ -52,7 +52,7 @@ MINE = '''
 import asyncio
 from headrace.algo.random import derive_seed
 from headrace.rollout.filters import Reject
-from headrace.types import Ended, Episode, Message, SampleRequest, SamplingParams, Step, Stop
+from headrace.types import EndReason, Episode, Message, SampleRequest, SamplingParams, Step, StopReason
 
 def score(episode):
     """How close the sum of the sampled tokens is to what the task wants, in sevenths."""
@@ -81,9 +81,9 @@ def request(task, renderer, seed):
 
 def to_episode(task, renderer, seed, asked, completion):
     action = renderer.decode(completion.tokens)
-    return Episode(id="mine", task=task, seed=seed, temperature=1.0, truncated=completion.stop is not Stop.STOP,
+    return Episode(id="mine", task=task, seed=seed, temperature=1.0, truncated=completion.stop is not StopReason.STOP,
                    steps=(Step(prompt=asked.prompt, completion=completion, action=action, state="prompt"),),
-                   messages=(*task.messages, Message(role="assistant", content=action)), ended=Ended.DONE)
+                   messages=(*task.messages, Message(role="assistant", content=action)), ended=EndReason.DONE)
 
 def generate(task, sampler, renderer, seed):
     asked = request(task, renderer, seed)

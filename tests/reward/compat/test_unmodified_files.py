@@ -141,7 +141,7 @@ def test_a_decorated_function_must_take_keyword_arguments(tmp_path: Path) -> Non
 
 
 def test_module_paths_name_functions_too() -> None:
-    for spec in ("headrace.reward.user_function:shape_of", "headrace.reward.user_function.shape_of"):
+    for spec in ("headrace.reward.user_function:read_signature", "headrace.reward.user_function.read_signature"):
         assert load_user_function(spec, alone=False) is read_signature
 
 

@@ -207,12 +207,12 @@ async def test_code_that_cannot_be_imported_is_not_run(mode: Mode, text: str, re
 
 FORGING_WORKER = """
 import os, struct
-from headrace.reward.sandbox import frames
-sent = frames.send
+from headrace.reward.sandbox import framing
+sent = framing.send
 def send(descriptor, value):
     body = b"[" * 60_000
     os.write(descriptor, struct.pack("!I", len(body)) + body) if "payload" in value else sent(descriptor, value)
-frames.send = send
+framing.send = send
 def f(messages, **kwargs):
     return 1.0
 """

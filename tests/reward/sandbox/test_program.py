@@ -14,7 +14,7 @@ from support.sandbox_modes import a_row
 LIMITS = CallLimits(wall_s=90.0, cpu_s=30, memory_mb=256, processes=6, output_bytes=4096)
 
 AUTHOR = """
-from headrace.reward.sandbox.limits import Limits
+from headrace.reward.sandbox.limits import CallLimits
 from headrace.reward.sandbox.program import run_untrusted
 
 SECRET = "the tests, which the program must not see"
@@ -22,7 +22,7 @@ SECRET = "the tests, which the program must not see"
 def f(messages, code, stdin, limits, **kwargs):
     with open("notes", "w") as file:
         file.write(SECRET)
-    ended = run_untrusted(code, stdin, Limits(**limits))
+    ended = run_untrusted(code, stdin, CallLimits(**limits))
     print(ended.outcome, ended.status, ended.stdout[:500], ended.stderr[-500:], sep="|", end="")
     return 1.0
 """

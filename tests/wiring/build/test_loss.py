@@ -12,9 +12,9 @@ from headrace.errors import ConfigError
 from headrace.wiring.build.loss import make_loss
 
 MINE = """
-from headrace.algo.loss_signature import LossOut, Unit, per
+from headrace.algo.loss_signature import LossOut, Unit, loss_unit
 
-@per(Unit.SEQUENCE)
+@loss_unit(Unit.SEQUENCE)
 def right(policy_logprobs_T, advantages_T, weights_T, segments_T, *, scale=2.0):
     return LossOut(loss=-(scale * weights_T * advantages_T * policy_logprobs_T).sum(), metrics={})
 
