@@ -1,17 +1,12 @@
 import math
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError, RunFolderError
+from headrace.errors import RunFolderError
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes
-from headrace.observe.sinks.tee import OptionalSink, TeeSink
-from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_installed
-from headrace.testing import MemorySink
 
 NAMES = st.from_regex(r"[a-z]{1,4}/[a-z@1]{1,4}", fullmatch=True)
 
@@ -100,68 +95,3 @@ def test_more_records_than_there_are_cannot_be_kept(tmp_path: Path) -> None:
     sink.log(2, {"a/b": 2.0})
     sink.close()
     assert [item.step for item in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_a_tee_gives_every_sink_every_record_and_closes_all_of_them() -> None:
-    class Broken:
-        def log(self, step: int, values: Mapping[str, float]) -> None:
-            return None
-
-        def close(self) -> None:
-            raise OSError("gone")
-
-    first, last = MemorySink(), MemorySink()
-    tee = TeeSink(first, Broken(), last)
-    tee.log(1, {"a/b": 1.0})
-    with pytest.raises(OSError, match="gone"):
-        tee.close()
-    assert first.records == last.records == [(1, {"a/b": 1.0})]
-    assert first.closed
-    assert last.closed
-
-
-def test_a_run_goes_on_without_a_sink_that_fails_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing:
-        def __init__(self) -> None:
-            self.seen: list[int] = []
-
-        def log(self, step: int, values: Mapping[str, float]) -> None:
-            self.seen.append(step)
-            if step == 2:
-                raise ConnectionError("gone")
-
-        def close(self) -> None:
-            raise ConnectionError("gone for good")
-
-    failing, other = Failing(), MemorySink()
-    tee = TeeSink(OptionalSink(failing, "wandb"), other)
-    for step in (1, 2, 3):
-        tee.log(step, {"a/b": 1.0})
-    tee.close()
-    assert failing.seen == [1, 2]
-    assert [step for step, _ in other.records] == [1, 2, 3]
-    assert [record.getMessage() for record in caplog.records] == [
-        "the sink wandb takes no more metrics: ConnectionError: gone: they are still in metrics.jsonl"
-    ]
-    OptionalSink(Failing(), "wandb").close()
-    assert "gone for good" in caplog.text
-
-
-@pytest.mark.skipif(not tensorboard_installed(), reason="the extra headrace[tensorboard] is not installed")
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path, stage="rl")
-    for step in (1, 2):
-        sink.log(step, {"reward/mean": step / 4})
-    sink.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "rl"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
-
-
-def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert not tensorboard_installed()
-    with pytest.raises(ConfigError, match="pip install"):
-        TensorBoardSink(tmp_path, stage="rl")
