@@ -83,7 +83,7 @@ def score(episode):
 """
 
 SANDBOXED = ("--set", "rl.reward_runner.type=process")
-SAID = re.compile(r"(sft|rl) [1-4]/4  |\d\d:\d\d:\d\d INFO headrace\.wiring\.run: run\.toml: run folder runs/t_")
+SAID = re.compile(r"(sft|rl) [1-4]/4  |\d\d:\d\d:\d\d INFO headrace\.wiring\.commands\.train: run\.toml: run folder runs/t_")
 
 Points = Sequence[tuple[str, int]]
 Headrace = Callable[..., "Outcome"]

@@ -151,7 +151,7 @@ def test_splits_never_meet() -> None:
         ({"env": f"{FILE}:Heard", "settings": {"text": "a"}}, "makes a Heard, not an OpenEnv Environment"),
         ({"env": f"{FILE}:Line", "field": "speed"}, "have no field 'speed': they have metadata, direction, steps"),
         ({"env": f"{FILE}:Line", "settings": {"width": 2}}, "unexpected keyword argument 'width'"),
-        ({"env": f"{FILE}:Circle"}, "Circle is not there"),
+        ({"env": f"{FILE}:Circle"}, "there is no function Circle"),
     ],
 )
 def test_what_cannot_be_played_is_refused_with_a_reason(options: dict[str, Any], says: str) -> None:

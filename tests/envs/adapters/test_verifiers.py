@@ -217,7 +217,7 @@ def test_tasks_are_the_rows_of_the_dataset() -> None:
         ({}, "needs the option env"),
         ({"env": f"{FILE}:grouped"}, "judges whole groups at once"),
         ({"env": f"{FILE}:exact"}, "verifiers cannot load"),
-        ({"env": f"{FILE}:no_such"}, "no_such is not there"),
+        ({"env": f"{FILE}:no_such"}, "there is no function no_such"),
         ({"env": "no-such-environment"}, "verifiers cannot load no-such-environment"),
         ({"env": f"{FILE}:hunt", "settings": {"size": 3}}, "unexpected keyword argument 'size'"),
         ({"env": f"{FILE}:evaluated"}, "has no dataset to train on"),
