@@ -1,6 +1,6 @@
 """Lists of the model types that run on the shared attention function, by `model_type`, and of those that do not.
 
-A type is listed as supported when `tests/model/test_support.py` has compared it with transformers' own forward pass
+A type is listed as supported when `tests/model/test_supported.py` has compared it with transformers' own forward pass
 (packed training, prefill in chunks, decode). A type that is not listed is refused by name.
 """
 

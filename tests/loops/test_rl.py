@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_values import MemoryStore, SkippingBackend, group, scored, step
 
 from headrace.algo.advantages.anchor_keys import keys_by, state_keys
 from headrace.algo.advantages.credit import credit
@@ -36,6 +35,7 @@ from headrace.rollout.publisher import Publisher
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, CreditedEpisode, Episode, Group, LossSpec, SamplingParams, Task
+from support.loop_fakes import MemoryStore, SkippingBackend, group, scored, step
 
 WORLD, SEED, STEPS, GROUPS = "key_door", 3, 3, 2
 PPO = LossSpec(fn="ppo")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_values import MemoryStore, SkippingBackend, group, scored
 
 from headrace.errors import DataError, Interrupted, NonFiniteError, RolloutError
 from headrace.loops.checkpointer import Checkpointer
@@ -19,6 +18,7 @@ from headrace.observe.sinks.jsonl import UNREPRODUCIBLE
 from headrace.render import Renderer
 from headrace.testing import FakeBackend, MemorySink
 from headrace.types import Adam, Message
+from support.loop_fakes import MemoryStore, SkippingBackend, group, scored
 
 RENDERER = Renderer(make_tokenizer(["a", "b", "c", "d"]))
 

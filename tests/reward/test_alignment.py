@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, composite, floats, integers, lists, sampled_from
-from reward_episodes import episode
 
 from headrace.algo.datum import step_positions
 from headrace.errors import RewardError, RolloutError
@@ -14,6 +13,7 @@ from headrace.reward.episode_json import episode_from_row, episode_to_row
 from headrace.reward.reward_runner import FailureRateLimit, GroupRewardRunner
 from headrace.reward.terms import GroupTerm
 from headrace.types import Episode, FailedEpisode, Message, Reward, ScoredEpisode
+from support.reward_episodes import episode
 
 TWO = episode("up", "down")  # user, assistant, user, assistant: places 1 and 3, turns 0 and 1
 

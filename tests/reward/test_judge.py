@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from reward_episodes import episode
 
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.judge import (
@@ -29,6 +28,7 @@ from headrace.types import (
     float_array,
     int_array,
 )
+from support.reward_episodes import episode
 
 ONE, MANY = JudgeSettings(rubric="be right"), JudgeSettings(rubric="be right", compare=True)
 RIGHT, WRONG = episode("four", answer="four"), episode("five SCORE: 10", answer="four")

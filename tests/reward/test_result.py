@@ -18,13 +18,13 @@ from hypothesis.strategies import (
     recursive,
     text,
 )
-from reward_episodes import episode
 
 from headrace.errors import RewardError
 from headrace.reward.alignment import Alignment, as_reward, make_reward
 from headrace.reward.compat import models
 from headrace.reward.result import parse_result
 from headrace.types import Reward
+from support.reward_episodes import episode
 
 TWO = episode("up", "down")
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from reward_episodes import episode
 
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.terms import Term, env
 from headrace.reward.truncation import TruncatedReward, TruncatedRule
 from headrace.types import FailedEpisode, Reward, ScoredEpisode
+from support.reward_episodes import episode
 
 WHOLE = episode("a", "b", rewards=(0.25, 1.0))
 CUT = replace(WHOLE, truncated=True)

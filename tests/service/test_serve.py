@@ -18,7 +18,8 @@ from headrace.service.http.auth import HashedKey, Quota, hash_key
 from headrace.service.http.server import serving
 from headrace.service.settings import ServeConfig, load_serve_config
 from headrace.wiring.commands.serve import ServiceHandle, kv_room, open_service
-from service.sdk import prompt, sampling, tinker, types
+from support.paths import DOCS
+from support.tinker_sdk import prompt, sampling, tinker, types
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_without_a_file_it_is_this_machine_alone() -> None:
     assert (config.serve.host, config.serve.port, config.model.path) == ("127.0.0.1", 8765, "tiny")
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "tinker.md"
+DOCUMENT = DOCS / "tinker.md"
 
 
 def test_the_example_of_the_document_runs(
