@@ -1,4 +1,4 @@
-"""Conversations to imitate: reading them, and mixing several sets of them by weight."""
+"""Read conversations for SFT, and mix several sets of them by weight."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 
 def load_conversations(source: DataSource, *, base: Path | None = None) -> list[Conversation]:
-    """The conversations of a source that is not a world: `messages`, or `prompt` with the reply in `answer`."""
+    """Load the conversations of a source that has rows: `messages`, or `prompt` with the reply in `answer`."""
     return _conversations(read_rows(source, base=base), columns=source.columns, system=source.system)
 
 
@@ -59,8 +59,8 @@ def _conversations(rows: Iterator[DataRow], *, columns: Mapping[str, str], syste
 
 
 def _to_conversation(row: DataRow, columns: Mapping[str, str], system: str | None) -> Conversation:
-    """A reply in the `answer` column is put after a conversation that does not end with the assistant; a column `tools`
-    has the tools that were offered."""
+    """Make a conversation of a row: a reply in the column `answer` is put after messages that do not end with the
+    assistant, and a column `tools` has the tools that were offered."""
     column = prompt_column(row, columns)
     messages = with_system(parse_prompt(row.columns[column], row.place), system)
     answer = pick(row, columns, "answer")
@@ -88,17 +88,18 @@ def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def messages_of(conversation: Conversation) -> tuple[Message, ...]:
+    """Return the messages of a conversation, with or without tools."""
     return conversation.messages if isinstance(conversation, ToolConversation) else conversation
 
 
 def with_system_message(conversation: Conversation, system: str | None) -> Conversation:
-    """The conversation with a system message before it, if it has none."""
-    told = with_system(messages_of(conversation), system)
-    return replace(conversation, messages=told) if isinstance(conversation, ToolConversation) else told
+    """Put a system message before a conversation that has none."""
+    messages = with_system(messages_of(conversation), system)
+    return replace(conversation, messages=messages) if isinstance(conversation, ToolConversation) else messages
 
 
 def prompt_of(conversation: Conversation) -> tuple[Message, ...]:
-    """What the first reply answers: all messages before it."""
+    """Return the messages before the first reply."""
     return tuple(takewhile(lambda message: message.role != "assistant", messages_of(conversation)))
 
 
@@ -128,10 +129,11 @@ class ConversationMixture(Generic[Item]):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Draws from each part so far."""
+        """Number of draws from each part so far."""
         return tuple(self._counts)
 
     def next(self) -> Item:
+        """Draw the next item."""
         turn = sum(self._counts) + 1
         total = sum(self._shares)
         deficits = [
@@ -145,6 +147,7 @@ class ConversationMixture(Generic[Item]):
         return self._parts[part][int(self._orders[part][1][offset])]
 
     def next_batch(self, n: int) -> tuple[Item, ...]:
+        """Draw the next n items."""
         assert n >= 0
         return tuple(self.next() for _ in range(n))
 
@@ -169,7 +172,7 @@ class ConversationMixture(Generic[Item]):
 
 
 def _integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in exactly the weights' proportion; 0.1 means a tenth."""
+    """Return whole numbers in exactly the weights' proportion; 0.1 means a tenth."""
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
     return tuple(int(fraction * denominator) for fraction in fractions)
