@@ -68,7 +68,8 @@ def test_a_run_that_names_one_that_is_missing_stops_before_it_begins(
     )
     with pytest.raises(ConfigError, match="which needs a package") as caught:
         load_checked(tmp_path / "run.toml", [f"run.folder='{tmp_path / 'runs'}'"], command="train")
-    [extra] = re.findall(rf"'rl.tasks' is the environment \"{name}\".*pip install 'headrace\[(\w+)\]'$", str(caught.value))
+    sentence = rf"'rl.tasks' is the environment \"{name}\".*pip install 'headrace\[(\w+)\]'$"
+    [extra] = re.findall(sentence, str(caught.value))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert any(needed.startswith(name) for needed in extras[extra])
@@ -87,7 +88,7 @@ def test_a_package_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_task_of_another_world_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=f"not of the {name} world"):
+    with pytest.raises(DataError, match=f"not of the environment {name}"):
         ENVIRONMENTS[name].make_env().reset(Task(id="x"), seed=0)
 
 
