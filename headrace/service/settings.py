@@ -216,6 +216,6 @@ def _check_keys(tree: Any, kind: Any, file: str, before: str) -> None:
         if name not in known:
             old_names = {old: new.rpartition(".")[2] for old, new in old_names_in(before.removesuffix(".")).items()}
             close = get_close_matches(name, [*known, *old_names], n=1, cutoff=0.5)
-            meant = str(old_names.get(close[0], name)) if close else name
+            meant = old_names[close[0]] if close and close[0] in old_names else str(name)
             raise ConfigError(f"{file}: unknown key '{before}{name}'; {nearest_name_hint(meant, known)}")
         _check_keys(value, types[name], file, f"{before}{name}.")

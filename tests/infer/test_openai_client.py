@@ -443,4 +443,4 @@ def test_training_with_it_is_refused_in_one_sentence(tmp_path: Path, monkeypatch
     Path("run.toml").write_text(RUN.format(url="http://x/v1"), encoding="utf-8")
     result = CliRunner().invoke(app, ["train", "run.toml", "--set", "model.path=openai:m"])
     assert isinstance(result.exception, ConfigError)
-    assert "a model elsewhere: no log-probs of its tokens are known, so it cannot be trained" in str(result.exception)
+    assert "a remote model: no log-probs of its tokens are known, so it cannot be trained" in str(result.exception)
