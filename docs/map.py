@@ -1,6 +1,6 @@
 """Write docs/map.md, one sentence for each module of headrace: the first sentence of its docstring.
 
-    python docs/map.py
+python docs/map.py
 """
 
 import ast
