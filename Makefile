@@ -10,6 +10,7 @@
 #   make wheel       the wheel, in dist/
 #   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
+#   make docs        write docs/api.md and docs/map.md from docstrings
 #   make proto       compile the service's wire.proto into the checked-in wire.binpb
 #   make bench       every script in bench/ but the slow one; the last line of each is JSON
 #   make bench-slow  bench/staleness_quality.py: sixty training runs, an hour or more of two cores
@@ -45,7 +46,7 @@ CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py
 WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook test-chaos wheel test-wheel check check-static proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos wheel test-wheel check check-static docs proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -93,6 +94,10 @@ check-static: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: | $(BIN)/python
+	PYTHONPATH=$(CURDIR) $(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_map.py
 
 proto: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I headrace/service/wire --descriptor_set_out=headrace/service/wire/wire.binpb wire.proto

@@ -330,7 +330,7 @@ tensorboard = false
 path = "tiny"
 tiny = {{ width = 96, layers = 3, heads = 4, kv_heads = 2, context = 512 }}
 [engine]
-max_rows = 48
+max_num_seqs = 48
 [rl]
 steps = {steps}
 groups = 4
@@ -340,7 +340,7 @@ max_prompt_tokens = 64
 max_episode_tokens = 400
 loss = "decoupled_ppo"
 sampling = {{ max_tokens = 4 }}
-tasks = {{ type = "world", name = "key_door", size = 500, seed = 2 }}
+tasks = {{ type = "env", name = "key_door", size = 500, seed = 2 }}
 optimizer = {{ learning_rate = 1e-9 }}
 async = {{ max_staleness = {eta} }}
 """

@@ -1,4 +1,4 @@
-"""What the sandbox costs: calls of a reward function that imports numpy, warm, cold and without any walls.
+"""What the sandbox costs: calls of a reward function that imports numpy, warm, cold and without isolation.
 
     python bench/sandbox.py [--calls 512] [--cold 12]
 

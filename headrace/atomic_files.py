@@ -1,7 +1,7 @@
 """Write files and folders so that a reader finds them whole or not at all, also after a crash.
 
-Everything is written under a temporary name beside its place, flushed to the disk and renamed. All raise OSError; what
-was there before is then still there.
+A file or folder is written under a temporary name beside its place, flushed to disk and renamed. Every function may
+raise OSError; what was there before then stays.
 """
 
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str | Iterable[str], *, temporary: Path | None = None) -> None:
-    """Write a file in one rename; `text` may come in parts, so that it need not be in memory as a whole.
+    """Write a file and rename it into place; `text` may come in parts, so that it need not be in memory as a whole.
 
-    `temporary` is the name to write under; without one it is that of the file with .tmp behind.
+    `temporary` is the path to write to first; the default is the file's with `.tmp` appended.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
     try:
@@ -27,8 +27,11 @@ def write_text(path: Path, text: str | Iterable[str], *, temporary: Path | None 
 
 
 def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
-    """Rename `source` to `target`. A folder that is there is renamed to `aside` first, comes back if the second rename
-    fails, and is removed at the end; a kill in between leaves it at `aside`."""
+    """Rename `source` to `target`, replacing a folder that is there.
+
+    The old folder is renamed to `aside` first, renamed back if the second rename fails, and removed at the end. A kill
+    in between leaves it at `aside`.
+    """
     if target.exists():
         os.rename(target, aside)
     try:
@@ -43,14 +46,14 @@ def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush every file under a folder, then its folders from the innermost out, so that a rename makes it whole."""
+    """Flush every file under a folder, then its folders from the innermost out, so that a rename publishes it whole."""
     inside = sorted(folder.rglob("*"), reverse=True)
     for path in (*(path for path in inside if path.is_file()), *(path for path in inside if path.is_dir()), folder):
         fsync(path)
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
+    """Flush a file, or a folder's entries, to disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows has no handle for flushing a directory
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)

@@ -1,6 +1,6 @@
-"""Every failure a user can meet has one name here; `boundary` turns a foreign exception into one of them.
+"""Name every failure that a user can meet, and turn foreign exceptions into one of them (`boundary`).
 
-Messages are one sentence that says what to change. Our own bugs are assertions, not these.
+Messages are one sentence that says what to change. Our own bugs are assertions, not these errors.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class BackendError(HeadraceError):
 
 
 class NoGradientError(BackendError):
-    """`optim_step` was asked for with nothing accumulated."""
+    """`optim_step` was called with no gradient accumulated."""
 
 
 class SamplerError(HeadraceError):
@@ -36,7 +36,7 @@ class SamplerError(HeadraceError):
 
 
 class SamplerGoneError(SamplerError):
-    """What was to be sampled from has made room for something newer, or was closed."""
+    """The sampler was closed, or its weights were evicted to make room for newer ones."""
 
 
 class EpisodeError(HeadraceError):
@@ -64,11 +64,11 @@ class NonFiniteError(HeadraceError):
 
 
 class RequestError(HeadraceError):
-    """A request to the training service is wrong; the sentence goes back to whoever made it."""
+    """A request to the training service is wrong; the sentence goes back to the client."""
 
 
 class JournalError(HeadraceError):
-    """The service's journal cannot be read or written, so nothing can be promised."""
+    """The service's journal cannot be read or written, so it cannot keep its promises."""
 
 
 class Interrupted(HeadraceError):
@@ -77,7 +77,7 @@ class Interrupted(HeadraceError):
 
 @contextmanager
 def boundary(error: type[HeadraceError], what: str) -> Iterator[None]:
-    """Turn any foreign exception into `error` with one sentence; the only `except Exception` there is."""
+    """Turn any foreign exception into `error` with one sentence. The only `except Exception` in the code base."""
     try:
         yield
     except HeadraceError:

@@ -1,15 +1,16 @@
-"""Metrics that carry their reduction, so that parts of a step merge into the same number."""
+"""Define metrics that carry their reduction, so that chunks, micro-batches and ranks merge into the same number.
+
+A value may be a float or a 0-d tensor; `float()` is called once, when the metric is read.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# --- metrics: every one carries its reduction, so that chunks, micro-batches and ranks merge -------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Values may be floats or 0-d tensors; `float()` happens once, when they are read."""
+    """The sum of values."""
 
     total: Any
 
@@ -22,6 +23,8 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
+    """The mean of `count` values, from their sum; 0 if there are none."""
+
     total: Any
     count: Any
 
@@ -35,6 +38,8 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
+    """The largest of values."""
+
     top: Any
 
     def merge(self, other: "Max") -> "Max":
@@ -46,6 +51,8 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class Min:
+    """The smallest of values."""
+
     bottom: Any
 
     def merge(self, other: "Min") -> "Min":
@@ -57,7 +64,7 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class StdDev:
-    """Standard deviation of `count` values, from their sum and the sum of their squares."""
+    """The standard deviation of `count` values, from their sum and the sum of their squares."""
 
     total: Any
     squares: Any
@@ -74,23 +81,23 @@ class StdDev:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSampleShare:
-    """Effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number: 1 when all are equal."""
+    """The effective sample size of weights, (sum w)^2 / sum w^2, as a share of their number: 1 when all are equal."""
 
-    total: Any
-    squares: Any
+    total: Any  # sum w
+    squares: Any  # sum w^2
     count: Any
 
     def merge(self, other: "EffectiveSampleShare") -> "EffectiveSampleShare":
         return EffectiveSampleShare(self.total + other.total, self.squares + other.squares, self.count + other.count)
 
     def value(self) -> float:
-        below = float(self.squares) * float(self.count)
-        return float(self.total) ** 2 / below if below else 0.0
+        denominator = float(self.squares) * float(self.count)
+        return float(self.total) ** 2 / denominator if denominator else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedVariance:
-    """1 - Var(error) / Var(target); NaN where all targets are equal, because nothing is to be explained."""
+    """1 - Var(error) / Var(target); NaN if all targets are equal, because there is no variance to explain."""
 
     error: StdDev
     target: StdDev
@@ -108,7 +115,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge_metrics(left: Metrics, right: Metrics) -> dict[str, Metric]:
-    """Union of both; a name in both is merged by its reduction (which must be the same kind)."""
+    """Unite two sets of metrics; a name in both is merged by its reduction, which must be of the same kind."""
     merged: dict[str, Metric] = dict(left)
     for name, metric in right.items():
         merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
@@ -116,4 +123,5 @@ def merge_metrics(left: Metrics, right: Metrics) -> dict[str, Metric]:
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
+    """Read every metric as a float."""
     return {name: metric.value() for name, metric in metrics.items()}

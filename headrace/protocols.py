@@ -1,10 +1,12 @@
-"""The five protocols every stage is reached through. Implementations do not inherit from them.
+"""Define the five protocols through which every stage is reached. Implementations do not inherit from them.
 
-Each has a contract-test file in `tests/contracts/` that runs against every implementation, fakes included.
+Each has a contract-test file in `tests/contracts/` that runs against every implementation, fakes included. A sampler or
+an environment may also have the attributes of `SamplerFlags` or `EnvFlags`, which say what more it can do.
 """
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -32,53 +34,66 @@ from headrace.types import (
 
 
 class Sampler(Protocol):
-    """Samples from a policy. A token's version is the one loaded when it was sampled.
-
-    A sampler with a true attribute `holds_in_flight` keeps the keys and values of interrupted sequences when weights
-    are loaded, so that what continues one of them (`continue_from`) does not compute its beginning again; all else that
-    it kept from before is still forgotten. `interrupt = "inflight"` needs it.
-    """
+    """Samples from a policy. A token's version is the one loaded when it was sampled. May have `SamplerFlags`."""
 
     @property
     def version(self) -> int: ...
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """One sequence. After `pause(interrupt=True)` an open call resolves with `stop = INTERRUPTED`.
+        """Sample one sequence. After `pause(interrupt=True)` an open call resolves with `stop = INTERRUPTED`.
 
         A call made while paused waits for `resume`. Raises SamplerError on a request that can never fit.
-        `prefix_logprobs` that a request asks for (`score_from`) may be None: then `score` tells.
+        `prefix_logprobs` may be None although the request asks for them (`score_from`): then call `score`.
         """
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
-        """Log-prob of every token given those before it; entry 0 is NaN, so each reply has its sequence's length."""
+        """Compute the log-prob of every token given those before it; entry 0 of each sequence is NaN."""
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
-        """Take new weights and return their fingerprint. Only while paused or idle; versions only grow."""
+        """Load new weights and return their fingerprint. Only while paused or idle; versions only grow."""
 
     async def pause(self, *, interrupt: bool) -> None:
-        """Returns when nothing is being decoded: open calls were interrupted, or (interrupt=False) have ended."""
+        """Stop decoding: interrupt open calls or, with interrupt=False, wait until they have ended."""
 
     async def resume(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerFlags:
+    """Optional attributes of a `Sampler`; one that it lacks counts as the default here."""
+
+    # Keeps the KV cache of interrupted sequences when weights are loaded, so that a request that continues one of them
+    # (`continue_from`) need not prefill it again; every other cached prefix is still dropped. Needed by
+    # `interrupt = "inflight"`.
+    holds_in_flight: bool = False
+
+
+def sampler_flags(sampler: Sampler) -> SamplerFlags:
+    """Read a sampler's optional attributes."""
+    return SamplerFlags(holds_in_flight=bool(getattr(sampler, "holds_in_flight", False)))
 
 
 class TrainBackend(Protocol):
     """Trains one model. Every verb returns a future at once; requests run one after another in submission order.
 
-    A failed request fails its own future with BackendError and leaves the backend usable: what it had accumulated
-    is discarded. Gradients of several `forward_backward` calls add up until `optim_step`.
+    A failed request fails its own future with BackendError, discards the accumulated gradient and leaves the backend
+    usable. Gradients of several `forward_backward` calls add up until `optim_step`.
     """
 
     def forward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
-        """Loss and log-probs, no gradient, no state touched."""
+        """Compute loss and log-probs without a gradient; no state changes."""
 
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]": ...
 
     def optim_step(self, update: Adam | DiscardGradient | ScaleUpdate) -> "Future[UpdateOut]":
-        """Raises (through the future) NoGradientError for an Adam when nothing was accumulated, and BackendError for a
-        ScaleBack that follows no reversible Adam."""
+        """Update the weights, discard the gradient, or scale the last update back.
+
+        Raises (through the future) NoGradientError for an Adam when nothing was accumulated, and BackendError for a
+        ScaleUpdate that follows no reversible Adam.
+        """
 
     def save_state(self, folder: Path) -> "Future[None]":
-        """Weights in Hugging Face layout plus everything needed to go on exactly (optimiser, counters)."""
+        """Write the weights in Hugging Face layout and all that an exact resume needs (optimiser, counters)."""
 
     def load_state(self, folder: Path) -> "Future[None]": ...
 
@@ -86,11 +101,7 @@ class TrainBackend(Protocol):
 
 
 class Env(Protocol):
-    """One episode's world. Synchronous; the episode worker runs slow ones off the event loop.
-
-    An environment with a true attribute `deterministic` repeats itself: the same task, seed and actions give the same
-    observations and rewards. Its episodes in flight survive a checkpoint, by being played again from their actions.
-    """
+    """The environment of one episode. Its verbs are synchronous. May have `EnvFlags`."""
 
     def reset(self, task: Task, seed: int) -> Observation: ...
 
@@ -99,19 +110,37 @@ class Env(Protocol):
     def close(self) -> None: ...
 
 
-class ToolEnv(Env, Protocol):
-    """An environment whose observations may offer tools. What the policy says after one that does goes to `call`
-    instead of `step`, with the calls in it; each observation says for itself which tools there are.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvFlags:
+    """Optional attributes of an `Env`; one that it lacks counts as the default here."""
 
-    The environment makes the calls and tells what came of them, in `tool` messages with the calls' ids, or tells the
-    policy what was wrong (`action.problem`) and calls the step invalid.
+    # The same task, seed and actions give the same observations and rewards. Its episodes in flight survive a
+    # checkpoint: they are replayed from their recorded actions.
+    deterministic: bool = False
+    # Its verbs take long or wait, so they are called on a thread instead of the event loop.
+    blocking: bool = False
+
+
+def env_flags(env: Env) -> EnvFlags:
+    """Read an environment's optional attributes."""
+    return EnvFlags(
+        deterministic=bool(getattr(env, "deterministic", False)), blocking=bool(getattr(env, "blocking", False))
+    )
+
+
+class ToolEnv(Env, Protocol):
+    """An environment whose observations may offer tools, each observation its own.
+
+    After an observation with tools, the policy's turn goes to `call` instead of `step`, with its calls parsed. The
+    environment makes the calls and returns their results in `tool` messages with the calls' ids. If there is an
+    `action.problem`, it tells the policy so and marks the step invalid.
     """
 
     def call(self, action: Action) -> StepResult: ...
 
 
 class RewardRunner(Protocol):
-    """Scores the episodes of one group, in order; an episode whose reward could not be found out comes back failed."""
+    """Scores the episodes of one group, in order; returns a FailedEpisode where the reward could not be determined."""
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]: ...
 

@@ -1,8 +1,8 @@
-"""Messages <-> tokens, and which tokens were (or would have been) sampled.
+"""Convert messages to tokens and back, and mark the tokens that were (or would have been) sampled.
 
-Everything is read off the chat template by comparing token sequences: what a turn adds is what its rendering has
-beyond the prompt before it. Where a template rewrites history (strips thinking, say) there is no such extension, and
-a new sample starts; nothing is patched. Knows nothing of datasets, environments or engines.
+Everything is derived from the chat template by comparing token sequences: a turn adds the tokens that its rendering has
+beyond the prompt before it. Where a template rewrites history (strips thinking, say) the rendering does not extend the
+prompt, and a new sequence starts; tokens are never patched. Knows nothing of datasets, environments or engines.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from headrace.types import IntArray, Message, int_array
 
 BoolArray = npt.NDArray[np.bool_]
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as chat templates take them
-PendingDecode = tuple[IntArray, "asyncio.Future[str]"]  # tokens, and who waits for their text
+PendingDecode = tuple[IntArray, "asyncio.Future[str]"]  # tokens, and the future of their text
 
 # For a tokenizer without a chat template: contents on lines of their own, the assistant's closed by end-of-sequence.
 PLAIN_TEMPLATE = (
@@ -32,10 +32,10 @@ PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A training sequence. `trained` marks the tokens the assistant must produce, end-of-turn token included."""
+    """A training sequence."""
 
     tokens: IntArray
-    trained: BoolArray
+    trained: BoolArray  # the tokens the assistant must produce, end-of-turn token included
     truncated: bool = False  # tokens were cut off the end; possibly no trained token is left
 
     def __post_init__(self) -> None:
@@ -47,13 +47,16 @@ class Rendered:
 
 
 class Renderer:
-    """A tokenizer and its chat template. `eos_tokens` is every token that ends an assistant turn: the tokenizer's
-    end-of-sequence, the one the template closes a turn with, and those passed in (a generation config's list)."""
+    """Renders messages to tokens and decodes tokens to text, with one tokenizer and its chat template.
+
+    `eos_tokens` is every token that ends an assistant turn: the tokenizer's end-of-sequence, the one the template
+    closes a turn with, and those passed in (a generation config's list).
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_tokens: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._last: tuple[tuple[Message, ...], IntArray] | None = None  # what was rendered last, without tools
-        self._asked: WeakKeyDictionary[asyncio.AbstractEventLoop, list[PendingDecode]] = WeakKeyDictionary()
+        self._last: tuple[tuple[Message, ...], IntArray] | None = None  # the last prompt rendered without tools
+        self._pending: WeakKeyDictionary[asyncio.AbstractEventLoop, list[PendingDecode]] = WeakKeyDictionary()
         self._decodes_plainly = _decodes_plainly(tokenizer)
         self._template: str | None = None
         if tokenizer.chat_template is None:
@@ -62,19 +65,19 @@ class Renderer:
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys(int(token) for token in ends if token is not None))
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> IntArray:
-        """The tokens an engine is given before it samples the assistant's next turn."""
-        asked, last = tuple(messages), self._last
-        if tools is None and last is not None and last[0] == asked:  # the episodes of a group begin alike
+        """Render the tokens that an engine reads before it samples the assistant's next turn."""
+        conversation, last = tuple(messages), self._last
+        if tools is None and last is not None and last[0] == conversation:  # the episodes of a group begin alike
             return last[1]
         tokens = int_array(self._tokens(messages, tools, generate=True))
         if tools is None:
-            self._last = asked, tokens
+            self._last = conversation, tokens
         return tokens
 
     def conversation(
         self, messages: Sequence[Message], *, tools: Tools | None = None, max_tokens: int | None = None
     ) -> tuple[Rendered, ...]:
-        """Training sequences in which exactly the assistant's tokens are marked; one, if the template allows.
+        """Render training sequences in which exactly the assistant's tokens are marked; one, if the template allows.
 
         The marked span of turn i is what follows `prompt(messages[:i])`, up to and including the end-of-turn token.
         A turn whose prompt does not extend the tokens before it, token for token, starts a sequence of its own.
@@ -101,12 +104,12 @@ class Renderer:
         new_messages: Sequence[Message],
         tools: Tools | None = None,
     ) -> IntArray | None:
-        """The prompt of the next turn: the exact tokens so far, then what the template adds for the new messages.
+        """Extend the exact tokens so far by the tokens that the template adds for the new messages.
 
-        `tokens_so_far` is the last prompt and what was sampled for it, `messages_before` the same as messages (its
-        last one is the assistant's). A turn that ended without its end-of-turn token gets one. None if the template
-        cannot extend these tokens: it shows the past otherwise than the engine saw it, or closes the turn with
-        another token than the one sampled. Then the episode goes on in a new sample, from `prompt(messages)`.
+        `tokens_so_far` is the last prompt and its sampled turn, `messages_before` the same as messages (the last one is
+        the assistant's). A turn that ended without its end-of-turn token gets one. Returns None if the template cannot
+        extend these tokens: it renders the past differently from what the engine read, or closes the turn with another
+        token than the one sampled. Then the episode goes on in a new sequence, from `prompt(messages)`.
         """
         assert messages_before
         assert messages_before[-1].role == "assistant", "the last message is the sampled turn"
@@ -124,70 +127,74 @@ class Renderer:
         return int_array(so_far + after[end + 1 if closed else end :])
 
     def encode(self, text: str) -> list[int]:
-        """Plain text as tokens, after the token that the tokenizer begins every text with, if there is one."""
+        """Tokenize plain text, after the token that the tokenizer begins every text with, if there is one."""
         begin = [self._tokenizer.bos_token_id] if _starts_with_bos(self._tokenizer) else []
         return [*begin, *self._encode(text)]
 
     def decode(self, tokens: IntArray | Sequence[int]) -> str:
-        """Text for people, environments and reward functions, without special and end-of-turn tokens."""
+        """Decode to text for people, environments and reward functions, without special and end-of-turn tokens."""
         return str(
-            self._tokenizer.decode(self._within(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._tokenizer.decode(
+                self._without_ends(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         )
 
     def decode_all(self, sequences: Sequence[IntArray]) -> list[str]:
-        """As `decode` of each; by all cores where the tokenizer is a library that can."""
+        """Decode several sequences, on all cores if the tokenizer is a plain one of the tokenizers library."""
         if not self._decodes_plainly:
             return [self.decode(tokens) for tokens in sequences]
-        within = [self._within(tokens).tolist() for tokens in sequences]
-        texts: list[str] = self._tokenizer.backend_tokenizer.decode_batch(within, skip_special_tokens=True)
+        token_lists = [self._without_ends(tokens).tolist() for tokens in sequences]
+        texts: list[str] = self._tokenizer.backend_tokenizer.decode_batch(token_lists, skip_special_tokens=True)
         return texts
 
     async def decode_soon(self, tokens: IntArray) -> str:
-        """As `decode`, together with all others that are asked for before the event loop comes to it: hundreds of
-        sequences may end in one step of a sampler, and every one of their episodes waits for all."""
+        """Decode in one batch with every other call made in the same pass of the event loop.
+
+        Hundreds of sequences may end in one step of a sampler, and each of their episodes waits until all are decoded.
+        """
         loop = asyncio.get_running_loop()
-        if loop not in self._asked:
-            self._asked[loop] = []
-            loop.call_soon(self._decode_asked, loop)
+        if loop not in self._pending:
+            self._pending[loop] = []
+            loop.call_soon(self._decode_pending, loop)
         text: asyncio.Future[str] = loop.create_future()
-        self._asked[loop].append((tokens, text))
+        self._pending[loop].append((tokens, text))
         return await text
 
-    def _decode_asked(self, loop: asyncio.AbstractEventLoop) -> None:
-        asked = [(tokens, text) for tokens, text in self._asked.pop(loop) if not text.done()]
+    def _decode_pending(self, loop: asyncio.AbstractEventLoop) -> None:
+        pending = [(tokens, text) for tokens, text in self._pending.pop(loop) if not text.done()]
         try:
             with boundary(DataError, "the tokenizer cannot decode these tokens"):
-                found = self.decode_all([tokens for tokens, _ in asked])
+                decoded = self.decode_all([tokens for tokens, _ in pending])
         except DataError as exc:
-            for _, text in asked:
+            for _, text in pending:
                 text.set_exception(exc)
             return
-        for (_, text), decoded in zip(asked, found, strict=True):
-            text.set_result(decoded)
+        for (_, text), result in zip(pending, decoded, strict=True):
+            text.set_result(result)
 
     def spoken(self, tokens: IntArray | Sequence[int]) -> str:
-        """As `decode`, with the special tokens in it that do not end a turn: the marks of a tool call, for example."""
-        return str(self._tokenizer.decode(self._within(tokens), clean_up_tokenization_spaces=False))
+        """Decode with special tokens except those that end a turn: the marks of a tool call stay, for example."""
+        return str(self._tokenizer.decode(self._without_ends(tokens), clean_up_tokenization_spaces=False))
 
-    def _within(self, tokens: IntArray | Sequence[int]) -> npt.NDArray[np.int64]:
-        """Without those that end a turn; an array, which the tokenizer need not look through."""
+    def _without_ends(self, tokens: IntArray | Sequence[int]) -> npt.NDArray[np.int64]:
+        """Remove end-of-turn tokens. Returns an array, which the tokenizer takes without checking every element."""
         array = np.asarray(tokens, dtype=np.int64)
-        kept = np.ones(len(array), dtype=np.bool_)
+        inside = np.ones(len(array), dtype=np.bool_)
         for end in self.eos_tokens:
-            kept &= array != end
-        return array[kept]
+            inside &= array != end
+        return array[inside]
 
     def token_texts(self, tokens: IntArray | Sequence[int]) -> list[str]:
-        """Each token by itself; a part of a character shows as the replacement character."""
+        """Decode each token by itself; part of a character decodes to the replacement character."""
         return [str(self._tokenizer.decode([int(token)], clean_up_tokenization_spaces=False)) for token in tokens]
 
     def _turn(self, messages: Sequence[Message], tools: Tools | None) -> tuple[list[int], list[int]]:
-        """The prompt of the last message, an assistant's, and the tokens it has to produce after that prompt."""
+        """Return the prompt of the last message, an assistant's, and the tokens that follow that prompt."""
         prompt = self._tokens(messages[:-1], tools, generate=True)
         full = self._tokens(messages, tools, generate=False)
         if full[: len(prompt)] == prompt:
             reply = full[len(prompt) :]
-        else:  # a token spans the border, which sampling could not produce: tokenize both sides of it apart
+        else:  # a token spans the border, which sampling cannot produce: tokenize the two sides separately
             prompt_text = self._text(messages[:-1], tools, generate=True)
             full_text = self._text(messages, tools, generate=False)
             if not full_text.startswith(prompt_text):
@@ -200,7 +207,7 @@ class Renderer:
         return prompt, reply if end is None else reply[: end + 1]
 
     def _end_of_turn(self, tokens: list[int]) -> int | None:
-        """Where the last turn ends: the first of the last run of end-of-turn tokens (sampling stops there)."""
+        """Find the end of the last turn: the first of the last run of end-of-turn tokens (sampling stops there)."""
         ends = [index for index, token in enumerate(tokens) if token in self.eos_tokens]
         if not ends:
             return None
@@ -210,7 +217,7 @@ class Renderer:
         return end
 
     def _probe_end_of_turn(self) -> int | None:
-        """The special token with which the template closes an assistant turn, whatever the turn says, if it does."""
+        """Find the special token with which the template closes every assistant turn; None if there is none."""
         opening = [Message(role="user", content="a")]
         replies = []
         try:
@@ -220,7 +227,7 @@ class Renderer:
                 if full[: len(prompt)] != prompt:
                     return None
                 replies.append(full[len(prompt) :])
-        except DataError:  # the template wants other messages than these; the tokenizer's own list must do
+        except DataError:  # the template refuses these messages; the tokenizer's own list must do
             return None
         special = {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         closing: list[int] = []
@@ -231,7 +238,7 @@ class Renderer:
         return next((token for token in closing if token in special - {self._tokenizer.unk_token_id}), None)
 
     def _squeezed(self, tokens: list[int]) -> str:
-        """The text, special tokens too, without white space: templates may trim turns or re-indent tool calls."""
+        """Decode with special tokens and drop white space: templates may trim turns or re-indent tool calls."""
         return "".join(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False).split())
 
     def _tokens(self, messages: Sequence[Message], tools: Tools | None, *, generate: bool) -> list[int]:
@@ -260,10 +267,10 @@ def _rendered(tokens: list[int], trained: list[bool], max_tokens: int | None) ->
 
 
 def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether `decode` is what the tokenizers library says, and nothing else."""
+    """Tell whether the tokenizer's class leaves `decode` to the tokenizers library."""
     kind = type(tokenizer)
-    own = (getattr(kind, name, None) for name in ("decode", "_decode"))
-    return isinstance(tokenizer, PreTrainedTokenizerFast) and tuple(own) == (
+    methods = (getattr(kind, name, None) for name in ("decode", "_decode"))
+    return isinstance(tokenizer, PreTrainedTokenizerFast) and tuple(methods) == (
         PreTrainedTokenizerFast.decode,
         PreTrainedTokenizerFast._decode,
     )
@@ -302,7 +309,7 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _parsed_arguments(text: str) -> Any:
-    """Templates write arguments with `tojson`, so they want the object; what is not JSON stays text."""
+    """Parse a call's arguments, because templates write them with `tojson`; text that is not JSON stays text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -310,5 +317,5 @@ def _parsed_arguments(text: str) -> Any:
 
 
 def _roles(messages: Sequence[Message]) -> str:
-    shown = ", ".join(message.role for message in messages[:6])
-    return f"({shown}{', ...' if len(messages) > 6 else ''})"
+    roles = ", ".join(message.role for message in messages[:6])
+    return f"({roles}{', ...' if len(messages) > 6 else ''})"

@@ -1,4 +1,4 @@
-"""Send a request again: which failures may pass, how long to pause before each attempt, and when to give up.
+"""Retry requests: which failures are transient, how long to pause before each attempt, and when to give up.
 
 Knows no HTTP library: an attempt is a function that raises `TryAgain`. Callers may replace the sleep and the clock.
 """
@@ -14,8 +14,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MAX_RETRY_AFTER_S = 60.0
-PASSING = frozenset({408, 409, 425, 429})  # of the 4xx: timeout, conflict, too early, too many requests
-LASTING = frozenset({501, 505})  # of the 5xx: not implemented, HTTP version
+TRANSIENT_4XX = frozenset({408, 409, 425, 429})  # timeout, conflict, too early, too many requests
+PERMANENT_5XX = frozenset({501, 505})  # not implemented, HTTP version
 
 
 class TryAgain(Exception):
@@ -31,9 +31,9 @@ class GaveUp(Exception):
 
 
 class Backoff:
-    """Choose the pause after each failure: the next of `pauses_s`, or longer if the server asks for it.
+    """Chooses the pause after each failure: the next of `pauses_s`, or longer if the server asks for it.
 
-    Raises GaveUp when the pauses end, or the next attempt would begin more than `total_s` after this was made.
+    Raises GaveUp when the pauses are used up, or the next attempt would begin more than `total_s` after construction.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ def retry(attempt: Callable[[], T], backoff: Backoff, sleep: Callable[[float], o
 async def retry_async(
     attempt: Callable[[], Awaitable[T]], backoff: Backoff, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 ) -> T:
-    """Do the same with a coroutine function."""
+    """Call the coroutine function `attempt` until it raises no TryAgain; raises GaveUp when `backoff` does."""
     while True:
         try:
             return await attempt()
@@ -71,7 +71,7 @@ async def retry_async(
 
 
 def doubling(first_s: float, longest_s: float) -> Iterator[float]:
-    """Give pauses without end.
+    """Yield pauses without end, each twice the one before, up to `longest_s`.
 
     >>> from itertools import islice
     >>> list(islice(doubling(0.5, 3.0), 5))
@@ -86,9 +86,9 @@ def doubling(first_s: float, longest_s: float) -> Iterator[float]:
 def check_transient(status: int, headers: Mapping[str, str], content: bytes) -> None:
     """Raise TryAgain for an error reply if the same request may succeed later.
 
-    `x-should-retry: false`, which OpenAI's servers and ours send, says that it may not.
+    The header `x-should-retry: false`, which OpenAI's servers and ours send, says that it cannot.
     """
-    transient = status in PASSING or (status >= 500 and status not in LASTING)
+    transient = status in TRANSIENT_4XX or (status >= 500 and status not in PERMANENT_5XX)
     if transient and headers.get("x-should-retry") != "false":
         raise TryAgain(f"status {status}: {reply_words(status, content)}", retry_after_s(headers))
 
@@ -99,24 +99,24 @@ def retry_after_s(headers: Mapping[str, str], now_s: Callable[[], float] = time.
     >>> retry_after_s({"retry-after-ms": "20", "retry-after": "1"}), retry_after_s({"retry-after": "3"})
     (0.02, 3.0)
     """
-    asked_s = 0.0
+    wait_s = 0.0
     with suppress(ValueError):
-        asked_s = parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - now_s()
+        wait_s = parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - now_s()
     for name, unit_s in (("retry-after", 1.0), ("retry-after-ms", 1e-3)):
         with suppress(ValueError):
-            asked_s = float(headers.get(name, "")) * unit_s
-    return min(max(0.0, asked_s), MAX_RETRY_AFTER_S)
+            wait_s = float(headers.get(name, "")) * unit_s
+    return min(max(0.0, wait_s), MAX_RETRY_AFTER_S)
 
 
 def reply_words(status: int, content: bytes) -> str:
-    """Find the sentence in an error reply: `detail` of our servers, `error.message` of OpenAI's, or its beginning.
+    """Extract the message of an error reply: `detail` of our servers, `error.message` of OpenAI's, or its beginning.
 
     >>> [reply_words(500, body) for body in (b'{"detail": "no"}', b'{"error": {"message": "slow down"}}', b"oh", b"")]
     ['no', 'slow down', 'oh', 'status 500']
     """
     with suppress(ValueError, TypeError, KeyError):
         body = json.loads(content)
-        words = body["detail"] if "detail" in body else body["error"]["message"]
-        if isinstance(words, str):
-            return words[:1000]
+        message = body["detail"] if "detail" in body else body["error"]["message"]
+        if isinstance(message, str):
+            return message[:1000]
     return content[:200].decode(errors="replace") or f"status {status}"

@@ -1,4 +1,4 @@
-"""The entry point of the command line: restart commands that compute with large memory pages.
+"""Enter the command line: restart commands that compute with large memory pages, then run them.
 
 A training step on a CPU allocates and frees blocks of tens of megabytes. By default the C library returns each to the
 system and faults it in again page by page, and weights in pages of 4 KiB make every matrix product miss in the
@@ -14,21 +14,22 @@ import sys
 from collections.abc import Mapping, Sequence
 
 VARIABLE = "GLIBC_TUNABLES"
-AGAIN = "HEADRACE_STARTED_AGAIN"
+AGAIN = "HEADRACE_STARTED_AGAIN"  # set in the restarted process
 SWITCH = "HEADRACE_HUGE_PAGES"  # 0: never restart
 TOOLS = ("pytest", "debugpy", "pydevd", "coverage")  # test runner, debuggers, coverage: imported means in use
 SETTINGS = ":".join(
     [
-        "glibc.malloc.hugetlb=1",  # ask for large pages where the system gives them to those who ask
+        "glibc.malloc.hugetlb=1",  # ask for large pages where the system gives them on request
         f"glibc.malloc.mmap_threshold={2**25}",  # blocks up to 32 MiB (more is not allowed) stay with the program ...
         f"glibc.malloc.trim_threshold={2**32}",  # ... when they are freed
-        f"glibc.malloc.top_pad={2**26}",  # and more is asked for in large pieces
+        f"glibc.malloc.top_pad={2**26}",  # the heap grows by 64 MiB at a time
     ]
 )
 COMPUTE = ("train", "demo", "eval", "verify", "serve", "demonstrate")
 
 
 def main() -> None:
+    """Restart with large pages if the command profits from them, then run the command line."""
     again = os.environ.pop(AGAIN, None)  # a program with capabilities of its own gets no VARIABLE from the system
     if os.environ.get(VARIABLE) == SETTINGS:  # read by the C library already
         del os.environ[VARIABLE]
@@ -42,13 +43,13 @@ def main() -> None:
 
 
 def wants_large_pages(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Tell whether the command computes and neither of the two variables speaks against it."""
+    """Tell whether the command computes and neither GLIBC_TUNABLES nor HEADRACE_HUGE_PAGES forbids a restart."""
     computes = bool(arguments) and arguments[0] in COMPUTE and "--help" not in arguments
     return computes and VARIABLE not in environ and environ.get(SWITCH) != "0"
 
 
 def is_watched(environ: Mapping[str, str]) -> bool:
-    """Tell whether a debugger, profiler or test runner holds this process, which it would lose in a restart."""
+    """Tell whether a debugger, profiler or test runner watches this process: it would lose it in a restart."""
     monitoring = getattr(sys, "monitoring", None)  # Python 3.12; debuggers, coverage and profilers have ids 0 to 2
     return (
         sys.gettrace() is not None

@@ -1,8 +1,7 @@
-"""Public fakes, one per protocol: small, deterministic, and held to the same contract tests as the real thing.
+"""Provide public fakes, one per protocol: small, deterministic, and held to the contract tests of the real ones.
 
 `FakeSampler` encodes its version in every token it samples, so a test can prove which weights produced which token.
-`FakeBackend` trains one number. On a `VirtualLoop` time passes only while everybody waits, at once and always by the
-same amounts. Nothing here needs torch.
+`FakeBackend` trains one number. On a `VirtualLoop` the clock jumps ahead when all tasks wait. Nothing here needs torch.
 """
 
 import asyncio
@@ -54,10 +53,10 @@ R = TypeVar("R")
 
 
 class FakeSampler:
-    """Token = version * 1000 + position; its log-prob is -0.5 and scores are `token_score()`, -0.5 as well.
+    """A sampler whose tokens are version * 1000 + position, with log-prob -0.5; scores are `token_score()`, also -0.5.
 
-    One token is made per `tick` (an awaitable; the default yields to the event loop once), so tests decide how
-    slow a sequence is. It ends with Stop.STOP after `length(request)` tokens, or with LENGTH at max_tokens.
+    It samples one token per `tick` (an awaitable; the default yields to the event loop once), so tests decide how slow
+    a sequence is. A sequence ends with STOP after `length(request)` tokens, or with LENGTH at max_tokens.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class FakeSampler:
         )
 
     def token_score(self) -> float:
-        """The log-prob of any token under the weights that are loaded."""
+        """Return the log-prob of any token under the loaded weights."""
         return -0.5
 
     async def _wait_tick(self) -> None:
@@ -156,13 +155,16 @@ class FakeSampler:
 
 
 class FakeBackend:
-    """The model is one number, the log-prob of every token; the loss is sum(-w * logprob), so a step moves it by lr."""
+    """A backend whose model is one number, the log-prob of every token.
+
+    The loss is sum(-w * logprob), so an update moves the number by the learning rate.
+    """
 
     def __init__(self, logprob: float = -2.0) -> None:
         self.logprob = logprob
         self._gradient: float | None = None
         self._updates = 0
-        self._before: float | None = None  # the last reversible update
+        self._before: float | None = None  # the number before the last reversible update
 
     def forward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
         return _resolved(lambda: self._forward(data))
@@ -194,8 +196,8 @@ class FakeBackend:
             if isinstance(update, ScaleUpdate):
                 if self._before is None:
                     raise BackendError("there is no update to scale back: make one with Adam(reversible=True)")
-                kept = update.share * (self.logprob - self._before) if update.share else 0.0
-                self.logprob = self._before + kept
+                change = update.share * (self.logprob - self._before) if update.share else 0.0
+                self.logprob = self._before + change
                 return UpdateOut(grad_norm=0.0, updated=True, num_updates=self._updates)
             gradient, self._gradient = self._gradient, None
             if isinstance(update, DiscardGradient):
@@ -244,7 +246,10 @@ def _resolved(run: Callable[[], R]) -> "Future[R]":
 
 
 class FakeEnv:
-    """Count to `target`: the action "up" adds one; anything else is invalid. Success is reaching the target in time."""
+    """An environment that counts to `target`: the action "up" adds one, anything else is invalid.
+
+    The episode succeeds if it reaches the target within `limit` actions.
+    """
 
     deterministic = True
 
@@ -279,7 +284,7 @@ class FakeEnv:
 
 
 class FakeToolEnv(FakeEnv):
-    """As FakeEnv, with a tool: a call of `up` adds one. Everything else is invalid."""
+    """A FakeEnv with a tool: a call of `up` adds one, anything else is invalid."""
 
     TOOLS = (
         {"type": "function", "function": {"name": "up", "description": "Add one", "parameters": {"type": "object"}}},
@@ -289,23 +294,23 @@ class FakeToolEnv(FakeEnv):
         return replace(super().reset(task, seed), tools=self.TOOLS)
 
     def call(self, action: Action) -> StepResult:
-        """Each call is answered by a message with its id; the count after all of them is the state."""
+        """Answer each call with a message that has its id; the count after all of them is the state."""
         self._count += max(len(action.calls) - 1, 0)
         result = super().step("up" if action.calls else "")
         content = result.observation.messages[0].content
-        told = tuple(
+        results = tuple(
             Message(role="tool", content=content, name=call.name, tool_call_id=call.id) for call in action.calls
         )
         problem = (Message(role="user", content=action.problem or "call up"),)
-        shown = replace(result.observation, messages=told or problem, tools=self.TOOLS)
-        return replace(result, observation=shown)
+        observation = replace(result.observation, messages=results or problem, tools=self.TOOLS)
+        return replace(result, observation=observation)
 
     def _observe(self) -> Observation:
         return replace(super()._observe(), actions=('{"name": "up", "arguments": {}}',))
 
 
 class FakeRewardRunner:
-    """Scores with a plain function of the episode; a RewardError from it makes that episode failed."""
+    """Scores with a plain function of the episode; an episode on which it raises RewardError is returned as failed."""
 
     def __init__(self, score: Callable[[Episode], float] = lambda episode: episode.env_reward) -> None:
         self._score = score
@@ -344,7 +349,7 @@ class MemorySink:
 
 
 class _NoWaiting(selectors.DefaultSelector):
-    """Passes the time it is asked to wait for on to the loop instead of waiting."""
+    """A selector that never waits: it tells the loop how long it would have."""
 
     skip: Callable[[float | None], None] = staticmethod(lambda seconds: None)
 
@@ -356,10 +361,10 @@ class _NoWaiting(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer when nothing is left to do, so that waiting costs nothing and
-    every run is the same. For fakes: it does not wait for threads, processes or sockets.
+    """An event loop whose clock jumps to the next timer when no task can run.
 
-    When nothing can happen any more, which on a real loop would be a hang, `Deadlock` is raised.
+    Waiting costs nothing and every run is the same. For fakes only: it does not wait for threads, processes or sockets.
+    Raises `Deadlock` when no timer is left either, which on a real loop would be a hang.
     """
 
     def __init__(self) -> None:
@@ -379,11 +384,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class Deadlock(Exception):
-    """Everybody waits and no timer is set."""
+    """Every task waits and no timer is set."""
 
 
 def run_virtual(main: Coroutine[Any, Any, R]) -> R:
-    """`asyncio.run` on a `VirtualLoop`: an hour of sleeping takes no time.
+    """Run a coroutine on a `VirtualLoop`, as `asyncio.run` does: an hour of sleeping takes no time.
 
     >>> run_virtual(asyncio.sleep(3600, "done"))
     'done'

@@ -1,8 +1,8 @@
-"""Tool calls in what a model wrote: in the form its own chat template writes them, or as plain JSON in OpenAI's shapes.
+"""Parse tool calls in a model's text: in the form of its chat template, or as plain JSON in OpenAI's shapes.
 
-The form is read off the template: what stands around the JSON of a call that it renders. What is not a well-formed
-call of a known tool is text, all of it; nothing is repaired. And back: a conversation with calls in it goes on from the
-tokens that were sampled. Knows nothing of requests, episodes or engines.
+The form is read off the template: the text around the JSON of a call that it renders. Anything but a well-formed call
+of a known tool leaves the whole reply as text; nothing is repaired. In the other direction, `extended_prompt` continues
+a conversation with calls from the tokens that were sampled. Knows nothing of requests, episodes or engines.
 """
 
 import json
@@ -18,13 +18,14 @@ from headrace.render import Renderer, Tools
 from headrace.types import IntArray, Message, ToolCall
 
 
-def _no_number(name: str) -> float:
-    """NaN and infinities, which Python reads and JSON has not: who is called could not read them."""
+def _refuse_constant(name: str) -> float:
+    """Refuse NaN and infinities, which Python reads and JSON lacks: a tool could not read them."""
     raise ValueError(name)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
-_PROBE = ToolCall(name="probe_tool", arguments='{"probe_argument": 17}', id="abcdefghi")  # some templates want nine
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+# some templates want ids of nine characters
+_PROBE = ToolCall(name="probe_tool", arguments='{"probe_argument": 17}', id="abcdefghi")
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = re.compile(r"\s*")
 _LIKE_A_CALL = re.compile(r'\s*\[?\s*\{\s*"(?:name|function|tool_calls)"')
@@ -32,10 +33,9 @@ _LIKE_A_CALL = re.compile(r'\s*\[?\s*\{\s*"(?:name|function|tool_calls)"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolForm:
-    """What a chat template puts before and after the JSON of a call; never white space at the ends, `opening` never
-    empty."""
+    """The text that a chat template puts before and after the JSON of a call, without white space at its ends."""
 
-    opening: str
+    opening: str  # never empty
     closing: str
 
     def __post_init__(self) -> None:
@@ -45,10 +45,10 @@ class ToolForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """A reply: `content` is what is not a call. Calls have no ids yet."""
+    """A reply, divided into text and calls."""
 
-    content: str
-    calls: tuple[ToolCall, ...] = ()
+    content: str  # the text without the calls
+    calls: tuple[ToolCall, ...] = ()  # without ids yet
 
 
 def tool_names(tools: Tools) -> tuple[str, ...]:
@@ -63,7 +63,10 @@ def tool_names(tools: Tools) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def find_form(renderer: Renderer) -> ToolForm | None:
-    """How the chat template writes a call; None: as bare JSON, as something else than JSON, or not at all."""
+    """Find the form in which the chat template writes a call.
+
+    Returns None if it writes calls as bare JSON, not as JSON, or not at all.
+    """
     question = Message(role="user", content="a")
     try:
         plain = _reply(renderer, question, Message(role="assistant", content=""))
@@ -73,40 +76,45 @@ def find_form(renderer: Renderer) -> ToolForm | None:
     shared = next((index for index, pair in enumerate(zip(plain, called, strict=False)) if len(set(pair)) > 1), None)
     text = called[len(plain) if shared is None else shared :]
     for start in (match.start() for match in re.finditer(r"[\[{]", text)):
-        found = _decode(text, start)
-        if found is not None and [call.name for call in _calls(found[0], text[start : found[1]]) or ()] == [
-            "probe_tool"
-        ]:
-            opening, closing = text[:start].strip(), text[found[1] :].strip()
+        decoded = _decode(text, start)
+        if decoded is None:
+            continue
+        value, end = decoded
+        if [call.name for call in _calls(value, text[start:end]) or ()] == ["probe_tool"]:
+            opening, closing = text[:start].strip(), text[end:].strip()
             return ToolForm(opening=opening, closing=closing) if opening else None
     return None
 
 
 def parse_reply(text: str, form: ToolForm | None, tools: Collection[str]) -> ParsedReply:
-    """The calls in `text` and what is said around them; without a call, the text as it is.
+    """Divide `text` into calls and the text around them; without a call, return the text as it is.
 
     >>> form = ToolForm(opening="<call>", closing="</call>")
     >>> parse_reply('ok <call>{"name": "add", "arguments": {"a": 1}}</call>', form, {"add"})
-    Parsed(content='ok', calls=(ToolCall(name='add', arguments='{"a": 1}', id=''),))
+    ParsedReply(content='ok', calls=(ToolCall(name='add', arguments='{"a": 1}', id=''),))
     """
     if form is not None and form.opening in text:
-        return _formed(text, form, tools) or ParsedReply(content=text)
-    found = _decode(text, _after_space(text, 0))
-    if found is None or text[found[1] :].strip():
+        return _parse_formed(text, form, tools) or ParsedReply(content=text)
+    decoded = _decode(text, _after_space(text, 0))
+    if decoded is None or text[decoded[1] :].strip():
         return ParsedReply(content=text)
-    calls = _known(_calls(found[0], text[: found[1]]), tools)
+    calls = _of_known_tools(_calls(decoded[0], text[: decoded[1]]), tools)
     return ParsedReply(content="", calls=calls) if calls else ParsedReply(content=text)
 
 
 def call_problem(text: str, form: ToolForm | None, tools: Collection[str]) -> str | None:
-    """What is wrong with a text that `parse_reply` found no call in, for whoever wrote it; None: it tried none."""
+    """Tell the model what is wrong with a text in which `parse_reply` found no call.
+
+    Returns None if the text does not attempt a call.
+    """
     if form is not None and form.opening in text:
         return how_to_call(tools, form)
     return how_to_call(tools) if _LIKE_A_CALL.match(text) else None
 
 
 def how_to_call(tools: Collection[str], form: ToolForm | None = None) -> str:
-    """
+    """Tell the model how to write a call.
+
     >>> how_to_call(["sub", "add"])
     'this is no call that can be made: write {"name": ..., "arguments": {...}} with one of the tools add, sub'
     """
@@ -118,17 +126,17 @@ def how_to_call(tools: Collection[str], form: ToolForm | None = None) -> str:
 
 
 def is_object(arguments: str) -> bool:
-    """Whether a call's arguments are a JSON object, as they have to be.
+    """Tell whether a call's arguments are a JSON object, as they have to be.
 
     >>> is_object('{"a": 1}'), is_object('[1]'), is_object('{"a"')
     (True, False, False)
     """
-    found = _decode(arguments, _after_space(arguments, 0))
-    return found is not None and isinstance(found[0], dict) and not arguments[found[1] :].strip()
+    decoded = _decode(arguments, _after_space(arguments, 0))
+    return decoded is not None and isinstance(decoded[0], dict) and not arguments[decoded[1] :].strip()
 
 
 def with_ids(calls: Sequence[ToolCall], seed: int, number: int) -> tuple[ToolCall, ...]:
-    """The calls of turn `number` with ids of nine digits, which some templates insist on."""
+    """Give the calls of turn `number` ids of nine digits, which some templates insist on."""
     return tuple(
         replace(call, id=f"{derive_seed(seed, number, index) % 10**9:09d}") for index, call in enumerate(calls)
     )
@@ -136,21 +144,22 @@ def with_ids(calls: Sequence[ToolCall], seed: int, number: int) -> tuple[ToolCal
 
 def extended_prompt(
     renderer: Renderer,
-    seen: IntArray,
-    told: Sequence[Message],
+    tokens_so_far: IntArray,
+    history: Sequence[Message],
     replies: Sequence[Message],
     new: Sequence[Message],
     tools: Tools | None,
 ) -> tuple[IntArray, tuple[Message, ...]] | None:
-    """The tokens `seen` so far and what the template adds for the new messages, and the messages as they stand there.
+    """Extend the tokens so far by the new messages, and return the prompt with the messages as it renders them.
 
-    `told` are the messages before the turn that was sampled last, and `replies` the ways to write that turn: the text
-    as it was sampled, the calls in it as the template writes them. None if no way gives the tokens that were seen.
+    `history` are the messages before the turn that was sampled last, and `replies` the ways to write that turn: the
+    text as it was sampled, and its calls as the template writes them. Returns None if no way renders to
+    `tokens_so_far`.
     """
     for reply in replies:
-        before = (*told, reply)
+        before = (*history, reply)
         try:
-            prompt = renderer.continue_prompt(seen, before, new, tools)
+            prompt = renderer.continue_prompt(tokens_so_far, before, new, tools)
         except DataError:  # a template may insist on calls before their results
             continue
         if prompt is not None:
@@ -158,34 +167,39 @@ def extended_prompt(
     return None
 
 
-def _formed(text: str, form: ToolForm, tools: Collection[str]) -> ParsedReply | None:
-    """None as soon as one call is malformed: a program must not act on half of what was meant."""
-    said: list[str] = []
+def _parse_formed(text: str, form: ToolForm, tools: Collection[str]) -> ParsedReply | None:
+    """Parse calls in the template's form.
+
+    Returns None if any call is malformed: a program must not act on half of a reply.
+    """
+    texts: list[str] = []
     calls: list[ToolCall] = []
-    place = 0
-    while (opened := text.find(form.opening, place)) >= 0:
-        said.append(text[place:opened])
+    position = 0
+    while (opened := text.find(form.opening, position)) >= 0:
+        texts.append(text[position:opened])
         start = _after_space(text, opened + len(form.opening))
-        found = _decode(text, start)
-        if found is None:
+        decoded = _decode(text, start)
+        if decoded is None:
             return None
-        place = _after_space(text, found[1])
-        known = _known(_calls(found[0], text[start : found[1]]), tools)
-        if not known or not text.startswith(form.closing, place):
+        value, end = decoded
+        position = _after_space(text, end)
+        parsed = _of_known_tools(_calls(value, text[start:end]), tools)
+        if not parsed or not text.startswith(form.closing, position):
             return None
-        calls += known
-        place += len(form.closing)
-    said.append(text[place:])
-    return ParsedReply(content="".join(said).strip(), calls=tuple(calls))
+        calls += parsed
+        position += len(form.closing)
+    texts.append(text[position:])
+    return ParsedReply(content="".join(texts).strip(), calls=tuple(calls))
 
 
-def _known(calls: Iterable[ToolCall] | None, tools: Collection[str]) -> tuple[ToolCall, ...] | None:
-    found = tuple(calls or ())
-    return found if found and all(call.name in tools for call in found) else None
+def _of_known_tools(calls: Iterable[ToolCall] | None, tools: Collection[str]) -> tuple[ToolCall, ...] | None:
+    """Return the calls if there are any and all are of known tools, else None."""
+    calls = tuple(calls or ())
+    return calls if calls and all(call.name in tools for call in calls) else None
 
 
 def _calls(value: Any, written: str) -> tuple[ToolCall, ...] | None:
-    """One call, a list of them, or {"tool_calls": [...]}; None if anything in it is not a call."""
+    """Read a call, a list of calls, or {"tool_calls": [...]}; returns None if anything in it is not a call."""
     if isinstance(value, dict) and list(value) == ["tool_calls"]:
         value = value["tool_calls"]
     items = value if isinstance(value, list) else [value]
@@ -209,16 +223,18 @@ def _call(item: Any, written: str) -> ToolCall | None:
 
 
 def _written(arguments: dict[str, Any], written: str) -> Iterator[str]:
-    """The arguments as the model wrote them, spaces and all."""
+    """Find the arguments as the model wrote them, spaces and all."""
     for key in re.finditer(r'"(?:arguments|parameters)"\s*:\s*', written):
-        found = _decode(written, key.end())
-        if found is not None and found[0] == arguments:
-            yield written[key.end() : found[1]]
+        decoded = _decode(written, key.end())
+        if decoded is not None and decoded[0] == arguments:
+            yield written[key.end() : decoded[1]]
 
 
 def _decode(text: str, start: int) -> tuple[Any, int] | None:
-    """The JSON object or list that starts there, and where it ends. Half a character, which JSON can write and no text
-    can hold, makes it malformed: a tool or a template would fail on it."""
+    """Decode the JSON object or list at `start`, and return it with its end; None if it is malformed.
+
+    A lone surrogate, which JSON can write and UTF-8 cannot, counts as malformed: a tool or a template would fail on it.
+    """
     if text[start : start + 1] not in ("{", "["):
         return None
     try:
@@ -231,9 +247,9 @@ def _decode(text: str, start: int) -> tuple[Any, int] | None:
 
 
 def _after_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    assert found is not None
-    return found.end()
+    space = _SPACE.match(text, start)
+    assert space is not None
+    return space.end()
 
 
 def _reply(renderer: Renderer, question: Message, answer: Message) -> str:

@@ -1,4 +1,4 @@
-"""The values that flow along the line: task -> episode -> scored -> credited -> datum, and what verbs take and return.
+"""Define the values that pass between stages: task -> episode -> scored -> credited -> datum, requests and results.
 
 No torch, no I/O. Per-token data are read-only numpy arrays. A stage returns a new type; no field is filled in later.
 Shape letters: T tokens (or targets), K alternatives per target.
@@ -20,14 +20,14 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def int_array(values: Iterable[int] | npt.NDArray[Any]) -> IntArray:
-    """A read-only int32 copy."""
+    """Copy values into a read-only int32 array."""
     array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=np.int32)
     array.setflags(write=False)
     return array
 
 
 def float_array(values: Iterable[float] | npt.NDArray[Any]) -> FloatArray:
-    """A read-only float32 copy."""
+    """Copy values into a read-only float32 array."""
     array = np.array(values if isinstance(values, np.ndarray) else list(values), dtype=np.float32)
     array.setflags(write=False)
     return array
@@ -38,22 +38,22 @@ def float_array(values: Iterable[float] | npt.NDArray[Any]) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call the assistant asked for; `arguments` is the JSON text as the model wrote it."""
+    """A tool call in an assistant turn."""
 
     name: str
-    arguments: str
+    arguments: str  # JSON text, exactly as the model wrote it
     id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a conversation, for people, templates and reward functions; training reads tokens, never this."""
+    """A turn of a conversation, for people, templates and reward functions. Training reads tokens, never messages."""
 
     role: str
     content: str
     name: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant turn
+    tool_call_id: str | None = None  # of a `tool` message: the call it answers
 
 
 def wire_message(message: Message) -> dict[str, Any]:
@@ -77,17 +77,19 @@ def wire_message(message: Message) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an episode starts from. `data` is JSON-like: ground truth, world parameters, whatever the reward needs."""
+    """The starting point of an episode."""
 
     id: str
     messages: tuple[Message, ...] = ()
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)  # JSON-like: ground truth, environment and reward parameters
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
 class StopReason(StrEnum):
+    """Why a sampler stopped decoding a sequence."""
+
     STOP = "stop"  # a stop token or stop string; it is part of the returned tokens
     LENGTH = "length"  # max_tokens, or the context is full
     INTERRUPTED = "interrupted"  # weights are about to change; continue from here
@@ -95,42 +97,40 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """`stop_tokens` None means the model's own end-of-sequence list; () means none."""
+    """Parameters of sampling one sequence."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
-    stop_tokens: tuple[int, ...] | None = None
+    stop_tokens: tuple[int, ...] | None = None  # None: the model's own end-of-sequence list; (): none
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are cut from the distribution: recorded log-probs are then not those of the sampling law."""
+        """Tell whether tokens are cut from the distribution: recorded log-probs are then not of the sampling law."""
         return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a sampler returns; the arrays describe the same sampled tokens.
-
-    `sampler_logprobs` is under the tempered distribution (the one that sampled, before any top-p/top-k/min-p cut);
-    `raw_logprobs` at temperature 1; `next_logprobs` as `sampler_logprobs`, but under the version after the one that
-    sampled the token: NaN where it is not known, None where nothing is. `prefix_logprobs` are what the request's
-    `score_from` asks for, None where they are not known; whoever asked takes them out, and nothing stores them.
-    """
+    """The sampled tokens of one sequence; all arrays but `prefix_logprobs` are aligned with `tokens`."""
 
     tokens: IntArray
-    sampler_logprobs: FloatArray
-    raw_logprobs: FloatArray
+    sampler_logprobs: FloatArray  # under the tempered distribution that sampled, before any top-p/top-k/min-p cut
+    raw_logprobs: FloatArray  # at temperature 1
     versions: IntArray  # policy version under which each token was sampled
     stop: StopReason
+    # As `sampler_logprobs`, under the version after the one that sampled the token: NaN where a token's is not known,
+    # None if none is.
     next_logprobs: FloatArray | None = None
+    # The log-probs that the request's `score_from` asks for; None if not computed. The caller removes them before the
+    # completion is stored.
     prefix_logprobs: FloatArray | None = None
 
-    def __post_init__(self) -> None:  # the engine has already raised; this catches us
+    def __post_init__(self) -> None:  # the engine has already raised; this catches our own bugs
         assert len(self.tokens) == len(self.sampler_logprobs) == len(self.raw_logprobs) == len(self.versions)
         assert self.next_logprobs is None or len(self.next_logprobs) == len(self.tokens)
         assert np.isfinite(self.sampler_logprobs).all()
@@ -138,7 +138,7 @@ class Completion:
 
 
 def known_next_logprobs(done: Completion | None, num_tokens: int) -> FloatArray | None:
-    """`next_logprobs` of a completion of `num_tokens` tokens that began with `done`: nothing is known of new tokens."""
+    """Return the `next_logprobs` of a completion of `num_tokens` tokens that continues `done`: NaN for new tokens."""
     if done is None or done.next_logprobs is None:
         return None
     unknown = np.full(num_tokens - len(done.next_logprobs), np.nan)
@@ -147,21 +147,20 @@ def known_next_logprobs(done: Completion | None, num_tokens: int) -> FloatArray 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sequence to sample. `continue_from` is an interrupted completion of the same prompt: its tokens count
-    against `max_tokens` and come back at the head of the new completion with their own log-probs and versions.
-
-    `score_from` asks for log-probs under the weights that go on sampling: of every token of the prompt and of
-    `continue_from`, from this one on (1 or later). A sampler that reads the beginning anyway can tell; others do not.
-    """
+    """A request to sample one sequence."""
 
     prompt: IntArray
     params: SamplingParams
+    # An interrupted completion of the same prompt: its tokens count against `max_tokens` and come back at the head of
+    # the new completion with their own log-probs and versions.
     continue_from: Completion | None = None
+    # Ask for `prefix_logprobs` under the current weights: of every token of the prompt and of `continue_from` from this
+    # index on (1 or later). A sampler that prefills them anyway may answer; others return None.
     score_from: int | None = None
 
     @property
     def num_given(self) -> int:
-        """Tokens of the prompt and of what is continued."""
+        """Count the tokens of the prompt and of `continue_from`."""
         return len(self.prompt) + (0 if self.continue_from is None else len(self.continue_from.tokens))
 
 
@@ -170,25 +169,23 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment shows. `state` is the anchor key of the true state; `actions` the valid ones, if it knows;
-    `tools` may be called in the next turn: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """The part of an environment's state that the policy sees before a turn."""
 
     messages: tuple[Message, ...]
-    state: str | None = None
-    actions: tuple[str, ...] | None = None
+    state: str | None = None  # anchor key of the true state
+    actions: tuple[str, ...] | None = None  # the valid ones, if the environment knows them
+    # Tools for the next turn: {"type": "function", "function": {"name", "description", "parameters"}}.
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """A turn in which tools could be called. `text` is all of it, `content` what is no call; calls have ids, and
-    arguments that are a JSON object. `problem`: what looks like a call and is none that could be made, in a sentence;
-    there are no calls then."""
+    """An assistant turn after an observation that offered tools."""
 
-    text: str
-    content: str
-    calls: tuple[ToolCall, ...] = ()
-    problem: str | None = None
+    text: str  # the whole turn
+    content: str  # the turn without its calls
+    calls: tuple[ToolCall, ...] = ()  # with ids; their arguments are JSON objects
+    problem: str | None = None  # why something that looks like a call cannot be made, in a sentence; then no calls
 
     def __post_init__(self) -> None:
         assert not (self.calls and self.problem)
@@ -196,33 +193,33 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The outcome of one action. `done`: the task ended by itself; `truncated`: the environment gave up."""
+    """The outcome of one action."""
 
     observation: Observation
-    reward: float
-    done: bool
-    truncated: bool = False
-    valid: bool = True
-    success: bool | None = None
+    reward: float  # for this action alone
+    done: bool  # the task ended by itself
+    truncated: bool = False  # the environment ended the episode at a limit of its own
+    valid: bool = True  # the action was one that the environment accepts
+    success: bool | None = None  # None: the environment does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One assistant turn: the tokens the engine saw (`prompt`) and sampled (`completion`), and what came of them."""
+    """An assistant turn of an episode: its tokens, and the environment's reaction to it."""
 
-    prompt: IntArray
+    prompt: IntArray  # every token the engine read before the turn
     completion: Completion
     action: str  # the sampled text, for people and environments
     state: str | None = None  # anchor key of the state the action was taken in
     reward: float = 0.0  # from the environment
-    valid: bool = True
+    valid: bool = True  # the environment accepted the action
 
 
 class EndReason(StrEnum):
-    """How an episode came to its end; the first that holds, in this order."""
+    """Why an episode ended; where several reasons hold, the first in this order."""
 
     DONE = "done"  # the environment said so, or the agent program returned
-    ENV_LIMIT = "env_limit"  # the environment gave up
+    ENV_LIMIT = "env_limit"  # the environment truncated it
     END_TOOL = "end_tool"  # the policy called the tool that ends it
     END_PATTERN = "end_pattern"  # the policy's turn matched the pattern that ends it
     MAX_TURNS = "max_turns"
@@ -232,23 +229,22 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A finished conversation of one policy with one task. `truncated`: ended by a limit rather than by itself.
-    `ended` None: a user's own rollout, which does not say. `final_state`: the state key after the last step."""
+    """A finished conversation of one policy with one task."""
 
     id: str
     task: Task
     seed: int
     steps: tuple[Step, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # the whole conversation
     temperature: float
-    truncated: bool = False
-    success: bool | None = None
-    ended: EndReason | None = None
-    final_state: str | None = None
+    truncated: bool = False  # ended by a limit rather than by itself
+    success: bool | None = None  # the environment's verdict; None: it gives none
+    ended: EndReason | None = None  # None: a user's rollout function does not say
+    final_state: str | None = None  # anchor key of the state after the last step
 
     @property
     def head_version(self) -> int:
-        """Version of the oldest sampled token."""
+        """Return the version of the oldest sampled token."""
         return min(
             (int(step.completion.versions[0]) for step in self.steps if len(step.completion.versions)), default=0
         )
@@ -268,7 +264,7 @@ class FailedEpisode:
 
     id: str
     task: Task
-    reason: str
+    reason: str  # one sentence
 
     @property
     def ended(self) -> EndReason:
@@ -277,61 +273,62 @@ class FailedEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """`total` is what is trained on; `parts` are its named components; `steps` (if any) one reward per step."""
+    """The reward of one episode."""
 
-    total: float
-    parts: Mapping[str, float] = field(default_factory=dict)
-    steps: tuple[float, ...] | None = None
-    success: bool | None = None
+    total: float  # the number that is trained on
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components, for metrics and reports
+    steps: tuple[float, ...] | None = None  # one per step; None: `total` is the reward of the last step
+    success: bool | None = None  # the reward function's verdict; None: it gives none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredEpisode:
+    """An episode with its reward."""
+
     episode: Episode
     reward: Reward
 
     @property
     def success(self) -> bool | None:
-        """The reward function's verdict if it gives one, else the environment's."""
+        """Return the reward function's verdict if it gives one, else the environment's."""
         return self.reward.success if self.reward.success is not None else self.episode.success
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Scored episodes of one task from identical starts. `failed` were played or scored in vain."""
+    """Episodes of one task from identical starts."""
 
     id: int
     task: Task
     episodes: tuple[ScoredEpisode, ...]
-    failed: tuple[FailedEpisode, ...] = ()
-    started_version: int = 0
+    failed: tuple[FailedEpisode, ...] = ()  # could not be played or scored
+    started_version: int = 0  # policy version when the group started
 
     @property
     def head_version(self) -> int:
-        """Version of the oldest sampled token; where nothing was sampled, the version the group started at."""
+        """Return the version of the oldest sampled token, or `started_version` if nothing was sampled."""
         sampled = (scored.episode for scored in self.episodes if scored.episode.num_sampled)
         return min((episode.head_version for episode in sampled), default=self.started_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCredit:
-    """What a step's advantage was made of: the return from it on (G), its episode's advantage (A_E), its own among the
-    steps of its group with the same anchor key (A_S), their number, itself included (0: it has no key), and the key."""
+    """The terms of one step's advantage."""
 
-    returns: float
-    episode: float
-    step: float
-    peers: int
-    anchor: str | None = None
+    returns: float  # G, the return from this step on
+    episode: float  # A_E, the advantage of its episode
+    step: float  # A_S, its advantage among its peers: the steps of its group with the same anchor key
+    peers: int  # their number, itself included; 0: it has no anchor key
+    anchor: str | None = None  # the anchor key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """What a critic said of an episode: the value before every sampled token of each step, and after the last one.
-    `penalties`: what the KL to the reference added to the tokens' rewards, float64, where it is part of them."""
+    """A critic's values of one episode."""
 
-    steps: tuple[FloatArray, ...]
-    after: float
+    steps: tuple[FloatArray, ...]  # for each step, the value before each of its sampled tokens
+    after: float  # the value after the last token
+    # What the KL to the reference added to each token's reward; None if it is not part of the reward.
     penalties: tuple[npt.NDArray[np.float64], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -340,16 +337,14 @@ class TokenValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedEpisode:
-    """One advantage per step of the episode, and what each was made of, unless a critic made them. `values`: what the
-    critic, if there is one, expected where the step began; NaN for a step without a token; `token_values`: all that
-    its advantages were made of."""
+    """A scored episode with one advantage per step."""
 
     scored: ScoredEpisode
     group_id: int
-    advantages: tuple[float, ...]
-    parts: tuple[StepCredit, ...] | None = None
-    values: tuple[float, ...] | None = None
-    token_values: TokenValues | None = None
+    advantages: tuple[float, ...]  # one per step
+    parts: tuple[StepCredit, ...] | None = None  # the terms of each advantage; None with a critic
+    values: tuple[float, ...] | None = None  # the critic's value where each step begins; NaN for a step without tokens
+    token_values: TokenValues | None = None  # all values that the critic's advantages were computed from
 
     def __post_init__(self) -> None:
         assert len(self.advantages) == len(self.scored.episode.steps)
@@ -363,18 +358,15 @@ class CreditedEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One training sequence: position t of `inputs` predicts `targets[t]`; every array is aligned with the targets.
-
-    `arrays` holds "weights" (required by every loss; 0 = not trained) and what the loss asks for by name:
-    advantages, sampler_logprobs, versions, ... Data of one `unit` (a pair, a group) are never split over
-    micro-batches. Log-probs are computed from logits divided by `temperature`.
-    """
+    """A training sequence: position t of `inputs` predicts `targets[t]`; every array is aligned with the targets."""
 
     inputs: IntArray
     targets: IntArray  # [T] or [T, K]
+    # "weights" (required by every loss; 0 = not trained) and the arrays that the loss asks for by name: advantages,
+    # sampler_logprobs, versions, ...
     arrays: Mapping[str, FloatArray]
-    temperature: float = 1.0
-    unit: int | None = None
+    temperature: float = 1.0  # log-probs are computed from logits divided by it
+    unit: int | None = None  # data of one unit (a pair, a group) are never split over micro-batches
 
     def __post_init__(self) -> None:
         assert self.inputs.ndim == 1
@@ -388,10 +380,10 @@ class Datum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """A loss by name (see `headrace.algo.losses.LOSSES`) or as a function of the same signature, with its numbers."""
+    """A loss and its parameters."""
 
-    fn: str | Callable[..., Any]
-    params: Mapping[str, float] = field(default_factory=dict)
+    fn: str | Callable[..., Any]  # a name in `headrace.algo.losses.LOSSES`, or a function of the same signature
+    params: Mapping[str, float] = field(default_factory=dict)  # values of the loss's keyword-only parameters
 
     @property
     def name(self) -> str:
@@ -403,30 +395,28 @@ CROSS_ENTROPY = LossSpec(fn="cross_entropy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adam:
-    """One AdamW update with the accumulated gradient. `clip_norm` 0 means no clipping; `max_norm`, if positive, skips
-    the update when the gradient norm exceeds it. `reversible` keeps a copy of the weights as they were, so that a
-    `ScaleBack` may follow."""
+    """Make an AdamW update with the accumulated gradient."""
 
     learning_rate: float
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    max_norm: float = 0.0
-    reversible: bool = False
+    clip_norm: float = 1.0  # 0: no clipping
+    max_norm: float = 0.0  # if positive: skip the update when the gradient norm exceeds it
+    reversible: bool = False  # keep a copy of the weights from before, so that a `ScaleUpdate` may follow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscardGradient:
-    """Forget the accumulated gradient; no update is made."""
+    """Discard the accumulated gradient without an update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUpdate:
-    """Keep `share` of what the last update, a reversible one, changed in the weights; 0 takes it all back.
+    """Keep `share` of the change that the last, reversible update made to the weights; 0 takes it all back.
 
-    Shares of several in a row multiply. The optimiser's moments stay, being averages of gradients and not of steps.
+    The shares of several in a row multiply. The optimiser's moments stay: they average gradients, not steps.
     """
 
     share: float
@@ -437,21 +427,20 @@ class ScaleUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOut:
-    """`logprobs` has the shape of each datum's targets, at its temperature; NaN where nothing was asked."""
+    """The result of a forward pass."""
 
     loss: float
-    logprobs: tuple[FloatArray, ...]
+    logprobs: tuple[FloatArray, ...]  # per datum, in the shape of its targets, at its temperature; NaN: not asked for
     metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOut:
-    """`updated` is False when the gradient was not finite or above `max_norm`, or was discarded; then weights and
-    optimiser state are untouched."""
+    """The result of `optim_step`."""
 
     grad_norm: float  # before clipping
-    updated: bool
-    num_updates: int
+    updated: bool  # False if the gradient was not finite, above `max_norm` or discarded: then no state has changed
+    num_updates: int  # made so far
     metrics: Metrics = field(default_factory=dict)
 
 
@@ -460,27 +449,25 @@ class UpdateOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedWeights:
-    """The sampler uses the trainer's own tensors; loading is a version bump. `fingerprint` is the trainer's."""
+    """The trainer's own tensors, which the sampler uses too: loading them is a version bump."""
 
-    fingerprint: str
+    fingerprint: str  # the trainer's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFolder:
-    """A Hugging Face folder on a file system both sides see. `fingerprint` is of the weights, not of the files."""
+    """A Hugging Face folder on a file system that trainer and sampler share."""
 
     path: Path
-    fingerprint: str
+    fingerprint: str  # of the weights, not of the files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSnapshot:
-    """Weights that a training service keeps under the name `sampler`; nothing changes them any more."""
+    """An immutable snapshot of weights, which a training service keeps under the name `sampler`."""
 
     sampler: str
     fingerprint: str
 
 
-WeightsHandle = (
-    SharedWeights | WeightsFolder | ServedSnapshot
-)  # a delta and an adapter are further members when something makes them
+WeightsHandle = SharedWeights | WeightsFolder | ServedSnapshot

@@ -1,6 +1,6 @@
 """Load a user's code by name: "file.py:function" or "package.module:function". Standard library only.
 
-A file is run once for each content it has; what its functions are for is decided elsewhere.
+A file is run once per content. Callers decide what its functions are for.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from typing import Any
 
 from headrace.errors import ConfigError, boundary
 
-_PREFIX = "headrace_user_"  # of the names of modules that are files
+_PREFIX = "headrace_user_"  # of the module names of loaded files
 
 
 def load_function(spec: str, *, base: Path | None = None) -> Callable[..., Any]:
-    """Load the function that `spec` names; a relative file is looked up in `base` (None: the working directory).
+    """Load the function that `spec` names; a relative file is looked up in `base`, by default the working directory.
 
-    Raises ConfigError if the file, module or name is not there, or importing it fails.
+    Raises ConfigError if the file, module or name does not exist, or importing it fails.
     """
     place, separator, name = spec.rpartition(":")
     if not separator or not place or not name.isidentifier():
@@ -29,7 +29,7 @@ def load_function(spec: str, *, base: Path | None = None) -> Callable[..., Any]:
 
 
 def load_module(place: str, *, base: Path | None = None) -> ModuleType:
-    """Load "file.py", looked up in `base`, or "package.module". Raises ConfigError if there is none, or it fails."""
+    """Load "file.py", looked up in `base`, or "package.module". Raises ConfigError if that fails."""
     if not place.endswith(".py"):
         with boundary(ConfigError, f"the module {place} cannot be imported"):
             return importlib.import_module(place)
@@ -39,10 +39,10 @@ def load_module(place: str, *, base: Path | None = None) -> ModuleType:
 
 
 def import_file(path: Path, *, own_process: bool = False) -> ModuleType:
-    """Run a file as a module, once; functions of one file share its globals.
+    """Run a file as a module, once, so that its functions share its globals.
 
-    `own_process`: this process is only for that file, so it may import its neighbours. Raises ConfigError if there is
-    no such file, and whatever the file raises.
+    `own_process` says that this process runs nothing else, so the file may import its neighbours. Raises ConfigError if
+    there is no such file, and any exception that the file raises.
     """
     if not path.is_file():
         raise ConfigError(f"there is no file {path}: correct the path")
@@ -56,28 +56,28 @@ def import_file(path: Path, *, own_process: bool = False) -> ModuleType:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    sys.modules[name] = module  # where dataclasses and pickle look a module up
     try:
         module_spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # half a module is none: the next import tries again
+        del sys.modules[name]  # half loaded: the next import tries again
         raise
     return module
 
 
 def find_function(module: ModuleType, name: str, *, spec: str) -> Callable[..., Any]:
-    """Return a module's function by name; raises ConfigError, which names the functions that are there."""
-    found = getattr(module, name, None)
-    if found is None or not callable(found):
-        what = f"there is no function {name}" if found is None else f"{name} is not a function"
+    """Return a module's function by name. Raises ConfigError that lists the module's functions if there is none."""
+    value = getattr(module, name, None)
+    if value is None or not callable(value):
+        what = f"there is no function {name}" if value is None else f"{name} is not a function"
         is_file = module.__name__.startswith(_PREFIX)
         place = Path(str(module.__file__)).name if is_file else module.__name__
-        raise ConfigError(f'"{spec}": {what}; {place} has {", ".join(_functions(module)) or "no functions"}')
-    function: Callable[..., Any] = found
+        raise ConfigError(f'"{spec}": {what}; {place} has {", ".join(_function_names(module)) or "no functions"}')
+    function: Callable[..., Any] = value
     return function
 
 
-def _functions(module: ModuleType) -> list[str]:
+def _function_names(module: ModuleType) -> list[str]:
     return sorted(
         name
         for name, value in vars(module).items()

@@ -32,7 +32,7 @@ steps = 4
 max_prompt_tokens = 64
 max_episode_tokens = 256
 [rl.tasks]
-type = "world"
+type = "env"
 name = "key_door"
 """
 

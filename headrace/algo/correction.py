@@ -1,9 +1,9 @@
-"""Off-policy corrections of a whole training step, computed before it is split. T tokens of a datum.
+"""Compute off-policy corrections of a whole training step, before it is split. T tokens of a datum.
 
 The behaviour weight b takes the loss from the policy that sampled a token to the one at the start of the step. It
-depends on recorded log-probs only, never on the policy being trained, so it is made here once, in float64, and written
-into the array `behaviour_weights` (0 = rejected) that `decoupled_ppo` asks for. The array `weights` is not touched:
-denominators count tokens before rejection.
+depends on recorded log-probs only, never on the policy being trained, so it is computed here once, in float64, and
+written into the array `behaviour_weights` (0 = rejected) that `decoupled_ppo` asks for. The array `weights` does not
+change: denominators count tokens before rejection.
 """
 
 from collections.abc import Sequence
@@ -23,60 +23,64 @@ Bools = npt.NDArray[np.bool_]
 
 
 class BehaviourCorrection(StrEnum):
-    """Which policy the weight leads to. Segment-wise decoupled PPO is ONE_STEP."""
+    """The policy in the numerator of the weight. Segment-wise decoupled PPO is ONE_STEP."""
 
     FULL = "full"  # proximal / sampler
     ONE_STEP = "one_step"  # next version / sampler; proximal where the lag is at most 1
-    LOGLINEAR = "loglinear"  # the next version guessed at 1 / lag of the way from sampler to proximal, in log space
+    LOGLINEAR = "loglinear"  # as ONE_STEP, the next version interpolated at 1 / lag from sampler to proximal, in logs
     NONE = "none"  # 1
 
 
 class MissingRule(StrEnum):
-    """What stands in for a next-version log-prob that was not recorded (NaN) at lag 2 or more."""
+    """The replacement for a next-version log-prob that was not recorded (NaN) at lag 2 or more."""
 
     FULL = "full"
     LOGLINEAR = "loglinear"
-    MASK = "mask"
+    MASK = "mask"  # none: the token is rejected
 
 
 class BoundRule(StrEnum):
-    """What happens to a weight outside [floor, cap]."""
+    """The treatment of a weight outside [floor, cap]."""
 
     MASK = "mask"  # the token is rejected
     CLAMP = "clamp"
 
 
 class WeightLevel(StrEnum):
-    """Over what a weight is taken and bounded."""
+    """The span over which a weight is taken and bounded."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"  # product over the trained tokens of a datum, on each of them
-    GEOMETRIC = "geometric"  # tokens keep their own weight; their geometric mean is what is bounded
+    GEOMETRIC = "geometric"  # tokens keep their own weight; the geometric mean of a datum is bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedBatch:
+    """Data with the arrays that a correction wrote, and metrics of it."""
+
     data: tuple[Datum, ...]
     health: Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Weights of a datum before bounds. Not known: left out because nothing stands in for what is missing."""
+    """Log-weights of a datum before bounds."""
 
     trained_T: Bools
-    known_T: Bools
-    missing_T: Bools
+    known_T: Bools  # trained tokens that have a log-weight
+    missing_T: Bools  # trained tokens whose next-version log-prob was not recorded
     lags_T: Floats
     log_T: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bounded:
+    """Weights of a datum after bounds."""
+
     before: _Weights
     weights_T: Floats
-    low_T: Bools
-    high_T: Bools
+    low_T: Bools  # below the floor
+    high_T: Bools  # above the cap
 
 
 def behaviour_weights(
@@ -92,13 +96,13 @@ def behaviour_weights(
 ) -> CorrectedBatch:
     """Write b = exp(log target - sampler) for every trained token, bounded to [floor, cap].
 
-    `version` is the trainer's; a token's lag is version - `versions`. Token TIS is Bound.CLAMP, MIS is Bound.MASK,
-    IcePop is MASK with floor 0.5, the geometric mask is Level.GEOMETRIC with floor and cap near 1.
+    `version` is the trainer's; a token's lag is version - `versions`. Token TIS is BoundRule.CLAMP, MIS is
+    BoundRule.MASK, IcePop is MASK with floor 0.5, the geometric mask is WeightLevel.GEOMETRIC with bounds near 1.
     Raises DataError naming arrays that the data lack, ConfigError when floor > cap.
     """
     if floor > cap:
         raise ConfigError(f"the floor of behaviour weights ({floor}) must not be above their cap ({cap})")
-    made = []
+    bounded = []
     for datum in data:
         log_weights_T, missing_T = _log_weights(datum, version, behaviour, missing)
         weights = _Weights(
@@ -108,20 +112,23 @@ def behaviour_weights(
             lags_T=_lags(datum, version) if "versions" in datum.arrays else np.zeros(len(datum.targets)),
             log_T=log_weights_T,
         )
-        made.append(_bounded(weights, bound=bound, level=level, floor=floor, cap=cap))
+        bounded.append(_apply_bounds(weights, bound=bound, level=level, floor=floor, cap=cap))
     return CorrectedBatch(
         data=tuple(
-            _with_array(datum, "behaviour_weights", one.weights_T) for datum, one in zip(data, made, strict=True)
+            _with_array(datum, "behaviour_weights", weights.weights_T)
+            for datum, weights in zip(data, bounded, strict=True)
         ),
-        health=_health(made),
+        health=_health(bounded),
     )
 
 
 def normalize_weights(data: Sequence[Datum]) -> tuple[Datum, ...]:
-    """Scale `behaviour_weights` to mean 1 over the kept tokens of the step, after truncation."""
+    """Scale `behaviour_weights` to mean 1 over the tokens of the step that are not rejected, after truncation."""
     _require(data, ("behaviour_weights",))
-    kept = np.concatenate([datum.arrays["behaviour_weights"][_kept(datum)].astype(np.float64) for datum in data])
-    scale = 1.0 / kept.mean() if len(kept) else 1.0
+    weights_N = np.concatenate(
+        [datum.arrays["behaviour_weights"][_not_rejected(datum)].astype(np.float64) for datum in data]
+    )
+    scale = 1.0 / weights_N.mean() if len(weights_N) else 1.0
     return tuple(
         _with_array(datum, "behaviour_weights", datum.arrays["behaviour_weights"].astype(np.float64) * scale)
         for datum in data
@@ -140,8 +147,8 @@ def fold_into_weights(data: Sequence[Datum]) -> tuple[Datum, ...]:
 def m2_mask(data: Sequence[Datum], *, threshold: float = 0.04) -> CorrectedBatch:
     """Write `m2_mask`: 0 on tokens of largest M2 = (proximal - sampler)^2, so that the mean of the rest < threshold.
 
-    As few as possible are dropped, all tokens of equal M2 together, so that order plays no part; those of the smallest
-    M2 always stay (arXiv 2510.01161).
+    It drops as few tokens as possible, those of equal M2 together, so that their order plays no part. The tokens of the
+    smallest M2 always stay (arXiv 2510.01161).
     """
     _require(data, ("proximal_logprobs", "sampler_logprobs", "weights"))
     moments = [
@@ -151,15 +158,15 @@ def m2_mask(data: Sequence[Datum], *, threshold: float = 0.04) -> CorrectedBatch
     sorted_N = np.sort(np.concatenate([m_T[t_T] for m_T, t_T in zip(moments, trained, strict=True)] or [np.zeros(0)]))
     limit = np.inf
     if len(sorted_N):
-        means_N = np.cumsum(sorted_N) / np.arange(1, len(sorted_N) + 1)  # of the n smallest: it only grows with n
+        means_N = np.cumsum(sorted_N) / np.arange(1, len(sorted_N) + 1)  # of the n smallest: grows with n
         num_kept = int(np.searchsorted(means_N, threshold, side="left"))
         if num_kept < len(sorted_N):
             limit = max(float(sorted_N[num_kept]), float(np.nextafter(sorted_N[0], np.inf)))
-    kept = [t_T & (m_T < limit) for m_T, t_T in zip(moments, trained, strict=True)]
+    masks = [t_T & (m_T < limit) for m_T, t_T in zip(moments, trained, strict=True)]
     num_trained = sum(int(t_T.sum()) for t_T in trained)
     return CorrectedBatch(
-        data=tuple(_with_array(datum, "m2_mask", k_T) for datum, k_T in zip(data, kept, strict=True)),
-        health={"correction/dropped_m2": Mean(num_trained - sum(int(k_T.sum()) for k_T in kept), num_trained)},
+        data=tuple(_with_array(datum, "m2_mask", k_T) for datum, k_T in zip(data, masks, strict=True)),
+        health={"correction/dropped_m2": Mean(num_trained - sum(int(k_T.sum()) for k_T in masks), num_trained)},
     )
 
 
@@ -175,7 +182,7 @@ def with_lags(data: Sequence[Datum], *, version: int) -> tuple[Datum, ...]:
 def _log_weights(
     datum: Datum, version: int, behaviour: BehaviourCorrection, missing: MissingRule
 ) -> tuple[Floats, Bools]:
-    """log b, and where the next version's log-prob was asked for and is not known."""
+    """Return log b, and the tokens whose next-version log-prob is needed and was not recorded."""
     nowhere_T = np.zeros(len(datum.targets), dtype=bool)
     if behaviour is BehaviourCorrection.NONE:
         _require([datum], ("weights",))
@@ -197,7 +204,7 @@ def _log_weights(
     return one_step_T, unknown_T
 
 
-def _bounded(before: _Weights, *, bound: BoundRule, level: WeightLevel, floor: float, cap: float) -> _Bounded:
+def _apply_bounds(before: _Weights, *, bound: BoundRule, level: WeightLevel, floor: float, cap: float) -> _Bounded:
     known_T = before.known_T
     log_T = np.where(known_T, before.log_T, 0.0)
     if level is WeightLevel.SEQUENCE:
@@ -214,20 +221,21 @@ def _bounded(before: _Weights, *, bound: BoundRule, level: WeightLevel, floor: f
     return _Bounded(before=before, weights_T=np.where(known_T, bounded_T, 0.0), low_T=low_T, high_T=high_T)
 
 
-def _health(made: Sequence[_Bounded]) -> Metrics:
-    """Over trained tokens: the weights as used, and the deviation of their logarithms before bounds, also by lag."""
-    kept = np.concatenate([one.weights_T[one.before.trained_T] for one in made] or [np.zeros(0)])
+def _health(bounded: Sequence[_Bounded]) -> Metrics:
+    """Measure over trained tokens the weights as used, and the deviation of their logs before bounds, also by lag."""
+    weights_N = np.concatenate([datum.weights_T[datum.before.trained_T] for datum in bounded] or [np.zeros(0)])
+    num_trained = len(weights_N)
     metrics: dict[str, Metric] = {
-        "correction/weight_mean": Mean(float(kept.sum()), len(kept)),
-        "correction/weight_max": Max(float(kept.max(initial=0.0))),
-        "correction/bounded_low": Mean(sum(int(one.low_T.sum()) for one in made), len(kept)),
-        "correction/bounded_high": Mean(sum(int(one.high_T.sum()) for one in made), len(kept)),
-        "correction/missing_next": Mean(sum(int(one.before.missing_T.sum()) for one in made), len(kept)),
+        "correction/weight_mean": Mean(float(weights_N.sum()), num_trained),
+        "correction/weight_max": Max(float(weights_N.max(initial=0.0))),
+        "correction/bounded_low": Mean(sum(int(datum.low_T.sum()) for datum in bounded), num_trained),
+        "correction/bounded_high": Mean(sum(int(datum.high_T.sum()) for datum in bounded), num_trained),
+        "correction/missing_next": Mean(sum(int(datum.before.missing_T.sum()) for datum in bounded), num_trained),
     }
-    for one in made:
-        log_T = np.where(one.before.known_T, one.before.log_T, np.nan)
-        trained_T = one.before.trained_T
-        figures = by_lag("correction", log_T[trained_T], one.before.lags_T[trained_T], one.weights_T[trained_T])
+    for datum in bounded:
+        log_T = np.where(datum.before.known_T, datum.before.log_T, np.nan)
+        trained_T = datum.before.trained_T
+        figures = by_lag("correction", log_T[trained_T], datum.before.lags_T[trained_T], datum.weights_T[trained_T])
         metrics = merge_metrics(metrics, figures)
     return metrics
 
@@ -236,7 +244,7 @@ def _trained(datum: Datum) -> Bools:
     return np.asarray(datum.arrays["weights"] != 0)
 
 
-def _kept(datum: Datum) -> Bools:
+def _not_rejected(datum: Datum) -> Bools:
     return np.asarray(datum.arrays["behaviour_weights"] != 0)
 
 

@@ -1,4 +1,4 @@
-"""Episodes and rendered conversations -> Datums. The only shift by one in the code base is `shifted`.
+"""Convert episodes and rendered conversations to Datums. The only shift by one in the code base is `shift`.
 
 Shape letters: N tokens of a whole sequence; its Datum has T = N - 1 positions.
 """
@@ -20,7 +20,7 @@ def shift(
     temperature: float = 1.0,
     unit: int | None = None,
 ) -> Datum:
-    """Position t predicts token t + 1. The arrays describe tokens; what they say of token 0 is cut."""
+    """Make the Datum whose position t predicts token t + 1. The arrays describe tokens; their entry 0 is cut."""
     assert len(tokens_N) >= 2, "a sequence of one token predicts nothing"
     assert all(len(array) == len(tokens_N) for array in arrays_N.values())
     return Datum(
@@ -33,59 +33,59 @@ def shift(
 
 
 def conversation_datum(tokens_N: IntArray, trained_N: npt.NDArray[np.bool_]) -> Datum:
-    """A rendered conversation for supervised training: weight 1 on the assistant's tokens, 0 elsewhere."""
+    """Make the Datum of a rendered conversation: weight 1 on the assistant's tokens, 0 elsewhere."""
     return shift(tokens_N, {"weights": trained_N.astype(np.float32)})
 
 
 class SequenceUnit(StrEnum):
-    """What a training sequence is: as much of an EPISODE as extends itself token by token, or a STEP with its prompt.
+    """The part of an episode that becomes one training sequence.
 
-    Every trained token has the same context, log-prob and advantage in both. A step's own row costs its prompt again,
+    Every trained token has the same context, log-prob and advantage in both. A STEP sequence computes its prompt again,
     and counts as one sequence in weightings that average over sequences.
     """
 
-    EPISODE = "episode"
-    STEP = "step"
+    EPISODE = "episode"  # as many steps as extend each other token by token
+    STEP = "step"  # one step with its prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSample:
-    """Steps whose prompts extend each other token for token, end to end. `step` is -1 where nothing was sampled."""
+    """A training sequence: steps whose prompts extend each other token for token."""
 
     tokens: IntArray
-    step: npt.NDArray[np.int32]
-    sampler_logprobs: FloatArray
-    versions: IntArray
-    next_logprobs: FloatArray  # NaN where it is not known
+    step: npt.NDArray[np.int32]  # the step that sampled each token; -1: not sampled
+    sampler_logprobs: FloatArray  # 0 where not sampled
+    versions: IntArray  # -1 where not sampled
+    next_logprobs: FloatArray  # NaN where not known
 
 
 def split_samples(episode: Episode, rows: SequenceUnit = SequenceUnit.EPISODE) -> tuple[SequenceSample, ...]:
-    """The episode's steps as the fewest sequences in which every trained token has the very context it was sampled in.
+    """Split an episode into the fewest sequences in which every trained token has the context it was sampled in.
 
-    A step whose prompt extends the sequence so far continues it; any other (the history was rewritten) starts anew.
-    With Rows.STEP every step is a sequence of its own.
+    A step whose prompt extends the sequence so far continues it; any other (the history was rewritten) starts a new
+    one. With SequenceUnit.STEP every step is a sequence of its own.
     """
     steps = episode.steps
     parts = chains(steps) if rows is SequenceUnit.EPISODE else tuple((index,) for index in range(len(steps)))
-    return tuple(_chain([(index, steps[index]) for index in part]) for part in parts)
+    return tuple(_join_steps([(index, steps[index]) for index in part]) for part in parts)
 
 
 def chains(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
-    """Indices of steps that are parts of one sequence: each prompt begins with all that was seen and sampled before."""
+    """Group the indices of steps that form one sequence: each prompt extends the prompt and completion before it."""
     if len(steps) == 1:
         return ((0,),)
-    found: list[list[int]] = []
+    sequences: list[list[int]] = []
     so_far = np.zeros(0, dtype=np.int32)
     for index, step in enumerate(steps):
-        if found and len(step.prompt) >= len(so_far) and np.array_equal(step.prompt[: len(so_far)], so_far):
-            found[-1].append(index)
+        if sequences and len(step.prompt) >= len(so_far) and np.array_equal(step.prompt[: len(so_far)], so_far):
+            sequences[-1].append(index)
         else:
-            found.append([index])
+            sequences.append([index])
         so_far = np.concatenate([step.prompt, step.completion.tokens])
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, sequences))
 
 
-def _chain(chain: Sequence[tuple[int, Step]]) -> SequenceSample:
+def _join_steps(chain: Sequence[tuple[int, Step]]) -> SequenceSample:
     last = chain[-1][1]
     tokens = np.concatenate([last.prompt, last.completion.tokens])
     owner = np.full(len(tokens), -1, dtype=np.int32)
@@ -109,7 +109,7 @@ def _chain(chain: Sequence[tuple[int, Step]]) -> SequenceSample:
 
 
 def to_data(credited: Sequence[CreditedEpisode], rows: SequenceUnit = SequenceUnit.EPISODE) -> tuple[Datum, ...]:
-    """Weight 1 on sampled tokens, each with its step's advantage; normalisation comes after, over the whole step."""
+    """Make Datums with weight 1 and the step's advantage on sampled tokens; `reweight` normalises them later."""
     data: list[Datum] = []
     for episode in credited:
         advantages = np.array([*episode.advantages, 0.0], dtype=np.float32)  # index -1: not sampled
@@ -134,7 +134,7 @@ def to_data(credited: Sequence[CreditedEpisode], rows: SequenceUnit = SequenceUn
 def scalar_datum(
     tokens_N: IntArray, arrays_N: Mapping[str, npt.NDArray[np.floating]], *, unit: int | None = None
 ) -> Datum:
-    """The number at position t is read off the hidden state of token t. Targets are not looked at."""
+    """Make a Datum for a scalar head, which reads position t off the hidden state of token t and ignores targets."""
     return Datum(
         inputs=int_array(tokens_N),
         targets=int_array(tokens_N),
@@ -144,39 +144,40 @@ def scalar_datum(
 
 
 def scored_datum(tokens_N: IntArray, *, unit: int | None = None) -> Datum:
-    """A whole sequence whose score is the number at its last token."""
+    """Make a Datum for a reward model, whose score of a sequence is the number at its last token."""
     weights_N = np.zeros(len(tokens_N), dtype=np.float32)
     weights_N[-1:] = 1.0
     return scalar_datum(tokens_N, {"weights": weights_N}, unit=unit)
 
 
 def all_tokens(datum: Datum) -> IntArray:
-    """The sequence a shifted datum was made of: its inputs and the last target."""
+    """Return the sequence that `shift` made a datum of: its inputs and the last target."""
     assert datum.targets.ndim == 1
     return int_array(np.concatenate([datum.inputs, datum.targets[-1:]]))
 
 
 def step_positions(episode: Episode) -> list[int | None]:
-    """For each step, its message's place in the conversation: the last assistant messages are the policy's, in order.
+    """Find each step's message in the conversation: the last assistant messages are the policy's, in order.
 
-    None where the conversation has fewer of them than there are steps.
+    The first entries are None if the conversation has fewer assistant messages than there are steps.
     """
-    spoken = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
-    lacking = max(0, len(episode.steps) - len(spoken))
-    return [*[None] * lacking, *spoken[len(spoken) - (len(episode.steps) - lacking) :]]
+    turns = [index for index, message in enumerate(episode.messages) if message.role == "assistant"]
+    lacking = max(0, len(episode.steps) - len(turns))
+    return [*[None] * lacking, *turns[len(turns) - (len(episode.steps) - lacking) :]]
 
 
 def observations(episode: Episode) -> list[tuple[Message, ...]]:
-    """What each step was shown last: the messages between the assistant's turn before it and its own.
+    """Return the last observation of each step: the messages between the assistant's turn before it and its own.
 
-    The task's own messages, which only the first step has before it, are not part of that unless they are all there is:
-    coming back to the start shows the same again, without them. Empty where a step has no message.
+    The task's messages, which come before the first step only, are left out unless they are all there is, because the
+    environment repeats an observation without them when it returns to its first state. Empty for a step without a
+    message.
     """
     first = len(episode.task.messages) if episode.messages[: len(episode.task.messages)] == episode.task.messages else 0
-    shown: list[tuple[Message, ...]] = []
-    for place in step_positions(episode):
-        before = episode.messages[: place or 0]
-        start = next((at + 1 for at in range(len(before) - 1, -1, -1) if before[at].role == "assistant"), 0)
-        own = before[max(start, first) :]
-        shown.append(own or before[start:])
-    return shown
+    seen_by_step: list[tuple[Message, ...]] = []
+    for position in step_positions(episode):
+        before = episode.messages[: position or 0]
+        start = next((index + 1 for index in range(len(before) - 1, -1, -1) if before[index].role == "assistant"), 0)
+        without_task = before[max(start, first) :]
+        seen_by_step.append(without_task or before[start:])
+    return seen_by_step

@@ -1,12 +1,12 @@
-"""Rules for a policy that must not move further than a limit in one training step."""
+"""Keep the KL of a training step near a target (coefficient) or below a limit (scaling an update back)."""
 
 import math
 
 
 def adapt_kl_coef(coef: float, *, kl: float, target: float) -> float:
-    """Twice the coefficient when a step moved further than 1.5 x target, half of it below target / 1.5.
+    """Double the coefficient if a step's KL is above 1.5 x target, halve it if the KL is below target / 1.5.
 
-    >>> adaptive_coef(1.0, kl=0.05, target=0.02), adaptive_coef(1.0, kl=0.01, target=0.02)
+    >>> adapt_kl_coef(1.0, kl=0.05, target=0.02), adapt_kl_coef(1.0, kl=0.01, target=0.02)
     (2.0, 0.5)
     """
     assert target > 0
@@ -16,11 +16,11 @@ def adapt_kl_coef(coef: float, *, kl: float, target: float) -> float:
 
 
 def kl_scale(kl: float, *, limit: float) -> float:
-    """How much of an update to keep so that its KL falls to the limit: KL grows with the square of a small step.
+    """Return the share of an update that brings its KL down to the limit: KL grows with the square of a small step.
 
-    1 within the limit; 0 when the KL is not a number or infinite, because nothing is known about such an update.
+    1 within the limit; 0 if the KL is NaN or infinite, because nothing is known about such an update.
 
-    >>> kept_share(0.08, limit=0.02)
+    >>> kl_scale(0.08, limit=0.02)
     0.5
     """
     assert limit > 0

@@ -1,10 +1,10 @@
-"""What a loss function is: its signature, its unit and its result. Which losses there are is `algo.losses`.
+"""Define the signature of a loss function, the unit it sums over, and its result. `algo.losses` holds the losses.
 
 A loss is a plain function. Its positional parameters are token-aligned tensors whose names end in `_T` (or `_TK`):
 first what the model computes (`policy_logprobs_T`; `predicted_values_T` or `scores_T` of a scalar head; both of the
 first two where a policy has a value head on its own trunk), then arrays of the Datum by name (`sampler_logprobs_T`,
-`advantages_T`, `weights_T`, ...), optional ones with default None. Two names are made by the trainer: `entropy_T`
-(computed only if asked for) and `segments_T` (int64, index of the datum inside the micro-batch). Keyword-only
+`advantages_T`, `weights_T`, ...), optional ones with default None. The trainer computes two names: `entropy_T`
+(only if asked for) and `segments_T` (int64, index of the datum inside the micro-batch). Keyword-only
 parameters are numbers with defaults, set from `LossSpec.params`.
 
     def my_loss(policy_logprobs_T, weights_T, advantages_T, *, scale: float = 1.0) -> LossOut: ...
@@ -36,14 +36,14 @@ ENTROPY, SEGMENTS = "entropy", "segments"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOut:
-    """`loss` is the 0-d sum to differentiate; metric values are detached, and become floats when read."""
+    """The result of a loss function."""
 
-    loss: Tensor
-    metrics: Mapping[str, Metric]
+    loss: Tensor  # the 0-d sum to differentiate
+    metrics: Mapping[str, Metric]  # detached; they become floats when read
 
 
 class Unit(StrEnum):
-    """What a loss must see whole; the trainer never splits one over two calls."""
+    """The unit that a loss must see whole: the trainer never splits one over two calls."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -52,7 +52,7 @@ class Unit(StrEnum):
 
 
 def loss_unit(unit: Unit) -> Callable[[F], F]:
-    """Says that a loss is a sum over `unit`; without it a loss is a sum over tokens."""
+    """Mark a loss as a sum over `unit`; an unmarked loss is a sum over tokens."""
 
     def mark(fn: F) -> F:
         fn.unit = unit  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def loss_unit(unit: Unit) -> Callable[[F], F]:
 
 
 def unit_of(fn: LossFn) -> Unit:
-    """The unit a loss was marked with by `per`.
+    """Return the unit that `loss_unit` marked a loss with.
 
     >>> unit_of(lambda policy_logprobs_T, weights_T: None)
     <Unit.TOKEN: 'token'>
@@ -72,19 +72,19 @@ def unit_of(fn: LossFn) -> Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What a loss asks for, read from its signature. Array names have no shape suffix."""
+    """The inputs of a loss, read from its signature. Array names have no shape suffix."""
 
-    outputs: tuple[str, ...]  # what the model computes, of MODEL_OUTPUTS
-    required: tuple[str, ...]
+    outputs: tuple[str, ...]  # of MODEL_OUTPUTS
+    required: tuple[str, ...]  # arrays of the Datum
     optional: tuple[str, ...]
-    params: Mapping[str, float]  # every number it takes, with its default
+    params: Mapping[str, float]  # keyword-only numbers, with their defaults
     wants_entropy: bool
     wants_segments: bool
 
 
 @cache
 def loss_inputs(fn: LossFn) -> LossInputs:
-    """Read a signature; raises ConfigError when it is not that of a loss."""
+    """Read the inputs of a loss from its signature. Raises ConfigError if the signature is not that of a loss."""
     name = getattr(fn, "__name__", "custom")
     parameters = list(inspect.signature(fn).parameters.values())
     kinds = inspect.Parameter
@@ -112,13 +112,13 @@ def loss_inputs(fn: LossFn) -> LossInputs:
 
 
 def check_inputs(fn: LossFn, available: Iterable[str], params: Mapping[str, float]) -> None:
-    """Raises ConfigError naming arrays that the data lack, or a number that the loss does not take."""
+    """Raise ConfigError naming arrays that the data lack, or a number that the loss does not take."""
     name = getattr(fn, "__name__", "custom")
     inputs = loss_inputs(fn)
-    there = set(available)
-    missing = [array for array in inputs.required if array not in there]
+    arrays = set(available)
+    missing = [array for array in inputs.required if array not in arrays]
     if missing:
-        near = f" ({nearest_name_hint(missing[0], there)})" if there else ""
+        near = f" ({nearest_name_hint(missing[0], arrays)})" if arrays else ""
         raise ConfigError(f"loss {name!r} needs arrays that the data do not have: {', '.join(missing)}{near}")
     check_numbers(params, inputs.params, f"loss {name!r}")
 

@@ -1,7 +1,7 @@
-"""Normalisation of a loss, written into the weights of a whole training step before it is split.
+"""Normalise a loss by scaling the weights of a whole training step before it is split.
 
-The loss is a plain sum; dividing here by counts of the whole step is what makes it a mean, so that micro-batches,
-packing and ranks cannot change a gradient. Data without a trained token count nowhere.
+The loss is a plain sum; dividing here by counts of the whole step makes it a mean, so that micro-batches, packing and
+ranks cannot change a gradient. Data without a trained token are not counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,27 +20,27 @@ Scales = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """Trained tokens of each datum of a step and, where the weighting asks for it, the group of each."""
+    """Counts of a training step that scales are computed from. D data."""
 
-    tokens_D: npt.NDArray[np.int64]
-    groups_D: npt.NDArray[np.int64] | None
+    tokens_D: npt.NDArray[np.int64]  # trained tokens
+    groups_D: npt.NDArray[np.int64] | None  # None if the weighting does not use groups
     constant: float
 
     @property
     def num_sequences(self) -> int:
-        """Data that train anything; at least 1, so that it can divide."""
+        """Count the data with a trained token; at least 1, so that it can divide."""
         return max(int((self.tokens_D > 0).sum()), 1)
 
 
 def reweight(
-    data: Sequence[Datum], *, weighting: str, constant: float = 0.0, groups: Sequence[int] | None = None
+    data: Sequence[Datum], *, weighting: str = "token_mean", constant: float = 0.0, groups: Sequence[int] | None = None
 ) -> tuple[Datum, ...]:
     """Multiply each datum's weights by its scale under `weighting`; n = its trained tokens, S = data that have any.
 
     token_sum 1; token_mean 1 / sum n; sequence_mean 1 / (n S); seq_mean_token_sum 1 / S;
     constant (also seq_mean_token_sum_norm, Dr. GRPO) 1 / (constant S);
     prompt_mean 1 / (n of its group x number of groups); unit_mean 1 / number of groups, for losses of pairs and groups.
-    `groups` (default: `Datum.unit`) says which data belong together.
+    `groups` (default: `Datum.unit`) gives the group of each datum.
     Raises ConfigError on an unknown weighting or a missing constant.
     """
     scale = lookup(WEIGHTINGS, weighting, "weighting")
@@ -55,7 +55,7 @@ def reweight(
 
 
 def num_trained(datum: Datum) -> int:
-    """Positions with a weight; a row of K alternatives counts once."""
+    """Count the positions with a weight; a position with K alternatives counts once."""
     if "weights" not in datum.arrays:
         raise DataError("a datum has no array named 'weights': every loss needs one")
     trained = datum.arrays["weights"] != 0

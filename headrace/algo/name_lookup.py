@@ -1,4 +1,4 @@
-"""Names a user writes, looked up in a table; a wrong one is answered with the nearest that exists."""
+"""Look up names that a user writes; the error about an unknown name suggests the nearest one."""
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -9,9 +9,9 @@ from headrace.errors import ConfigError
 V = TypeVar("V")
 
 
-def nearest_name_hint(name: str, known: Iterable[str]) -> str:
-    """What to write instead of `name`: the nearest known name if one is close, else all of them."""
-    names = sorted(known)
+def nearest_name_hint(name: str, choices: Iterable[str]) -> str:
+    """Suggest what to write instead of `name`: the nearest choice if one is close, else all of them."""
+    names = sorted(choices)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
@@ -19,16 +19,16 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
 
 
 def lookup(table: Mapping[str, V], name: str, what: str) -> V:
-    """`table[name]`; raises ConfigError that names the nearest key."""
+    """Return `table[name]`. Raises ConfigError that names the nearest key if there is none."""
     if name not in table:
         raise ConfigError(f"unknown {what} {name!r}: {nearest_name_hint(name, table)}")
     return table[name]
 
 
-def check_numbers(given: Mapping[str, object], known: Iterable[str], what: str) -> None:
-    """Raises ConfigError when `given` has a name that `what` does not take, or a value that is not a finite number."""
-    names = tuple(known)
-    for name, value in given.items():
+def check_numbers(params: Mapping[str, object], choices: Iterable[str], what: str) -> None:
+    """Raise ConfigError if `params` has a name that `what` does not take, or a value that is not a finite number."""
+    names = tuple(choices)
+    for name, value in params.items():
         if name not in names:
             raise ConfigError(f"{what} takes no parameter {name!r}: {nearest_name_hint(name, names)}")
         if not isinstance(value, int | float) or value != value or value in (float("inf"), float("-inf")):

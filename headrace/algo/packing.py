@@ -1,8 +1,8 @@
-"""Which data go into which micro-batch, by a token budget, never splitting a unit; and how a micro-batch is laid out.
+"""Pack data into micro-batches by a token budget, never splitting a unit, and lay out a micro-batch as a prefix tree.
 
-Pure bookkeeping; it may not change a gradient, because losses are plain sums (see `algo/losses.py`), and because a
-token's hidden state depends on what precedes it and on nothing else: sequences with a common beginning, such as the
-episodes of a group, have the same states there, so it is computed once.
+Packing cannot change a gradient, because losses are plain sums (see `algo/loss_signature.py`), and because a token's
+hidden state depends on what precedes it and on nothing else: sequences with a common prefix, such as the episodes of a
+group, have the same states there, so it is computed once.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ import numpy as np
 
 from headrace.types import IntArray, int_array
 
-WORTH_SHARING = 16  # tokens; below, one more piece of attention costs more than it saves
+WORTH_SHARING = 16  # tokens; for a shorter prefix, one more segment of attention costs more than it saves
 
 
 def pack(
     lengths: Sequence[int], units: Sequence[int | None], *, budget: int, beginnings: Sequence[bytes] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Indices of each micro-batch: first-fit decreasing over units, at most `budget` tokens each.
+    """Choose the indices of each micro-batch: first-fit decreasing over units, at most `budget` tokens each.
 
     A unit longer than the budget gets a micro-batch of its own (it cannot be split). Inside a micro-batch the
-    original order is kept. Units with the same beginning stay together as far as they fit, so that it is computed once.
-    Deterministic: ties are broken by position.
+    original order is kept. Units with the same prefix (`beginnings`) stay together as far as they fit, so that it is
+    computed once. Deterministic: ties are broken by position.
     """
     assert len(lengths) == len(units)
     assert beginnings is None or len(beginnings) == len(units)
@@ -32,7 +32,7 @@ def pack(
         members.setdefault(("own", index) if unit is None else ("unit", unit), []).append(index)
     together = list(members.values())
     if beginnings is not None:
-        together = _joined(together, lengths, beginnings, budget)
+        together = _join_by_prefix(together, lengths, beginnings, budget)
     sized = sorted(
         ((sum(lengths[index] for index in indices), indices) for indices in together),
         key=lambda item: (-item[0], item[1][0]),
@@ -51,7 +51,7 @@ def pack(
 
 
 def consecutive_batches(lengths: Sequence[int], *, budget: int) -> list[list[int]]:
-    """Split indices into batches in their order, at most `budget` tokens each; a longer item has one of its own."""
+    """Split indices into batches in order, at most `budget` tokens each; a longer item gets a batch of its own."""
     batches: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -63,57 +63,54 @@ def consecutive_batches(lengths: Sequence[int], *, budget: int) -> list[list[int
     return batches
 
 
-def _joined(
+def _join_by_prefix(
     units: Sequence[list[int]], lengths: Sequence[int], beginnings: Sequence[bytes], budget: int
 ) -> list[list[int]]:
-    """Units whose first data begin alike, one after the other, cut where the budget is full."""
+    """Concatenate units whose first data have the same prefix, cut where the budget is full."""
     alike: dict[bytes, list[list[int]]] = {}
     for indices in units:
         alike.setdefault(beginnings[indices[0]], []).append(indices)
-    found: list[list[int]] = []
+    joined: list[list[int]] = []
     for group in alike.values():
         room = 0
         for indices in group:
             size = sum(lengths[index] for index in indices)
             if size > room:
-                found.append([])
+                joined.append([])
                 room = budget
-            found[-1] += indices
+            joined[-1] += indices
             room -= size
-    return found
+    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixTree:
-    """A micro-batch as segments end to end. A segment follows its parent (an earlier segment), which its tokens see.
-
-    `place` says, for every token of the sequences laid end to end, which token of the layout stands for it.
-    """
+    """A micro-batch laid out as segments end to end; a segment's tokens attend to its ancestors too."""
 
     tokens: IntArray
-    positions: IntArray
-    lengths: tuple[int, ...]
-    parents: tuple[int | None, ...]
-    place: IntArray
+    positions: IntArray  # of each token in its sequence
+    lengths: tuple[int, ...]  # of each segment
+    parents: tuple[int | None, ...]  # of each segment, the earlier segment that it follows
+    place: IntArray  # for each token of the original sequences, concatenated: its index in `tokens`
 
 
 def build_prefix_tree(sequences: Sequence[IntArray], *, shortest: int = WORTH_SHARING) -> PrefixTree:
-    """Common beginnings of at least `shortest` tokens once, what differs behind them."""
+    """Lay out sequences with every common prefix of at least `shortest` tokens only once."""
     assert all(len(sequence) for sequence in sequences)
-    found = _Segments(sequences, shortest)
-    found.add(range(len(sequences)), start=0, parent=None)
-    lengths = [len(tokens) for tokens, _ in found.segments]
+    tree = _Segments(sequences, shortest)
+    tree.add(range(len(sequences)), start=0, parent=None)
+    lengths = [len(tokens) for tokens, _ in tree.segments]
     return PrefixTree(
-        tokens=int_array(np.concatenate([tokens for tokens, _ in found.segments])),
-        positions=int_array(np.concatenate([np.arange(a, a + n) for a, n in zip(found.starts, lengths, strict=True)])),
+        tokens=int_array(np.concatenate([tokens for tokens, _ in tree.segments])),
+        positions=int_array(np.concatenate([np.arange(a, a + n) for a, n in zip(tree.starts, lengths, strict=True)])),
         lengths=tuple(lengths),
-        parents=tuple(parent for _, parent in found.segments),
-        place=int_array(np.concatenate([np.concatenate(parts) for parts in found.places])),
+        parents=tuple(parent for _, parent in tree.segments),
+        place=int_array(np.concatenate([np.concatenate(parts) for parts in tree.places])),
     )
 
 
 class _Segments:
-    """The tree of segments as it grows."""
+    """Grows the tree of segments, depth first."""
 
     def __init__(self, sequences: Sequence[IntArray], shortest: int) -> None:
         self.sequences, self.shortest = sequences, shortest
@@ -123,12 +120,12 @@ class _Segments:
         self._size = 0
 
     def add(self, members: Sequence[int], *, start: int, parent: int | None) -> None:
-        """What the sequences `members`, which agree before `start`, hold from there on."""
+        """Append the segments of the sequences `members` from `start` on; before it they are equal."""
         alike: dict[bytes, list[int]] = {}
         for index in members:
             alike.setdefault(self.sequences[index][start : start + self.shortest].tobytes(), []).append(index)
         for group in alike.values():
-            common = self._common(group, start) if len(group) > 1 else 0
+            common = self._common_tokens(group, start) if len(group) > 1 else 0
             if common >= self.shortest:
                 shared = self._append(group, slice(start, start + common), parent)
                 self.add(group, start=start + common, parent=shared)
@@ -136,8 +133,8 @@ class _Segments:
                 for index in group:
                     self._append([index], slice(start, len(self.sequences[index])), parent)
 
-    def _common(self, group: Sequence[int], start: int) -> int:
-        """Tokens from `start` on that all of them have, leaving each at least one of its own."""
+    def _common_tokens(self, group: Sequence[int], start: int) -> int:
+        """Count the tokens from `start` on that all sequences share, leaving each at least one of its own."""
         shortest = min(len(self.sequences[index]) for index in group) - 1
         rows = np.stack([self.sequences[index][start:shortest] for index in group]) if shortest > start else None
         if rows is None:

@@ -1,4 +1,4 @@
-"""Randomness without state: seeds derived by hashing, uniforms by counter.
+"""Draw random numbers without state: seeds derived by hashing, uniforms by counter.
 
 The uniform number for (seed, position) is a pure function of both, so a sample does not depend on what else was
 sampled, in which order, or before which restart.
@@ -9,14 +9,13 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-WEYL_INCREMENT = (
-    0x9E3779B97F4A7C15  # constants of SplitMix64; `infer/cuda/sampling_kernels.py` has them as literals of a kernel
-)
+# Constants of SplitMix64; `infer/cuda/sampling_kernels.py` has them as literals of a kernel.
+WEYL_INCREMENT = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from any sequence of integers and strings; 1 and "1" give different seeds."""
+    """Derive a 63-bit seed from any sequence of integers and strings; 1 and "1" give different seeds."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         assert isinstance(part, int | str)
@@ -28,7 +27,7 @@ def derive_seed(*parts: int | str) -> int:
 def uniforms(
     seeds: npt.NDArray[np.uint64] | list[int], positions: npt.NDArray[np.uint64] | list[int]
 ) -> npt.NDArray[np.float64]:
-    """u(seed, position) in (0, 1), float64: two rounds of the SplitMix64 finaliser over a Weyl sequence."""
+    """Draw u(seed, position) in (0, 1), float64: two rounds of the SplitMix64 finaliser over a Weyl sequence."""
     seed = np.asarray(seeds, dtype=np.uint64)
     position = np.asarray(positions, dtype=np.uint64)
     with np.errstate(over="ignore"):

@@ -1,7 +1,7 @@
-"""Sums over the segments of a flat row of tokens, without asking the device how many segments there are.
+"""Reduce over the segments of a flat tensor of tokens, without asking the device how many segments there are.
 
-A row of T tokens has at most T segments, so results are of length T: entry s belongs to segment s, and entries past
-the last segment are empty. T tokens, S = T segments.
+T tokens have at most T segments, so results have length T: entry s belongs to segment s, and entries past the last
+segment are empty. T tokens, S = T segments.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def dense_index(labels_T: Tensor) -> Tensor:
-    """Number equal labels 0, 1, 2, ... in the order of their values, so that every number is below T."""
+    """Number distinct labels 0, 1, 2, ... in the order of their values, so that every number is below T."""
     sorted_T, order_T = torch.sort(labels_T, stable=True)
     steps_T = torch.zeros_like(order_T)
     steps_T[1:] = (sorted_T[1:] != sorted_T[:-1]).to(order_T.dtype)

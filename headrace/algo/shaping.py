@@ -1,4 +1,4 @@
-"""Rewards and groups, adjusted before any advantage is computed."""
+"""Shape rewards and filter groups before any advantage is computed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, margin: int, factor: float = 1.0) -> float:
-    """DAPO's soft punishment: 0 up to max - margin, then linear down to -factor at max (arXiv 2503.14476).
+    """Compute DAPO's soft punishment: 0 up to max - margin, then linear down to -factor at max (arXiv 2503.14476).
 
     >>> [overlong_penalty(n, max_tokens=100, margin=20) for n in (80, 90, 100)]
     [0.0, -0.5, -1.0]
@@ -24,9 +24,9 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, margin: int, factor: f
 
 
 def has_signal(rewards: Sequence[float], *, low: float = -np.inf, high: float = np.inf) -> bool:
-    """DAPO's group filter: whether rewards differ and their mean lies in [low, high].
+    """Apply DAPO's group filter: rewards differ and their mean lies in [low, high].
 
-    Step-level methods can learn from equal returns of unequal length; filter those by advantage, not by this.
+    Step-level methods can learn from equal returns of unequal length; filter their groups by advantage instead.
     """
     return bool(rewards) and min(rewards) != max(rewards) and low <= float(np.mean(rewards)) <= high
 
@@ -39,7 +39,7 @@ def kl_rewards(
     coef: float,
     estimator: str = "k1",
 ) -> Floats:
-    """r_t - coef * kl_t, on the policy's own samples; k1 is the form whose policy gradient is that of the KL.
+    """Compute r_t - coef * kl_t on the policy's own samples; k1 is the form whose policy gradient is that of the KL.
 
     Raises ConfigError on an estimator other than k1, k2 and k3.
     """

@@ -1,11 +1,11 @@
-"""How many groups may start, and whether a finished group is still fresh enough to train on: pure rules of counts.
+"""Decide how many groups may start, and whether a finished group is still fresh enough to train on.
 
 eta = `max_staleness`, B = `batch_groups`, C = `max_running`. Two rules hold the bound together:
 
 - *Admission* (`capacity`) keeps at most (eta + 1) * B groups live. Under oldest-first order the p-th live group is
   trained at most ceil(p / B) - 1 versions after its start, so a group that finishes in time is at most eta old.
 - *Use* (a `StalenessPolicy`) looks at the tokens themselves when a batch is taken and when weights are published.
-  Admission cannot see a slow group being overtaken by groups that started after it; this can.
+  Admission cannot see a slow group being overtaken by groups that started after it; use can.
 
 Worked example, eta = 1, B = 2: four groups start at version 0. Groups 0 and 1 are taken and trained; live is still 4,
 so nothing starts. They are consumed, version 1 is published, two more start (live is 4 again). Groups 2 and 3 are
@@ -26,7 +26,7 @@ from headrace.types import Datum, Group, IntArray, float_array, int_array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveCounts:
-    """How many groups are in each live state."""
+    """The number of groups in each live state."""
 
     running: int = 0
     ready: int = 0
@@ -41,8 +41,10 @@ class LiveCounts:
 
 
 class Verdict(StrEnum):
+    """The decision of a `StalenessPolicy` about a group."""
+
     KEEP = "keep"
-    MASK = "mask"  # train on its tokens that are young enough
+    MASK = "mask"  # train only on its tokens that are young enough
     DROP = "drop"
 
 
@@ -55,11 +57,11 @@ def capacity(
     batch_open: bool = True,
     oversampling: float = 1.0,
 ) -> int:
-    """Groups that may start now: max(0, min(C - running, ceil((eta + f) * B) - live)), f = oversampling.
+    """Count the groups that may start now: max(0, min(C - running, ceil((eta + f) * B) - live)), f = oversampling.
 
-    Live groups are counted, not lifetime totals, so nothing leaks when one is dropped. `batch_open` says that a batch
-    is being waited for or trained. Without one f is 0: a group that starts then is trained after the next publish at
-    the earliest, so at eta = 0 it would be stale before its turn.
+    It counts live groups, not lifetime totals, so nothing leaks when one is dropped. `batch_open` says that a batch is
+    being waited for or trained. Without one f is 0: a group that starts then is trained after the next publish at the
+    earliest, so at eta = 0 it would be stale before its turn.
     """
     assert batch_groups > 0
     assert max_staleness >= 0
@@ -69,16 +71,17 @@ def capacity(
 
 
 class StalenessPolicy(Protocol):
-    """What becomes of a group at a version, and from which version on tokens are trained. Both only get stricter."""
+    """Decides which groups and tokens are fresh enough to train on. Both rules only get stricter with the version."""
 
     def verdict(self, group: Group, *, version: int) -> Verdict: ...
 
-    def oldest(self, version: int) -> int: ...
+    def oldest(self, version: int) -> int:
+        """Return the oldest version whose tokens are trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptAll:
-    """No bound: what was sampled is trained on, whatever its age."""
+    """No bound: every sampled token is trained on, whatever its age."""
 
     def verdict(self, group: Group, *, version: int) -> Verdict:
         assert group.head_version <= version, "a token cannot be newer than the published weights"
@@ -90,7 +93,7 @@ class AcceptAll:
 
 @dataclass(frozen=True, slots=True)
 class HeadBound:
-    """A group is as old as its oldest sampled token, and dropped when that is older than the bound."""
+    """Drops a group when its oldest sampled token is older than the bound."""
 
     max_staleness: int
 
@@ -104,7 +107,7 @@ class HeadBound:
 
 @dataclass(frozen=True, slots=True)
 class SegmentWise:
-    """Tokens older than the bound are not trained; a group stays for as long as it has one that is not.
+    """Masks tokens older than the bound, and drops a group when all its tokens are.
 
     Worked example, bound 3: tokens a b c of version 5, d e of 6, f of 7. Up to version 8 all are trained; at 9 the
     verdict is MASK and d e f are trained; at 10 only f is; at 11 the group is dropped.
@@ -123,23 +126,23 @@ class SegmentWise:
 
 
 def drop_older_tokens(data: Sequence[Datum], *, oldest: int) -> tuple[Datum, ...]:
-    """The data with weight 0 on tokens of a version before `oldest`, and nothing of them left for a critic to learn."""
+    """Set the weight, and the critic's weight, to 0 on tokens of a version before `oldest`."""
 
-    def young(datum: Datum) -> Datum:
+    def mask_old(datum: Datum) -> Datum:
         keep = datum.arrays["versions"] >= oldest
         if keep[datum.arrays["weights"] != 0].all():
             return datum
-        silenced = {
+        masked = {
             name: float_array(np.where(keep, datum.arrays[name], 0.0))
             for name in ("weights", "critic")
             if name in datum.arrays
         }
-        return replace(datum, arrays={**datum.arrays, **silenced})
+        return replace(datum, arrays={**datum.arrays, **masked})
 
-    return tuple(young(datum) for datum in data)
+    return tuple(mask_old(datum) for datum in data)
 
 
 def token_lags(group: Group, *, version: int) -> IntArray:
-    """version - v for every sampled token of the group, in order."""
+    """Compute version - v for every sampled token of the group, in order."""
     versions = [step.completion.versions for scored in group.episodes for step in scored.episode.steps]
     return int_array(version - np.concatenate(versions)) if versions else int_array(())

@@ -1,4 +1,4 @@
-"""How old the tokens of a training step are, and what their age costs: figures for every run. T tokens of a datum.
+"""Measure how old the tokens of a training step are, and what their age costs. T tokens of a datum.
 
 A token's lag is the trainer's version minus the version that sampled it. Tokens without a weight are not counted.
 """
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def lag_name(lag: int) -> str:
-    """How a lag is called in the names of metrics.
+    """Name a lag in the names of metrics.
 
     >>> lag_name(2), lag_name(40)
     ('lag_2', 'lag_16_plus')
@@ -28,32 +28,35 @@ def lag_name(lag: int) -> str:
 
 
 def datum_lags(datum: Datum, *, version: int) -> Floats:
-    """version - `versions` at the trained tokens of a datum, in order."""
+    """Compute version - `versions` at the trained tokens of a datum, in order."""
     lags = version - datum.arrays["versions"][datum.arrays["weights"] != 0].astype(np.float64)
     assert (lags >= 0).all(), "a token was sampled by a version that does not exist yet"
     return np.asarray(lags)
 
 
 def lag_metrics(data: Sequence[Datum], *, version: int) -> dict[str, Metric]:
-    """Of a whole step: the mean over sequences of the lag of their oldest (head) and newest (tail) token, the share of
-    tokens two or more versions old, and the histogram: the share of tokens at each lag that occurs."""
-    each = [lags for datum in data if len(lags := datum_lags(datum, version=version))]
-    lags = np.concatenate(each) if each else np.zeros(0)
-    found, counts = np.unique(np.minimum(lags, MAX_NAMED_LAG), return_counts=True)
-    histogram = {lag_name(int(lag)): int(count) for lag, count in zip(found, counts, strict=True)}
+    """Measure the lags of a whole step.
+
+    The mean over sequences of the lag of their oldest (head) and newest (tail) token, the share of tokens two or more
+    versions old, and the histogram: the share of tokens at each lag that occurs.
+    """
+    per_datum = [lags for datum in data if len(lags := datum_lags(datum, version=version))]
+    lags = np.concatenate(per_datum) if per_datum else np.zeros(0)
+    values, counts = np.unique(np.minimum(lags, MAX_NAMED_LAG), return_counts=True)
+    histogram = {lag_name(int(lag)): int(count) for lag, count in zip(values, counts, strict=True)}
     return {
-        "rollout/lag_head_mean": Mean(sum(float(one.max()) for one in each), len(each)),
-        "rollout/lag_tail_mean": Mean(sum(float(one.min()) for one in each), len(each)),
+        "rollout/lag_head_mean": Mean(sum(float(lags_T.max()) for lags_T in per_datum), len(per_datum)),
+        "rollout/lag_tail_mean": Mean(sum(float(lags_T.min()) for lags_T in per_datum), len(per_datum)),
         "rollout/lag_share_2_plus": Mean(int((lags >= 2).sum()), len(lags)),
         **{f"histogram/{name}": Mean(count, len(lags)) for name, count in histogram.items()},
     }
 
 
 def staleness_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
-    """What the lag of tokens has done to their weights w = exp(proximal - sampler), in one minibatch of a step.
+    """Measure how lag spreads the weights w = exp(proximal - sampler), in one minibatch of a step.
 
     Mean, deviation and maximum of w, deviation of log w and effective sample size, the last two also for each lag, all
-    measured whatever the loss makes of stale tokens. Data without `proximal_logprobs` are measured by `logprobs`, those
+    independent of how the loss treats stale tokens. Data without `proximal_logprobs` are measured by `logprobs`, those
     of the forward pass of their own update, so updates made before it in the step count too.
     """
     merged: dict[str, Metric] = {}
@@ -73,9 +76,9 @@ def staleness_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, 
 
 
 def by_lag(area: str, log_weights: Floats, lags: Floats, weights: Floats) -> Metrics:
-    """`<area>/log_weight_std` and `<area>/effective_share`, over all and for each lag, as metrics that merge.
+    """Measure `<area>/log_weight_std` and `<area>/effective_share`, over all tokens and for each lag.
 
-    `log_weights` are as computed, NaN where nothing is known; `weights` as used, 0 for rejected tokens.
+    `log_weights` are as computed, NaN where not known; `weights` as used, 0 for rejected tokens.
     """
     assert log_weights.shape == lags.shape == weights.shape
     metrics: dict[str, Metric] = dict(_weights(area, "", log_weights, weights))
@@ -87,10 +90,10 @@ def by_lag(area: str, log_weights: Floats, lags: Floats, weights: Floats) -> Met
 
 
 def _weights(area: str, suffix: str, log_weights: Floats, weights: Floats) -> Mapping[str, Metric]:
-    known = log_weights[~np.isnan(log_weights)]
+    finite = log_weights[~np.isnan(log_weights)]
     totals = float(weights.sum()), float((weights**2).sum())
     return {
-        f"{area}/log_weight_std{suffix}": StdDev(float(known.sum()), float((known**2).sum()), len(known)),
+        f"{area}/log_weight_std{suffix}": StdDev(float(finite.sum()), float((finite**2).sum()), len(finite)),
         f"{area}/effective_share{suffix}": EffectiveSampleShare(*totals, len(weights)),
     }
 

@@ -1,4 +1,4 @@
-"""Figures about log-probs, values and success that say how a run is doing. T tokens."""
+"""Compute statistics of log-probs, values and success: KL estimators, mismatch, pass@k. T tokens."""
 
 from math import comb
 from typing import Any
@@ -12,17 +12,17 @@ Floats = npt.NDArray[np.float64]
 
 
 def k1(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
-    """Per-token estimate of KL(a || b) on samples of a: log a - log b. Unbiased, of either sign."""
+    """Estimate KL(a || b) per token on samples of a: log a - log b. Unbiased, of either sign."""
     return np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
 
 
 def k2(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
-    """(log a - log b)^2 / 2: biased, low variance, never negative."""
+    """Estimate KL(a || b) as (log a - log b)^2 / 2: biased, low variance, never negative."""
     return np.asarray(0.5 * k1(a, b) ** 2)
 
 
 def k3(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
-    """exp(-d) - 1 + d, d = log a - log b, on samples of a: unbiased for KL(a || b), never negative."""
+    """Estimate KL(a || b) on samples of a as exp(-d) - 1 + d, d = log a - log b: unbiased, never negative."""
     difference = k1(a, b)
     return np.asarray(np.expm1(-difference) + difference)
 
@@ -30,13 +30,13 @@ def k3(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> Floats:
 def mismatch(
     sampler_logprobs: npt.NDArray[Any], policy_logprobs: npt.NDArray[Any], trained: npt.NDArray[Any]
 ) -> dict[str, Metric]:
-    """How far the trainer's log-probs of sampled tokens are from the sampler's own, where `trained` is not zero.
+    """Measure how far the trainer's log-probs of sampled tokens are from the sampler's, where `trained` is not 0.
 
     Meaningful for tokens sampled by the very weights that are scored; merges over data.
     """
     assert sampler_logprobs.shape == policy_logprobs.shape == trained.shape
-    kept = np.asarray(trained) != 0
-    sampler_T, policy_T = np.asarray(sampler_logprobs)[kept], np.asarray(policy_logprobs)[kept]
+    mask = np.asarray(trained) != 0
+    sampler_T, policy_T = np.asarray(sampler_logprobs)[mask], np.asarray(policy_logprobs)[mask]
     difference_T = k1(sampler_T, policy_T)
     count = len(difference_T)
     return {
@@ -48,7 +48,7 @@ def mismatch(
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of n samples drawn without replacement hold a correct one: 1 - C(n - c, k) / C(n, k).
+    """Compute the chance that k of n samples drawn without replacement hold a correct one: 1 - C(n - c, k) / C(n, k).
 
     Unbiased for the chance that k fresh samples do (arXiv 2107.03374).
 
@@ -61,7 +61,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def explained_variance(values: npt.NDArray[Any], returns: npt.NDArray[Any]) -> float:
-    """1 - Var(returns - values) / Var(returns); NaN when all returns are equal, because nothing is to be explained."""
+    """Compute 1 - Var(returns - values) / Var(returns); NaN if all returns are equal: there is nothing to explain."""
     values_T, returns_T = np.asarray(values, dtype=np.float64), np.asarray(returns, dtype=np.float64)
     assert values_T.shape == returns_T.shape
     if not returns_T.size or returns_T.min() == returns_T.max():

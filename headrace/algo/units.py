@@ -1,4 +1,4 @@
-"""Data that a loss must see together: pairs and groups, numbered so that a loss can tell them apart on the device."""
+"""Number the pairs and groups of data that a loss must see together, so that it can tell them apart on the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,13 +8,13 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.types import Datum, float_array
 
-MAX_UNITS = 2**24  # beyond it a float32 array could not hold every number exactly
+MAX_UNITS = 2**24  # a float32 array holds integers up to here exactly
 
 
 def as_pairs(chosen: Sequence[Datum], rejected: Sequence[Datum]) -> tuple[Datum, ...]:
-    """Pair i is (chosen[i], rejected[i]): sets the unit and the arrays `units` and `preferences` (+1 and -1).
+    """Make pair i of chosen[i] and rejected[i]: set the unit and the arrays `units` and `preferences` (+1 and -1).
 
-    Raises DataError when the numbers differ or a side has nothing to train.
+    Raises DataError if the numbers differ or a side has nothing to train.
     """
     if len(chosen) != len(rejected):
         raise DataError(f"every pair needs both sides, but there are {len(chosen)} chosen and {len(rejected)} rejected")

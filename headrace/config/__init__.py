@@ -1,8 +1,16 @@
-"""The one configuration tree: frozen, typed, read from TOML with `--set section.key=value` overrides.
+"""The configuration of a run: one frozen, typed tree, read from TOML with `--set section.key=value` overrides.
 
-`load_config` reads and types it; `check` looks for what cannot work before anything is loaded. No torch, and no I/O
-beyond the caller's text and `check`'s look at the paths a configuration names. Stages take values out of the tree;
-below `wiring/` only what prints the tree sees it (`observe/explain_text.py`, `config/docs_table.py`).
+- `schema`: the tree of dataclasses, with the meaning of every key.
+- `load_toml`: load the tree from TOML text and overrides, and turn it back into TOML.
+- `aliases`: the old names of keys, still read with a warning.
+- `presets`: the short names of `rl.algorithm`.
+- `paths`: find the paths that a configuration names, and make them absolute.
+- `checks/`: find what cannot work before anything is loaded (`check`).
+- `introspect`: list the keys of the tree, with their types and defaults.
+- `docs_table`: the table of all keys in `docs/configuration.md`.
+
+No torch, and no I/O beyond the caller's text and `check`'s look at the paths a configuration names. Stages take values
+out of the tree; below `wiring/` only what prints the tree sees it (`observe/explain_text.py`, `config/docs_table.py`).
 """
 
 from headrace.config.checks.run_config import check, length_problems

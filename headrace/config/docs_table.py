@@ -1,4 +1,4 @@
-"""The table of every configuration key, for `headrace explain --keys` and `docs/configuration.md`.
+"""Print the table of every configuration key, for `headrace explain --keys` and `docs/configuration.md`.
 
 Types and defaults come from the dataclasses, meanings from the comments beside their fields; none is written twice.
 """
@@ -14,7 +14,7 @@ from headrace.config.introspect import default_of, describe, field_type, keys
 
 
 def key_table() -> str:
-    """Markdown: key, what may be written, default, meaning."""
+    """Return a Markdown table: key, what may be written, default, meaning."""
     meanings = field_comments()
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for path, cls, name in keys():
@@ -24,23 +24,22 @@ def key_table() -> str:
 
 
 def field_comments() -> Mapping[tuple[str, str], str]:
-    """(class, field) -> the comment on the field's own line, else on the lines right above it.
+    """Map (class, field) to the comment on the field's line, else on the line right above it.
 
-    A field without one is our mistake: the table would have a hole.
+    Every field must have one, or the table would have a hole.
     """
     source = inspect.getsource(schema)
     lines = source.splitlines()
-    found = {}
+    comments = {}
     for cls in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
         for entry in (node for node in cls.body if isinstance(node, ast.AnnAssign)):
             assert isinstance(entry.target, ast.Name)
             assert entry.end_lineno is not None
-            own = lines[entry.end_lineno - 1][entry.end_col_offset :].strip()
-            above = lines[entry.lineno - 2].strip()
-            comment = own or above
+            beside = lines[entry.end_lineno - 1][entry.end_col_offset :].strip()
+            comment = beside or lines[entry.lineno - 2].strip()
             assert comment.startswith("#"), f"{cls.name}.{entry.target.id} has no comment that says what it means"
-            found[cls.name, entry.target.id] = comment.removeprefix("#").strip()
-    return found
+            comments[cls.name, entry.target.id] = comment.removeprefix("#").strip()
+    return comments
 
 
 def _default(cls: type, name: str) -> str:
@@ -48,7 +47,7 @@ def _default(cls: type, name: str) -> str:
     if default is MISSING:
         return "required"
     if is_dataclass(default):
-        return ""  # its own keys have theirs
+        return ""  # its keys are rows of the table, each with a default
     if default in (None, {}, ()) or (isinstance(default, tuple) and is_dataclass(default[0])):
         return "unset"
     return f"`{json.dumps(default, ensure_ascii=False)}`"  # JSON and TOML write numbers, text and lists alike

@@ -1,4 +1,4 @@
-"""What the dataclasses of the tree say about a key: its path, its type in words, its default."""
+"""List the keys of the configuration's dataclasses: their paths, their types in words, their defaults."""
 
 import types
 import typing
@@ -10,12 +10,12 @@ from headrace.config.schema import Config
 
 
 def toml_name(name: str) -> str:
-    """How a field is written in a file: `async` is a word of Python's own, so the field has a longer name."""
+    """Return the name of a field in a file: `async` is a keyword of Python, so its field has a longer name."""
     return "async" if name == "asynchronous" else name
 
 
 def keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, type, str]]:
-    """Every key of the tree in order, as (dotted path, the class it is a field of, its name there).
+    """Yield every key of the tree in order, as (dotted path, the class it is a field of, its name there).
 
     A list of tables is written with []: `sft.sources[].path`.
     """
@@ -28,7 +28,7 @@ def keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, type, str]
 
 
 def field_type(cls: type, name: str) -> Any:
-    """The annotation of a field, with its limits, without `| None`."""
+    """Return the annotation of a field, with its limits, without `| None`."""
     annotation = typing.get_type_hints(cls, include_extras=True)[name]
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
@@ -36,14 +36,14 @@ def field_type(cls: type, name: str) -> Any:
 
 
 def table_class(annotation: Any) -> tuple[type | None, bool]:
-    """The dataclass of a table or of a list of tables (then True), else None."""
+    """Return the dataclass of a table or of a list of tables (then True), else None."""
     is_list = typing.get_origin(annotation) is tuple
     inner = typing.get_args(annotation)[0] if is_list else annotation
     return (inner if is_dataclass(inner) and isinstance(inner, type) else None), is_list
 
 
 def describe(annotation: Any) -> str:
-    """What may be written for a field of that annotation, in words.
+    """Say in words what may be written for a field of that annotation.
 
     >>> describe(field_type(Config, "model")), describe(str)
     ('a table', 'text in quotes')
@@ -78,6 +78,6 @@ def describe(annotation: Any) -> str:
 
 
 def default_of(cls: type, name: str) -> Any:
-    """The default of a field; `dataclasses.MISSING` when it must be given."""
+    """Return the default of a field; `dataclasses.MISSING` when it must be given."""
     (entry,) = (entry for entry in fields(cls) if entry.name == name)
     return entry.default_factory() if entry.default_factory is not MISSING else entry.default

@@ -1,23 +1,29 @@
-"""TOML text and overrides -> Config; every mistake becomes one sentence that says what to write instead."""
+"""Load a Config from TOML text and overrides; every mistake becomes one sentence that says what to write instead."""
 
 import json
+import logging
 import re
 import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.config.checks.async_rl import batch_problems
+from headrace.config.aliases import OLD_KEYS, new_key, old_names_in, use_new_names
 from headrace.config.introspect import describe, field_type, keys, table_class, toml_name
 from headrace.config.presets import apply_preset
 from headrace.config.schema import Config
 from headrace.errors import ConfigError
 
-_SYNONYMS = {"eta": "max_staleness", "batch_groups": "groups", "lr": "learning_rate"}  # names used elsewhere
+logger = logging.getLogger(__name__)
+
+# other libraries' and our own old names of keys, wherever they are written -> the last part of the key
+_SYNONYMS = {"eta": "max_staleness", "lr": "learning_rate"} | {
+    old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in OLD_KEYS.items()
+}
 
 
 def load_config(
@@ -27,12 +33,13 @@ def load_config(
     overrides: Sequence[str] = (),
     rl_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda rl: {},
 ) -> Config:
-    """TOML text, then overrides `a.b=value` (lists by position: `sft.sources.0.size=8`); `file` is for messages.
+    """Read TOML text, then put in overrides `a.b=value` (lists by position: `sft.sources.0.size=8`).
 
-    `rl_defaults(table)` says what [rl] may leave out because its tasks say it.
-    An override's value is TOML; a bare word that is not is taken as a string. Raises ConfigError in one sentence.
+    `file` is for messages. `rl_defaults(table)` returns the keys that [rl] may leave out because its tasks define them.
+    An override's value is TOML; a bare word that is not TOML is taken as a string. Old names are replaced, with a
+    warning for each. Raises ConfigError in one sentence.
 
-    >>> load_config('[rl]\\nsteps = 5\\ntasks.type = "world"', file="run.toml", overrides=["rl.loss=ppo"]).rl.steps
+    >>> load_config('[rl]\\nsteps = 5\\ntasks.type = "env"', file="run.toml", overrides=["rl.loss=ppo"]).rl.steps
     5
     """
     try:
@@ -40,27 +47,25 @@ def load_config(
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{file}: this is not TOML: {exc}") from exc
     if isinstance(rl := tree.get("rl"), dict):
+        tree["rl"] = {toml_name(key): value for key, value in rl.items()}
+    tree = _with_overrides(_with_new_names(tree, file), overrides)
+    if isinstance(rl := tree.get("rl"), dict):
         tree["rl"] = {_field_names(("rl", key))[1]: value for key, value in rl.items()}
-    for override in overrides:
-        _override(tree, override)
     try:
         for path in _unknown_keys(tree, Config, ()):
             raise _Wrong(path, f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
-        says_groups = False
         if isinstance(rl := tree.get("rl"), dict):
-            says_groups = "groups" in rl
             tree["rl"] = apply_preset({**rl_defaults(rl), **rl})
         try:
-            config = TypeAdapter(Config).validate_python(tree)
+            return TypeAdapter(Config).validate_python(tree)
         except ValidationError as exc:
             raise _Wrong(*_first_problem(exc, tree)) from exc
-        return _with_one_batch(config, says_groups=says_groups)
     except _Wrong as wrong:
         raise ConfigError(f"{_origin(wrong.path, file, overrides)}: {wrong.sentence}") from wrong.__cause__
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
-    """The whole tree as nested dicts, defaults included, for writing as TOML; what is unset is left out."""
+    """Return the whole tree as nested dicts, defaults included, for writing as TOML; what is unset is left out."""
     mapping = _plain(config)
     assert isinstance(mapping, dict)
     return mapping
@@ -73,22 +78,42 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _with_one_batch(config: Config, *, says_groups: bool) -> Config:
-    """`rl.async.batch_groups` goes to `rl.groups`, the one place that has the number; both may say it, not differ."""
-    rl = config.rl
-    if rl is None or (named := rl.asynchronous.batch_groups) is None:
-        return config
-    if says_groups:
-        for sentence in batch_problems(rl):
-            raise _Wrong(("rl", "asynchronous", "batch_groups"), sentence)
-    return replace(config, rl=replace(rl, groups=named, asynchronous=replace(rl.asynchronous, batch_groups=None)))
+def _with_new_names(tree: dict[str, Any], origin: str, *, override: str | None = None) -> dict[str, Any]:
+    """Replace old names and log a warning for each; `origin` is the file or the override that they are from."""
+    try:
+        renamed, warnings = use_new_names(tree, override=override)
+    except ConfigError as exc:
+        raise ConfigError(f"{origin}: {exc}") from exc
+    for warning in warnings:
+        logger.warning("%s: %s", origin, warning)
+    return renamed
+
+
+def _with_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Put the overrides into a tree of new names, one after the other; raises ConfigError when one cannot be."""
+    by_key = {_override_key(override): override for override in overrides}
+    for old, new in OLD_KEYS.items():
+        if old in by_key and new in by_key:
+            raise ConfigError(
+                f"--set {by_key[old]}: '{old}' is the old name of '{new}', which is also set: leave the first out"
+            )
+    for override in overrides:
+        _override(tree, override)
+        tree = _with_new_names(tree, f"--set {override}", override=_override_key(override))
+    return tree
+
+
+def _override_key(override: str) -> str:
+    """Return the dotted key of `a.b=value`, as a file would write it."""
+    parts = [part.strip() for part in override.partition("=")[0].split(".")]
+    return ".".join(toml_name(part) if parts[:position] == ["rl"] else part for position, part in enumerate(parts))
 
 
 KeyPath = tuple[str | int, ...]
 
 
 class _Wrong(Exception):
-    """A sentence about the key at `path`, before it is known whether the file or an override gave it."""
+    """A mistake in the key at `path`; `load_config` adds whether the file or an override set it."""
 
     def __init__(self, path: KeyPath, sentence: str) -> None:
         super().__init__(sentence)
@@ -97,30 +122,30 @@ class _Wrong(Exception):
 
 
 def _dotted(path: KeyPath) -> str:
-    """('sft', 'sources', 0, 'path') -> 'sft.sources[0].path'."""
+    """Write a path as a dotted key: ('sft', 'sources', 0, 'path') -> 'sft.sources[0].path'."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{toml_name(part)}" for part in path).lstrip(".")
 
 
 def _field_names(parts: Sequence[str]) -> list[str]:
-    """A key as the dataclasses spell it: `rl.async` is the field `asynchronous` of `Rl`."""
+    """Spell a key as the dataclasses do: `rl.async` is the field `asynchronous` of `RlConfig`."""
     return ["rl", "asynchronous", *parts[2:]] if list(parts[:2]) == ["rl", "async"] else list(parts)
 
 
 def _origin(path: KeyPath, file: str, overrides: Sequence[str]) -> str:
-    """The last override that set `path`, something it is a part of, or a part of it, else the file."""
+    """Return the last override that set `path`, a table around it, or a key inside it; else the file."""
     parts = [str(part) for part in path]
     for override in reversed(overrides):
-        given = _field_names([part.strip() for part in override.partition("=")[0].split(".")])
-        shared = min(len(given), len(parts))
-        if shared and given[:shared] == parts[:shared]:
+        key = _field_names(new_key(_override_key(override)).split("."))
+        depth = min(len(key), len(parts))
+        if depth and key[:depth] == parts[:depth]:
             return f"--set {override}"
     return file
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
-    """Puts one `a.b=value` into the tree, making the tables on the way."""
-    key, equals, raw = override.partition("=")
-    parts = _field_names([part.strip() for part in key.split(".")])
+    """Put one `a.b=value` into the tree, making the tables on the way."""
+    _, equals, raw = override.partition("=")
+    parts = _override_key(override).split(".")
     if not equals or not all(parts):
         raise ConfigError(f"--set {override}: write it as section.key=value")
     node: Any = tree
@@ -144,7 +169,10 @@ def _item(node: Any, part: str, override: str) -> Any:
 
 
 def _override_value(raw: str, override: str) -> Any:
-    """TOML, or a bare word; what opens like TOML (a quote, a bracket) and is not is a mistake, not a word."""
+    """Parse a value as TOML, else take it as a bare word.
+
+    Raises ConfigError for a text that opens like TOML (a quote, a bracket) and is not.
+    """
     try:
         parsed = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError as exc:
@@ -155,9 +183,9 @@ def _override_value(raw: str, override: str) -> Any:
 
 
 def _unknown_keys(tree: dict[str, Any], cls: type, path: KeyPath) -> Iterator[KeyPath]:
-    known = {entry.name for entry in fields(cls)}
+    names = {entry.name for entry in fields(cls)}
     for key, value in tree.items():
-        if key not in known:
+        if key not in names:
             yield (*path, key)
             continue
         inner, is_list = table_class(field_type(cls, key))
@@ -168,7 +196,8 @@ def _unknown_keys(tree: dict[str, Any], cls: type, path: KeyPath) -> Iterator[Ke
 
 
 def _nearest_key(path: KeyPath) -> str:
-    """What to write in place of an unknown key: a namesake elsewhere, a neighbour spelt like it, or all there are."""
+    """Say what to write in place of an unknown key: a key of this name in another table, one spelt like it in the same
+    table, or all keys of the table. Old names count, and are answered with the new ones."""
     name = str(path[-1])
     cls: type = Config
     for part in path[:-1]:
@@ -176,48 +205,49 @@ def _nearest_key(path: KeyPath) -> str:
             inner, _ = table_class(field_type(cls, part))
             assert inner is not None, "unknown keys are only looked for in tables"
             cls = inner
-    neighbours = [toml_name(entry.name) for entry in fields(cls)]
+    neighbours = {toml_name(entry.name): _dotted((*path[:-1], entry.name)) for entry in fields(cls)}
     meant = _SYNONYMS.get(name, name)
-    wanted = re.sub(r"\[\d+\]", "[]", _dotted((*path[:-1], meant)))
+    dotted = re.sub(r"\[\d+\]", "[]", _dotted((*path[:-1], meant)))
     namesakes = [key for key, _, last in keys() if last == meant]
     if namesakes:
-        return f"did you mean '{max(namesakes, key=lambda key: SequenceMatcher(None, wanted, key).ratio())}'?"
-    if close := get_close_matches(name, neighbours, n=1, cutoff=0.6):
-        return f"did you mean '{_dotted((*path[:-1], close[0]))}'?"
+        return f"did you mean '{max(namesakes, key=lambda key: SequenceMatcher(None, dotted, key).ratio())}'?"
+    spellings = old_names_in(_dotted(path[:-1])) | neighbours
+    if close := get_close_matches(name, spellings, n=1, cutoff=0.6):
+        return f"did you mean '{spellings[close[0]]}'?"
     return f"the keys there are {', '.join(neighbours)}"
 
 
 def _first_problem(exc: ValidationError, tree: dict[str, Any]) -> tuple[KeyPath, str]:
-    """The first thing pydantic found, in our words."""
+    """Return the first mistake that pydantic found, in our words."""
     error = exc.errors(include_url=False, include_context=False)[0]
-    path, annotation, given = _locate(tuple(error["loc"]), tree)
+    path, annotation, value = _locate(tuple(error["loc"]), tree)
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return path, f"'{_dotted(path)}' is missing; write {describe(annotation)}"
-    return path, f"'{_dotted(path)}' must be {describe(annotation)}, but it is {_shown(given)}"
+    return path, f"'{_dotted(path)}' must be {describe(annotation)}, but it is {_shorten(value)}"
 
 
 def _locate(loc: KeyPath, tree: dict[str, Any]) -> tuple[KeyPath, Any, Any]:
-    """The longest part of pydantic's location that is a path of ours, with its annotation and what was given."""
+    """Return the longest part of pydantic's location that is a path of ours, with its annotation and its value."""
     annotation: Any = Config
-    given: Any = tree
+    value: Any = tree
     for depth, part in enumerate(loc):
-        if is_dataclass(annotation) and isinstance(annotation, type) and isinstance(given, dict):
-            annotation, given = field_type(annotation, str(part)), given.get(str(part))
-        elif isinstance(part, int) and typing.get_origin(annotation) is tuple and isinstance(given, list):
-            annotation, given = typing.get_args(annotation)[0], given[part]
-        elif typing.get_origin(annotation) is dict and isinstance(given, dict):
-            annotation, given = typing.get_args(annotation)[1], given[str(part)]
+        if is_dataclass(annotation) and isinstance(annotation, type) and isinstance(value, dict):
+            annotation, value = field_type(annotation, str(part)), value.get(str(part))
+        elif isinstance(part, int) and typing.get_origin(annotation) is tuple and isinstance(value, list):
+            annotation, value = typing.get_args(annotation)[0], value[part]
+        elif typing.get_origin(annotation) is dict and isinstance(value, dict):
+            annotation, value = typing.get_args(annotation)[1], value[str(part)]
         else:
-            return loc[:depth], annotation, given
-    return loc, annotation, given
+            return loc[:depth], annotation, value
+    return loc, annotation, value
 
 
-def _shown(given: Any) -> str:
-    match given:
+def _shorten(value: Any) -> str:
+    match value:
         case dict():
             return "a table"
         case bool() | str():
-            shown = json.dumps(given, ensure_ascii=False)
+            text = json.dumps(value, ensure_ascii=False)
         case _:
-            shown = str(given)
-    return shown if len(shown) <= 60 else shown[:60] + "..."
+            text = str(value)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,4 +1,4 @@
-"""The paths a configuration names: models, data, and a user's functions, seen from the TOML file's folder first."""
+"""Find the paths that a configuration names (models, data, users' functions), from the TOML file's folder first."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,12 +17,12 @@ from headrace.config.schema import (
 from headrace.names import NAMED_MODELS
 
 Stage = TypeVar("Stage", SftConfig, RewardModelConfig)
-REMOTE = "openai:"  # before the name of a model that is not here
+REMOTE = "openai:"  # before the name of a remote model
 SERVICE_STATE = "service.json"  # in a checkpoint whose weights a service keeps: says where
 
 
 def find_path(path: str, base: Path) -> Path | None:
-    """A path of the configuration: seen from the TOML file's folder, else from the current one; None: not there."""
+    """Find a path of the configuration in the TOML file's folder, else in the current one; return None if not there."""
     for candidate in (base / Path(path).expanduser(), Path(path).expanduser()):
         if candidate.exists():
             return candidate
@@ -30,12 +30,12 @@ def find_path(path: str, base: Path) -> Path | None:
 
 
 def is_url(path: str) -> bool:
-    """Whether a model is one elsewhere, behind http:// or https://."""
+    """Tell whether a model is remote, behind http:// or https://."""
     return path.startswith(("http://", "https://"))
 
 
 def remote_name(path: str) -> str | None:
-    """The name of a model elsewhere; None: `path` is one that is loaded here.
+    """Return the name of a remote model, or None if `path` is one that is loaded here.
 
     >>> remote_name("openai:gpt-5-mini"), remote_name("tiny")
     ('gpt-5-mini', None)
@@ -44,23 +44,23 @@ def remote_name(path: str) -> str | None:
 
 
 def split_sum(text: str) -> tuple[str, ...]:
-    """The terms of a loss: "ppo + mine.py:my_loss" -> "ppo" and "mine.py:my_loss"."""
+    """Split a loss into its terms: "ppo + mine.py:my_loss" -> "ppo" and "mine.py:my_loss"."""
     return tuple(term.strip() for term in text.split(" + "))
 
 
 def split_function(text: str) -> tuple[str, str]:
-    """ "file.py:function" -> file and function; the first is empty when there is no colon."""
+    """Split "file.py:function" into file and function; the file is empty when there is no colon."""
     place, _, function = text.rpartition(":")
     return place, function
 
 
 def is_code_path(text: str) -> bool:
-    """A reward given as a folder with main.py or as a file with one decorated function, without ":function"."""
+    """Tell whether a reward is a folder with main.py or a file with one decorated function, without ":function"."""
     return ":" not in text and ("/" in text or text.endswith(".py"))
 
 
 def absolute_paths(config: Config, *, base: Path) -> Config:
-    """The same configuration with every path that exists made absolute, so that it holds in any folder."""
+    """Make every path that exists absolute, so that the configuration holds in any folder."""
     model = config.model
     if model.path not in NAMED_MODELS and remote_name(model.path) is None:
         model = replace(model, path=_absolute(model.path, base))
@@ -76,8 +76,8 @@ def absolute_paths(config: Config, *, base: Path) -> Config:
 
 
 def _absolute(path: str, base: Path) -> str:
-    found = find_path(path, base)
-    return path if found is None else str(found.resolve())
+    located = find_path(path, base)
+    return path if located is None else str(located.resolve())
 
 
 def _function(text: str, base: Path) -> str:
@@ -86,7 +86,7 @@ def _function(text: str, base: Path) -> str:
 
 
 def _source(source: SourceConfig, base: Path) -> SourceConfig:
-    if source.type == "world":
+    if source.type == "env":
         return replace(source, options=_options(source.options, base))
     if source.env is not None:
         source = replace(source, env=_function(source.env, base))
@@ -97,15 +97,15 @@ def _source(source: SourceConfig, base: Path) -> SourceConfig:
 
 
 def _options(options: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Options of worlds that are somebody's files: `env` ("file.py:function"), `tasks`, and files in a `command`."""
-    found = dict(options)
+    """Make absolute the options that name a user's files: `env` ("file.py:function"), `tasks`, files in a `command`."""
+    located = dict(options)
     if isinstance(options.get("env"), str):
-        found["env"] = _function(options["env"], base)
+        located["env"] = _function(options["env"], base)
     if isinstance(options.get("tasks"), str) and options["tasks"]:
-        found["tasks"] = _absolute(options["tasks"], base)
+        located["tasks"] = _absolute(options["tasks"], base)
     if isinstance(options.get("command"), list):
-        found["command"] = [_absolute(part, base) if Path(str(part)).suffix else part for part in options["command"]]
-    return found
+        located["command"] = [_absolute(part, base) if Path(str(part)).suffix else part for part in options["command"]]
+    return located
 
 
 def _sources(stage: Stage, base: Path) -> Stage:
@@ -141,5 +141,5 @@ def _rl(rl: RlConfig, base: Path) -> RlConfig:
         ),
         save=replace(rl.save, which=_function(rl.save.which, base)),
         filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),
-        asynchronous=replace(rl.asynchronous, score=_function(rl.asynchronous.score, base)),
+        asynchronous=replace(rl.asynchronous, select_score=_function(rl.asynchronous.select_score, base)),
     )

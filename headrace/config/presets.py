@@ -1,6 +1,6 @@
-"""Short names of `rl.algorithm`: each stands for a credit method, a loss, a weighting and, for PPO, a critic.
+"""The short names of `rl.algorithm`: each stands for a credit method, a loss, a weighting and, for PPO, a critic.
 
-What a file says itself wins, as long as it is still that algorithm.
+A key that a file sets wins over the preset, as long as the result is still that algorithm.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,10 @@ PPO_LOSSES = ("ppo", "conservative_ppo", "decoupled_ppo", "loglinear_ppo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmPreset:
-    """The first of `credits` and `losses` is set, the others may be written instead; a loss may have further terms."""
+    """The settings that an algorithm stands for; the first of several is the default, the others are allowed."""
 
     credits: tuple[str, ...]
-    losses: tuple[str, ...]
+    losses: tuple[str, ...]  # one of them must be a term of the loss, which may have more terms
     weighting: str
     critic: bool = False
 
@@ -42,9 +42,9 @@ assert all(algorithm.weighting in WEIGHTINGS for algorithm in ALGORITHMS.values(
 
 
 def apply_preset(rl: Mapping[str, Any]) -> dict[str, Any]:
-    """The table [rl] with what its algorithm stands for, where it says nothing itself.
+    """Fill the keys that the table [rl] leaves out with those of its algorithm.
 
-    >>> filled_in({"algorithm": "ppo", "credit": "turn_gae"})["credit"], filled_in({"algorithm": "ppo"})["critic"]
+    >>> apply_preset({"algorithm": "ppo", "credit": "turn_gae"})["credit"], apply_preset({"algorithm": "ppo"})["critic"]
     ('turn_gae', {})
     """
     name = rl.get("algorithm")
@@ -56,7 +56,7 @@ def apply_preset(rl: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preset_problems(rl: RlConfig) -> Iterator[str]:
-    """What makes of a configuration another algorithm than it says."""
+    """Yield what makes the configuration another algorithm than `rl.algorithm` names."""
     if rl.algorithm is None:
         return
     chosen = ALGORITHMS[rl.algorithm]
@@ -72,7 +72,7 @@ def preset_problems(rl: RlConfig) -> Iterator[str]:
 
 
 def preset_text(rl: RlConfig) -> str:
-    """What the algorithm stands for in this configuration."""
+    """Say in words what the algorithm stands for in this configuration."""
     critic = ", a critic" if rl.critic is not None else ""
     return f"algorithm {rl.algorithm} = credit {rl.credit}, loss {rl.loss}, weighting {rl.weighting}{critic}"
 

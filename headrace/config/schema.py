@@ -33,15 +33,19 @@ Staleness = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RunConfig:
+    """Name, folder and seed of a run."""
+
     name: str = "run"  # the run folder is `<folder>/<name>_<UTC time>`
     folder: str = "runs"  # where run folders are made, relative to the current folder
-    seed: Seed = 0  # of everything random in the run
+    seed: Seed = 0  # seeds everything random in the run
     tensorboard: Flag = True  # written when the package is installed
     deterministic: Flag = False  # cuda: the same bits in every run of a synchronous configuration, at some speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class LoraConfig:
+    """Low-rank adapters that are trained in place of the model's parameters."""
+
     rank: Positive = 16  # of the two factors; at most the width of the model
     alpha: PositiveFloat = 32.0  # the update is scaled by alpha / rank
     # names of the linear layers that get an adapter
@@ -50,7 +54,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class TinyModelConfig:
-    """A Llama made on the spot, with a word-level tokenizer of the world's vocabulary."""
+    """A Llama made on the spot, with a word-level tokenizer of the environment's vocabulary."""
 
     width: Positive = 96  # a multiple of two times `heads`
     layers: Positive = 3  # number of decoder layers
@@ -61,9 +65,11 @@ class TinyModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ModelConfig:
-    """`path`: a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot), or, only to play
-    tasks with, "openai:NAME" (a model elsewhere). With a service: a checkpoint of a run at one, or the folder of the
-    tokenizer; else the tokenizer is the one that the service names."""
+    """The model that is trained and sampled.
+
+    With a service, `path` is a checkpoint of a run at one, or the folder of the tokenizer; by default the tokenizer is
+    the one that the service names. "openai:NAME" is a remote model, which can only play tasks.
+    """
 
     # a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot); `eval`: or "openai:NAME"
     path: str = "tiny"
@@ -71,65 +77,64 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
     lora: LoraConfig | None = None  # train low-rank adapters in place of all parameters
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)  # the shape of path = "tiny"
-    # keep only each layer's input for the backward pass: less memory, a quarter more time; auto: on cuda, if it must be
+    # keep only each layer's input for the backward pass: less memory, a quarter more time; auto: on cuda, if needed
     recompute: FlagOrAuto = "auto"
     compile: Flag = False  # cuda: train layers through torch.compile, for models without fused kernels; 20 s once
-    trust_remote_code: Flag = False  # run Python code that lies in the model's folder
+    trust_remote_code: Flag = False  # run Python code in the model's folder
     # a `headrace serve` that trains and samples in place of this machine (docs/service-client.md)
     service: Text | None = None
-    service_key_env: str = "TINKER_API_KEY"  # environment variable that has the service's key; "": none is sent
+    service_key_env: str = "TINKER_API_KEY"  # environment variable with the service's key; "": none is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RemoteConfig:
-    """Where the model of path = "openai:NAME" is: an OpenAI-compatible endpoint, for evaluation and demonstrations."""
+    """The OpenAI-compatible endpoint of path = "openai:NAME", for evaluation and demonstrations."""
 
-    url: Text = "https://api.openai.com/v1"  # its base, up to and including /v1
-    api_key_env: str = "OPENAI_API_KEY"  # environment variable that has the key; "": none is sent
+    url: Text = "https://api.openai.com/v1"  # base URL, up to and including /v1
+    api_key_env: str = "OPENAI_API_KEY"  # environment variable with the key; "": none is sent
     timeout_s: PositiveFloat = 120.0  # of one request
-    deadline_s: PositiveFloat = 600.0  # of one reply, with all further attempts that it takes
-    at_once: Positive = 16  # requests that are open together
+    deadline_s: PositiveFloat = 600.0  # of one reply, retries included
+    at_once: Positive = 16  # requests that are open at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class EngineConfig:
-    """What samples: sequences, and the room for their keys and values."""
+    """The sampling engine: how many sequences it decodes together, and the size of its KV cache."""
 
-    type: Literal["embedded", "generate"] = "embedded"  # continuous batching of ours, or plain `generate`
-    max_rows: Positive = 32  # sequences that are decoded together
-    kv_tokens: Positive | None = None  # room for keys and values; unset: twice `max_rows` sequences of the longest kind
-    piece_tokens: Positive = 128  # long prompts are read in pieces of this size
-    # cuda: decode in captured graphs, several tokens at a time; auto: in half precision, if its layers are known
-    graphs: FlagOrAuto = "auto"
+    type: Literal["embedded", "generate"] = "embedded"  # continuous batching, or the plain `generate` of transformers
+    max_num_seqs: Positive = 32  # sequences that are decoded together
+    kv_tokens: Positive | None = None  # positions in the KV cache; unset: twice `max_num_seqs` of the longest sequences
+    prefill_chunk_tokens: Positive = 128  # long prompts are read in chunks of this size
+    # cuda: decode in captured CUDA graphs, several tokens at a time; auto: in half precision, if the model is supported
+    cuda_graphs: FlagOrAuto = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SourceConfig:
-    """Where tasks or conversations come from.
+    """A source of tasks, conversations or preference pairs.
 
-    type = "world": `name` of a built-in world, `size` tasks from `seed`, `options` of the world;
-    "jsonl", "parquet", "dataset" (a folder written by `datasets.save_to_disk`): `path`, `columns` maps our names
-    (prompt, messages, answer, id) to theirs; "reasoning_gym": `name`, `size`, `seed`, `options`;
-    "python": `path` is "file.py:function" which returns an iterable of rows; "task": `path` is a task definition.
+    Which keys count depends on `type`. "env": `name` of an environment, `size` tasks from `seed`, its `options`;
+    "jsonl", "parquet", "dataset": `path` and `columns`; "reasoning_gym": `name`, `size`, `seed`, `options`;
+    "python": `path` and `options`, the arguments of the function; "task": `path`.
     """
 
-    # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows, "task" a task definition
-    type: Literal["world", "jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
+    # "env": an environment by name; "dataset": a folder of `datasets.save_to_disk`; "task": a task definition
+    type: Literal["env", "jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
     path: str | None = None  # jsonl, parquet, dataset, task: the file or folder; python: "file.py:function"
-    name: str | None = None  # world, reasoning_gym: which one
-    size: Positive = 1000  # world, reasoning_gym: how many tasks are made
-    seed: Seed = 0  # world, reasoning_gym: of the tasks
+    name: str | None = None  # env, reasoning_gym: which environment or dataset
+    size: Positive = 1000  # env, reasoning_gym: how many tasks are generated
+    seed: Seed = 0  # env, reasoning_gym: seeds the tasks
     weight: PositiveFloat = 1.0  # share in a mixture, relative to the other sources
-    # our names (prompt, messages, answer, id; of pairs: prompt, chosen, rejected, margin) to theirs
+    # from our names (prompt, messages, answer, id; of pairs: prompt, chosen, rejected, margin) to the file's
     columns: dict[str, str] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # passed to the world or the reasoning-gym dataset
+    options: dict[str, Any] = field(default_factory=dict)  # passed to the environment or the reasoning-gym dataset
     system: str | None = None  # put before every conversation that has no system message
     env: str | None = None  # "file.py:Class": an environment of your own that plays these tasks (docs/environments.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class ScheduleConfig:
-    """Learning rate over training steps: linear warm-up, then constant, linear or cosine down to `final` x peak."""
+    """The learning rate over training steps: linear warm-up, then constant, linear or cosine down to `final` x peak."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"  # what follows the warm-up
     warmup_steps: NonNegative = 0  # training steps of linear warm-up
@@ -138,6 +143,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
+    """AdamW, gradient clipping, and the learning rate over training steps."""
+
     learning_rate: PositiveFloat = 1e-5  # the peak of the schedule
     beta1: Share = 0.9  # AdamW: decay of the mean gradient
     beta2: Share = 0.95  # AdamW: decay of the mean squared gradient
@@ -151,10 +158,12 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SftConfig:
+    """Supervised fine-tuning on conversations."""
+
     steps: Positive  # optimiser updates
     batch_size: Positive = 32  # conversations of one update
     sources: tuple[SourceConfig, ...]  # conversations, mixed by their weights
-    held_out: SourceConfig | None = None  # loss on it is reported with every evaluation
+    held_out: SourceConfig | None = None  # conversations whose loss is reported with every evaluation
     max_tokens: Positive = 1024  # longer conversations are cut, and counted
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
@@ -162,12 +171,12 @@ class SftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardModelConfig:
-    """A scalar head on the model that [sft] left behind, trained on pairs of a better and a worse conversation."""
+    """A reward model: a scalar head on the model that [sft] trained, trained on preference pairs."""
 
     steps: Positive  # optimiser updates
     batch_size: Positive = 32  # pairs of one update
     sources: tuple[SourceConfig, ...]  # pairs (columns prompt, chosen, rejected, margin), mixed by their weights
-    held_out: SourceConfig | None = None  # pairs whose order it has to guess at every evaluation
+    held_out: SourceConfig | None = None  # pairs on which its accuracy is reported with every evaluation
     max_tokens: Positive = 1024  # pairs with a longer side are left out, and counted
     center_coef: NonNegativeFloat = 0.0  # pulls the two scores of a pair towards a sum of 0
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
@@ -176,42 +185,44 @@ class RewardModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardTermConfig:
-    """`fn`: a reward of the package's, or a user's."""
+    """One term of the reward: a built-in reward or a user's function, with its weight."""
 
     # env, exact_match, reasoning_gym, reward_model, judge, length, format, valid_actions, or "file.py:function"
     fn: str
-    # reward_model: a saved one, unset: the one that [reward_model] trains; judge: a model that is sampled here
+    # reward_model: a saved one; unset: the one that [reward_model] trains; judge: a model that is sampled here
     path: str | None = None
     weight: Real = 1.0  # factor in the total
-    name: str | None = None  # of its curve; unset: the function's
-    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the judge, length or format; a user's function
-    step_index: Literal["auto", "message", "turn"] = "auto"  # what its step outputs count: docs/authoring-rewards.md
-    default_step_reward: Real = 0.0  # of steps that its step outputs do not name, also if there are none
-    terminal_score: Literal["auto", "add"] = "auto"  # add: its score counts on the last step beside step outputs
-    score_range: tuple[Real, Real] | None = None  # scores outside are no rewards
-    keep_invalid: Flag = False  # take scores with is_score_valid = False, with which some functions mark wrong answers
+    name: str | None = None  # of its metric; unset: that of the function
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of judge, length, format or a user's function
+    # what the indices of step outputs count (docs/authoring-rewards.md)
+    step_index: Literal["auto", "message", "turn"] = "auto"
+    default_step_reward: Real = 0.0  # reward of steps that the step outputs do not name, also if there are none
+    terminal_score: Literal["auto", "add"] = "auto"  # add: the score counts on the last step beside step outputs
+    score_range: tuple[Real, Real] | None = None  # scores outside are invalid
+    # accept scores with is_score_valid = False, with which some functions mark wrong answers
+    keep_invalid: Flag = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardRunnerConfig:
-    """Where the functions of users' files run: in sandboxed processes, or, if they are trusted, in this one."""
+    """How users' reward functions are run: in sandboxed processes, or, if they are trusted, in this process."""
 
     type: Literal["process", "inprocess"] = "process"  # sandboxed processes (docs/sandbox.md), or this process
     strict: Flag = False  # refuse to run where files, network or processes cannot be isolated
     workers: Positive | None = None  # processes for each function; unset: one for each CPU core, at most 8
-    fork: Literal["episode", "group"] = "episode"  # what shares a process; one for all episodes of a group is faster
-    wall_s: PositiveFloat = 10.0  # time of one call
-    cpu_s: Positive = 10  # CPU time of each process of a call
-    memory_mb: Positive = 1024  # memory of a call
-    processes: Positive = 16  # processes and threads of a call
-    import_s: PositiveFloat = 60.0  # time to start a worker and import the file
+    fork: Literal["episode", "group"] = "episode"  # a process for each episode, or, faster, for each group
+    wall_s: PositiveFloat = 10.0  # most time of one call
+    cpu_s: Positive = 10  # most CPU time of each process of a call
+    memory_mb: Positive = 1024  # most memory of a call
+    processes: Positive = 16  # most processes and threads of a call
+    import_s: PositiveFloat = 60.0  # most time to start a worker and import the file
     readable: tuple[str, ...] = ()  # files and folders that functions may read, besides code
-    max_invalid_share: Share = 0.1  # of the last 200 evaluations; when more are in vain, the run ends
+    max_invalid_share: Share = 0.1  # the run ends when more of the last 200 evaluations are invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class FilterConfig:
-    """Groups that a filter rejects are replaced by new ones."""
+    """A filter of groups; groups that it rejects are replaced by new ones."""
 
     # "reward_spread", "reward_range", "diversity", "length", "success_rate", or "file.py:function"
     fn: str
@@ -220,44 +231,46 @@ class FilterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class AsyncConfig:
-    """How far sampling runs ahead of training, and what becomes of tokens that are older. [rl.async] in a file.
+    """Asynchronous training, [rl.async] in a file: how far sampling runs ahead, and how stale tokens are handled.
 
-    `behaviour_weight`, `weight_cap`, `weight_floor` and `cap_action` are the weights of stale tokens. A loaded tree has
-    the groups of a batch in `rl.groups` alone, wherever the file says them.
+    `behaviour_weight`, `weight_cap`, `weight_floor` and `cap_action` set the weights of stale tokens.
     """
 
     max_staleness: Staleness = 0  # eta: how many versions old a trained token may be
-    batch_groups: Positive | None = None  # groups of a training batch, another name of `rl.groups`; unset: as that says
     max_running: Positive | None = None  # groups in flight; unset: as many as the staleness bound admits
-    # a group with an older token is dropped, or only its tokens that are young enough are trained
+    # drop a group that has an older token, or train only its tokens that are young enough
     stale_action: Literal["drop", "mask"] = "drop"
-    # to the start of the step, to the next version (recorded, or guessed), or 1; unset: as `rl.correction` says
+    # ratio to the policy at the start of the step, to the next version (recorded or guessed), or 1; unset: `correction`
     behaviour_weight: Literal["full", "one_step", "loglinear", "none"] | None = None
     weight_cap: PositiveFloat = 5.0  # largest behaviour weight
     weight_floor: NonNegativeFloat = 0.0  # smallest behaviour weight
-    cap_action: Literal["mask", "clamp"] = "mask"  # outside of the bounds a token is left out, or its weight cut
-    # new weights: cut sequences and go on from keys and values computed anew, or kept; or let them end first
+    cap_action: Literal["mask", "clamp"] = "mask"  # outside of the bounds: leave the token out, or clamp its weight
+    # at new weights: resume sequences with recomputed (abort) or kept (inflight) keys and values, or let them end first
     interrupt: Literal["abort", "inflight", "drain"] = "abort"
-    drain_s: PositiveFloat = 60.0  # interrupt "drain": how long sequences may take to end before they are cut
-    oversampling: Factor = 1.0  # groups started for one that is trained
-    keep: Literal["first", "best"] = "first"  # of more groups than a batch has: those that end first, or score highest
-    score: str = "reward_spread"  # keep "best": "reward_spread", "mean_reward", or "file.py:function" of a group
+    drain_s: PositiveFloat = 60.0  # interrupt "drain": how long sequences may take to end before they are stopped
+    oversampling: Factor = 1.0  # groups started for each that is trained
+    # which groups are trained when more are ready than a batch needs: the first to finish, or those of highest score
+    select: Literal["first", "best"] = "first"
+    # select "best": "reward_spread", "mean_reward", or "file.py:function" of a group
+    select_score: str = "reward_spread"
     replay_groups: NonNegative = 0  # groups of earlier batches, no older than `max_staleness`, added to every batch
-    slow_wait_s: PositiveFloat = 60.0  # how long a publish waits for a task that was dropped as stale twice
-    task_timeout_s: PositiveFloat = 600.0  # an episode that takes longer has failed
-    max_consecutive_drops: Positive = 64  # groups dropped in a row that end the run
+    slow_wait_s: PositiveFloat = 60.0  # how long new weights wait for a task that was dropped as stale twice
+    task_timeout_s: PositiveFloat = 600.0  # an episode that takes longer fails
+    max_consecutive_drops: Positive = 64  # the run ends after so many groups dropped in a row
     # above 0: a virtual clock; all sequences advance by that many tokens, then wait for each other
     lockstep_tokens: NonNegative = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SamplingConfig:
+    """How turns are sampled."""
+
     temperature: Temperature = 1.0  # of sampling, and so of the distribution that is trained
     top_p: Nucleus = 1.0  # needs `rl.allow_truncated_sampling` when below 1
     top_k: Positive | None = None  # needs `rl.allow_truncated_sampling`
     min_p: Share = 0.0  # needs `rl.allow_truncated_sampling` when above 0
     stop_strings: tuple[Text, ...] = ()  # a turn ends when one of them appears
-    max_tokens: Positive = 64  # of one turn
+    max_tokens: Positive = 64  # most tokens of one turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -266,8 +279,8 @@ class CorrectionConfig:
 
     # "full": to the policy at the start of the step; "loglinear": to the next version, guessed; "none": 1
     behaviour: Literal["full", "loglinear", "none"] = "full"
-    bound: Literal["mask", "clamp"] = "mask"  # outside of the bounds a token is left out, or its weight cut
-    level: Literal["token", "sequence", "geometric"] = "token"  # over what weights are taken and bounded
+    bound: Literal["mask", "clamp"] = "mask"  # outside of the bounds: leave the token out, or clamp its weight
+    level: Literal["token", "sequence", "geometric"] = "token"  # what has one weight: a token, or a whole sequence
     floor: NonNegativeFloat = 0.0  # smallest weight
     cap: PositiveFloat = 5.0  # largest weight
     normalise: Flag = False  # scale the weights of a step to mean 1
@@ -276,40 +289,41 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class CriticConfig:
-    """A scalar head that learns to foretell returns, on a trunk of its own or on the policy's: PPO with GAE."""
+    """The value model of PPO with GAE: a scalar head on a trunk of its own or on the policy's."""
 
     # "own": a second model, trained beside the policy; "shared": a head on the policy's trunk, trained in one loss
     trunk: Literal["own", "shared"] = "own"
-    # trunk "own": folder it starts from, or "reward_model" for the one of this run; unset: as the stage does
+    # trunk "own": folder it starts from, or "reward_model" for that of this run; unset: the model the stage starts from
     path: str | None = None
-    gamma: Share = 1.0  # discount of a step
+    gamma: Share = 1.0  # discount per step
     lam: Share = 0.95  # GAE: 0 trusts the critic alone, 1 the rewards alone
     value_coef: NonNegativeFloat = 0.5  # factor of the value loss
     value_clip: NonNegativeFloat = 0.2  # how far a value may move in one training step; 0: no limit
-    # past a limit an episode is worth what is expected after it (docs/objectives.md says when to write false)
+    # add the value after the last step to episodes that a limit cut off (docs/objectives.md says when to write false)
     bootstrap: Flag = True
     whiten: Flag = True  # bring the advantages of a training step to mean 0 and standard deviation 1
-    kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference model, taken off the reward of every token
+    kl_coef: NonNegativeFloat = 0.0  # factor of the KL to the reference model, subtracted from every token's reward
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # of that KL; k1 is the one whose policy gradient is the KL's
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # trunk "own": AdamW and its schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SaveConfig:
-    """Which episodes are written to rollouts/step_NNNNNN.jsonl."""
+    """The choice of episodes that are written to rollouts/step_NNNNNN.jsonl."""
 
-    every: NonNegative = 1  # training steps; the first is saved too; 0: none is
+    every: NonNegative = 1  # save every n-th training step, and the first; 0: none
     # "all", "failures", "top_advantage" (largest absolute values), or "file.py:function" of a credited episode
     which: str = "all"
-    every_episode: Positive = 1  # of those that `which` chooses, every n-th
+    every_episode: Positive = 1  # save every n-th of those that `which` chooses
     top: Positive = 16  # which "top_advantage": how many of a training step
-    whole_groups: Flag = False  # keep the whole group of a chosen episode, as comparing them anew needs it
-    lean: Flag = False  # without token arrays: smaller, for looking at and for rewards that take no tokens
+    whole_groups: Flag = False  # save the whole group of a chosen episode, which recomputing advantages needs
+    lean: Flag = False  # leave token arrays out: smaller files, for viewing and for rewards that take no tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RlConfig:
-    """A training step takes `groups` groups of `group_size` episodes and makes `minibatches` optimiser updates."""
+    """Reinforcement learning: a training step takes `groups` groups of `group_size` episodes and makes `minibatches`
+    optimiser updates."""
 
     steps: Positive  # training steps
     groups: Positive = 8  # tasks of one training step; a multiple of `minibatches`
@@ -318,44 +332,45 @@ class RlConfig:
     tasks: SourceConfig  # what episodes start from
     rewards: tuple[RewardTermConfig, ...] = (
         RewardTermConfig(fn="env"),
-    )  # summed with their weights; unset: what the world gives
-    # functions; what the world gives (functions are then only measured); or their sum; unset: `rewards` as it stands
+    )  # summed with their weights; unset: what the environment gives
+    # functions, what the environment gives (functions are then only measured), or their sum; unset: `rewards` as listed
     reward_source: Literal["function", "env", "sum"] | None = None
     reward_runner: RewardRunnerConfig = field(default_factory=RewardRunnerConfig)  # where users' reward functions run
-    # episodes that a limit cut off: what they earned, 0, left out of statistics and loss, or less `truncated_penalty`
-    truncated: Literal["keep", "zero", "exclude", "penalty"] = "keep"
-    truncated_penalty: NonNegativeFloat = 0.0  # truncated "penalty": taken off the reward of the last step
-    generate_fn: str | None = None  # "file.py:function": a user's own rollout in place of the episode worker
+    # reward of episodes that a limit cut off: as earned, 0, left out of statistics and loss, less `truncated_penalty`
+    truncated_reward: Literal["keep", "zero", "exclude", "penalty"] = "keep"
+    truncated_penalty: NonNegativeFloat = 0.0  # truncated_reward "penalty": subtracted from the last step's reward
+    generate_fn: str | None = None  # "file.py:function": a user's rollout in place of ours
     program: str | None = None  # "file.py:function": an agent that calls the model itself (docs/agents.md)
     max_turns: Positive = 16  # assistant turns of one episode
-    end_tool: Text | None = None  # a call of the tool of this name ends an episode; it is offered if the world has none
-    end_pattern: Text | None = None  # a regular expression: an episode ends with a turn in which it is found
-    env_threads: Positive = 64  # worlds that block (slow tools) run on so many threads
+    end_tool: Text | None = None  # a call of this tool ends an episode; the tool is offered if the environment does not
+    end_pattern: Text | None = None  # a regular expression: an episode ends with a turn that matches it
+    env_threads: Positive = 64  # threads for environments that block (slow tools)
     max_prompt_tokens: Positive = 512  # tasks with longer prompts are left out, and counted
-    max_episode_tokens: Positive = 1024  # prompt and all turns together
+    max_episode_tokens: Positive = 1024  # most tokens of the prompt and all turns together
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how turns are sampled
-    allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, whose samples the loss misjudges
-    # a short name for a credit method, a loss, a weighting and (ppo) a critic; what the file says itself wins
+    allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, which bias the loss
+    # a short name for a credit method, a loss, a weighting and (ppo) a critic; keys that the file sets win
     algorithm: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "gigpo", "ppo"] | None = None
     credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic
     credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
-    # what tells states apart: "state" (the world's key), "observation", "auto" (either), or "file.py:function"
+    # what identifies a state: "state" (the environment's key), "observation", "auto" (either), or "file.py:function"
     anchor: str = "auto"
-    rows: Literal["episode", "step"] = "episode"  # what a training sequence is: an episode, or each of its turns
+    sequence_unit: Literal["episode", "step"] = "episode"  # what a training sequence is: an episode, or each turn
     loss: str = "ppo"  # a name of docs/objectives.md, "file.py:function", or a sum: "ppo + entropy_bonus"
     loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
-    weighting: str = "token_mean"  # token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
+    # TRL's loss_type: token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
+    weighting: str = "token_mean"
     weighting_constant: PositiveFloat | None = None  # weighting "constant" divides by it; unset: max_episode_tokens
-    kl_limit: PositiveFloat | None = None  # of the mean KL per token to the policy at the start of the step
-    # past `kl_limit`: drop the step's other minibatches, or keep only as much of the update as meets it
+    kl_limit: PositiveFloat | None = None  # largest mean KL per token to the policy at the start of the step
+    # beyond `kl_limit`: drop the step's other minibatches, or scale the update back to the limit
     kl_action: Literal["discard", "scale_back"] = "discard"
-    correction: CorrectionConfig | None = None  # for stale tokens; unset: only if the loss asks for one
-    # folder of the model of reference_logprobs, or its URL; unset: the one the stage starts from
+    correction: CorrectionConfig | None = None  # weights of stale tokens; unset: only if the loss needs them
+    # folder of the model of reference_logprobs, or its URL; unset: the model the stage starts from
     reference: str | None = None
     teacher: str | None = None  # folder of the model of teacher_logprobs, or its URL
-    critic: CriticConfig | None = None  # PPO with GAE: a value model that credit "token_gae" or "turn_gae" asks
+    critic: CriticConfig | None = None  # PPO with GAE: the value model of credit "token_gae" and "turn_gae"
     filters: tuple[FilterConfig, ...] = ()  # reject groups, which are then replaced by new ones
-    save: SaveConfig = field(default_factory=SaveConfig)  # which episodes are kept in the run folder (docs/viewing.md)
+    save: SaveConfig = field(default_factory=SaveConfig)  # which episodes are saved in the run folder (docs/viewing.md)
     sync_every: Positive = 1  # training steps between two publications of weights
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
@@ -366,9 +381,9 @@ class RlConfig:
 class EvalConfig:
     """Held-out evaluation: `samples` episodes for each of `tasks` tasks with fixed seeds; pass@1 and pass@samples."""
 
-    every: NonNegative = 0  # training steps; 0: only at the end of a stage
+    every: NonNegative = 0  # training steps between evaluations; 0: only at the end of a stage
     source: SourceConfig | None = None  # held-out tasks; unset: no evaluation
-    tasks: Positive = 64  # how many of them
+    tasks: Positive = 64  # how many held-out tasks
     samples: Positive = 1  # episodes of each task
     temperature: Temperature = 1.0  # of sampling
     seed: Seed = 12345  # the same at every evaluation
@@ -376,14 +391,19 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    every: NonNegative = 0  # training steps; 0: only at the end of a stage
+    """When checkpoints are written, and which are kept."""
+
+    every: NonNegative = 0  # training steps between checkpoints; 0: only at the end of a stage
     keep_last: Positive = 2  # newest checkpoints that are kept
-    keep_every: NonNegative = 0  # training steps whose checkpoints stay for good; 0: only the last and the best stay
+    # training steps between checkpoints that are kept for good; 0: only the last and the best are kept
+    keep_every: NonNegative = 0
     deadline_s: PositiveFloat = 120.0  # for the checkpoint that SIGTERM asks for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class WandbConfig:
+    """Weights & Biases."""
+
     project: Text = "headrace"  # where Weights & Biases lists the run
     entity: str = ""  # user or team; empty: the account's own
     mode: Literal["online", "offline"] = "online"  # offline: a folder that  wandb sync  sends later
@@ -391,37 +411,39 @@ class WandbConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class PrometheusConfig:
-    """A scrape endpoint: GET /metrics without a key, so it listens on this machine alone unless told otherwise."""
+    """A scrape endpoint: GET /metrics without a key, so by default it listens on this machine alone."""
 
     host: Text = "127.0.0.1"  # address that is listened on
-    port: Port = 9464  # 0: any free one, which the log tells
+    port: Port = 9464  # 0: any free port, which is logged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class DatadogConfig:
-    host: Text = "127.0.0.1"  # of the agent that takes DogStatsD datagrams
+    """A Datadog agent that takes DogStatsD datagrams."""
+
+    host: Text = "127.0.0.1"  # of the agent that receives DogStatsD datagrams
     port: Port = 8125  # of the agent
-    prefix: Text = "headrace"  # of every name
+    prefix: Text = "headrace"  # of every metric name
     tags: tuple[Text, ...] = ()  # added to stage and run, such as "team:agents"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class AlertConfig:
-    """A line in the log, and a message to `webhook`, when a metric is beyond a threshold."""
+    """An alert when a metric is beyond a threshold: a line in the log, and a message to `webhook`."""
 
     metric: Text  # its name in docs/metrics.md
     above: Real | None = None  # the metric is beyond when it is larger
     below: Real | None = None  # the metric is beyond when it is smaller
-    for_steps: Positive = 1  # records in a row that have to be beyond
-    cooldown_steps: NonNegative = 100  # records for which a rule is quiet after it fired
-    webhook: Text | None = None  # a URL that gets JSON by POST, or "env:NAME", the environment variable that has it
+    for_steps: Positive = 1  # records in a row that must be beyond
+    cooldown_steps: NonNegative = 100  # records after an alert in which it is not repeated
+    webhook: Text | None = None  # a URL that receives JSON by POST, or "env:NAME", the environment variable with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class MetricsConfig:
-    """Where numbers go besides metrics.jsonl, and when somebody is told. Nothing here changes what is trained."""
+    """Metric sinks besides metrics.jsonl, and alerts. Nothing here changes what is trained."""
 
-    # a sink that is named here must be there: its package is asked for before anything is trained
+    # a sink that is listed must work: its package is checked before training starts
     sinks: tuple[Literal["tensorboard", "wandb", "prometheus", "datadog"], ...] = ()
     wandb: WandbConfig = field(default_factory=WandbConfig)  # sink "wandb"
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)  # sink "prometheus"
@@ -431,13 +453,15 @@ class MetricsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Config:
+    """The configuration of a run."""
+
     run: RunConfig = field(default_factory=RunConfig)  # name, folder and seed
-    model: ModelConfig = field(default_factory=ModelConfig)  # what is trained
-    remote: RemoteConfig = field(default_factory=RemoteConfig)  # where the model of path = "openai:NAME" is
-    engine: EngineConfig = field(default_factory=EngineConfig)  # what samples
-    sft: SftConfig | None = None  # supervised fine-tuning; the first stage, if there
+    model: ModelConfig = field(default_factory=ModelConfig)  # the model that is trained
+    remote: RemoteConfig = field(default_factory=RemoteConfig)  # the endpoint of path = "openai:NAME"
+    engine: EngineConfig = field(default_factory=EngineConfig)  # the sampling engine
+    sft: SftConfig | None = None  # supervised fine-tuning; the first stage, if given
     reward_model: RewardModelConfig | None = None  # learned from preference pairs; starts from the checkpoint of [sft]
-    rl: RlConfig | None = None  # reinforcement learning; starts from the checkpoint of [sft], if there
+    rl: RlConfig | None = None  # reinforcement learning; starts from the checkpoint of [sft], if given
     eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation of the stages
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when they are written and which are kept
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)  # where numbers go besides metrics.jsonl, and alerts
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)  # sinks besides metrics.jsonl, and alerts

@@ -1,4 +1,4 @@
-"""Conversations to imitate: reading them, and mixing several sets of them by weight."""
+"""Read conversations for SFT, and mix several sets of them by weight."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,14 +31,22 @@ Item = TypeVar("Item")
 
 
 def load_conversations(source: DataSource, *, base: Path | None = None) -> list[Conversation]:
-    """The conversations of a source that is not a world: `messages`, or `prompt` with the reply in `answer`."""
+    """Load the conversations of a source that has rows: `messages`, or `prompt` with the reply in `answer`."""
     return _conversations(read_rows(source, base=base), columns=source.columns, system=source.system)
 
 
 def conversations_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[Conversation]:
-    """Conversations from any Python iterable of dicts, with the columns that a file would have."""
+    """Make conversations to imitate from any iterable of dicts: `messages`, or a `prompt` with the reply in `answer`.
+
+    `columns` maps these names to those of the rows. `system` is put before every conversation that has no system
+    message. Raises DataError that names the row.
+
+    >>> [conversation] = conversations_from_rows([{"prompt": "1 + 1 =", "answer": "2"}])
+    >>> [(message.role, message.content) for message in conversation]
+    [('user', '1 + 1 ='), ('assistant', '2')]
+    """
     return _conversations(rows_of(rows, "rows"), columns=columns or {}, system=system)
 
 
@@ -51,8 +59,8 @@ def _conversations(rows: Iterator[DataRow], *, columns: Mapping[str, str], syste
 
 
 def _to_conversation(row: DataRow, columns: Mapping[str, str], system: str | None) -> Conversation:
-    """A reply in the `answer` column is put after a conversation that does not end with the assistant; a column `tools`
-    has the tools that were offered."""
+    """Make a conversation of a row: a reply in the column `answer` is put after messages that do not end with the
+    assistant, and a column `tools` has the tools that were offered."""
     column = prompt_column(row, columns)
     messages = with_system(parse_prompt(row.columns[column], row.place), system)
     answer = pick(row, columns, "answer")
@@ -80,29 +88,34 @@ def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def messages_of(conversation: Conversation) -> tuple[Message, ...]:
+    """Return the messages of a conversation, with or without tools."""
     return conversation.messages if isinstance(conversation, ToolConversation) else conversation
 
 
 def with_system_message(conversation: Conversation, system: str | None) -> Conversation:
-    """The conversation with a system message before it, if it has none."""
-    told = with_system(messages_of(conversation), system)
-    return replace(conversation, messages=told) if isinstance(conversation, ToolConversation) else told
+    """Put a system message before a conversation that has none."""
+    messages = with_system(messages_of(conversation), system)
+    return replace(conversation, messages=messages) if isinstance(conversation, ToolConversation) else messages
 
 
 def prompt_of(conversation: Conversation) -> tuple[Message, ...]:
-    """What the first reply answers: all messages before it."""
+    """Return the messages before the first reply."""
     return tuple(takewhile(lambda message: message.role != "assistant", messages_of(conversation)))
 
 
 class ConversationMixture(Generic[Item]):
-    """An endless mix of several sequences by weight, each shuffled anew every epoch of its own.
+    """Draws without end from several sequences by weight, each shuffled anew every epoch of its own.
+
+    >>> mixture = ConversationMixture([(["easy"], 3.0), (["hard"], 1.0)])
+    >>> mixture.next_batch(4)
+    ('easy', 'easy', 'hard', 'easy')
 
     Draw t (from 1) goes to the part with the largest deficit w_i t - n_i, n_i its draws so far and w_i its share:
     the deficits add up to 0 and none falls to -1 or below, so none of k > 1 reaches k - 1, however long the run.
     The counts n_i are the whole state: epoch and place of a part are n_i divided by its length.
     """
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[Item], float]], seed: int = 0) -> None:
         if not parts or any(not items for items, _ in parts):
             raise DataError("a mixture needs at least one part, and none may be empty")
         if any(not (math.isfinite(weight) and weight > 0) for _, weight in parts):
@@ -116,10 +129,11 @@ class ConversationMixture(Generic[Item]):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Draws from each part so far."""
+        """Number of draws from each part so far."""
         return tuple(self._counts)
 
     def next(self) -> Item:
+        """Draw the next item."""
         turn = sum(self._counts) + 1
         total = sum(self._shares)
         deficits = [
@@ -133,6 +147,7 @@ class ConversationMixture(Generic[Item]):
         return self._parts[part][int(self._orders[part][1][offset])]
 
     def next_batch(self, n: int) -> tuple[Item, ...]:
+        """Draw the next n items."""
         assert n >= 0
         return tuple(self.next() for _ in range(n))
 
@@ -157,7 +172,7 @@ class ConversationMixture(Generic[Item]):
 
 
 def _integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in exactly the weights' proportion; 0.1 means a tenth."""
+    """Return whole numbers in exactly the weights' proportion; 0.1 means a tenth."""
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
     return tuple(int(fraction * denominator) for fraction in fractions)

@@ -1,6 +1,6 @@
-"""Conversations for [sft] from episodes that a policy played: one JSON row each, with the tools that were offered.
+"""Write conversations for [sft] from episodes that a policy played: one JSON row each, with the tools offered.
 
-`type = "jsonl"` reads them again. Knows no policy: whoever played the groups passes them in.
+A source of `type = "jsonl"` reads them again. Knows no policy: the caller plays the groups and passes them in.
 """
 
 import json
@@ -16,7 +16,7 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 class ToolRecordingEnv:
-    """Wrap an environment and record the tools it offers at reset, by task id."""
+    """Wraps an environment and records the tools it offers at reset, by task id."""
 
     def __init__(self, env: Env, tools: dict[str, Tools]) -> None:
         self._env, self._tools = env, tools
@@ -42,7 +42,7 @@ def record_tools(make_env: Callable[[], Env], tools: dict[str, Tools]) -> Callab
 
 
 def demonstration(scored: ScoredEpisode, tools: Tools = ()) -> dict[str, Any]:
-    """A row: the conversation up to the policy's last turn, and what came of it."""
+    """Make a row of an episode: the conversation up to the policy's last turn, its reward and its success."""
     episode = scored.episode
     last = max(place for place, message in enumerate(episode.messages) if message.role == "assistant")
     row: dict[str, Any] = {
@@ -61,21 +61,21 @@ def write_demonstrations(
     *,
     keep: Callable[[ScoredEpisode], bool] = lambda scored: scored.success is True,
 ) -> int:
-    """Write those that `keep` keeps, successes unless said; returns their number.
+    """Write the episodes for which `keep` returns true (by default the successes); return their number.
 
     Raises DataError, and writes nothing, when there is none.
     """
-    kept = [
+    rows = [
         demonstration(scored, tools.get(scored.episode.task.id, ()))
         for group in groups
         for scored in group.episodes
         if keep(scored)
     ]
-    if not kept:
+    if not rows:
         raise DataError(
             "no episode is worth showing: none succeeded; keep all of them (--all), or take a better policy"
         )
     with boundary(DataError, f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
-    return len(kept)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return len(rows)

@@ -1,4 +1,4 @@
-"""Preference pairs: two conversations that start alike, of which the first one is better."""
+"""Read preference pairs: two conversations that start alike, of which the first one is better."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,22 +16,22 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePair:
-    """Whole conversations, prompt included, each ending with the assistant. `margin`: by how much at least."""
+    """Two whole conversations, prompt included, each ending with the assistant."""
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
-    margin: float = 0.0
+    margin: float = 0.0  # by how much `chosen` is better, at least
 
 
 def load_pairs(source: DataSource, *, base: Path | None = None) -> list[PreferencePair]:
-    """The pairs of a source that is not a world: `prompt`, `chosen`, `rejected` and, if there, `margin`."""
+    """Load the pairs of a source that has rows: `prompt`, `chosen`, `rejected` and, if there, `margin`."""
     return _pairs(read_rows(source, base=base), columns=source.columns, system=source.system)
 
 
 def pairs_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[PreferencePair]:
-    """Pairs from any Python iterable of dicts, with the columns that a file would have."""
+    """Make pairs from any Python iterable of dicts, with the columns that a file would have."""
     return _pairs(rows_of(rows, "rows"), columns=columns or {}, system=system)
 
 
@@ -46,7 +46,7 @@ def _pairs(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str |
 
 
 def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None) -> PreferencePair:
-    """Without a prompt, both sides are whole conversations, given as messages."""
+    """Make a pair of a row; without a prompt, both sides are whole conversations, given as messages."""
     prompt = pick(row, columns, "prompt")
     start = () if prompt is None else parse_prompt(row.columns[prompt], row.place)
     sides = [with_system((*start, *_side(row, columns, name)), system) for name in ("chosen", "rejected")]

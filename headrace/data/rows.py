@@ -1,7 +1,7 @@
-"""Where rows come from: JSONL, Parquet, a saved Hugging Face dataset, reasoning-gym, a user's Python function.
+"""Read rows from JSONL, Parquet, a saved Hugging Face dataset, reasoning-gym or a user's Python function.
 
-A row is a dict of JSON-like columns and knows its place (file and line) for error messages. What the columns mean is
-decided in `sources.py` and `conversations.py`.
+A row is a dict of JSON-like columns, with its place (file and line) for error messages. `task_rows.py`,
+`conversations.py` and `preferences.py` decide what the columns mean.
 """
 
 import importlib
@@ -19,7 +19,7 @@ MAX_ROWS = 5_000_000  # an endless generator ends here, with an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Say where rows come from; which fields count depends on the type."""
+    """Says where rows come from; which fields count depends on the type."""
 
     # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows; "task" has no rows
     type: Literal["jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
@@ -34,12 +34,14 @@ class DataSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
+    """A row, and where it was read, for error messages."""
+
     place: str  # "tasks.jsonl, line 17"
     columns: Mapping[str, Any]
 
 
 def read_rows(source: DataSource, *, base: Path | None = None) -> Iterator[DataRow]:
-    """The rows of a file, folder, generator or function, in their own order; paths are relative to `base`."""
+    """Read the rows of a file, folder, generator or function, in their order there; paths are relative to `base`."""
     match source.type:
         case "jsonl":
             _refuse_options(source)
@@ -71,12 +73,12 @@ def _path(source: DataSource, base: Path | None) -> Path:
 def _refuse_options(source: DataSource, allowed: tuple[str, ...] = ()) -> None:
     for name in source.options:
         if name not in allowed:
-            known = ", ".join(allowed) or "none"
-            raise ConfigError(f'a source of type = "{source.type}" has no option {name} (it has: {known})')
+            options = ", ".join(allowed) or "none"
+            raise ConfigError(f'a source of type = "{source.type}" has no option {name} (it has: {options})')
 
 
 def _files(path: Path, pattern: str) -> list[Path]:
-    """The file itself, or the matching files of a folder in the order of their names."""
+    """Return the file itself, or the matching files of a folder in the order of their names."""
     if path.is_file():
         return [path]
     files = sorted(path.glob(pattern))
@@ -131,7 +133,7 @@ def _read_dataset(source: DataSource, path: Path) -> Iterator[DataRow]:
 
 
 def _read_reasoning_gym(source: DataSource) -> Iterator[DataRow]:
-    """`entry` stays as reasoning-gym made it (tuples and all), for that is what its `score_answer` needs."""
+    """Make the rows; `entry` stays as reasoning-gym made it (tuples and all), because its `score_answer` needs that."""
     gym = _optional("reasoning_gym", package="reasoning-gym", extra="envs")
     if source.name is None:
         raise ConfigError('a source of type = "reasoning_gym" needs a name, "chain_sum" for example')
@@ -164,7 +166,7 @@ def _read_python(source: DataSource, base: Path | None) -> Iterator[DataRow]:
 
 
 def rows_of(rows: Iterable[Any], place: str, *, max_rows: int = MAX_ROWS) -> Iterator[DataRow]:
-    """Rows from any Python iterable of dicts; an error inside it, or another kind of row, is a DataError."""
+    """Yield rows from any Python iterable of dicts; raises DataError if it fails or gives something else than dicts."""
     with boundary(DataError, f"{place} failed"):
         for index, columns in enumerate(rows):
             if not isinstance(columns, Mapping):
@@ -175,7 +177,7 @@ def rows_of(rows: Iterable[Any], place: str, *, max_rows: int = MAX_ROWS) -> Ite
 
 
 def _json_like(value: Any) -> Any:
-    """The value made of JSON's types; what JSON has no type for (dates, decimals, bytes) becomes text."""
+    """Convert a value to JSON's types; what JSON has no type for (dates, decimals, bytes) becomes text."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

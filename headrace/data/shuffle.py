@@ -1,4 +1,4 @@
-"""Counter-based order of data: everything is a function of (key, epoch), so a cursor is all the state there is."""
+"""Shuffle data by a counter: the order is a function of (key, epoch), so a cursor is all the state; and hash data."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,7 @@ _SAVED_NAMES = {"ToolConversation": "ToolTalk", "PreferencePair": "Pair"}
 
 
 def permutation(size: int, *, key: tuple[int, ...], epoch: int) -> npt.NDArray[np.int64]:
-    """A pseudo-random order of range(size): indices sorted by splitmix64(hash(key, epoch) + index).
+    """Return a pseudo-random order of range(size): indices sorted by splitmix64(hash(key, epoch) + index).
 
     The same on every machine and numpy version, which numpy's own generators do not promise.
     """
@@ -25,7 +25,7 @@ def permutation(size: int, *, key: tuple[int, ...], epoch: int) -> npt.NDArray[n
 
 
 def fingerprint(items: Iterable[Any]) -> str:
-    """A hash of the items' content and order, the same in every process."""
+    """Hash the items' content and order; the same in every process."""
     digest = hashlib.blake2b(digest_size=16)
     for item in items:
         _feed(digest, item)
@@ -33,7 +33,7 @@ def fingerprint(items: Iterable[Any]) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
-    """Every value is fed with its type and length before it, so that no two structures read the same."""
+    """Feed a value with its type and length before it, so that no two structures give the same bytes."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
         name = type(value).__name__
@@ -52,5 +52,5 @@ def _feed(digest: Any, value: Any) -> None:
     elif value is None or isinstance(value, str | bytes | bool | int | float):
         text = repr(value).encode()
         digest.update(f"{type(value).__name__} {len(text)} ".encode() + text)
-    else:  # its repr may hold an address
+    else:  # only the type: a repr may hold an address
         digest.update(f"{type(value).__module__}.{type(value).__qualname__} ".encode())

@@ -1,4 +1,4 @@
-"""The task source: an endless, seeded, resumable order of tasks; and what is said about tasks before a run starts."""
+"""Give out tasks in an endless, seeded, resumable order; filter long prompts and find held-out tasks in training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,16 @@ from headrace.types import Message, Task
 
 
 class TaskSource:
-    """Tasks without end: every epoch is a permutation of all of them, a function of (seed, epoch) alone.
+    """Draws tasks without end: every epoch is a permutation of all of them, a function of (seed, epoch) alone.
 
     The state is a cursor (epoch, offset); nothing random is stored.
+
+    >>> source = TaskSource([Task(id="a"), Task(id="b")])
+    >>> sorted(task.id for task in source.get_prompts(4))
+    ['a', 'a', 'b', 'b']
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
             raise DataError("there are no tasks to train on")
         self._tasks = tuple(tasks)
@@ -33,10 +37,11 @@ class TaskSource:
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that were begun, counted from 0; it grows when the next one's first task is drawn."""
+        """Number of the pass over the data, from 0; it grows when the first task of the next pass is drawn."""
         return self._epoch
 
     def next(self) -> Task:
+        """Return the next task."""
         if self._offset == len(self._tasks):
             self._epoch, self._offset = self._epoch + 1, 0
             self._order = self._shuffled(self._epoch)
@@ -45,7 +50,7 @@ class TaskSource:
         return task
 
     def get_prompts(self, n: int) -> tuple[Task, ...]:
-        """The next n tasks; a new epoch begins where one ends."""
+        """Return the next n tasks; a new epoch begins where one ends."""
         assert n >= 0
         return tuple(self.next() for _ in range(n))
 
@@ -73,18 +78,20 @@ class TaskSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilteredTasks:
-    """`shortest` and `longest` are the lengths in tokens of the shortest and longest prompt of all, kept or not."""
+    """The tasks whose prompts are short enough, and what was left out."""
 
     kept: tuple[Task, ...]
     dropped_count: int
-    shortest: int
-    longest: int
+    shortest: int  # tokens of the shortest prompt of all, kept or not
+    longest: int  # tokens of the longest
 
 
 def filter_prompts(tasks: Sequence[Task], renderer: Renderer, max_tokens: int) -> FilteredTasks:
-    """Leave out tasks whose prompt has more than `max_tokens` tokens; a task without messages but the system's (its
-    environment speaks first) is kept, for its length is not known yet."""
-    lengths = [len(renderer.prompt(task.messages)) if _asked(task) else 0 for task in tasks]
+    """Leave out tasks whose prompt has more than `max_tokens` tokens.
+
+    A task that has only a system message (its environment speaks first) is kept: its length is not known yet.
+    """
+    lengths = [len(renderer.prompt(task.messages)) if _question(task) else 0 for task in tasks]
     kept = tuple(task for task, length in zip(tasks, lengths, strict=True) if length <= max_tokens)
     return FilteredTasks(
         kept=kept,
@@ -95,17 +102,17 @@ def filter_prompts(tasks: Sequence[Task], renderer: Renderer, max_tokens: int) -
 
 
 def find_overlap(train: Sequence[Task], held_out: Sequence[Task]) -> int:
-    """How many held-out tasks have a prompt (without messages: data) that also occurs in training.
+    """Count the held-out tasks whose prompt (or data, if there are no messages) also occurs in training.
 
     System messages do not count: the same question under another one is the same question.
     """
-    seen = {_prompt_key(task) for task in train}
-    return sum(_prompt_key(task) in seen for task in held_out)
+    trained = {_prompt_key(task) for task in train}
+    return sum(_prompt_key(task) in trained for task in held_out)
 
 
 def _prompt_key(task: Task) -> str:
-    return fingerprint(_asked(task) or (task.data,))
+    return fingerprint(_question(task) or (task.data,))
 
 
-def _asked(task: Task) -> tuple[Message, ...]:
+def _question(task: Task) -> tuple[Message, ...]:
     return tuple(message for message in task.messages if message.role != "system")

@@ -1,4 +1,4 @@
-"""The worlds by name: what a `type = "world"` source, the demo and the tests play in.
+"""The worlds by name: what a `type = "env"` source, the demo and the tests play in.
 
 `BUILT_IN` ones need nothing else; those of `ADAPTERS` play the games of other packages, if they are installed.
 """
@@ -91,8 +91,8 @@ ADAPTERS: Mapping[str, EnvSpec] = {
     "openenv": _foreign("openenv", openenv.OpenEnvEnv, openenv.generate_tasks),
     "mcp": _foreign("mcp", mcp_env.McpEnv, mcp_env.generate_tasks),
 }
-assert tuple(BUILT_IN) == names.BUILTIN_WORLDS
-assert tuple(ADAPTERS) == names.ADAPTER_WORLDS
+assert tuple(BUILT_IN) == names.BUILTIN_ENVS
+assert tuple(ADAPTERS) == names.ADAPTER_ENVS
 ENVIRONMENTS: Mapping[str, EnvSpec] = {**BUILT_IN, **ADAPTERS}
 
 

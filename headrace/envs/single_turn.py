@@ -15,7 +15,7 @@ HELD_OUT_SHARE = 0.2
 
 
 class SingleTurnEnv:
-    """Shows nothing beyond the task's own messages, takes one answer and gives no reward and no verdict."""
+    """An environment of one turn: shows the task's own messages, takes one answer, and gives no reward of its own."""
 
     deterministic = True
 

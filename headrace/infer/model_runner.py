@@ -164,8 +164,8 @@ class ModelRunner:
             slots=slots_T[:written],
             positions=positions_T[:written],
             mask=mask,
-            pieces=tuple(chunks),
-            piece_mask=chunk_mask,
+            chunks=tuple(chunks),
+            chunk_mask=chunk_mask,
         )
         self._row_adapters = adapters + [BASE] * padding
         with self._using(self._row_adapters):
@@ -190,7 +190,7 @@ class ModelRunner:
         """Apply these adapters to the rows of every layer inside."""
         if self._adapters is None:
             return nullcontext()
-        return use_adapters(self._adapters, self._adapters.mixture(np.array(adapters)))
+        return use_adapters(self._adapters, self._adapters.row_adapters(np.array(adapters)))
 
     def _head_weight(self) -> Tensor:
         if self._head is None:

@@ -1,7 +1,7 @@
-"""A model elsewhere, spoken to by OpenAI's chat-completions API: messages in, one message out.
+"""Ask a remote model through OpenAI's chat-completions API: messages in, one message out.
 
-No tokens and no log-probs come back that training could use, so this is no `Sampler`. Attempts that may succeed later
-are made again, with growing pauses, until a deadline; every request has a time limit of its own.
+The API returns no tokens and log-probs that training could use, so this is no `Sampler`. Attempts that may succeed
+later are repeated, with growing pauses, until a deadline; every request has a time limit of its own.
 """
 
 import asyncio
@@ -26,60 +26,57 @@ MAX_REPLY_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """`url` is the base, up to and including /v1. `api_key_env` names the environment variable that has the key; "":
-    none is sent. `timeout_s` is of one request, `deadline_s` of a reply with all its attempts; `at_once` requests are
-    open together."""
+class EndpointConfig:
+    """An OpenAI-compatible endpoint and its limits."""
 
-    url: str
-    api_key_env: str = ""
-    timeout_s: float = 120.0
-    deadline_s: float = 600.0
-    at_once: int = 16
+    url: str  # the base, up to and including /v1
+    api_key_env: str = ""  # the environment variable that has the key; "": no key is sent
+    timeout_s: float = 120.0  # of one request
+    deadline_s: float = 600.0  # of a reply with all its attempts
+    at_once: int = 16  # requests that are open together
 
 
 class RemoteModel:
-    """The model `name` at an endpoint. Of `sampling`, max_tokens, temperature, top_p and stop strings are asked for."""
+    """The model `name` at an endpoint. Of `sampling` it sends max_tokens, temperature, top_p and stop strings."""
 
     def __init__(
         self,
         name: str,
-        where: Where,
+        endpoint: EndpointConfig,
         sampling: SamplingParams,
         *,
         transport: httpx.AsyncBaseTransport | None = None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Raises ConfigError when the key is not in the environment, or something is asked for that the API has not."""
+        """Raise ConfigError if the key is not in the environment, or `sampling` has settings that the API lacks."""
         if sampling.top_k is not None or sampling.min_p:
-            raise ConfigError("a model elsewhere takes no top_k and no min_p: leave them out of rl.sampling")
-        self._name, self._where, self._pause = name, where, pause
-        self._asked = _asked(sampling)
-        self._room = asyncio.Semaphore(where.at_once)
+            raise ConfigError("a remote model takes no top_k and no min_p: leave them out of rl.sampling")
+        self._name, self._endpoint, self._pause = name, endpoint, pause
+        self._sampling_body = _sampling_fields(sampling)
+        self._permits = asyncio.Semaphore(endpoint.at_once)
         self._client = httpx.AsyncClient(
-            base_url=where.url.rstrip("/") + "/",
-            headers=_headers(where.api_key_env),
-            timeout=where.timeout_s,
+            base_url=endpoint.url.rstrip("/") + "/",
+            headers=_headers(endpoint.api_key_env),
+            timeout=endpoint.timeout_s,
             transport=transport,
             trust_env=True,
         )
 
     async def reply(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, StopReason]:
-        """The model's next message. Raises SamplerError when it refuses, or answers nothing before the deadline."""
+        """Return the model's next message. Raises SamplerError if it refuses, or if the deadline passes."""
         body: dict[str, Any] = {
             "model": self._name,
             "messages": [_wire(message) for message in messages],
-            **self._asked,
+            **self._sampling_body,
         }
         if tools:
             body["tools"] = [dict(tool) for tool in tools]
-        async with self._room:
+        async with self._permits:
             answer = await self._answer(body)
         with boundary(SamplerError, f"the reply of {self._name} is not a chat completion"):
             choice = answer["choices"][0]
-            return _message(choice["message"]), StopReason.LENGTH if choice.get(
-                "finish_reason"
-            ) == "length" else StopReason.STOP
+            stop = StopReason.LENGTH if choice.get("finish_reason") == "length" else StopReason.STOP
+            return _message(choice["message"]), stop
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -96,7 +93,7 @@ class RemoteModel:
                 logger.info("%s: %s; trying again", self._name, last_failure)
                 raise
 
-        limit = asyncio.timeout(self._where.deadline_s)
+        limit = asyncio.timeout(self._endpoint.deadline_s)
         try:
             async with limit:
                 return await retry_async(attempt, Backoff(doubling(FIRST_PAUSE_S, LONGEST_PAUSE_S)), self._pause)
@@ -104,7 +101,7 @@ class RemoteModel:
             if not limit.expired():
                 raise
             raise SamplerError(
-                f"{self._name} gave no reply within {self._where.deadline_s:g} s; the last attempt: {last_failure}; "
+                f"{self._name} gave no reply within {self._endpoint.deadline_s:g} s; the last attempt: {last_failure}; "
                 "raise remote.deadline_s, or look at the server"
             ) from exc
 
@@ -122,16 +119,16 @@ class RemoteModel:
         raise SamplerError(f"{self._name} refused a request, status {status}: {reply_words(status, content)}")
 
 
-def _asked(sampling: SamplingParams) -> dict[str, Any]:
-    """What differs from the API's own defaults; some models refuse parameters that they cannot change."""
-    asked: dict[str, Any] = {"max_completion_tokens": sampling.max_tokens}
+def _sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the settings that differ from the API's defaults; some models refuse those that they cannot change."""
+    fields: dict[str, Any] = {"max_completion_tokens": sampling.max_tokens}
     if sampling.temperature != 1.0:
-        asked["temperature"] = sampling.temperature
+        fields["temperature"] = sampling.temperature
     if sampling.top_p != 1.0:
-        asked["top_p"] = sampling.top_p
+        fields["top_p"] = sampling.top_p
     if sampling.stop_strings:
-        asked["stop"] = list(sampling.stop_strings)
-    return asked
+        fields["stop"] = list(sampling.stop_strings)
+    return fields
 
 
 def _headers(api_key_env: str) -> dict[str, str]:
@@ -147,36 +144,36 @@ def _headers(api_key_env: str) -> dict[str, str]:
 
 
 def _wire(message: Message) -> dict[str, Any]:
-    made = wire_message(message)
-    if message.role == "tool":  # a result is known by its call's id
-        made.pop("name", None)
+    wire = wire_message(message)
+    if message.role == "tool":  # the call's id identifies a result
+        wire.pop("name", None)
     if message.tool_calls:
-        made["content"] = message.content or None
-    return made
+        wire["content"] = message.content or None
+    return wire
 
 
-def _message(said: Mapping[str, Any]) -> Message:
+def _message(reply: Mapping[str, Any]) -> Message:
     calls = tuple(
         ToolCall(
             name=str(call["function"]["name"]),
             arguments=_arguments(call["function"].get("arguments")),
             id=str(call.get("id") or ""),
         )
-        for call in said.get("tool_calls") or ()
+        for call in reply.get("tool_calls") or ()
     )
-    return Message(role="assistant", content=_text(said.get("content")), tool_calls=calls)
+    return Message(role="assistant", content=_text(reply.get("content")), tool_calls=calls)
 
 
 def _text(content: Any) -> str:
-    """Some servers answer in parts, as messages may be sent; of other parts than texts (thoughts) nothing is said."""
+    """Join the text parts of a content that some servers send as a list; other parts (thoughts) are left out."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if part.get("type") == "text")
     return str(content or "")
 
 
-def _arguments(given: Any) -> str:
-    """JSON in a text, as the API has it; some servers send the object itself."""
-    return json.dumps(given) if isinstance(given, Mapping) else str(given or "{}")
+def _arguments(arguments: Any) -> str:
+    """Return the arguments as JSON text, as the API has them; some servers send the object itself."""
+    return json.dumps(arguments) if isinstance(arguments, Mapping) else str(arguments or "{}")
 
 
 async def _read(response: httpx.Response) -> bytes:

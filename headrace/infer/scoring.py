@@ -110,4 +110,4 @@ class Scorer:
     def _adapted(self, rows: int) -> AbstractContextManager[None]:
         if self.table is None or self.adapter == BASE:
             return nullcontext()
-        return use_adapters(self.table, self.table.mixture(np.full(rows, self.adapter)))
+        return use_adapters(self.table, self.table.row_adapters(np.full(rows, self.adapter)))

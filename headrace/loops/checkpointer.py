@@ -1,7 +1,7 @@
-"""What a loop does between two training steps besides training: stop when asked to, and checkpoint.
+"""Write checkpoints between training steps, and end a run that was asked to stop.
 
-A keeper remembers the run's JSON state of the last barrier, so a stop that arrives while episodes are being played
-saves that state at once: the weights have not changed since.
+The checkpointer remembers the run's JSON state at the end of the last step. A stop that arrives during a rollout saves
+that state at once: the weights have not changed since.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ NO_BACKENDS: Mapping[str, TrainBackend] = {}
 
 
 class CheckpointWriter(Protocol):
-    """`train.checkpoint.CheckpointStore`, as far as a loop needs it."""
+    """Writes one checkpoint: the part of `train.checkpoint.CheckpointStore` that a loop needs."""
 
     def save(
         self, step: int, write: Callable[[Path], None], state: Mapping[str, Any], score: float | None = None
@@ -28,9 +28,11 @@ class CheckpointWriter(Protocol):
 
 
 class Checkpointer:
-    """`every` training steps (0: only at the end). `snapshot` returns the JSON state of everything but the backends;
-    a value of it that takes long to make is a function, called when the state is written, which tells the state of the
-    snapshot. Backends of `beside` are saved into sub-folders of their name."""
+    """Saves a checkpoint every so many training steps, at the end, and when a stop is requested.
+
+    `snapshot()` returns the run state without the backends. A value may be a callable: it is evaluated only if the
+    checkpoint is written, and must return the state as of the snapshot.
+    """
 
     def __init__(
         self,
@@ -38,11 +40,11 @@ class Checkpointer:
         backend: TrainBackend,
         snapshot: Callable[[], Mapping[str, Any]],
         *,
-        every: int,
-        total: int,
-        done: int,
+        every: int,  # training steps; 0: only at the end
+        total: int,  # training steps of the run
+        done: int,  # training steps behind the state that the run starts from
         stop: asyncio.Event,
-        beside: Mapping[str, TrainBackend] = NO_BACKENDS,
+        beside: Mapping[str, TrainBackend] = NO_BACKENDS,  # saved into sub-folders of these names
     ) -> None:
         self._store, self._backend, self._snapshot, self._beside = store, backend, snapshot, beside
         self._every, self._total, self._stop = every, total, stop
@@ -50,7 +52,7 @@ class Checkpointer:
         self._state = snapshot()
 
     async def run_or_stop(self, work: Awaitable[R]) -> R:
-        """The result of `work`; when a stop is asked for first, cancel it, save the last barrier and end the run."""
+        """Return the result of `work`. If a stop comes first, cancel `work`, save the last step's end and raise."""
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -60,11 +62,11 @@ class Checkpointer:
             working.cancel()
             stopping.cancel()
             await asyncio.gather(working, stopping, return_exceptions=True)
-        raise await self._saved_and_stopped()
+        raise await self._save_and_stop()
 
     async def evaluate_or_save(self, done: int, evaluation: Awaitable[EvalResult]) -> float:
-        """The score after `done` steps. If it cannot be had, they are saved without one before the error goes on: what
-        was trained must not be lost with it."""
+        """Return the score after `done` steps. If the evaluation fails, save the steps without a score and re-raise:
+        the training must not be lost with it."""
         try:
             return (await evaluation).score
         except HeadraceError:
@@ -74,12 +76,12 @@ class Checkpointer:
             raise
 
     async def end_of_step(self, done: int, score: float | None = None) -> None:
-        """`done` steps are finished, logged and published: checkpoint if it is time, end if a stop was asked for."""
+        """Checkpoint if it is time, after `done` finished and published steps; raise Interrupted on a stop request."""
         self._done, self._state = done, self._snapshot()
         if done == self._total or (self._every and done % self._every == 0):
             await self._save(score)
         if self._stop.is_set():
-            raise await self._saved_and_stopped()
+            raise await self._save_and_stop()
 
     async def _save(self, score: float | None) -> None:
         def write(folder: Path) -> None:
@@ -88,14 +90,17 @@ class Checkpointer:
                 backend.save_state(folder / name).result()
 
         def save(done: int, state: Mapping[str, Any]) -> None:
-            made = {name: value() if callable(value) else value for name, value in state.items()}
-            self._store.save(done, write, made, score)
+            evaluated = {name: value() if callable(value) else value for name, value in state.items()}
+            self._store.save(done, write, evaluated, score)
 
         await asyncio.to_thread(save, self._done, self._state)
         self._saved = self._done
 
-    async def _saved_and_stopped(self) -> Interrupted:
-        """A checkpoint made only because of the stop has no score: which one is the best must not depend on it."""
+    async def _save_and_stop(self) -> Interrupted:
+        """Save the last state if it is not saved yet, and return the error that ends the run.
+
+        A checkpoint written only because of the stop has no score: which one is the best must not depend on it.
+        """
         if self._saved != self._done:
             await self._save(None)
         return Interrupted(f"stopped on request after step {self._done} of {self._total}")

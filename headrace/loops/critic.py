@@ -1,7 +1,7 @@
 """The critic of PPO: values of every token before an update, advantages by GAE, and the value update after it.
 
-Its model has a scalar head, behind a TrainBackend: on a trunk of its own, or on the policy's, whose loss then has the
-value term in it. T positions of all data laid end to end.
+The critic is a scalar head behind a TrainBackend: on a trunk of its own, or on the policy's, whose loss then contains
+the value term. Shapes: T positions of all data, concatenated; E episodes; S steps.
 """
 
 import asyncio
@@ -27,23 +27,24 @@ from headrace.types import CreditedEpisode, Datum, FloatArray, Group, LossSpec, 
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-SAID = ("loss/total", "loss/explained_variance")  # the first is critic/value; the second is of the whole step before it
+# Left out of the update's metrics: the first is critic/value, the second is measured on the whole step before it.
+REPORTED_ELSEWHERE = ("loss/total", "loss/explained_variance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """`value_clip` 0: values may move freely. `kl_coef`: of the KL to the reference, taken off every token's reward.
-    `bootstrap`: an episode that a limit cut off is worth what the critic expects after it; not for rewards that judge
-    the episode as a whole, cut off or not. `value_coef` is the factor of the value loss."""
+    """The settings of a critic's advantages and of its updates."""
 
     credit: str = "token_gae"
     gamma: float = 1.0
     lam: float = 0.95
-    value_coef: float = 0.5
-    value_clip: float = 0.2
+    value_coef: float = 0.5  # factor of the value loss
+    value_clip: float = 0.2  # 0: no clipping
     whiten: bool = True
-    kl_coef: float = 0.0
+    kl_coef: float = 0.0  # of the KL to the reference, subtracted from every token's reward
     kl_estimator: str = "k1"
+    # The return of a truncated episode ends with the critic's value after it; off for rewards that judge the episode as
+    # a whole, truncated or not.
     bootstrap: bool = True
     minibatches: int = 1
     rows: SequenceUnit = SequenceUnit.EPISODE
@@ -51,32 +52,36 @@ class CriticSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """`updater` None: the values come from the policy's own backend, which learns them in its own updates.
-    `reference` scores the reference policy's log-probs, if the KL to it is part of the reward."""
+    """Computes advantages from values, and trains the values."""
 
     settings: CriticSettings
     backend: TrainBackend
-    updater: Updater | None
-    reference: Score | None = None
+    updater: Updater | None  # None: the policy's backend holds the critic, and its updates train both
+    reference: Score | None = None  # log-probs of the reference policy, if the KL to it is part of the reward
 
     async def credit(self, groups: Sequence[Group]) -> StepBatch:
-        """Every token's advantage from the values of the present critic; what it is to learn comes along as `returns`,
-        `values` and `critic` (1 where a return is to be learned)."""
+        """Compute every token's advantage from the current critic's values.
+
+        The targets of the value update come along as `returns`, `values` and `critic` (1 where a return is to be
+        learned).
+        """
         c = self.settings
         layout = flatten_batch(groups, c.rows)
         values = await self._values(layout.data)
-        values_T = _end_to_end([value[:-1] for value in values])
+        values_T = _concat([value[:-1] for value in values])
         penalties_T = await self._penalties(layout) if c.kl_coef else None
         rewards_T = layout.rewards_T if penalties_T is None else layout.rewards_T + penalties_T
-        after_E = _after(layout, values)
-        cut_off_E = np.array([episode.scored.episode.truncated for episode in layout.episodes], dtype=bool)
-        gae = _gae(layout, rewards_T, values_T, np.where(cut_off_E & c.bootstrap, after_E, 0.0), c)
-        said = CriticOutput(values_T=values_T, after_E=after_E, penalties_T=penalties_T)
-        return _batch(layout, gae, said, whiten=c.whiten)
+        after_E = _values_after(layout, values)
+        truncated_E = np.array([episode.scored.episode.truncated for episode in layout.episodes], dtype=bool)
+        gae = _gae(layout, rewards_T, values_T, np.where(truncated_E & c.bootstrap, after_E, 0.0), c)
+        output = CriticOutput(values_T=values_T, after_E=after_E, penalties_T=penalties_T)
+        return _batch(layout, gae, output, whiten=c.whiten)
 
     async def update(self, step: int, batch: StepBatch) -> dict[str, Metric]:
-        """One value update per minibatch of the policy's, on the same data; its metrics are `critic/...`. Nothing is
-        left to do where the policy's own loss has the value term."""
+        """Make one value update for each minibatch of the policy, on the same data; the metrics are `critic/...`.
+
+        Does nothing if the policy's own loss contains the value term.
+        """
         if self.updater is None:
             return {}
         c = self.settings
@@ -87,42 +92,49 @@ class Critic:
             data = reweight([_critic_datum(batch.data[index]) for index in indices], weighting="token_mean")
             updated = await self.updater.update(step, data, loss)
             metrics = merge_metrics(metrics, updated.metrics)
-        return {f"critic/{name.partition('/')[2]}": metric for name, metric in metrics.items() if name not in SAID}
+        return {
+            f"critic/{name.partition('/')[2]}": metric
+            for name, metric in metrics.items()
+            if name not in REPORTED_ELSEWHERE
+        }
 
     async def _penalties(self, layout: "FlatBatch") -> Floats:
-        """What the KL to the reference takes off every sampled token's reward, as a number to add."""
+        """Compute the KL penalty of every sampled token, as a number to add to its reward."""
         assert self.reference is not None
-        reference_T = _end_to_end(await self.reference(layout.data))
-        sampler_T = _end_to_end([datum.arrays["sampler_logprobs"] for datum in layout.data])
+        reference_T = _concat(await self.reference(layout.data))
+        sampler_T = _concat([datum.arrays["sampler_logprobs"] for datum in layout.data])
         coef, estimator = self.settings.kl_coef, self.settings.kl_estimator
         shaped_T = kl_rewards(np.zeros(len(sampler_T)), sampler_T, reference_T, coef=coef, estimator=estimator)
         return np.where(layout.turns_T == NOT_SAMPLED, 0.0, shaped_T)
 
     async def _values(self, data: Sequence[Datum]) -> Sequence[FloatArray]:
-        """One value after every token; the last one is of what comes after the episode's last token."""
-        asked = [scalar_datum(all_tokens(datum), _padded(datum, "weights", last=1.0)) for datum in data]
-        zeros = [replace(d, arrays={**d.arrays, "returns": float_array(np.zeros(d.num_tokens))}) for d in asked]
-        out = await asyncio.wrap_future(self.backend.forward(zeros, LossSpec(fn="value")))
+        """Return one value after every token; the last one is the value after the whole sequence."""
+        sequences = [scalar_datum(all_tokens(datum), _padded(datum, "weights", last=1.0)) for datum in data]
+        no_returns = [
+            replace(d, arrays={**d.arrays, "returns": float_array(np.zeros(d.num_tokens))}) for d in sequences
+        ]
+        out = await asyncio.wrap_future(self.backend.forward(no_returns, LossSpec(fn="value")))
         return [float_array(np.where(np.isnan(values), 0.0, values)) for values in out.logprobs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatBatch:
-    """The data of all episodes end to end. `turns_T` numbers the steps of the whole batch, -1 where nothing was
-    sampled; a step's reward is on its last token."""
+    """The data of all episodes, concatenated."""
 
     episodes: tuple[CreditedEpisode, ...]  # with advantages of 0
     data: tuple[Datum, ...]
     group_ids: tuple[int, ...]
-    turns_T: Ints
-    rewards_T: Floats
-    data_E: Ints  # data of each episode
-    lengths_E: Ints  # their positions
+    turns_T: Ints  # step of each position, numbered through the batch; -1 where nothing was sampled
+    rewards_T: Floats  # a step's reward is on its last token
+    data_E: Ints  # number of data of each episode
+    lengths_E: Ints  # number of positions of each episode
 
 
 def flatten_batch(groups: Sequence[Group], rows: SequenceUnit = SequenceUnit.EPISODE) -> FlatBatch:
-    """Rewards and steps of every position, for any of the GAE forms. A step without a token leaves its reward to the
-    token before it."""
+    """Lay out the reward and step of every position, for any of the GAE forms.
+
+    The reward of a step without tokens goes to the token before it.
+    """
     table = step_table(groups)
     episodes = tuple(
         CreditedEpisode(scored=scored, group_id=group.id, advantages=(0.0,) * len(scored.episode.steps))
@@ -135,21 +147,21 @@ def flatten_batch(groups: Sequence[Group], rows: SequenceUnit = SequenceUnit.EPI
     data_E, lengths_E = [], []
     first = 0
     for episode in episodes:
-        made = to_data([episode], rows)
+        episode_data = to_data([episode], rows)
         steps = [sample.step[1:].astype(np.int64) for sample in split_samples(episode.scored.episode, rows)]
-        own_T = np.concatenate([*steps, np.zeros(0, dtype=np.int64)])
-        reward_T = np.zeros(len(own_T))
-        sampled = np.flatnonzero(own_T >= 0)
+        steps_T = np.concatenate([*steps, np.zeros(0, dtype=np.int64)])
+        reward_T = np.zeros(len(steps_T))
+        sampled = np.flatnonzero(steps_T >= 0)
         for index in range(len(episode.advantages)):
-            last = int(np.searchsorted(own_T[sampled], index, side="right")) - 1
+            last = int(np.searchsorted(steps_T[sampled], index, side="right")) - 1
             if last >= 0:
                 reward_T[sampled[last]] += table.reward_S[first + index]
-        turns.append(np.where(own_T >= 0, own_T + first, NOT_SAMPLED))
+        turns.append(np.where(steps_T >= 0, steps_T + first, NOT_SAMPLED))
         rewards.append(reward_T)
-        data += made
-        group_ids += [episode.group_id] * len(made)
-        data_E.append(len(made))
-        lengths_E.append(len(own_T))
+        data += episode_data
+        group_ids += [episode.group_id] * len(episode_data)
+        data_E.append(len(episode_data))
+        lengths_E.append(len(steps_T))
         first += len(episode.advantages)
     return FlatBatch(
         episodes=episodes,
@@ -164,15 +176,15 @@ def flatten_batch(groups: Sequence[Group], rows: SequenceUnit = SequenceUnit.EPI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticOutput:
-    """What the critic said, position by position; after each episode; and the KL's part of the rewards."""
+    """The critic's values, and the KL penalties that are part of the rewards."""
 
     values_T: Floats
-    after_E: Floats
+    after_E: Floats  # value after each episode's last token
     penalties_T: Floats | None
 
 
-def _after(layout: FlatBatch, values: Sequence[FloatArray]) -> Floats:
-    """The value after each episode's last token; 0 where it has none."""
+def _values_after(layout: FlatBatch, values: Sequence[FloatArray]) -> Floats:
+    """Return the value after each episode's last token; 0 for an episode without tokens."""
     ends = np.cumsum(layout.data_E) - 1
     return np.array([float(values[end][-1]) if count else 0.0 for end, count in zip(ends, layout.data_E, strict=True)])
 
@@ -185,8 +197,8 @@ def _gae(layout: FlatBatch, rewards_T: Floats, values_T: Floats, bootstrap_E: Fl
     return token_gae(rewards_T, values_T, sampled_T, layout.lengths_E, bootstrap_E, gamma=c.gamma, lam=c.lam)
 
 
-def _batch(layout: FlatBatch, gae: GaeResult, said: CriticOutput, *, whiten: bool) -> StepBatch:
-    values_T = said.values_T
+def _batch(layout: FlatBatch, gae: GaeResult, output: CriticOutput, *, whiten: bool) -> StepBatch:
+    values_T = output.values_T
     sampled_T, learned_T = layout.turns_T != NOT_SAMPLED, gae.critic != 0
     advantages_T = gae.advantages.copy()
     if whiten:
@@ -208,43 +220,44 @@ def _batch(layout: FlatBatch, gae: GaeResult, said: CriticOutput, *, whiten: boo
         **_value_health(values_T[learned_T], gae.returns[learned_T]),
     }
     return StepBatch(
-        episodes=_looked_at(layout, advantages_T, said), data=data, group_ids=layout.group_ids, metrics=metrics
+        episodes=_credit_episodes(layout, advantages_T, output), data=data, group_ids=layout.group_ids, metrics=metrics
     )
 
 
 def _value_health(values: Floats, returns: Floats) -> dict[str, Metric]:
-    """How much of the returns the critic had foreseen; left out where all returns are equal."""
+    """Measure how much of the returns' variance the critic explained; left out if all returns are equal."""
     explained = explained_variance(values, returns)
     health: dict[str, Metric] = {"critic/return_mean": Mean(float(returns.sum()), len(returns))}
     return health if np.isnan(explained) else {**health, "critic/explained_variance": Mean(explained, 1)}
 
 
-def _looked_at(layout: FlatBatch, advantages_T: Floats, said: CriticOutput) -> tuple[CreditedEpisode, ...]:
-    """For people who look at episodes: the mean advantage of each step's tokens, and the value before its first; and
-    all that they were made of."""
+def _credit_episodes(layout: FlatBatch, advantages_T: Floats, output: CriticOutput) -> tuple[CreditedEpisode, ...]:
+    """Credit the episodes for logs and rollout files: each step's mean advantage, the value before its first token, and
+    every value and penalty behind them."""
     sampled_T = layout.turns_T != NOT_SAMPLED
     num_steps = sum(len(episode.advantages) for episode in layout.episodes)
     counts_S = np.bincount(layout.turns_T[sampled_T], minlength=num_steps)
     totals_S = np.bincount(layout.turns_T[sampled_T], weights=advantages_T[sampled_T], minlength=num_steps)
     means_S = (totals_S / np.maximum(counts_S, 1)).tolist()
     by_step = np.cumsum(counts_S)[:-1]
-    values = np.split(said.values_T[sampled_T], by_step)
-    penalties = None if said.penalties_T is None else np.split(said.penalties_T[sampled_T], by_step)
+    values = np.split(output.values_T[sampled_T], by_step)
+    penalties = None if output.penalties_T is None else np.split(output.penalties_T[sampled_T], by_step)
     out, first = [], 0
-    for episode, after in zip(layout.episodes, said.after_E.tolist(), strict=True):
-        own = slice(first, first + len(episode.advantages))
-        known = TokenValues(
-            steps=tuple(float_array(array) for array in values[own]),
+    for episode, after in zip(layout.episodes, output.after_E.tolist(), strict=True):
+        steps = slice(first, first + len(episode.advantages))
+        token_values = TokenValues(
+            steps=tuple(float_array(array) for array in values[steps]),
             after=after,
-            penalties=None if penalties is None else tuple(penalties[own]),
+            penalties=None if penalties is None else tuple(penalties[steps]),
         )
-        begun = tuple(float(array[0]) if len(array) else float("nan") for array in values[own])
-        out.append(replace(episode, advantages=tuple(means_S[own]), values=begun, token_values=known))
+        first_values = tuple(float(array[0]) if len(array) else float("nan") for array in values[steps])
+        advantages = tuple(means_S[steps])
+        out.append(replace(episode, advantages=advantages, values=first_values, token_values=token_values))
         first += len(episode.advantages)
     return tuple(out)
 
 
-def _end_to_end(arrays: Sequence[FloatArray]) -> Floats:
+def _concat(arrays: Sequence[FloatArray]) -> Floats:
     return np.concatenate([np.zeros(0), *(array.astype(np.float64) for array in arrays)])
 
 
@@ -258,5 +271,5 @@ def _critic_datum(datum: Datum) -> Datum:
 
 
 def _padded(datum: Datum, name: str, *, last: float = 0.0) -> dict[str, FloatArray]:
-    """Weights over all tokens of the datum: those of its positions, and one for after the last token."""
+    """Return weights over all tokens of the datum: the array's at its positions, and `last` after the last token."""
     return {"weights": float_array(np.append(datum.arrays[name], last))}

@@ -1,4 +1,4 @@
-"""Numbers about a batch of episodes, as metrics. Pure."""
+"""Metrics of a batch of episodes, as pure functions; and the timer of a step's parts."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +12,8 @@ from headrace.types import Datum, EndReason, FloatArray, Group, ScoredEpisode
 
 
 def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
-    """Rewards (with each part), success, lengths, turns, truncated share, how they ended, share of invalid actions,
-    entropy.
+    """Summarise rewards (with each part), success, lengths, turns, truncated share, end reasons, share of invalid
+    actions, and entropy.
 
     `rollout/entropy` is the mean of -log-prob over sampled tokens, which estimates the sampling entropy per token.
     """
@@ -37,7 +37,7 @@ def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
     ends = [scored.episode.ended for scored in episodes if scored.episode.ended is not None]
     for end in EndReason if ends else ():
         if end is not EndReason.ERROR:  # those are `rollout/failed_episodes`
-            metrics[f"rollout/ended_{end.value}"] = Mean(sum(one is end for one in ends), len(ends))
+            metrics[f"rollout/ended_{end.value}"] = Mean(sum(reason is end for reason in ends), len(ends))
     if verdicts:
         metrics["rollout/success"] = Mean(sum(verdicts), len(verdicts))
     for name in sorted({name for scored in episodes for name in scored.reward.parts}):
@@ -47,8 +47,10 @@ def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
 
 
 def mismatch_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, version: int) -> dict[str, Metric]:
-    """Sampler against trainer on tokens sampled by the very weights that were scored; empty when there are none, for
-    that is no agreement."""
+    """Compare sampler and trainer on tokens that the scored weights themselves sampled.
+
+    Returns an empty dict when there are none: that is no agreement.
+    """
     merged: dict[str, Metric] = {}
     for datum, scored in zip(data, logprobs, strict=True):
         fresh = (datum.arrays["weights"] != 0) & (datum.arrays["versions"] == version)
@@ -58,33 +60,33 @@ def mismatch_metrics(data: Sequence[Datum], logprobs: Iterable[FloatArray], *, v
 
 
 def drop_shares(counts: Mapping[str, float]) -> dict[str, float]:
-    """Of the groups that ended in a step, the share given up, in all and by reason; `counts` as the executor has them.
+    """Return the share of a step's ended groups that was dropped, in all and by reason; `counts` are the executor's.
 
     >>> counts = {"rollout/consumed": 6.0, "rollout/dropped_stale": 1.0, "rollout/filtered_length": 1.0}
     >>> drop_shares(counts)["rollout/drop_share"], drop_shares(counts)["rollout/drop_share_stale"]
     (0.25, 0.125)
     """
-    given_up = {
+    dropped = {
         name.removeprefix("rollout/").removeprefix("dropped_"): count
         for name, count in counts.items()
         if name.startswith(("rollout/dropped_", "rollout/filtered_"))
     }
-    ended = max(counts["rollout/consumed"] + sum(given_up.values()), 1.0)
-    shares = {f"rollout/drop_share_{reason}": count / ended for reason, count in given_up.items()}
-    return {"rollout/drop_share": sum(given_up.values()) / ended, **shares}
+    ended = max(counts["rollout/consumed"] + sum(dropped.values()), 1.0)
+    shares = {f"rollout/drop_share_{reason}": count / ended for reason, count in dropped.items()}
+    return {"rollout/drop_share": sum(dropped.values()) / ended, **shares}
 
 
 def eval_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """pass@1 and pass@k over tasks (k = samples of a task), mean reward, length and share of invalid actions.
+    """Compute pass@1 and pass@k over tasks (k = samples of a task), mean reward, length and share of invalid actions.
 
     An episode that failed to play counts in `eval/failed`, never as a wrong answer.
     """
     episodes = [scored for group in groups for scored in group.episodes]
-    about = episode_metrics(episodes)
+    summary = episode_metrics(episodes)
     metrics: dict[str, Metric] = {
-        "eval/reward": about["reward/mean"],
-        "eval/length": about["rollout/length_mean"],
-        "eval/invalid_actions": about["rollout/invalid_actions"],
+        "eval/reward": summary["reward/mean"],
+        "eval/length": summary["rollout/length_mean"],
+        "eval/invalid_actions": summary["rollout/invalid_actions"],
         "eval/failed": Sum(sum(len(group.failed) for group in groups)),
     }
     judged = [[scored.success for scored in group.episodes if scored.success is not None] for group in groups]
@@ -100,7 +102,7 @@ def eval_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 @dataclass(slots=True)
 class StepTimer:
-    """Each `lap` ends a part and starts the next."""
+    """Times the parts of a step: each `lap` ends one part and starts the next."""
 
     began_s: float = field(default_factory=time.perf_counter)
     last_s: float = field(default_factory=time.perf_counter)
@@ -108,9 +110,9 @@ class StepTimer:
 
     def lap(self, part: str) -> float:
         now_s = time.perf_counter()
-        spent_s, self.last_s = now_s - self.last_s, now_s
-        self.parts[f"time/{part}_s"] = self.parts.get(f"time/{part}_s", 0.0) + spent_s
-        return spent_s
+        elapsed_s, self.last_s = now_s - self.last_s, now_s
+        self.parts[f"time/{part}_s"] = self.parts.get(f"time/{part}_s", 0.0) + elapsed_s
+        return elapsed_s
 
     def values(self) -> dict[str, float]:
         return self.parts | {"time/step_s": self.last_s - self.began_s}

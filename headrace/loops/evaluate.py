@@ -19,23 +19,23 @@ class EvalResult:
 
     @property
     def score(self) -> float:
-        """What the best checkpoint is chosen by: pass@1, or the mean reward where nothing says what success is."""
+        """The number that chooses the best checkpoint: pass@1, or the mean reward if nothing defines success."""
         return self.metrics.get("eval/pass@1", self.metrics["eval/reward"]).value()
 
 
 async def evaluate(tasks: Sequence[Task], play: Callable[[Task, int], Awaitable[Group]]) -> EvalResult:
-    """Play every task once (as a group of samples) with the sampler's present weights; groups are in task order.
+    """Play every task once (as a group of samples) with the sampler's current weights; groups are in task order.
 
     Raises RolloutError when not one episode could be played and scored: no score would mean anything.
     """
     assert tasks, "there is nothing to evaluate on"
-    room = asyncio.Semaphore(MAX_TASKS_AT_ONCE)
+    slots = asyncio.Semaphore(MAX_TASKS_AT_ONCE)
 
-    async def one(index: int, task: Task) -> Group:
-        async with room:
+    async def play_task(index: int, task: Task) -> Group:
+        async with slots:
             return await play(task, index)
 
-    groups = await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks)))
+    groups = await asyncio.gather(*(play_task(index, task) for index, task in enumerate(tasks)))
     if not any(group.episodes for group in groups):
         reason = next((failed.reason for group in groups for failed in group.failed), "no episode came back")
         raise RolloutError(f"none of the {len(groups)} held-out tasks could be played and scored; the first: {reason}")

@@ -1,6 +1,6 @@
 """Score saved rollouts with other rewards and credit them by another method, without a model.
 
-Advantages of a critic are computed from the values that the file has of it.
+A critic's advantages are computed from the values saved in the file.
 """
 
 from collections import Counter
@@ -36,18 +36,18 @@ class SavedRollouts:
     """The episodes of a rollout file that can be credited by `method`."""
 
     file: Path
-    step: int | None  # only this training step; None: every one in the file
-    lines: tuple[EpisodeRecord, ...]  # numbers only
-    values: Mapping[EpisodeKey, TokenValues]  # of a critic, for the methods that need them; else none
+    step: int | None  # only this training step; None: all of the file
+    lines: tuple[EpisodeRecord, ...]  # without texts and tokens
+    values: Mapping[EpisodeKey, TokenValues]  # a critic's, for the methods that need them; else empty
     method: MethodRecord
 
 
 def read_saved(
     file: Path, *, step: int | None, method: str | None, params: Mapping[str, float | str], partial: bool
 ) -> SavedRollouts:
-    """Read a rollout file and choose how it is credited: by `method`, or as it was.
+    """Read a rollout file and choose its credit: `method`, or else the one the file was credited by.
 
-    Raises ConfigError for all that can be refused before a reward function is called: scoring may take hours.
+    Raises ConfigError for every error that can be found before a reward function is called: scoring may take hours.
     `partial` accepts groups of which not all episodes were saved.
     """
     lines: list[EpisodeRecord] = []
@@ -61,17 +61,17 @@ def read_saved(
         raise ConfigError(f"{file} has no episodes to compare")
     _check_whole(lines, file, partial=partial)
     chosen = _method(method, params, lines, file)
-    known = _all_known(values, lines, chosen, file) if chosen.method in CRITIC_CREDITS else {}
-    return SavedRollouts(file=file, step=step, lines=tuple(lines), values=known, method=chosen)
+    critic_values = _require_values(values, lines, chosen, file) if chosen.method in CRITIC_CREDITS else {}
+    return SavedRollouts(file=file, step=step, lines=tuple(lines), values=critic_values, method=chosen)
 
 
 async def score_saved(
     saved: SavedRollouts, runner: GroupRewardRunner | None, *, needs_tokens: Callable[[], str | None]
 ) -> ScoredGroups:
-    """Score every episode with the runner; without one, it keeps its reward.
+    """Score every episode with the runner; without a runner, episodes keep their rewards.
 
     Neighbouring lines of one group are scored together, so that few tokens are held at once. `needs_tokens` names a
-    reward function that reads tokens; it is called when the first episode without tokens is met.
+    reward function that reads tokens; it is called at the first episode without tokens.
     """
     scorer = _Scorer(runner, needs_tokens)
     scored: ScoredGroups = {}
@@ -88,9 +88,7 @@ def write_recredited(saved: SavedRollouts, scored: ScoredGroups, out: Path) -> C
         results = _credited_by_values(scored, saved.values, saved.method)
     else:
         results = _credited(scored, saved.lines, saved.method)
-    about = RolloutFileInfo(
-        method=saved.method.method, params=saved.method.params, group_sizes=_sizes(results.values())
-    )
+    info = RolloutFileInfo(method=saved.method.method, params=saved.method.params, group_sizes=_sizes(results.values()))
     after: list[EpisodeRecord] = []
 
     def rewritten() -> Iterator[str]:
@@ -99,7 +97,7 @@ def write_recredited(saved: SavedRollouts, scored: ScoredGroups, out: Path) -> C
                 if line.failed is not None:
                     text = f"{raw.decode().rstrip()}\n"
                 else:
-                    text = recredited(raw, results[line.training_step, line.id], about)
+                    text = recredited(raw, results[line.training_step, line.id], info)
                 after.append(_numbers(parse_line(text)))
                 yield text
 
@@ -132,7 +130,7 @@ class _Scorer:
         self._checked_lean = False  # whether episodes without tokens may be scored
 
     async def score(self, lines: Sequence[EpisodeRecord]) -> list[ScoredEpisode | FailedEpisode]:
-        """Return outlines of the episodes with their new rewards; failed where a function gave none."""
+        """Return outlines of the episodes with their new rewards, failed if a function gave none."""
         outlines = [_outline(line) for line in lines]
         if self._runner is None or not lines:
             return list(outlines)
@@ -143,7 +141,7 @@ class _Scorer:
         ]
 
     def _for_functions(self, line: EpisodeRecord) -> Episode:
-        """Return the episode for reward functions; raises RewardError when one needs tokens that were not saved."""
+        """Return the episode for reward functions; raises RewardError if one needs tokens that were not saved."""
         if not line.lean:
             episode = episode_of(line, f"episode {line.id}")
             return (episode.scored if isinstance(episode, CreditedEpisode) else episode).episode
@@ -158,7 +156,7 @@ class _Scorer:
 
 
 def _outline(line: EpisodeRecord) -> ScoredEpisode:
-    """Return what credit reads of an episode: its messages only where they tell its states apart."""
+    """Return the part of an episode that credit reads: its messages only if they identify its states."""
     scored = outline_of(line)
     return scored if _anchors(line) is None else replace(scored, episode=replace(scored.episode, messages=()))
 
@@ -169,21 +167,22 @@ def _outline(line: EpisodeRecord) -> ScoredEpisode:
 def _method(
     name: str | None, params: Mapping[str, float | str], lines: Sequence[EpisodeRecord], file: Path
 ) -> MethodRecord:
-    """Choose the method named, else the file's own; parameters of the same method are kept."""
-    own = next((line.credit for line in lines if line.credit is not None), None)
-    name = name or (own.method if own is not None else None)
+    """Choose the named method, else the file's; a method that is not changed keeps the file's parameters."""
+    saved = next((line.credit for line in lines if line.credit is not None), None)
+    name = name or (saved.method if saved is not None else None)
     if name is None:
         raise ConfigError(f"{file} was not credited: say how with --credit, one of {', '.join(METHODS)}")
     if name not in CRITIC_CREDITS:
         lookup(dict.fromkeys((*METHODS, *CRITIC_CREDITS)), name, "credit method")
-    alike = own is not None and (own.method == name or {own.method, name} <= set(CRITIC_CREDITS))
-    kept = dict(own.params) if own is not None and alike else {}
-    method = MethodRecord(method=name, params={**kept, **params})
+    alike = saved is not None and (saved.method == name or {saved.method, name} <= set(CRITIC_CREDITS))
+    saved_params = dict(saved.params) if saved is not None and alike else {}
+    method = MethodRecord(method=name, params={**saved_params, **params})
     if name not in CRITIC_CREDITS:
         check_method(method.method, method.params)
-    elif check_gae(method.method, method.params)["kl_coef"] not in (0.0, kept.get("kl_coef", 0.0)):
-        was = f"{kept['kl_coef']:g}, which it was, or 0" if kept.get("kl_coef") else "0: no KL is in the file"
-        raise ConfigError(f"'kl_coef' is {method.params['kl_coef']}: write {was}")
+    elif check_gae(method.method, method.params)["kl_coef"] not in (0.0, saved_params.get("kl_coef", 0.0)):
+        saved_coef = saved_params.get("kl_coef")
+        allowed = f"{saved_coef:g}, which it was, or 0" if saved_coef else "0: no KL is in the file"
+        raise ConfigError(f"'kl_coef' is {method.params['kl_coef']}: write {allowed}")
     return method
 
 
@@ -197,60 +196,60 @@ def _credited(
     results: dict[EpisodeKey, CreditedEpisode | FailedEpisode] = {}
     for step, groups in _groups(scored):
         keys = _keys({id: keys for (at, id), keys in anchors.items() if at == step})
-        for one in credit(groups, method=method.method, params=method.params, keys=keys).episodes:
-            results[step, one.scored.episode.id] = one
+        for episode in credit(groups, method=method.method, params=method.params, keys=keys).episodes:
+            results[step, episode.scored.episode.id] = episode
         results |= {(step, failed.id): failed for group in groups for failed in group.failed}
     return results
 
 
-def _values(line: EpisodeRecord, asked: str | None) -> TokenValues | None:
-    """Return a critic's values of every token, or for turn_gae where each step began; None when they were not saved."""
-    method = asked or (line.credit.method if line.credit is not None else None)
+def _values(line: EpisodeRecord, chosen: str | None) -> TokenValues | None:
+    """Return a critic's values of every token, for turn_gae at least of each step's start; None if not saved."""
+    method = chosen or (line.credit.method if line.credit is not None else None)
     if method not in CRITIC_CREDITS or line.failed is not None:
         return None
-    known = token_values_of(line)
-    if known is not None or method == "token_gae" or line.value_after is None:
-        return known
-    begun = [step.credit.V if step.credit is not None else None for step in line.steps]
-    if any(value is None and step.num_sampled for value, step in zip(begun, line.steps, strict=True)):
+    values = token_values_of(line)
+    if values is not None or method == "token_gae" or line.value_after is None:
+        return values
+    first_values = [step.credit.V if step.credit is not None else None for step in line.steps]
+    if any(value is None and step.num_sampled for value, step in zip(first_values, line.steps, strict=True)):
         return None
-    steps = [np.full(step.num_sampled, value or 0.0) for value, step in zip(begun, line.steps, strict=True)]
+    steps = [np.full(step.num_sampled, value or 0.0) for value, step in zip(first_values, line.steps, strict=True)]
     return TokenValues(steps=tuple(map(float_array, steps)), after=line.value_after)
 
 
-def _all_known(
+def _require_values(
     values: Values, lines: Sequence[EpisodeRecord], method: MethodRecord, file: Path
 ) -> dict[EpisodeKey, TokenValues]:
-    """Return the values of every episode; raises ConfigError where they, or the KL in its rewards, are not known."""
-    known = {}
+    """Return the values of every episode; raises ConfigError if they, or the KL in its rewards, were not saved."""
+    complete = {}
     for line in (line for line in lines if line.failed is None):
-        said = values[line.training_step, line.id]
-        if said is None:
+        token_values = values[line.training_step, line.id]
+        if token_values is None:
             raise ConfigError(
                 f"credit '{method.method}' needs the values of a critic, and {file} does not have those of episode "
                 f"{line.id}: they are in files of runs with [rl.critic], of every token unless rl.save.lean; give "
                 f"--credit one of {', '.join(METHODS)}"
             )
-        if method.params.get("kl_coef") and said.penalties is None:
+        if method.params.get("kl_coef") and token_values.penalties is None:
             raise ConfigError(
                 f"rewards of {file} had a KL to a reference in them, which a lean file does not have: add "
                 "--param kl_coef=0 to leave it out"
             )
-        known[line.training_step, line.id] = said
-    return known
+        complete[line.training_step, line.id] = token_values
+    return complete
 
 
 def _credited_by_values(
     scored: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]],
-    known: Mapping[EpisodeKey, TokenValues],
+    values: Mapping[EpisodeKey, TokenValues],
     method: MethodRecord,
 ) -> dict[EpisodeKey, CreditedEpisode | FailedEpisode]:
     """Credit the episodes of each training step from the critic's values."""
     results: dict[EpisodeKey, CreditedEpisode | FailedEpisode] = {}
     for step, groups in _groups(scored):
-        own = {id: said for (at, id), said in known.items() if at == step}
-        for one in credit_by_values(groups, own, method=method.method, params=method.params):
-            results[step, one.scored.episode.id] = one
+        step_values = {id: token_values for (at, id), token_values in values.items() if at == step}
+        for episode in credit_by_values(groups, step_values, method=method.method, params=method.params):
+            results[step, episode.scored.episode.id] = episode
         results |= {(step, failed.id): failed for group in groups for failed in group.failed}
     return results
 
@@ -260,16 +259,16 @@ def _groups(
 ) -> Iterator[tuple[int | None, list[Group]]]:
     """Yield the groups of each training step."""
     for step in dict.fromkeys(step for step, _ in scored):
-        own = [(number, key, found) for number, (key, found) in enumerate(scored.items()) if key[0] == step and found]
-        yield step, [_group(*one) for one in own]
+        numbered = enumerate(scored.items())
+        yield step, [_group(n, key, episodes) for n, (key, episodes) in numbered if key[0] == step and episodes]
 
 
-def _group(number: int, key: GroupKey, found: Sequence[ScoredEpisode | FailedEpisode]) -> Group:
+def _group(number: int, key: GroupKey, episodes: Sequence[ScoredEpisode | FailedEpisode]) -> Group:
     return Group(
         id=int(key[1]) if key[1].isdigit() else number,
-        task=(found[0].episode.task if isinstance(found[0], ScoredEpisode) else found[0].task),
-        episodes=tuple(one for one in found if isinstance(one, ScoredEpisode)),
-        failed=tuple(one for one in found if isinstance(one, FailedEpisode)),
+        task=(episodes[0].episode.task if isinstance(episodes[0], ScoredEpisode) else episodes[0].task),
+        episodes=tuple(episode for episode in episodes if isinstance(episode, ScoredEpisode)),
+        failed=tuple(episode for episode in episodes if isinstance(episode, FailedEpisode)),
     )
 
 
@@ -280,25 +279,25 @@ def _anchors(line: EpisodeRecord) -> Keys | None:
     return [step.credit.anchor for step in line.steps if step.credit is not None]
 
 
-def _keys(known: Mapping[str, Keys | None]) -> KeysFn:
+def _keys(saved: Mapping[str, Keys | None]) -> KeysFn:
     def keys(episode: Episode) -> Keys:
-        own = known[episode.id]
-        return default_keys(episode) if own is None else own
+        anchors = saved[episode.id]
+        return default_keys(episode) if anchors is None else anchors
 
     return keys
 
 
 def _sizes(results: Iterable[CreditedEpisode | FailedEpisode]) -> Counter[int]:
-    return Counter(one.group_id for one in results if isinstance(one, CreditedEpisode))
+    return Counter(result.group_id for result in results if isinstance(result, CreditedEpisode))
 
 
 def _check_some(scored: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]]) -> None:
     """Raise RewardError when no episode at all could be scored."""
-    everyone = [one for found in scored.values() for one in found]
-    reasons = Counter(one.reason for one in everyone if isinstance(one, FailedEpisode))
-    if reasons.total() == len(everyone):
+    episodes = [episode for group in scored.values() for episode in group]
+    reasons = Counter(episode.reason for episode in episodes if isinstance(episode, FailedEpisode))
+    if reasons.total() == len(episodes):
         [(reason, _)] = reasons.most_common(1)
-        raise RewardError(f"none of the {len(everyone)} episodes could be scored; most often: {reason}")
+        raise RewardError(f"none of the {len(episodes)} episodes could be scored; most often: {reason}")
 
 
 def _check_whole(lines: Sequence[EpisodeRecord], file: Path, *, partial: bool) -> None:

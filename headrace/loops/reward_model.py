@@ -1,4 +1,4 @@
-"""Reward modelling: pairs of a better and a worse conversation -> scores of their last tokens -> Bradley-Terry."""
+"""Reward modelling: pairs of a chosen and a rejected conversation -> scores of their last tokens -> Bradley-Terry."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,18 +22,18 @@ from headrace.types import Datum, IntArray, LossSpec, Message, float_array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelSettings:
-    """`center_coef` pulls the two scores of a pair towards a sum of 0."""
+    """The settings of a reward model's training."""
 
     steps: int
     batch_size: int
     max_tokens: int
-    center_coef: float = 0.0
-    eval_every: int = 0
+    center_coef: float = 0.0  # pulls the two scores of a pair towards a sum of 0
+    eval_every: int = 0  # training steps; 0: only after the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairBatch:
-    """Data of some pairs, and how many were left out because a side is too long."""
+    """The data of some pairs, and the number of pairs left out because a side is too long."""
 
     data: tuple[Datum, ...]
     metrics: dict[str, Metric]
@@ -47,20 +47,20 @@ async def train_reward_model(
     backend: TrainBackend,
     updater: Updater,
     sink: MetricSink,
-    keeper: Checkpointer,
+    checkpointer: Checkpointer,
     held_out: Sequence[PreferencePair] = (),
     start: int = 0,
 ) -> dict[str, float]:
-    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
+    """Train from step `start` to the end and return the last step's metrics; raises Interrupted on a stop request."""
     values: dict[str, float] = {}
     loss = LossSpec(fn="bradley_terry", params={"center_coef": c.center_coef})
     unseen = pair_batch(held_out, renderer, max_tokens=c.max_tokens) if held_out else None
     for step in range(start, c.steps):
-        laps = StepTimer()
+        timer = StepTimer()
         batch = pair_batch(next_batch(c.batch_size), renderer, max_tokens=c.max_tokens)
-        laps.lap("data")
+        timer.lap("data")
         updated = await updater.update(step, batch.data, loss)
-        train_s = laps.lap("train")
+        train_s = timer.lap("train")
         metrics = merge_metrics(batch.metrics, updated.metrics)
         rate = metrics["train/computed_tokens"].value() / max(train_s, 1e-9)
         values = metric_values(metrics)
@@ -69,16 +69,16 @@ async def train_reward_model(
             judged = await asyncio.wrap_future(backend.forward(unseen.data, loss))
             score = judged.metrics["loss/accuracy"].value()
             values |= {"eval/accuracy": score, "eval/loss": judged.loss}
-            laps.lap("eval")
-        sink.log(step + 1, values | laps.values() | {"perf/trained_tokens_per_s": rate})
-        await keeper.end_of_step(step + 1, score)
+            timer.lap("eval")
+        sink.log(step + 1, values | timer.values() | {"perf/trained_tokens_per_s": rate})
+        await checkpointer.end_of_step(step + 1, score)
     return values
 
 
 def pair_batch(pairs: Sequence[PreferencePair], renderer: Renderer, *, max_tokens: int) -> PairBatch:
-    """Both sides of every pair that fits, weighted so that the loss is the mean over pairs.
+    """Render both sides of every pair that fits, weighted so that the loss is the mean over pairs.
 
-    Raises DataError when none fits, or the two sides of a pair are the same tokens.
+    Raises DataError when no pair fits, or the two sides of a pair are the same tokens.
     """
     tokens = [(_tokens(pair.chosen, renderer), _tokens(pair.rejected, renderer), pair.margin) for pair in pairs]
     fitting = [sides for sides in tokens if max(len(sides[0]), len(sides[1])) <= max_tokens]
@@ -108,5 +108,5 @@ def pair_batch(pairs: Sequence[PreferencePair], renderer: Renderer, *, max_token
 
 
 def _tokens(messages: Sequence[Message], renderer: Renderer) -> IntArray:
-    """The conversation up to the end of its last turn, as an engine would have seen it."""
+    """Render the conversation up to the end of its last turn, as an engine would see it."""
     return renderer.conversation(messages)[-1].tokens

@@ -2,7 +2,7 @@
 
     task -> rollout -> reward -> advantage -> datum -> forward_backward -> optim_step -> publish weights
 
-It is the same text on every scale, because each stage is reached through a protocol. It knows no model, engine or file.
+The same text runs at every scale, because each stage is called through a protocol. Knows no model, engine or file.
 """
 
 import asyncio
@@ -35,22 +35,21 @@ NO_SCORERS: Mapping[str, Score] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSettings:
-    """`weighting_constant` is the length by which weighting "constant" divides. `correction` None: only if the loss
-    asks for one. `keys` names the anchor states of step-level credit; `mixed_versions`: those of a group may differ."""
+    """The settings of the loop."""
 
     steps: int
-    minibatches: int
+    minibatches: int  # updates of a training step
     loss: LossSpec
     credit: str = "grpo"
     credit_params: Mapping[str, float | str] = field(default_factory=dict)
-    keys: KeysFn = default_keys
+    keys: KeysFn = default_keys  # anchor states, for step-level credit
     rows: SequenceUnit = SequenceUnit.EPISODE
-    mixed_versions: bool = False
+    mixed_versions: bool = False  # a group may mix policy versions
     weighting: str = "token_mean"
-    weighting_constant: float = 1.0
-    correction: CorrectionSettings | None = None
-    sync_every: int = 1
-    eval_every: int = 0
+    weighting_constant: float = 1.0  # the length that weighting "constant" divides by
+    correction: CorrectionSettings | None = None  # None: only if the loss takes one
+    sync_every: int = 1  # training steps between two publications of the weights
+    eval_every: int = 0  # training steps; 0: only after the last
 
 
 async def train_rl(
@@ -60,31 +59,31 @@ async def train_rl(
     backend: TrainBackend,
     updater: Updater,
     sink: MetricSink,
-    keeper: Checkpointer,
+    checkpointer: Checkpointer,
     record: Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None],
     scorers: Mapping[str, Score] = NO_SCORERS,
     critic: Critic | None = None,
-    trust: KlLimit | None = None,
+    kl_limit: KlLimit | None = None,
     utilization: SamplerUtilization | None = None,
     evaluate: Callable[[int], Awaitable[EvalResult]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
-    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted.
+    """Train from step `start` to the end and return the last step's metrics; raises Interrupted on a stop request.
 
-    `scorers` compute the arrays that the loss asks for and rollouts do not bring, by name. With a critic, advantages
-    are its own, and `credit` plays no part; `trust` may cut a step short. `utilization` is the executor's.
+    `scorers` compute, by name, the arrays that the loss takes and rollouts do not bring. A critic gives the advantages
+    instead of `c.credit`. `kl_limit` may skip the rest of a step's minibatches. `utilization` is the executor's.
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
     health = CreditHealth(method=c.credit, mixed_versions=c.mixed_versions)
     async with executor:
         for step in range(start, c.steps):
-            laps = StepTimer()
+            timer = StepTimer()
             if utilization is not None:
                 utilization.lap()
             taking = executor.take_batch()  # task -> rollout -> reward
-            groups = await (keeper.run_or_stop(taking) if step % c.sync_every == 0 else taking)
-            laps.lap("rollout")
+            groups = await (checkpointer.run_or_stop(taking) if step % c.sync_every == 0 else taking)
+            timer.lap("rollout")
             credited: CreditedBatch | None = None
             if critic is None:  # reward -> advantage -> datum
                 credited = credit(groups, method=c.credit, params=c.credit_params, keys=c.keys)
@@ -92,59 +91,59 @@ async def train_rl(
             else:
                 batch = await critic.credit(groups)
             log_credit(groups, batch.episodes)
-            record(step, groups, batch.episodes)  # before the health checks: what they stop a run for can be looked at
+            record(step, groups, batch.episodes)  # before the health checks, so that rejected batches can be inspected
             health.check(groups, credited)
             batch = replace(batch, data=drop_older_tokens(batch.data, oldest=executor.oldest))
             batch = await add_loss_inputs(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
-            played = [e.scored for e in batch.episodes if e.group_id in executor.training]  # not those of before
-            metrics = merge_metrics(batch.metrics, episode_metrics(played))
+            fresh = [e.scored for e in batch.episodes if e.group_id in executor.training]  # without replayed groups
+            metrics = merge_metrics(batch.metrics, episode_metrics(fresh))
             metrics = merge_metrics(metrics, lag_metrics(batch.data, version=executor.version))
             parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
             for part, data in enumerate(parts):
-                loss = c.loss if trust is None else trust.loss(c.loss)
+                loss = c.loss if kl_limit is None else kl_limit.loss(c.loss)
                 updated = await updater.update(step, data, loss)  # datum -> loss -> optimiser
                 metrics = merge_metrics(metrics, updated.metrics)
                 stale = staleness_metrics(data, updated.forward.logprobs, version=executor.version)
                 metrics = merge_metrics(metrics, stale)
                 if part == 0 and step % c.sync_every == 0:
-                    fresh = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
-                    metrics = merge_metrics(metrics, fresh)
-                if trust is not None:
-                    moved = await trust.after_update(step, data, left=len(parts) - part - 1)
-                    metrics = merge_metrics(metrics, moved.metrics)
-                    if moved.stop:
+                    mismatch = mismatch_metrics(data, updated.forward.logprobs, version=executor.version)
+                    metrics = merge_metrics(metrics, mismatch)
+                if kl_limit is not None:
+                    checked = await kl_limit.after_update(step, data, left=len(parts) - part - 1)
+                    metrics = merge_metrics(metrics, checked.metrics)
+                    if checked.stop:
                         break
-            if trust is not None:
-                metrics = merge_metrics(metrics, trust.end_step())
+            if kl_limit is not None:
+                metrics = merge_metrics(metrics, kl_limit.end_step())
             if critic is not None:
                 metrics = merge_metrics(metrics, await critic.update(step, batch))
             executor.done(groups)
-            laps.lap("train")
+            timer.lap("train")
             published = (step + 1) % c.sync_every == 0 or step + 1 == c.steps
             if published:
                 await executor.publish(await asyncio.wrap_future(backend.export_weights()))  # -> version + 1
-            laps.lap("publish")
+            timer.lap("publish")
             counts = executor.metrics()
-            values = metric_values(metrics) | counts | drop_shares(counts) | laps.values()
+            values = metric_values(metrics) | counts | drop_shares(counts) | timer.values()
             shares = {} if utilization is None else utilization.lap()
-            sink.log(step + 1, values | shares | _rates(metrics, laps, shares))
+            sink.log(step + 1, values | shares | _rates(metrics, timer, shares))
             if not published:
-                continue  # the sampler's weights are not the trainer's: nothing to evaluate, and no barrier
+                continue  # the sampler's weights are not the trainer's: neither evaluate nor checkpoint
             score = None
             if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
-                score = await keeper.evaluate_or_save(step + 1, evaluate(step + 1))
-            await keeper.end_of_step(step + 1, score)
+                score = await checkpointer.evaluate_or_save(step + 1, evaluate(step + 1))
+            await checkpointer.end_of_step(step + 1, score)
     return values
 
 
-def _rates(metrics: Mapping[str, Metric], laps: StepTimer, played: Mapping[str, float]) -> dict[str, float]:
-    """Tokens a second, sampled (while something was played) and computed, and the share of the step in which the
-    trainer waited for a batch."""
+def _rates(metrics: Mapping[str, Metric], timer: StepTimer, utilization: Mapping[str, float]) -> dict[str, float]:
+    """Compute tokens per second, sampled (while a group was running) and trained, and the share of the step in which
+    the trainer waited for a batch."""
     sampled, computed = metrics["rollout/sampled_tokens"].value(), metrics["train/computed_tokens"].value()
-    step_s, waited_s = laps.values()["time/step_s"], laps.parts["time/rollout_s"]
-    playing_s = (1.0 - played["perf/sampler_idle"]) * step_s if played else waited_s
+    step_s, waited_s = timer.values()["time/step_s"], timer.parts["time/rollout_s"]
+    sampling_s = (1.0 - utilization["perf/sampler_idle"]) * step_s if utilization else waited_s
     return {
-        "perf/sampled_tokens_per_s": sampled / max(playing_s, 1e-9),
-        "perf/trained_tokens_per_s": computed / max(laps.parts["time/train_s"], 1e-9),
+        "perf/sampled_tokens_per_s": sampled / max(sampling_s, 1e-9),
+        "perf/trained_tokens_per_s": computed / max(timer.parts["time/train_s"], 1e-9),
         "perf/trainer_idle": waited_s / max(step_s, 1e-9),
     }

@@ -20,15 +20,17 @@ from headrace.types import CROSS_ENTROPY, Datum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSettings:
+    """The settings of supervised fine-tuning."""
+
     steps: int
     batch_size: int
     max_tokens: int
-    eval_every: int = 0
+    eval_every: int = 0  # training steps; 0: only after the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Data of some conversations, and how many of them were cut or left nothing to train on."""
+    """The data of some conversations, and the number of those truncated or without a token to train on."""
 
     data: tuple[Datum, ...]
     metrics: dict[str, Metric]
@@ -42,43 +44,48 @@ async def train_sft(
     backend: TrainBackend,
     updater: Updater,
     sink: MetricSink,
-    keeper: Checkpointer,
+    checkpointer: Checkpointer,
     held_out: Sequence[Conversation] = (),
     evaluate: Callable[[int], Awaitable[EvalResult]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
-    """Train from step `start` to the end; returns the last step's metrics. Ends early with Interrupted."""
+    """Train from step `start` to the end and return the last step's metrics; raises Interrupted on a stop request."""
     values: dict[str, float] = {}
     unseen = render_batch(held_out, renderer, max_tokens=c.max_tokens).data if held_out else ()
     for step in range(start, c.steps):
-        laps = StepTimer()
+        timer = StepTimer()
         batch = render_batch(next_batch(c.batch_size), renderer, max_tokens=c.max_tokens)
-        laps.lap("data")
+        timer.lap("data")
         updated = await updater.update(step, batch.data, CROSS_ENTROPY)
-        train_s = laps.lap("train")
+        train_s = timer.lap("train")
         metrics = merge_metrics(batch.metrics, updated.metrics)
         rate = metrics["train/computed_tokens"].value() / max(train_s, 1e-9)
         values = metric_values(metrics)
         score = None
         if step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0):
-            if unseen:  # the weights make it a mean
+            if unseen:  # the loss is a mean, by the weights
                 values["eval/loss"] = (await asyncio.wrap_future(backend.forward(unseen, CROSS_ENTROPY))).loss
                 score = -values["eval/loss"]
-            laps.lap("eval")
-        sink.log(step + 1, values | laps.values() | {"perf/trained_tokens_per_s": rate})
+            timer.lap("eval")
+        sink.log(step + 1, values | timer.values() | {"perf/trained_tokens_per_s": rate})
         if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
-            score = await keeper.evaluate_or_save(step + 1, evaluate(step + 1))
-        await keeper.end_of_step(step + 1, score)
+            score = await checkpointer.evaluate_or_save(step + 1, evaluate(step + 1))
+        await checkpointer.end_of_step(step + 1, score)
     return values
 
 
 def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, max_tokens: int) -> Batch:
-    """Tokens with weight 1 / (trained tokens of the batch) on the assistant's; what is cut or empty is counted."""
+    """Render conversations with weight 1 / (trained tokens of the batch) on the assistant's tokens.
+
+    Counts the conversations that are truncated or have no such token.
+    """
     rendered = [
         part
-        for talk in conversations
+        for conversation in conversations
         for part in renderer.conversation(
-            messages_of(talk), tools=talk.tools if isinstance(talk, ToolConversation) else None, max_tokens=max_tokens
+            messages_of(conversation),
+            tools=conversation.tools if isinstance(conversation, ToolConversation) else None,
+            max_tokens=max_tokens,
         )
     ]
     useful = [part for part in rendered if part.num_trained and len(part.tokens) > 1]

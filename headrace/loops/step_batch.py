@@ -1,8 +1,8 @@
-"""The data of a training step, and the arrays its loss asks for beyond those that rollouts bring.
+"""The data of a training step, and the arrays that its loss takes beyond those of the rollouts.
 
-Rollouts bring `weights`, `advantages`, `sampler_logprobs`, `versions` and `next_logprobs` (NaN: not known). What else a
-loss names is computed for the whole step before its first update, and only if it is named: log-probs under other
-weights by scorers, corrections for stale tokens from those. Knows no model and no configuration.
+Rollouts bring `weights`, `advantages`, `sampler_logprobs`, `versions` and `next_logprobs` (NaN: not known). Any other
+array that the loss names is computed for the whole step before its first update: log-probs under other weights by
+scorers, and from those the corrections for stale tokens. Knows no model and no configuration.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from headrace.metrics import Metric, merge_metrics
 from headrace.protocols import TrainBackend
 from headrace.types import CROSS_ENTROPY, CreditedEpisode, Datum, FloatArray, float_array
 
-BROUGHT = ("weights", "advantages", "sampler_logprobs", "versions", "next_logprobs")
+FROM_ROLLOUTS = ("weights", "advantages", "sampler_logprobs", "versions", "next_logprobs")
 SCORED = ("proximal_logprobs", "reference_logprobs", "teacher_logprobs")  # by weights other than the sampler's
 DERIVED = ("behaviour_weights", "m2_mask", "lags")  # from the arrays above
 
@@ -43,7 +43,7 @@ Score = Callable[[Sequence[Datum]], Awaitable[Sequence[FloatArray]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
-    """Which weights stale tokens get and how they are bounded (`algo.correction`), and which `m2po` leaves out."""
+    """The weights of stale tokens and their bounds (see `algo.correction`)."""
 
     behaviour: BehaviourCorrection = BehaviourCorrection.FULL
     missing: MissingRule = MissingRule.FULL
@@ -52,16 +52,16 @@ class CorrectionSettings:
     floor: float = 0.0
     cap: float = 5.0
     normalise: bool = False
-    m2_threshold: float = 0.04
+    m2_threshold: float = 0.04  # m2po masks tokens until the mean M2 of the rest is below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """A training step on its way to the trainer; every datum has the id of its group in `group_ids`."""
+    """The episodes of a training step and their data, on the way to the trainer."""
 
     episodes: tuple[CreditedEpisode, ...]
     data: tuple[Datum, ...]
-    group_ids: tuple[int, ...]
+    group_ids: tuple[int, ...]  # of each datum
     metrics: Mapping[str, Metric]
 
     def __post_init__(self) -> None:
@@ -69,29 +69,29 @@ class StepBatch:
 
 
 def step_batch(credited: CreditedBatch, rows: SequenceUnit = SequenceUnit.EPISODE) -> StepBatch:
-    """The data of credited episodes, in their order."""
-    made = [(episode.group_id, datum) for episode in credited.episodes for datum in to_data([episode], rows)]
+    """Convert credited episodes to data, in their order."""
+    labelled = [(episode.group_id, datum) for episode in credited.episodes for datum in to_data([episode], rows)]
     return StepBatch(
         episodes=credited.episodes,
-        data=tuple(datum for _, datum in made),
-        group_ids=tuple(group_id for group_id, _ in made),
+        data=tuple(datum for _, datum in labelled),
+        group_ids=tuple(group_id for group_id, _ in labelled),
         metrics=credited.health,
     )
 
 
-# --- what a loss asks for --------------------------------------------------------------------------------------------
+# --- the arrays that a loss takes ------------------------------------------------------------------------------------
 
 
 def available_arrays(fn: LossFn, *, teacher: bool) -> tuple[str, ...]:
-    """Names that training by reinforcement can put into the data of this loss."""
+    """Return the names of the arrays that RL training can put into the data of this loss."""
     scored = SCORED if teacher else tuple(name for name in SCORED if name != "teacher_logprobs")
     units = ("units",) if unit_of(fn) is Unit.GROUP else ()
-    return (*BROUGHT, *scored, *DERIVED, *units)
+    return (*FROM_ROLLOUTS, *scored, *DERIVED, *units)
 
 
 def check_objective(fn: LossFn, params: Mapping[str, float], *, available: Collection[str]) -> None:
-    """Raises ConfigError for a loss that is not a policy's, one that needs arrays which nothing can provide (all are
-    named), or a number that it does not take."""
+    """Raise ConfigError for a loss that is not a policy's, one that needs arrays which nothing provides (the message
+    names them all), or a parameter that the loss does not take."""
     if loss_inputs(fn).outputs != ("policy_logprobs",):
         name = getattr(fn, "__name__", "custom")
         raise ConfigError(f"loss {name!r} reads a scalar head: a critic has its own table, [rl.critic]")
@@ -104,40 +104,40 @@ def takes_behaviour_weights(fn: LossFn) -> bool:
 
 
 def required_arrays(fn: LossFn, *, correction: CorrectionSettings | None = None) -> frozenset[str]:
-    """What has to be computed for a loss, with what that in turn is computed from.
+    """Return the names of the arrays to compute for a loss, with those that they in turn are computed from.
 
-    A correction that was asked for is computed for every loss; one that does not take it gets it in its weights.
+    A configured correction is computed for every loss; a loss that does not take it gets it in its weights.
     """
     inputs = loss_inputs(fn)
-    wanted = {name for name in (*inputs.required, *inputs.optional) if name in (*SCORED, *DERIVED)}
+    required = {name for name in (*inputs.required, *inputs.optional) if name in (*SCORED, *DERIVED)}
     if correction is not None:
-        wanted.add("behaviour_weights")
+        required.add("behaviour_weights")
     behaviour = (correction or CorrectionSettings()).behaviour
-    if "m2_mask" in wanted or ("behaviour_weights" in wanted and behaviour is not BehaviourCorrection.NONE):
-        wanted.add("proximal_logprobs")
-    return frozenset(wanted)
+    if "m2_mask" in required or ("behaviour_weights" in required and behaviour is not BehaviourCorrection.NONE):
+        required.add("proximal_logprobs")
+    return frozenset(required)
 
 
-# --- computing it ----------------------------------------------------------------------------------------------------
+# --- computing them --------------------------------------------------------------------------------------------------
 
 
 async def add_loss_inputs(
     batch: StepBatch, fn: LossFn, scorers: Mapping[str, Score], *, correction: CorrectionSettings | None, version: int
 ) -> StepBatch:
-    """The batch with every array that `fn` asks for; each scorer runs once, on the whole step."""
-    wanted = required_arrays(fn, correction=correction)
+    """Return the batch with every array that `fn` takes; each scorer runs once, on the whole step."""
+    required = required_arrays(fn, correction=correction)
     settings = correction or CorrectionSettings()
     data, metrics = batch.data, dict(batch.metrics)
     for name, score in scorers.items():
         data = with_array(data, name, await score(data))
-    lacking = [name for name in SCORED if name in wanted and name not in scorers]
-    assert not lacking, f"nothing computes {lacking}"
-    if "lags" in wanted:
+    missing = [name for name in SCORED if name in required and name not in scorers]
+    assert not missing, f"nothing computes {missing}"
+    if "lags" in required:
         data = with_lags(data, version=version)
-    if "m2_mask" in wanted:
+    if "m2_mask" in required:
         masked = m2_mask(data, threshold=settings.m2_threshold)
         data, metrics = masked.data, merge_metrics(metrics, masked.health)
-    if "behaviour_weights" in wanted:
+    if "behaviour_weights" in required:
         corrected = behaviour_weights(
             data,
             version=version,
@@ -160,41 +160,42 @@ async def add_loss_inputs(
 def minibatches(
     batch: StepBatch, parts: int, fn: LossFn, *, weighting: str, constant: float
 ) -> list[tuple[Datum, ...]]:
-    """Whole groups, in order, split as evenly as they divide; each part normalised over itself, for one update each.
+    """Split the step into parts of whole groups, in order and as even as possible: one update each, each normalised
+    over itself.
 
     Behaviour weights that the loss does not take go into its weights, after normalisation: rejected tokens count.
     """
-    made = []
-    for chosen in split_by_group(batch.group_ids, parts):
+    split = []
+    for indices in split_by_group(batch.group_ids, parts):
         data = reweight(
-            [batch.data[index] for index in chosen],
+            [batch.data[index] for index in indices],
             weighting=weighting,
             constant=constant,
-            groups=[batch.group_ids[index] for index in chosen],
+            groups=[batch.group_ids[index] for index in indices],
         )
         if "value_weights" in loss_inputs(fn).required:
             data = with_value_weights(data)
         fold = not takes_behaviour_weights(fn) and any("behaviour_weights" in datum.arrays for datum in data)
-        made.append(fold_into_weights(data) if fold else data)
-    return made
+        split.append(fold_into_weights(data) if fold else data)
+    return split
 
 
 def with_value_weights(data: Sequence[Datum]) -> tuple[Datum, ...]:
-    """`value_weights`: 1 / their number on the positions whose return a critic is to learn (the array `critic`)."""
+    """Add `value_weights`: 1 / n on the n positions whose return a critic is to learn (nonzero in `critic`)."""
     count = max(sum(int((datum.arrays["critic"] != 0).sum()) for datum in data), 1)
     shares = [float_array((datum.arrays["critic"] != 0) / count) for datum in data]
     return with_array(data, "value_weights", shares)
 
 
 def split_by_group(group_ids: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of each part: whole groups, in the order of their ids, as evenly as they divide; no part is empty."""
+    """Return the indices of each part: whole groups in the order of their ids, as even as possible, no part empty."""
     ids = sorted(set(group_ids))
     cuts = [set(ids[part * len(ids) // parts : (part + 1) * len(ids) // parts]) for part in range(parts)]
     return [[index for index, group_id in enumerate(group_ids) if group_id in cut] for cut in cuts if cut]
 
 
 def with_array(data: Sequence[Datum], name: str, arrays: Sequence[FloatArray]) -> tuple[Datum, ...]:
-    """`name` written into every datum; NaN, which says that nothing was computed there, becomes 0."""
+    """Add the array `name` to every datum; NaN, which marks positions not computed, becomes 0."""
     return tuple(
         replace(datum, arrays={**datum.arrays, name: float_array(np.where(np.isnan(array), 0.0, array))})
         for datum, array in zip(data, arrays, strict=True)
@@ -202,7 +203,7 @@ def with_array(data: Sequence[Datum], name: str, arrays: Sequence[FloatArray]) -
 
 
 def backend_scorer(backend: TrainBackend) -> Score:
-    """Log-probs under a backend's present weights."""
+    """Return a scorer of log-probs under a backend's current weights."""
 
     async def score(data: Sequence[Datum]) -> Sequence[FloatArray]:
         return (await asyncio.wrap_future(backend.forward(data, CROSS_ENTROPY))).logprobs
@@ -213,7 +214,7 @@ def backend_scorer(backend: TrainBackend) -> Score:
 def thread_scorer(
     score: Callable[[Sequence[Datum]], Sequence[FloatArray]], submit: Callable[[Callable[[], Any]], "Future[Any]"]
 ) -> Score:
-    """A blocking scorer, off the event loop: `submit` runs it on the thread that computes."""
+    """Return an awaitable scorer that runs the blocking `score` on the compute thread, through `submit`."""
 
     async def on_thread(data: Sequence[Datum]) -> Sequence[FloatArray]:
         scores: Sequence[FloatArray] = await asyncio.wrap_future(submit(lambda: score(data)))

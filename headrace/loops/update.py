@@ -1,4 +1,4 @@
-"""One optimiser update, shared by all loops: submit, await, count what was skipped."""
+"""Make one optimiser update, as all loops do: submit, await, count skipped updates."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,21 +12,23 @@ from headrace.types import Adam, Datum, ForwardOut, LossSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
+    """The forward pass of an update, and its metrics merged with the optimiser's."""
+
     forward: ForwardOut
     metrics: dict[str, Metric]
 
 
 @dataclass(slots=True, kw_only=True)
 class Updater:
-    """Owns the count of updates skipped in a row; `adam(step)` gives the update's numbers, learning rate included."""
+    """Makes updates, and counts those skipped in a row."""
 
     backend: TrainBackend
-    adam: Callable[[int], Adam]
-    max_skips: int
+    adam: Callable[[int], Adam]  # learning rate and other numbers of a training step's updates
+    max_skips: int  # in a row, which end the run
     skips_in_a_row: int = field(default=0)
 
     async def update(self, step: int, data: Sequence[Datum], loss: LossSpec) -> UpdateResult:
-        """forward_backward and optim_step, queued together. Raises NonFiniteError after `max_skips` in a row."""
+        """Queue forward_backward and optim_step together. Raises NonFiniteError after `max_skips` skips in a row."""
         adam = self.adam(step)
         forwarding = self.backend.forward_backward(data, loss)
         stepping = self.backend.optim_step(adam)

@@ -1,0 +1,13 @@
+"""Language models as trainer and engine share them: loading, the forward pass, heads, adapters.
+
+- `load.py` loads a model and its tokenizer as a `LanguageModel`, and copies and fingerprints weights.
+- `supported.py` lists the supported model types; `tiny.py` makes a small model; `tokenizer.py` loads a tokenizer alone.
+- `device.py` chooses the device and dtype, and copies tensors to the device.
+- `attention.py` has the attention function and the KV cache that trainer and engine share.
+- `head.py` computes log-probs of target tokens chunk by chunk; `value_head.py` has scalar heads.
+- `lora.py` has trainable LoRA layers; `multi_lora.py` applies many adapters in one batch, for sampling.
+- `quantized.py` quantises weights of models that only score.
+- `memory.py` estimates sizes from a config.json and plans what fits on a GPU.
+- `compute_thread.py` is the thread on which requests run in order.
+- `cpu/` and `cuda/` have the fast paths of each kind of device.
+"""

@@ -1,9 +1,9 @@
-"""The one attention function, registered with transformers, that trainer and engine share.
+"""The attention function that trainer and engine share, registered with transformers.
 
-It matches on a context object handed down the forward call as the keyword `attention`: `Packed` (training and
-scoring: sequences end to end) or `Cached` (sampling: new tokens against KV slots, decode rows and prompt pieces in one
-call). There are no globals, so one module object serves the trainer and the engine at once. It must not know about
-scheduling, sampling or losses.
+The function matches on a context object that the forward call hands down as the keyword `attention`: `Packed` (training
+and scoring: sequences end to end) or `Cached` (sampling: new tokens against KV slots, decode rows and prompt chunks in
+one call). There are no globals, so one module object serves the trainer and the engine at once. This file must not know
+about scheduling, sampling or losses.
 
 Against the cache every query token is a row of its own, whether it is decoded or prefilled, so on CPU its result has
 the same bits however its prefix got into the cache (see `docs/design.md`, determinism).
@@ -31,9 +31,10 @@ NAME = "headrace"
 
 
 class KVCache:
-    """Keys and values of every layer for `rows` slots of `tokens` positions: [B, H, S, D] each, fixed storage.
+    """Holds keys and values of every layer for `rows` slots of `tokens` positions: [B, H, S, D] each, fixed storage.
 
-    With `storage` [layers, 2, at least B H S D] they lie in there, so that another layout has the same addresses.
+    With `storage` [layers, 2, at least B H S D] keys and values are views of it, so that another layout has the same
+    addresses.
     """
 
     def __init__(
@@ -70,30 +71,27 @@ class KVCache:
         """Take over the first `rows` slots of a cache of another length, which may lie in the same storage."""
         tokens = min(self.tokens, other.tokens)
         for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
-            kept = theirs[:rows, :, :tokens]
-            mine[:rows, :, :tokens] = kept if self._whole is None else kept.clone()
+            filled = theirs[:rows, :, :tokens]
+            mine[:rows, :, :tokens] = filled if self._whole is None else filled.clone()
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Segments laid end to end; each sees itself, causally, and with `parents` the whole of its parent and of what
-    that one sees. Without parents segments are sequences.
+    """Segments laid end to end. Each sees itself, causally, and all that its parent sees.
 
-    The rest is made once by `packed` for all layers of a CUDA model: `ends` is [0, running sums of the lengths],
-    `key_rows` the tokens that each segment sees, end to end, `key_ends` their running sums, and `uses` and `use_ends`
-    say of each token where in `key_rows` it is.
+    Without parents segments are sequences. `make_packed` fills in the tensors, once for all layers of a CUDA model.
     """
 
     lengths: tuple[int, ...]
     parents: tuple[int | None, ...] | None = None
-    ends: Tensor | None = None
-    key_rows: Tensor | None = None
-    key_ends: Tensor | None = None
-    uses: Tensor | None = None
-    use_ends: Tensor | None = None
+    ends: Tensor | None = None  # [0, running sums of the lengths]
+    key_rows: Tensor | None = None  # the tokens that each segment sees, end to end
+    key_ends: Tensor | None = None  # [0, running sums of how many each segment sees]
+    uses: Tensor | None = None  # places in `key_rows`, sorted by token
+    use_ends: Tensor | None = None  # token t is at the places uses[use_ends[t] : use_ends[t + 1]]
 
     def ancestors(self, segment: int) -> tuple[int, ...]:
-        """What comes before a segment, from the first on."""
+        """Return the segments that come before a segment, from the first on."""
         if self.parents is None or (parent := self.parents[segment]) is None:
             return ()
         return (*self.ancestors(parent), parent)
@@ -102,7 +100,7 @@ class Packed:
 def make_packed(
     lengths: tuple[int, ...], device: torch.device, parents: tuple[int | None, ...] | None = None
 ) -> Packed:
-    """The context of segments whose tokens are on `device`."""
+    """Make the context of segments whose tokens are on `device`."""
     if parents is not None and all(parent is None for parent in parents):
         parents = None
     if device.type != "cuda":
@@ -111,9 +109,9 @@ def make_packed(
         return Packed(lengths, ends=_ends(lengths, device))
     starts = [sum(lengths[:segment]) for segment in range(len(lengths))]
     plain = Packed(lengths, parents)
-    seen = [(*plain.ancestors(segment), segment) for segment in range(len(lengths))]
-    rows = torch.cat([torch.arange(starts[s], starts[s] + lengths[s]) for chain in seen for s in chain])
-    sizes = tuple(sum(lengths[s] for s in chain) for chain in seen)
+    chains = [(*plain.ancestors(segment), segment) for segment in range(len(lengths))]
+    rows = torch.cat([torch.arange(starts[s], starts[s] + lengths[s]) for chain in chains for s in chain])
+    sizes = tuple(sum(lengths[s] for s in chain) for chain in chains)
     uses = torch.argsort(rows, stable=True).int()
     counts = tuple(torch.bincount(rows, minlength=sum(lengths)).tolist())
     return Packed(
@@ -144,24 +142,21 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Tokens laid out as: one for each of the first B slots (decode), then the pieces, then padding rows.
-
-    `slots` and `positions` say where the keys and values of all but the padding go. `mask` is [B, 1, 1, S]: 0 where a
-    decode row may look, else -inf, with S the filled part of the longest slot rounded up. `piece_mask` is the same for
-    the tokens of the pieces; a caller with several layers makes it once, without it each layer makes its own.
-    """
+    """Tokens laid out as: one for each of the first B slots (decode), then the prompt chunks, then padding rows."""
 
     cache: KVCache
-    slots: Tensor
+    slots: Tensor  # with `positions`: where the keys and values of all tokens but the padding go
     positions: Tensor
-    mask: Tensor | None  # None: no decode rows
-    pieces: tuple[PromptChunk, ...]
-    piece_mask: Tensor | None = None
+    # [B, 1, 1, S]: 0 at keys that a decode row sees, else -inf, with S the filled part of the longest slot rounded up;
+    # None without decode rows
+    mask: Tensor | None
+    chunks: tuple[PromptChunk, ...]
+    chunk_mask: Tensor | None = None  # the same for the tokens of the chunks; without it each layer computes its own
 
 
 Context = Packed | Cached
 BLOCK = 128  # positions whose values are added in one product
-NARROW = 16  # width of a head below which torch has other ways for small products than for large ones
+NARROW = 16  # width of a head below which torch computes small products differently from large ones
 ROUND = KV_ROUND  # cached lengths are read in multiples of this
 
 
@@ -178,7 +173,7 @@ def attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, Q, T, D], key and value [1, H, T, D] -> [1, T, Q, D]."""
+    """Compute attention: query [1, Q, T, D], key and value [1, H, T, D] -> [1, T, Q, D]."""
     assert attention is not None, "call the model with attention=Packed(...) or Cached(...)"
     assert dropout == 0.0, "models are kept in eval mode"
     assert query.shape[0] == 1, "tokens are packed into one row"
@@ -188,11 +183,11 @@ def attend(
             return packed_out, None
         case Cached():
             layer: int = module.layer_idx  # type: ignore[assignment]
-            return _cached(query, key, value, attention, layer, scaling, sliding_window), None
+            return _attend_cached(query, key, value, attention, layer, scaling, sliding_window), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """What may see what is in the context; transformers builds no mask."""
+    """Build no mask: the context says which tokens a token sees."""
 
 
 AttentionInterface.register(NAME, attend)  # transformers' own table; the name on a model's config selects it
@@ -200,14 +195,14 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def causal_mask(queries: int, offset: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, offset + queries] True where position offset + i may see position j (at most `window` back)."""
+    """Make [queries, offset + queries], True where position offset + i sees position j (at most `window` back)."""
     row = torch.arange(offset, offset + queries, device=device)[:, None]
     column = torch.arange(offset + queries, device=device)[None, :]
     visible = column <= row
     return visible if window is None else visible & (column > row - window)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it as it is: lengths differ
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it uncompiled: lengths differ
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
@@ -219,20 +214,20 @@ def _attend_packed(
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """One call for segments of the same length behind the same parent."""
+    """Compute segments of the same length behind the same parent in one call."""
     q, k, v = (torch.split(tensor, list(context.lengths), dim=2) for tensor in (query, key, value))
     gqa = query.shape[1] != key.shape[1]
     outputs: dict[int, Tensor] = {}
-    for members in _alike(context):
+    for members in _group_segments(context):
         before, count = context.ancestors(members[0]), len(members)
         queries, keys, values = (torch.cat([part[member] for member in members]) for part in (q, k, v))
         if before:
             keys = torch.cat([_joined(k, before).expand(count, -1, -1, -1), keys], dim=2)
             values = torch.cat([_joined(v, before).expand(count, -1, -1, -1), values], dim=2)
-        asked, seen = queries.shape[2], keys.shape[2]
+        num_queries, num_keys = queries.shape[2], keys.shape[2]
         mask = None
-        if before or (window is not None and seen > window):
-            mask = causal_mask(asked, seen - asked, window, query.device)
+        if before or (window is not None and num_keys > window):
+            mask = causal_mask(num_queries, num_keys - num_queries, window, query.device)
         out = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
         )
@@ -244,13 +239,13 @@ def _joined(parts: tuple[Tensor, ...], segments: tuple[int, ...]) -> Tensor:
     return torch.cat([parts[segment] for segment in segments], dim=2)
 
 
-def _alike(context: Packed) -> list[list[int]]:
-    """Segments that have the same parent and length, together."""
-    found: dict[tuple[int | None, int], list[int]] = {}
+def _group_segments(context: Packed) -> list[list[int]]:
+    """Group the segments that have the same parent and length."""
+    groups: dict[tuple[int | None, int], list[int]] = {}
     for segment, length in enumerate(context.lengths):
         parent = None if context.parents is None else context.parents[segment]
-        found.setdefault((parent, length), []).append(segment)
-    return list(found.values())
+        groups.setdefault((parent, length), []).append(segment)
+    return list(groups.values())
 
 
 def _varlen_applies(query: Tensor) -> bool:
@@ -259,7 +254,7 @@ def _varlen_applies(query: Tensor) -> bool:
 
 @cache
 def _gqa_flag() -> dict[str, Any]:
-    """torch's kernel reads grouped key heads as they are; newer versions want to be told."""
+    """Return the flag with which newer versions of torch's kernel read grouped key heads as they are."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -268,7 +263,7 @@ def _gqa_flag() -> dict[str, Any]:
 def _packed_varlen(
     query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
 ) -> Tensor:
-    """CUDA half precision: one varlen kernel for all segments."""
+    """Compute all segments in one varlen kernel, for half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
@@ -284,8 +279,10 @@ def _packed_varlen(
 def packed_keys(
     key_THD: Tensor, value_THD: Tensor, context: Packed
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, int, int]]:
-    """Keys and values as a varlen kernel reads them: of what each segment sees, end to end. With them the running sums
-    of the queries' and of the keys' lengths, and the longest of both."""
+    """Lay out keys and values as a varlen kernel reads them: those that each segment sees, end to end.
+
+    Return them with (running sums of the queries' lengths, of the keys' lengths, longest queries, longest keys).
+    """
     if context.ends is None:
         context = make_packed(context.lengths, key_THD.device, context.parents)
     assert context.ends is not None
@@ -293,14 +290,14 @@ def packed_keys(
     if context.key_rows is None:
         return key_THD, value_THD, (context.ends, context.ends, longest, longest)
     assert context.key_ends is not None
-    key_THD, value_THD = _seen(key_THD, value_THD, context)
+    key_THD, value_THD = _gather_keys(key_THD, value_THD, context)
     segments = range(len(context.lengths))
-    longest_keys = max(sum(context.lengths[s] for s in (*context.ancestors(own), own)) for own in segments)
+    longest_keys = max(sum(context.lengths[s] for s in (*context.ancestors(segment), segment)) for segment in segments)
     return key_THD, value_THD, (context.ends, context.key_ends, longest, longest_keys)
 
 
-def _seen(key_THD: Tensor, value_THD: Tensor, context: Packed) -> tuple[Tensor, Tensor]:
-    """Keys and values of what each segment sees, end to end."""
+def _gather_keys(key_THD: Tensor, value_THD: Tensor, context: Packed) -> tuple[Tensor, Tensor]:
+    """Gather the keys and values that each segment sees, end to end."""
     assert context.key_rows is not None
     if not cuda.available():
         return key_THD[context.key_rows], value_THD[context.key_rows]
@@ -311,13 +308,13 @@ def _seen(key_THD: Tensor, value_THD: Tensor, context: Packed) -> tuple[Tensor, 
     return gather_rows(key_THD, value_THD, context.key_rows, context.uses, context.use_ends)
 
 
-def _cached(
+def _attend_cached(
     query: Tensor, key: Tensor, value: Tensor, context: Cached, layer: int, scaling: float | None, window: int | None
 ) -> Tensor:
-    """All G query heads of a key head are rows of one product, so keys are never repeated.
+    """Write keys and values into the cache and compute attention against it.
 
-    On CPU an odd G gets one row more: with several threads of arithmetic, odd products have other bits in small batches
-    than in large ones.
+    All G query heads of a key head are rows of one product, so keys are never repeated. On CPU an odd G gets one row
+    more: with several threads of arithmetic, odd products have other bits in small batches than in large ones.
     """
     keys, values = context.cache.keys[layer], context.cache.values[layer]
     written, heads, width = context.positions.shape[0], key.shape[1], key.shape[3]
@@ -333,71 +330,71 @@ def _cached(
         rows, filled = context.mask.shape[0], context.mask.shape[-1]
         mask = context.mask
         if window is not None and filled > window:
-            seen = context.positions[:rows].clamp_max(filled - 1)  # rows with nothing to say see something, not NaN
-            mask = mask + _beyond(seen, filled, window, mask.dtype)
+            positions = context.positions[:rows].clamp_max(filled - 1)  # idle rows see some key, so they are not NaN
+            mask = mask + _window_mask(positions, filled, window, mask.dtype)
         outputs.append(_by_row(grouped[:rows], keys[:rows, :, :filled], values[:rows, :, :filled], mask, scaling))
         start = rows
     first = start
-    for piece in context.pieces:
-        filled = min(-(-(piece.offset + piece.length) // ROUND) * ROUND, context.cache.tokens)
-        span = slice(start, start + piece.length)
-        if context.piece_mask is None:
+    for chunk in context.chunks:
+        filled = min(-(-(chunk.offset + chunk.length) // ROUND) * ROUND, context.cache.tokens)
+        span = slice(start, start + chunk.length)
+        if context.chunk_mask is None:
             mask = visible_mask(context.positions[span], filled, grouped.dtype)
         else:
-            mask = context.piece_mask[start - first : start - first + piece.length, ..., :filled]
+            mask = context.chunk_mask[start - first : start - first + chunk.length, ..., :filled]
         if window is not None and filled > window:
-            mask = mask + _beyond(context.positions[span], filled, window, mask.dtype)
-        key_all, value_all = (every[piece.row, :, :filled].expand(piece.length, -1, -1, -1) for every in (keys, values))
+            mask = mask + _window_mask(context.positions[span], filled, window, mask.dtype)
+        key_all, value_all = (store[chunk.row, :, :filled].expand(chunk.length, -1, -1, -1) for store in (keys, values))
         outputs.append(_by_row(grouped[span], key_all, value_all, mask, scaling))
-        start += piece.length
+        start += chunk.length
     if start < query.shape[2]:
         outputs.append(torch.zeros_like(grouped[start:]))
-    found = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return found[:, :, :groups].reshape(1, query.shape[2], -1, width).to(query.dtype)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output[:, :, :groups].reshape(1, query.shape[2], -1, width).to(query.dtype)
 
 
 def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """query [R, H, G, W], key and value [R, H, F, W], mask [R, 1, 1, F] -> [R, H, G, W].
+    """Compute attention row by row: query [R, H, G, W], key and value [R, H, F, W], mask [R, 1, 1, F] -> [R, H, G, W].
 
-    On CPU it is batched products, twice as fast there as the fused kernel for a few queries. A product over more than
-    192 positions would be cut where its length says, and so have other bits beside a longer neighbour: BLOCK positions
-    are added at a time.
+    On CPU it is batched products, twice as fast there as the fused kernel for a few queries. torch would cut a product
+    over more than 192 positions depending on its length, which gives other bits beside a longer neighbour: BLOCK
+    positions are added at a time.
     """
     heads, width = query.shape[1], query.shape[3]
-    if query.shape[0] * heads == 1 and not query.is_cuda:  # a single product is computed in another way than several
-        query, key, value = (each.expand(2, -1, -1, -1) for each in (query, key, value))
+    if query.shape[0] * heads == 1 and not query.is_cuda:  # torch computes a single product differently from several
+        query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
         return _by_row(query, key, value, mask, scaling)[:1]
     if query.is_cuda or width < NARROW:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     query = query * (width**-0.5 if scaling is None else scaling)
     if heads == 1 or key.stride(0) == heads * key.stride(1):
         return _products(query, key, value, mask)
-    ones = (slice(head, head + 1) for head in range(heads))
-    found = [_products(query[:, one], key[:, one], value[:, one], mask) for one in ones]
-    return torch.cat(found, dim=1)  # rows share their keys: without a copy only one head at a time is a batch
+    spans = (slice(head, head + 1) for head in range(heads))
+    outputs = [_products(query[:, span], key[:, span], value[:, span], mask) for span in spans]
+    return torch.cat(outputs, dim=1)  # rows share their keys: without a copy only one head at a time is a batch
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`_by_row` for scaled queries, and keys whose rows and heads are one dimension in memory."""
+    """Compute `_by_row` for scaled queries, and keys whose rows and heads are one dimension in memory."""
     rows, heads, groups, _ = query.shape
-    asked, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-    scores = torch.bmm(asked, keys.transpose(1, 2)).view(rows, heads, groups, -1)
+    queries, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows, heads, groups, -1)
     shares = torch.softmax(scores.add_(mask), dim=-1).flatten(0, 1)
-    found = torch.bmm(shares[..., :BLOCK], values[:, :BLOCK])
+    output = torch.bmm(shares[..., :BLOCK], values[:, :BLOCK])
     for start in range(BLOCK, key.shape[2], BLOCK):
-        found.baddbmm_(shares[..., start : start + BLOCK], values[:, start : start + BLOCK])
-    return found.view(query.shape)
+        output.baddbmm_(shares[..., start : start + BLOCK], values[:, start : start + BLOCK])
+    return output.view(query.shape)
 
 
 def visible_mask(positions: Tensor, filled: int, dtype: torch.dtype) -> Tensor:
-    """[rows, 1, 1, filled]: 0 at keys up to each row's own position, -inf after it."""
+    """Make [rows, 1, 1, filled]: 0 at keys up to each row's own position, -inf after it."""
     hidden = torch.arange(filled, device=positions.device) > positions[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]
 
 
-def _beyond(positions: Tensor, filled: int, window: int, dtype: torch.dtype) -> Tensor:
-    """-inf at keys `window` or more positions back."""
+def _window_mask(positions: Tensor, filled: int, window: int, dtype: torch.dtype) -> Tensor:
+    """Make [rows, 1, 1, filled]: -inf at keys `window` or more positions back, else 0."""
     hidden = torch.arange(filled, device=positions.device) <= positions[:, None] - window
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill_(hidden, -torch.inf)[:, None, None, :]

@@ -1,11 +1,11 @@
 """The thread that computes. Requests run one after the other, in the order they were submitted.
 
-Trainer and engine on the same weights share one worker, so neither sees the other's half-made changes. On a CPU that
-is faster, too: every thread that calls torch keeps a pool of arithmetic threads of its own, and once there are more of
-those than cores, they stop waiting actively for work, which costs a decode step a third of its time.
+Trainer and engine on the same weights share one compute thread, so neither sees the other's half-made changes. On a CPU
+that is faster, too: every thread that calls torch keeps a pool of arithmetic threads of its own, and once there are
+more of those than cores, they stop waiting actively for work, which costs a decode step a third of its time.
 
-On CUDA every worker has a stream of its own, so that an engine with its own worker samples while the trainer trains.
-What whoever submits a request has queued on the device is done before the request begins.
+On CUDA every compute thread has a stream of its own, so that an engine with its own thread samples while the trainer
+trains. A request begins after the work that the submitting thread has queued on the device.
 """
 
 import threading
@@ -22,12 +22,12 @@ CLOSED = "this worker is closed: nothing can be computed on it any more"
 
 
 class ComputeThread:
-    """`threads`: of arithmetic; None: as many as the thread that makes it has."""
+    """Runs requests on one thread, with `threads` threads of arithmetic, or as many as the calling thread has."""
 
     def __init__(self, *, threads: int | None = None) -> None:
         count = threads or torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="headrace-compute", initializer=_begin, initargs=(count,)
+            max_workers=1, thread_name_prefix="headrace-compute", initializer=_start_thread, initargs=(count,)
         )
         self._closed = False
         self._queued = 0
@@ -35,12 +35,12 @@ class ComputeThread:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits behind the one that runs, or someone for the end of it."""
+        """Whether a request waits behind the running one, or `close` waits for its end."""
         return self._queued > 0 or self._closed
 
     def submit(self, run: Callable[[], R]) -> "Future[R]":
-        """Raises BackendError after `close`."""
-        ordered = _after_what_is_queued(run)
+        """Queue a request and return its future. Raises BackendError after `close`."""
+        ordered = _after_queued_kernels(run)
 
         def unless_closed() -> R:
             self._count(-1)
@@ -62,13 +62,13 @@ class ComputeThread:
             self._queued += change
 
     def close(self) -> None:
-        """Wait for the request that runs; those behind it fail with BackendError."""
+        """Wait for the running request; those behind it fail with BackendError."""
         self._closed = True
         self._pool.shutdown(wait=True)
 
 
 class InlineWorker:
-    """Runs requests where they are submitted, at once: for whoever is on a worker already."""
+    """Runs each request at once on the thread that submits it, for code that is on a compute thread already."""
 
     def submit(self, run: Callable[[], R]) -> "Future[R]":
         future: Future[R] = Future()
@@ -79,17 +79,17 @@ class InlineWorker:
         return future
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no thread to end."""
 
 
-def _begin(threads: int) -> None:
+def _start_thread(threads: int) -> None:
     torch.set_num_threads(threads)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a model is there
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a model is on the device
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
-def _after_what_is_queued(run: Callable[[], R]) -> Callable[[], R]:
-    """`run`, behind what the calling thread has queued on its stream of the device, if there is one."""
+def _after_queued_kernels(run: Callable[[], R]) -> Callable[[], R]:
+    """Make `run` wait for the kernels that the calling thread has queued on its CUDA stream, if there is one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return run
     queued = torch.cuda.current_stream().record_event()
@@ -102,7 +102,7 @@ def _after_what_is_queued(run: Callable[[], R]) -> Callable[[], R]:
 
 
 def limit_torch_threads() -> int:
-    """The calling thread keeps one thread of arithmetic for itself; returns how many it had, for a `Worker`."""
+    """Leave the calling thread one thread of arithmetic; return how many it had, for a `ComputeThread`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     return threads

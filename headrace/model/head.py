@@ -1,8 +1,8 @@
-"""Log-probs of target tokens from hidden states, chunk by chunk; [tokens, vocabulary] exists for one chunk only.
+"""Compute log-probs of target tokens from hidden states chunk by chunk: [tokens, vocabulary] exists for one chunk only.
 
-Two ways in. `fused_loss` evaluates a token-wise loss per chunk and computes the gradient while the chunk's
-probabilities are at hand (three matrix products). `logprobs` is an ordinary differentiable function for losses that
-need a whole sequence at once; its backward computes the logits again (four products).
+There are two entry points. `fused_loss` evaluates a token-wise loss per chunk and computes the gradient while the
+chunk's probabilities exist (three matrix products). `logprobs` is an ordinary differentiable function for losses that
+need a whole sequence at once; its backward pass computes the logits again (four products).
 
 With p = softmax(z), z = W h / tau: d logp_y / dz = onehot(y) - p and dH / dz = -p (log p + H).
 The factor dL/dlogp of a token multiplies rows, so it is applied to [C, D] hidden states and never to [C, V].
@@ -22,21 +22,21 @@ from headrace.model.cpu.packed_linear import detached, linear, linear_backward_i
 
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_TOKENS = 128
-UNLIKELY = -80.0  # a log-prob below which float32 probabilities are no longer whole
+UNLIKELY = -80.0  # log-prob below which float32 probabilities lose bits
 CUDA_CHUNK_TOKENS = 2048  # fewer rows leave the matrix units of a large GPU waiting for work
 
 
 def default_chunk(device: torch.device) -> int:
-    """Tokens whose [tokens, vocabulary] is held at once."""
+    """Return the number of tokens of a chunk on this device."""
     return CUDA_CHUNK_TOKENS if device.type == "cuda" else CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """`tokens` [T] or [T, K]; `temperature` [T], or None when it is 1 everywhere."""
+    """The tokens whose log-probs are computed."""
 
-    tokens: Tensor
-    temperature: Tensor | None = None
+    tokens: Tensor  # [T] or [T, K]
+    temperature: Tensor | None = None  # [T], or None when it is 1 everywhere
 
     def chunk(self, span: slice) -> "Targets":
         return Targets(self.tokens[span], None if self.temperature is None else self.temperature[span])
@@ -44,16 +44,16 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class HeadChunk:
-    """Probabilities over the vocabulary for one chunk, and what was read off them; `logp_CV` only with the entropy."""
+    """Probabilities over the vocabulary for one chunk, and the log-probs and entropies read off them."""
 
     probs_CV: Tensor
-    logp_CV: Tensor | None
+    logp_CV: Tensor | None  # only with the entropy
     logprobs: Tensor  # shape of the targets
     entropy_C: Tensor | None
 
 
 def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool) -> HeadChunk:
-    """Softmax in float32 (float64 stays float64)."""
+    """Compute a chunk's probabilities and log-probs, with the softmax in float32 (float64 stays float64)."""
     logits_CV = logits(hidden_CD, weight_VD)
     if not want_entropy and logits_CV.is_cuda and weight_VD.dtype in HALF and cuda.available():
         return _read_in_place(logits_CV, targets, weight_VD.dtype)
@@ -72,8 +72,9 @@ def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_e
         probs_CV = torch.softmax(logits_CV, dim=-1, out=logits_CV)  # half the memory: more of it stays in the cache
         picked = probs_CV.gather(1, flat).log()
         if bool((unlikely_C := (picked < UNLIKELY).any(dim=1)).any()):  # their probabilities have few bits, or none
-            few = Targets(flat[unlikely_C], None if targets.temperature is None else targets.temperature[unlikely_C])
-            picked[unlikely_C] = read_chunk(hidden_CD[unlikely_C], weight_VD, few, want_entropy=True).logprobs
+            temperature = None if targets.temperature is None else targets.temperature[unlikely_C]
+            unlikely = Targets(flat[unlikely_C], temperature)
+            picked[unlikely_C] = read_chunk(hidden_CD[unlikely_C], weight_VD, unlikely, want_entropy=True).logprobs
     else:
         top_C1, raw_CK = logits_CV.amax(dim=-1, keepdim=True), logits_CV.gather(1, flat)
         probs_CV = torch.softmax(logits_CV, dim=-1)
@@ -82,15 +83,18 @@ def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_e
 
 
 def logits(hidden_CD: Tensor, weight_VD: Tensor, out: Tensor | None = None) -> Tensor:
-    """hidden @ weight.T; on CUDA in float32 of half-precision factors too, because logits of 16 and more would be
-    rounded to multiples of 0.125."""
+    """Compute hidden @ weight.T.
+
+    On CUDA the logits of half-precision factors are float32: logits of 16 and more would be rounded to multiples of
+    0.125.
+    """
     if hidden_CD.is_cuda and hidden_CD.dtype in HALF:
         return torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32, out=out)
     return linear(hidden_CD, weight_VD) if out is None else torch.mm(hidden_CD, weight_VD.T, out=out)
 
 
 def _read_in_place(logits_CV: Tensor, targets: Targets, dtype: torch.dtype) -> HeadChunk:
-    """On CUDA half-precision probabilities take the place of the logits; sums are still in float32."""
+    """Overwrite the logits with half-precision probabilities, on CUDA; sums are still in float32."""
     from headrace.model.cuda.softmax import softmax_  # needs Triton
 
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
@@ -102,7 +106,7 @@ def _read_in_place(logits_CV: Tensor, targets: Targets, dtype: torch.dtype) -> H
 
 
 def picked_logprobs(logits_CK: Tensor, top_C1: Tensor, probs_CV: Tensor) -> Tensor:
-    """log p of some tokens of each row, from their logits, the row's largest logit and the row's probabilities.
+    """Compute log p of some tokens of each row from their logits, the row's largest logit and its probabilities.
 
     log p_y = (z_y - z_max) + log p_max: the largest probability is at least 1 / V, so nothing underflows.
     """
@@ -118,7 +122,7 @@ def backward_chunk(
     grad_entropy_C: Tensor | None,
     grad_weight_VD: Tensor | None,
 ) -> Tensor:
-    """Gradient with respect to the hidden states; the weight's is added to `grad_weight_VD`. Spends the chunk."""
+    """Return the gradient of the hidden states and add the weight's to `grad_weight_VD`. Overwrites the chunk."""
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
     grad_CK = grad_logprobs.reshape(flat.shape)
     scale_C = grad_CK.sum(dim=1)
@@ -152,18 +156,18 @@ def backward_chunk(
 
 
 def zero_gradient(weight_VD: Tensor) -> Tensor:
-    """Where the chunks' gradients of a weight add up: float32 for half-precision weights."""
+    """Make the buffer in which chunks add up a weight's gradient: float32 for half-precision weights."""
     half = weight_VD.dtype in (torch.bfloat16, torch.float16)
     return torch.zeros_like(weight_VD, dtype=torch.float32 if half else weight_VD.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedOut:
-    """`grad_hidden_TD` is None when no gradient was asked for."""
+    """The log-probs of all chunks, and the gradient of the loss."""
 
     logprobs: Tensor
     entropy_T: Tensor | None
-    grad_hidden_TD: Tensor | None
+    grad_hidden_TD: Tensor | None  # None without want_gradient
 
 
 def fused_loss(
@@ -194,8 +198,8 @@ def fused_loss(
             entropies.append(entropy.detach())
         if gradient is None:
             continue
-        wanted = [picked] if entropy is None else [picked, entropy]
-        grads = torch.autograd.grad(value, wanted, allow_unused=True) if value.requires_grad else (None,) * len(wanted)
+        leaves = [picked] if entropy is None else [picked, entropy]
+        grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else (None,) * len(leaves)
         grad_entropy = grads[1] if entropy is not None else None
         with torch.no_grad():
             gradient[span] = backward_chunk(
@@ -254,7 +258,7 @@ def logprobs(
     want_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Differentiable log-probs (shape of the targets) and, on demand, entropies [T]."""
+    """Compute differentiable log-probs (shape of the targets) and, with `want_entropy`, entropies [T]."""
     chunk = chunk_tokens or default_chunk(hidden_TD.device)
     picked, entropy = _Logprobs.apply(hidden_TD, weight_VD, targets, want_entropy, chunk)  # type: ignore[no-untyped-call]
     return picked, entropy if want_entropy else None

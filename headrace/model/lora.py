@@ -1,8 +1,8 @@
-"""LoRA as our own small layer: y = base(x) + (alpha / rank) B A x, with A and B stacked by adapter slot.
+"""LoRA layers: y = base(x) + (alpha / rank) B A x, with A and B stacked by adapter slot.
 
-Which slot a token uses is a context variable (an int, a per-token index, or None for the base model alone), so many
-adapters can train and sample over one base in one batch. Initialised as in the paper: A random, B zero, so a new
-adapter changes nothing. Reading and writing adapter files in PEFT's layout is here too.
+A context variable holds the slot that a token uses (an int, a per-token index, or None for the base model alone), so
+many adapters can train and sample over one base in one batch. Initialised as in the paper: A random, B zero, so a new
+adapter changes nothing. Adapter files in PEFT's layout are written here too.
 """
 
 import json
@@ -41,7 +41,7 @@ class LoraLinear(nn.Module):
         return result
 
     def update(self, x: Tensor) -> Tensor | None:
-        """What the adapters in use add to the frozen layer's result; None: no adapter is in use."""
+        """Compute what the adapters in use add to the frozen layer's result; return None if no adapter is in use."""
         slot = ADAPTER.get()
         if slot is None:
             return None
@@ -52,7 +52,7 @@ class LoraLinear(nn.Module):
         return self.scale * low
 
     def merged_weight(self, slot: int = 0, *, dtype: torch.dtype | None = None) -> Tensor:
-        """W + scale B A, differentiable in A and B; computed in `dtype`, or in that of the weight."""
+        """Compute W + scale B A, differentiable in A and B, in `dtype` or in that of the weight."""
         weight, up, down = self.base.weight, self.up[slot], self.down[slot]
         if dtype is not None:
             weight, up, down = weight.to(dtype), up.to(dtype), down.to(dtype)
@@ -88,7 +88,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict the model would have without LoRA layers, each folded into its base weight."""
+    """Return the state dict of the model with every LoRA layer merged into its base weight."""
     layers = dict(lora_layers(model))
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""Estimate how large a model and its training are from its config.json alone, and plan what a GPU has room for.
+"""Estimate the memory of a model and its training from its config.json alone, and plan what fits on a GPU.
 
 Loads no weights and no torch.
 
@@ -17,18 +17,18 @@ from headrace.names import SMOLLM2_CONTEXT, SMOLLM2_WIDTH
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
-CUDA_HEAD_CHUNK_TOKENS = 2048  # the same on CUDA, where float32 logits are overwritten by what follows them
+CUDA_HEAD_CHUNK_TOKENS = 2048  # the same on CUDA, where probabilities overwrite the float32 logits
 HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
 USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
-CACHE_PART = 4  # keys and values that get this part of it have enough
+CACHE_PART = 4  # a KV cache of a quarter of the usable memory is large enough
 KV_SLOTS, KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers keep less on CUDA (`model/cuda/layers.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDims:
-    """What sizes follow from. `biased` names the projections with a bias; `norm_sizes` are the norms of one layer."""
+    """The dimensions of a model, from which all sizes follow."""
 
     model_type: str
     width: int
@@ -40,12 +40,12 @@ class ModelDims:
     vocabulary: int
     tied: bool
     context: int | None
-    biased: tuple[str, ...] = ()
-    norm_sizes: tuple[int, ...] = ()
+    biased: tuple[str, ...] = ()  # the projections with a bias
+    norm_sizes: tuple[int, ...] = ()  # of the norms of one layer
 
     @property
     def projections(self) -> Mapping[str, tuple[int, int]]:
-        """(inputs, outputs) of every linear layer of a decoder layer, by the name LoRA targets use."""
+        """(inputs, outputs) of every linear layer of a decoder layer, by the name that LoRA targets use."""
         query, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         return {
             "q_proj": (self.width, query),
@@ -74,7 +74,7 @@ SMOLLM2_135M = ModelDims(
 
 
 def tiny_model_dims(*, width: int, layers: int, heads: int, kv_heads: int, context: int, vocabulary: int) -> ModelDims:
-    """The Llama that path = "tiny" makes: MLP four times the width, embedding tied to the head."""
+    """Return the dimensions of the Llama of path = "tiny": MLP four times the width, embedding tied to the head."""
     return ModelDims(
         model_type="llama",
         width=width,
@@ -91,50 +91,50 @@ def tiny_model_dims(*, width: int, layers: int, heads: int, kv_heads: int, conte
 
 
 def read_model_dims(folder: Path) -> ModelDims:
-    """The shape a model folder's config.json describes; raises ModelError when it is not there or says too little."""
+    """Read the dimensions from a model folder's config.json. Raises ModelError when it is missing or incomplete."""
     file = folder / "config.json"
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise ModelError(f"{file} cannot be read as JSON: give a folder written by save_pretrained") from exc
     try:
-        return model_dims(described)
+        return model_dims(config)
     except KeyError as exc:
         raise ModelError(f"{file} has no {exc}, so the size of the model cannot be told") from exc
 
 
-def model_dims(described: Mapping[str, Any]) -> ModelDims:
-    """The shape that the content of a config.json describes; raises KeyError with the key that is missing."""
-    kind = described["model_type"]
-    width, heads = int(described["hidden_size"]), int(described["num_attention_heads"])
-    kv_heads = int(described.get("num_key_value_heads") or heads)
-    head_width = int(described.get("head_dim") or width // heads)
+def model_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Return the dimensions that a parsed config.json describes. Raises KeyError with the key that is missing."""
+    kind = config["model_type"]
+    width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_width = int(config.get("head_dim") or width // heads)
     biased: tuple[str, ...] = ()
     if kind == "qwen2":
         biased = ("q_proj", "k_proj", "v_proj")
-    elif described.get("attention_bias"):
+    elif config.get("attention_bias"):
         biased = ("q_proj", "k_proj", "v_proj", "o_proj")
-    if described.get("mlp_bias"):
+    if config.get("mlp_bias"):
         biased += ("gate_proj", "up_proj", "down_proj")
-    of_heads = {"qwen3": (head_width, head_width), "olmo2": (heads * head_width, kv_heads * head_width)}
+    head_norms = {"qwen3": (head_width, head_width), "olmo2": (heads * head_width, kv_heads * head_width)}
     return ModelDims(
         model_type=kind,
         width=width,
-        layers=int(described["num_hidden_layers"]),
+        layers=int(config["num_hidden_layers"]),
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
-        mlp_width=int(described["intermediate_size"]),
-        vocabulary=int(described["vocab_size"]),
-        tied=bool(described.get("tie_word_embeddings", kind in ("gemma", "smollm3"))),
-        context=described.get("max_position_embeddings"),
+        mlp_width=int(config["intermediate_size"]),
+        vocabulary=int(config["vocab_size"]),
+        tied=bool(config.get("tie_word_embeddings", kind in ("gemma", "smollm3"))),
+        context=config.get("max_position_embeddings"),
         biased=biased,
-        norm_sizes=(width, width, *of_heads.get(kind, ())),
+        norm_sizes=(width, width, *head_norms.get(kind, ())),
     )
 
 
 def num_parameters(shape: ModelDims) -> int:
-    """Embedding, decoder layers, last norm, and the head unless it is the embedding."""
+    """Count the parameters: embedding, decoder layers, last norm, and the head unless it is tied."""
     projections = shape.projections
     layer = sum(inputs * outputs for inputs, outputs in projections.values())
     layer += sum(projections[name][1] for name in shape.biased) + sum(shape.norm_sizes)
@@ -143,7 +143,7 @@ def num_parameters(shape: ModelDims) -> int:
 
 
 def num_lora_parameters(shape: ModelDims, *, rank: int, targets: Sequence[str]) -> int:
-    """rank x (inputs + outputs) for every targeted layer; the head counts once."""
+    """Count adapter parameters: rank x (inputs + outputs) for every targeted layer; the head counts once."""
     linear = {name: (size, shape.layers) for name, size in shape.projections.items()}
     linear["lm_head"] = ((shape.width, shape.vocabulary), 1)
     return sum(rank * sum(linear[name][0]) * linear[name][1] for name in targets if name in linear)
@@ -151,23 +151,21 @@ def num_lora_parameters(shape: ModelDims, *, rank: int, targets: Sequence[str]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes on the training device. `masters` are float32 copies of weights that are held in less, `beside` is what
-    other models take: a copy for sampling, a frozen reference, a critic; `packed` are the copies of weights that
-    products on a CPU read (`model/cpu/packed_linear.py`): the trainer's, and the engine's of what it joins."""
+    """Bytes on the training device."""
 
     weights: int
     gradients: int
-    masters: int
+    masters: int  # float32 copies of half-precision weights
     moments: int
     activations: int
     head: int
     kv: int
-    beside: int = 0
-    packed: int = 0
+    beside: int = 0  # other models: a copy for sampling, a frozen reference, a critic
+    packed: int = 0  # the trainer's and the engine's packed weights on a CPU (`model/cpu/packed_linear.py`)
 
     @property
     def training(self) -> int:
-        """Without keys and values."""
+        """The bytes of training, without keys and values."""
         state = self.weights + self.gradients + self.masters + self.moments
         return state + self.activations + self.head + self.beside + self.packed
 
@@ -188,7 +186,7 @@ def training_memory(
     recompute: bool = False,
     beside: int = 0,
 ) -> Memory:
-    """Memory of training `trainable` parameters beside `frozen` ones while an engine holds `kv_tokens` on the device.
+    """Estimate training of `trainable` parameters beside `frozen` ones while an engine holds `kv_tokens`.
 
     Gradients and AdamW's two moments are float32 (float64 if the model is); so are masters of bfloat16 weights.
     """
@@ -214,17 +212,18 @@ def training_memory(
 
 
 def packed_numbers(shape: ModelDims) -> int:
-    """Every linear layer once, those that the engine joins (query, key and value; gate and up) twice, and the head."""
+    """Count the packed numbers: each linear layer, again those that the engine joins (q, k, v; gate, up), the head."""
     sizes = {name: inputs * outputs for name, (inputs, outputs) in shape.projections.items()}
     joined = sum(sizes[name] for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
     return shape.layers * (sum(sizes.values()) + joined) + shape.vocabulary * shape.width
 
 
 def activation_bytes_per_token(shape: ModelDims, size: int, *, fused: bool = False) -> int:
-    """L (8 D + 2 (Q + K + V) + 4 M) numbers: residuals and norms, projections before and after rotation, the MLP.
+    """Count the bytes that the backward pass keeps per token: L (8 D + 2 (Q + K + V) + 4 M) numbers.
 
-    With fused kernels L (4 D + 2 (Q + K) + 3 M), and half of the 4 D in float32: norms keep what goes in, which is the
-    residual stream, and what comes out; attention its rotated inputs and its output, the MLP gate, up and product.
+    They are residuals and norms, projections before and after rotation, and the MLP. With fused kernels
+    L (4 D + 2 (Q + K) + 3 M), and half of the 4 D in float32: norms keep their input, which is the residual stream, and
+    their output; attention its rotated inputs and its output, the MLP gate, up and product.
     """
     query, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     if fused:
@@ -235,7 +234,7 @@ def activation_bytes_per_token(shape: ModelDims, size: int, *, fused: bool = Fal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a model runs and how its attention is computed, each with the reason in plain words."""
+    """The device and type of a model, and how its attention is computed, with reasons in plain words."""
 
     device: str
     dtype: str
@@ -244,7 +243,7 @@ class Placement:
 
 
 def choose_placement(*, device: str, dtype: str, gpus: Sequence[str], mps: bool) -> Placement:
-    """What `device` and `dtype` ("auto" or a name) come to with these GPUs; raises ConfigError if it is not there."""
+    """Resolve `device` and `dtype` ("auto" or a name) with these GPUs. Raises ConfigError if the device is absent."""
     if device == "cuda" and not gpus:
         raise ConfigError("model.device is 'cuda' but torch sees no CUDA device; set it to 'auto' or 'cpu'")
     if device == "mps" and not mps:
@@ -267,24 +266,24 @@ def choose_placement(*, device: str, dtype: str, gpus: Sequence[str], mps: bool)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvBudget:
-    """Tokens whose keys and values the engine is to hold."""
+    """The number of tokens whose keys and values the engine is to hold."""
 
-    wanted: int  # if there is room
+    wanted: int  # if there is memory
     least: int  # in any case
 
 
 def default_kv_room(max_rows: int, longest: int) -> KvBudget:
-    """Twice `max_rows` sequences of the longest length, because slots grow by doubling; at least eight slots of it."""
-    wanted = 2 * max_rows * longest
-    if not wanted:
+    """Budget twice `max_rows` sequences of the longest length, because slots grow by doubling; at least eight slots."""
+    tokens = 2 * max_rows * longest
+    if not tokens:
         return KvBudget(wanted=0, least=0)
     least = KV_SLOTS * -(-(longest + 1) // KV_ROUND) * KV_ROUND
-    return KvBudget(wanted=max(wanted, least), least=least)
+    return KvBudget(wanted=max(tokens, least), least=least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """What is decided by the size of the device."""
+    """The choices that depend on the size of the device."""
 
     recompute: bool
     kv_tokens: int
@@ -296,27 +295,28 @@ def fit_memory(
     memory_of: Callable[[bool, int], Memory], kv: KvBudget, *, recompute: bool | Literal["auto"], kv_bytes: int,
     gpu_bytes: int | None,
 ) -> MemoryFit:  # fmt: skip
-    """Decide whether layers are recomputed and how many tokens are cached; without a GPU, as was asked for.
+    """Decide whether layers are recomputed and how many tokens are cached; without a GPU, as the settings say.
 
     `memory_of(recompute, kv_tokens)` sizes a choice; `kv_bytes` is the size of one cached token.
 
-    Layers are recomputed when they would not leave the cache what it wants, or a quarter of the GPU if that is less.
-    Then the cache gets what is left.
+    Layers are recomputed if they would otherwise leave the cache less than it wants, or than a quarter of the GPU if
+    that is less. Then the cache gets the remaining memory.
     """
     usable = None if gpu_bytes is None else int(USABLE * gpu_bytes)
     enough = kv.wanted if usable is None else min(kv.wanted, max(kv.least, usable // CACHE_PART // kv_bytes))
     plain = memory_of(False, enough).total
-    again = recompute is True or (recompute == "auto" and usable is not None and plain > usable)
+    recomputes = recompute is True or (recompute == "auto" and usable is not None and plain > usable)
     tokens = kv.wanted
     if usable is not None:
-        left = (usable - memory_of(again, 0).training) // kv_bytes
+        left = (usable - memory_of(recomputes, 0).training) // kv_bytes
         tokens = min(kv.wanted, max(kv.least, left))
-    return MemoryFit(recompute=again, kv_tokens=tokens, memory=memory_of(again, tokens), without_recompute=plain)
+    memory = memory_of(recomputes, tokens)
+    return MemoryFit(recompute=recomputes, kv_tokens=tokens, memory=memory, without_recompute=plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequest:
-    """What a run asks of the device it trains on; where stages differ, the larger counts."""
+    """The needs of a run on the device it trains on; where stages differ, the larger counts."""
 
     micro_batch_tokens: int  # computed at once
     kv: KvBudget  # of the engine
@@ -330,7 +330,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The sizes of a run, and what the memory of its GPU decides."""
+    """The sizes of a run, and the choices that depend on the memory of its GPU."""
 
     parameters: int
     trainable: int  # the parameters themselves, or those of the adapters beside them
@@ -344,7 +344,7 @@ class MemoryPlan:
 def plan_memory(
     request: MemoryRequest, shape: ModelDims, placement: Placement, *, gpu_bytes: int | None = None
 ) -> MemoryPlan:
-    """Size a run, and decide recomputation and the cache where the memory of a GPU (`gpu_bytes`) decides them."""
+    """Size a run, and choose recomputation and the cache size by the memory of a GPU (`gpu_bytes`)."""
     parameters = num_parameters(shape)
     adapters = num_lora_parameters(shape, rank=request.lora_rank, targets=request.lora_targets)
     trainable, frozen = (adapters, parameters) if request.lora_rank else (parameters, 0)
@@ -381,15 +381,17 @@ def plan_memory(
 
 
 def _other_models(request: MemoryRequest, parameters: int, dtype: str) -> int:
-    """Bytes of frozen models, and of a critic with its gradients, masters and moments."""
+    """Count the bytes of frozen models, and of a critic with its gradients, masters and moments."""
     size = DTYPE_BYTES[dtype]
     critic = parameters * (size + 3 * FP32 + (FP32 if size < FP32 else 0)) if request.critic else 0
     return request.frozen_copies * parameters * size + critic
 
 
 def _graph_copies(request: MemoryRequest, shape: ModelDims, placement: Placement) -> int:
-    """Bytes of the weights that decoding in graphs copies: in bfloat16 all of the layers', which are float16 there,
-    else queries, keys and values, and gate and up."""
+    """Count the bytes of the weights that decoding in graphs copies.
+
+    In bfloat16 these are all weights of the layers, as float16; else the joined ones: q, k and v, and gate and up.
+    """
     if placement.device != "cuda" or not request.graphs or shape.model_type not in FUSED_TYPES:
         return 0
     joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -399,12 +401,12 @@ def _graph_copies(request: MemoryRequest, shape: ModelDims, placement: Placement
 
 
 def kv_bytes_per_token(shape: ModelDims, size: int) -> int:
-    """A key and a value for every layer and key-value head."""
+    """Count the bytes of a token's keys and values in every layer and key-value head."""
     return 2 * shape.layers * shape.kv_heads * shape.head_width * size
 
 
 def checkpoint_bytes(*, dtype: str, trainable: int, frozen: int) -> int:
-    """Weights in Hugging Face layout, and masters and moments of what is trained."""
+    """Count the bytes of a checkpoint: weights in Hugging Face layout, masters and moments of trained parameters."""
     size = DTYPE_BYTES[dtype]
     state = max(size, FP32)
     return (trainable + frozen) * size + trainable * ((FP32 if size < FP32 else 0) + 2 * state)

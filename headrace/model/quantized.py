@@ -1,4 +1,4 @@
-"""Weights in eight or four bits, for models that only score: less memory, at some error in every log-prob.
+"""Quantise weights to eight or four bits, for models that only score: less memory, at some error in every log-prob.
 
 torchao and bitsandbytes quantise while transformers loads a model: `package_config` makes the `quantization_config` of
 `from_pretrained`. `QuantizedLinear` is plain torch and runs wherever torch does, no faster than full weights: each row
@@ -43,9 +43,9 @@ class Quantization:
 
 
 def choose_quantizer(quantization: Quantization, *, device: torch.device, dtype: torch.dtype) -> Quantizer:
-    """Return who quantises a model on this device and in this dtype.
+    """Choose the package that quantises a model on this device and in this dtype, or plain torch.
 
-    Raises ModelError when the package that was asked for is not installed, or cannot.
+    Raises ModelError when a package that the settings name is not installed, or cannot.
     """
     if quantization.quantizer == "plain":
         return "plain"
@@ -173,7 +173,7 @@ def _unpacked(packed: Tensor, inputs: int) -> Tensor:
 
 
 def quantize_model(model: nn.Module, bits: Bits) -> int:
-    """Exchange every linear layer but the head and those that a package quantised, in place; return how many."""
+    """Quantise every linear layer but the head and those that a package quantised, in place; return how many."""
     linears = [
         name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and has_plain_weight(layer)
     ]
@@ -188,14 +188,14 @@ def quantize_model(model: nn.Module, bits: Bits) -> int:
 
 
 def has_plain_weight(layer: nn.Linear) -> bool:
-    """Whether the weight is an ordinary parameter, not a package's quantised tensor."""
+    """Tell whether the weight is an ordinary parameter, not a package's quantised tensor."""
     return type(layer.weight) is nn.Parameter
 
 
 def model_bytes(model: nn.Module) -> int:
     """Add up the bytes of parameters and buffers, each counted once."""
-    tensors = {id(part): part for each in (*model.parameters(), *model.buffers()) for part in _parts(each)}
-    return sum(each.numel() * each.element_size() for each in tensors.values())
+    stored = {id(part): part for tensor in (*model.parameters(), *model.buffers()) for part in _parts(tensor)}
+    return sum(part.numel() * part.element_size() for part in stored.values())
 
 
 def _parts(tensor: Any) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
-"""Which model types run on the shared attention function, by their `model_type`, and why others do not.
+"""Lists of the model types that run on the shared attention function, by `model_type`, and of those that do not.
 
-A type is listed as supported when `tests/model/test_support.py` has compared it with transformers' own forward pass
-(packed training, prefill in pieces, decode). Everything not listed is refused by name.
+A type is listed as supported when `tests/model/test_supported.py` has compared it with transformers' own forward pass
+(packed training, prefill in chunks, decode). A type that is not listed is refused by name.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A small Llama and a word-level tokenizer, made on the spot: no download, the same weights for the same seed."""
+"""Make a small Llama and a word-level tokenizer: no download, the same weights for the same seed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,15 +24,15 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token per word, split at white space; a word that is not in the list becomes <|unknown|>.
+    """Make a tokenizer with one token per word, split at white space; words not in the list become <|unknown|>.
 
-    Raises ConfigError on a word that is empty, holds white space, or is there twice.
+    Raises ConfigError on a word that is empty, holds white space, or occurs twice.
     """
-    seen: set[str] = set(SPECIAL)
+    vocabulary: set[str] = set(SPECIAL)
     for word in words:
-        if word in seen or word.split() != [word]:
+        if word in vocabulary or word.split() != [word]:
             raise ConfigError(f"the word {word!r} cannot be in the vocabulary: it is taken, empty or has a space in it")
-        seen.add(word)
+        vocabulary.add(word)
     ids = {token: index for index, token in enumerate((*SPECIAL, *words))}
     level = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -52,7 +52,7 @@ def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 def make_model(
     *, vocab_size: int, width: int, layers: int, heads: int, kv_heads: int, context: int, seed: int
 ) -> LlamaForCausalLM:
-    """A float32 Llama with tied embeddings and random weights; the caller's random state is left as it was.
+    """Make a float32 Llama with tied embeddings and random weights; torch's random state does not change.
 
     Weights start with standard deviation 1/sqrt(width), which keeps activations near 1 at small widths.
     """
@@ -85,15 +85,22 @@ def make_model(
 def save_tiny(
     folder: Path,
     *,
-    words: Sequence[str],
-    width: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    context: int,
-    seed: int,
+    words: Sequence[str],  # the vocabulary: one token per word
+    width: int = 96,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    context: int = 512,
+    seed: int = 0,
 ) -> None:
-    """Write model and tokenizer as a Hugging Face folder that `from_pretrained` loads."""
+    """Write a small Llama with random weights and its tokenizer as a Hugging Face folder, to try things out with.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()) / "tiny"
+    >>> save_tiny(folder, words=["hello", "world"], width=32, layers=1)
+    >>> sorted(path.name for path in folder.glob("*.safetensors"))
+    ['model.safetensors']
+    """
     tokenizer = make_tokenizer(words)
     model = make_model(
         vocab_size=len(tokenizer),

@@ -1,8 +1,9 @@
-"""A scalar head on a causal language model: hidden state -> one number per token, for critics and reward models.
+"""Scalar heads on a causal language model: hidden state -> one number per token, for critics and reward models.
 
-It is transformers' own sequence-classification model with one label: trunk, and a linear layer `score` without bias.
-So a saved one is loaded by `AutoModelForSequenceClassification`, which reads the number at the last token.
-R rows (tokens), D width.
+A scalar model is transformers' own sequence-classification model with one label: trunk, and a linear layer `score`
+without bias. So `AutoModelForSequenceClassification` loads a saved one, and reads the number at the last token.
+
+Shape letters: R rows (tokens), D width.
 """
 
 import json
@@ -21,7 +22,7 @@ from headrace.model.supported import check_supported
 def load_scalar_model(
     path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
 ) -> LanguageModel:
-    """A saved scalar model, or a causal model whose output head gives way to a scalar one of zeros."""
+    """Load a saved scalar model, or a causal model with its output head replaced by a scalar one of zeros."""
     folder = Path(path)
     if not is_scalar_folder(folder):
         return with_scalar_head(
@@ -41,7 +42,7 @@ def load_scalar_model(
 
 
 def is_scalar_folder(folder: Path) -> bool:
-    """Whether a model folder holds a sequence classifier rather than a causal model."""
+    """Tell whether a model folder holds a sequence classifier rather than a causal model."""
     if not (folder / "config.json").is_file():
         return False
     with boundary(ModelError, f"{folder / 'config.json'} cannot be read"):
@@ -50,9 +51,9 @@ def is_scalar_folder(folder: Path) -> bool:
 
 
 def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> LanguageModel:
-    """The trunk of `lm` under a head of zeros; `lm` must not be used after, its trunk has moved.
+    """Move the trunk of `lm` under a scalar head of zeros. `lm` must not be used afterwards.
 
-    Where the padding token also ends a turn, the saved model has no padding token: transformers reads the score at the
+    If the padding token also ends a turn, the saved model has no padding token: transformers reads the score at the
     last token that is not padding, which would be the one before the end.
     """
     config = type(lm.model.config).from_dict(lm.model.config.to_dict())
@@ -71,10 +72,10 @@ def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> L
 
 
 def new_value_head(lm: LanguageModel) -> nn.Linear:
-    """A head of zeros for the width of `lm`, beside or in place of its own."""
-    made = nn.Linear(lm.model.config.hidden_size, 1, bias=False, device=lm.device, dtype=lm.dtype)
-    nn.init.zeros_(made.weight)
-    return made
+    """Make a scalar head of zeros for the width of `lm`."""
+    head = nn.Linear(lm.model.config.hidden_size, 1, bias=False, device=lm.device, dtype=lm.dtype)
+    nn.init.zeros_(head.weight)
+    return head
 
 
 def has_scalar_head(lm: LanguageModel) -> bool:
@@ -82,6 +83,6 @@ def has_scalar_head(lm: LanguageModel) -> bool:
 
 
 def scalars(head: nn.Module, hidden_RD: Tensor) -> Tensor:
-    """One number per row, in float32 (float64 stays float64)."""
+    """Compute one number per row, in float32 (float64 stays float64)."""
     values_R: Tensor = head(hidden_RD)[:, 0]
     return values_R.float() if values_R.dtype in (torch.bfloat16, torch.float16) else values_R

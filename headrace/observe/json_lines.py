@@ -1,4 +1,4 @@
-"""How files of a run folder are written: JSON lines that round-trip, whole files that appear at once or not at all."""
+"""Write files of a run folder: JSON lines that round-trip, and whole files that appear at once or not at all."""
 
 import json
 import math
@@ -11,9 +11,12 @@ from headrace.errors import RunFolderError, boundary
 
 
 def json_line(value: Mapping[str, Any], *, sort_keys: bool = False) -> str:
-    """One line of strict JSON, newline included. Floats keep every bit; NaN and infinities become the strings
-    "NaN", "Infinity" and "-Infinity", because JSON has no such numbers and other readers refuse them; half of a
-    surrogate pair, which no file can hold, becomes U+FFFD: a reward function may have cut a model's text anywhere."""
+    """Format one line of strict JSON, newline included.
+
+    Floats keep every bit. NaN and infinities become the strings "NaN", "Infinity" and "-Infinity", because JSON has no
+    such numbers and other readers refuse them. Half of a surrogate pair, which no file can hold, becomes U+FFFD: a
+    reward function may have cut a model's text anywhere.
+    """
     text = json.dumps(_finite(value), sort_keys=sort_keys, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") + "\n"
 
@@ -33,7 +36,7 @@ def _finite(value: Any) -> Any:
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
     """Write a file of the run folder atomically, and the folders above it (see `atomic_files.write_text`).
 
-    Raises RunFolderError (a full disk, a folder that is not writable); what was there before is then still there.
+    Raises RunFolderError (a full disk, a folder that is not writable); an existing file is then unchanged.
     """
     with boundary(RunFolderError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)

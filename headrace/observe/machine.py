@@ -1,7 +1,7 @@
-"""What this machine has, for `headrace doctor`: found out by looking and importing, never guessed.
+"""Collect facts about this machine for `headrace doctor`, by measuring and importing.
 
 Imports happen in a process of their own, so a broken package is a line of the answer and not the end of it. Collecting
-(`machine_facts`) and showing (`format_facts`) are separate; choosing a device from the facts is somebody else's.
+(`machine_facts`) and formatting (`format_machine`) are separate; this module chooses no device.
 """
 
 import json
@@ -50,12 +50,12 @@ def machine_facts(
     timeout_s: float = 180.0,
     tell: Callable[[str], None] = lambda name: None,
 ) -> Mapping[str, Any]:
-    """JSON-like facts: "cpu", "memory", "disk" (of `cwd`), "python", "packages", "torch" and "gpus".
+    """Collect JSON-like facts: "cpu", "memory", "disk" (of `cwd`), "python", "packages", "torch" and "gpus".
 
-    `tell` hears the name of each package when its import begins.
+    `tell` is called with the name of each package when its import begins.
     """
-    found = import_packages(packages, timeout_s=timeout_s, tell=tell)
-    torch = found.get("torch", {}).get("facts", {})
+    imported = import_packages(packages, timeout_s=timeout_s, tell=tell)
+    torch = imported.get("torch", {}).get("facts", {})
     memory = psutil.virtual_memory()
     return {
         "cpu": {
@@ -72,39 +72,40 @@ def machine_facts(
         "python": {"version": platform.python_version(), "platform": platform.platform(), "executable": sys.executable},
         "gpus": torch.get("gpus", []),
         "torch": {name: value for name, value in torch.items() if name != "gpus"},
-        "packages": {name: {key: v for key, v in item.items() if key != "facts"} for name, item in found.items()},
+        "packages": {name: {key: v for key, v in item.items() if key != "facts"} for name, item in imported.items()},
     }
 
 
 def import_packages(
     names: Sequence[str], *, timeout_s: float, tell: Callable[[str], None] = lambda name: None
 ) -> dict[str, dict[str, Any]]:
-    """For each name {"ok": True, "version", "facts"} or {"ok": False, "reason"}.
+    """Import packages and return for each {"ok": True, "version", "facts"} or {"ok": False, "reason"}.
 
-    All in one process, which is quick because they share imports; if one kills it, the rest go on in a new one.
+    One process imports them all, which is quick because they share imports; if an import kills it, a new process
+    imports the rest.
     """
-    found: dict[str, dict[str, Any]] = {}
-    while left := [name for name in names if name not in found]:
+    results: dict[str, dict[str, Any]] = {}
+    while left := [name for name in names if name not in results]:
         ended, ending = _run_probe(left, timeout_s, tell)
         for record in ended:
-            found[record["name"]] = {key: v for key, v in record.items() if key not in ("name", "event")}
-        culprit = next((name for name in left if name not in found), None)
+            results[record["name"]] = {key: v for key, v in record.items() if key not in ("name", "event")}
+        culprit = next((name for name in left if name not in results), None)
         if culprit is not None:
-            found[culprit] = {"ok": False, "reason": f"importing it {ending}"}
-    return found
+            results[culprit] = {"ok": False, "reason": f"importing it {ending}"}
+    return results
 
 
 def _run_probe(names: Sequence[str], timeout_s: float, tell: Callable[[str], None]) -> tuple[list[dict[str, Any]], str]:
-    """What is known of the imports that ended, and how the process did."""
+    """Run one probe; returns the records of the imports that ended, and how the process ended."""
     command = [sys.executable, "-m", "headrace.observe.import_probe", *names]
-    ended, given_up = [], threading.Event()
+    ended, timed_out = [], threading.Event()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
 
-        def give_up() -> None:
-            given_up.set()
+        def kill() -> None:
+            timed_out.set()
             process.kill()
 
-        timer = threading.Timer(timeout_s, give_up)
+        timer = threading.Timer(timeout_s, kill)
         timer.start()
         try:
             assert process.stdout is not None
@@ -117,7 +118,7 @@ def _run_probe(names: Sequence[str], timeout_s: float, tell: Callable[[str], Non
             status = process.wait()
         finally:
             timer.cancel()
-    return ended, f"took more than {timeout_s:g} s" if given_up.is_set() else f"ended Python with status {status}"
+    return ended, f"took more than {timeout_s:g} s" if timed_out.is_set() else f"ended Python with status {status}"
 
 
 def _cpu_model() -> str:
@@ -131,7 +132,7 @@ def _cpu_model() -> str:
 
 
 def format_machine(facts: Mapping[str, Any]) -> str:
-    """The facts as lines for a terminal."""
+    """Format the facts as lines for a terminal."""
     cpu, memory, python, torch = facts["cpu"], facts["memory"], facts["python"], facts["torch"]
     rows = [
         (

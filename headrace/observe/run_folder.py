@@ -1,5 +1,7 @@
-"""Where a run keeps its files. Owns names and the small files written once; metrics, trajectories and the report write
-themselves to the paths given here. Knows nothing of what is trained."""
+"""The folder of a run: the names of its files, and the small files that are written once.
+
+Metrics, rollouts and the report are written by their own modules, to the paths of this one. Knows nothing of training.
+"""
 
 import json
 import os
@@ -19,19 +21,19 @@ from headrace.observe.json_lines import write_whole
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STAMP = "%Y-%m-%dT%H-%M-%SZ"
 _STAMP_PATTERN = r"(\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}Z)(?:_(\d+))?"
-_CHECKPOINT = re.compile(r"step_\d+")  # not what a kill left half-written beside it
+_CHECKPOINT = re.compile(r"step_\d+")  # without the half-written folders that a killed process left
 _VERSIONED = ("headrace", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """`runs/<name>_<UTC time>/`; a second run of the same second gets `_2`, so no run writes into another's folder."""
+    """The folder `runs/<name>_<UTC time>/`; a second run in the same second gets `_2`, so runs never share a folder."""
 
     path: Path
 
     @classmethod
     def create(cls, root: Path, name: str, now: datetime) -> "RunFolder":
-        """A new, empty run folder under `root`. `now` must know its time zone."""
+        """Create an empty run folder under `root`. `now` must have a time zone."""
         assert now.tzinfo is not None
         if not _NAME.fullmatch(name):
             raise ConfigError(f"run.name = {name!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
@@ -52,7 +54,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """An existing run folder, recognised by its config.toml."""
+        """Open an existing run folder, recognised by its config.toml."""
         folder = cls(path=path)
         if not folder.config.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
@@ -91,12 +93,12 @@ class RunFolder:
         return self.path / "log.txt"
 
     def step_rollouts(self, step: int) -> Path:
-        """Episodes that training step `step` was made from."""
+        """Return the path of the episodes that training step `step` trained on."""
         assert step >= 0
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def eval_rollouts(self, label: str) -> Path:
-        """Held-out episodes played after a stage: `label` is "base", "sft" or "rl"."""
+        """Return the path of held-out episodes played after a stage: `label` is "base", "sft" or "rl"."""
         assert _NAME.fullmatch(label), label
         return self.rollouts / f"eval_{label}.jsonl"
 
@@ -105,44 +107,46 @@ class RunFolder:
         write_whole(self.config, text)
 
     def write_environment(self) -> None:
-        """What the run was started with; the JSON of `environment_facts`."""
+        """Write `environment_facts` of this process to environment.json."""
         facts = environment_facts(argv=sys.argv, cwd=Path.cwd())
         write_whole(self.environment, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
 
 def find_latest(root: Path, name: str) -> RunFolder | None:
-    """The newest run of exactly that name that has something to resume; without any, the newest that got as far as
-    having a config.toml, or None. So a run that failed before its first step does not hide the one before it."""
+    """Find the newest run of exactly that name that has something to resume, else the newest with a config.toml.
+
+    So a run that failed before its first step does not hide the one before it. Returns None if there is no run.
+    """
     pattern = re.compile(re.escape(name) + "_" + _STAMP_PATTERN)
-    found = [
+    runs = [
         ((_has_begun(path), match[1], int(match[2] or 1)), path)
         for path in (root.iterdir() if root.is_dir() else ())
         if (match := pattern.fullmatch(path.name)) and (path / "config.toml").is_file()
     ]
-    return RunFolder(path=max(found)[1]) if found else None
+    return RunFolder(path=max(runs)[1]) if runs else None
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether a checkpoint or a metric was written; what the checkpoint is worth is found out when it is read."""
+    """Return whether a checkpoint or a metric was written; the checkpoint is not validated before it is read."""
     folder = RunFolder(path=path)
-    if any(_CHECKPOINT.fullmatch(kept.name) and kept.is_dir() for kept in folder.checkpoints.glob("*/step_*")):
+    if any(_CHECKPOINT.fullmatch(saved.name) and saved.is_dir() for saved in folder.checkpoints.glob("*/step_*")):
         return True
     return folder.metrics.is_file() and folder.metrics.stat().st_size > 0
 
 
 def environment_facts(*, argv: Sequence[str], cwd: Path) -> Mapping[str, object]:
-    """Versions (read from package metadata, nothing is imported), platform, command line, git revision of `cwd`."""
+    """Collect versions (from package metadata, without imports), platform, command line and git revision of `cwd`."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "packages": {name: found for name in _VERSIONED if (found := _installed(name)) is not None},
+        "packages": {name: number for name in _VERSIONED if (number := _installed_version(name)) is not None},
         "argv": list(argv),
         "git": _git_state(cwd),
     }
 
 
-def _installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -150,7 +154,7 @@ def _installed(package: str) -> str | None:
 
 
 def _git_state(cwd: Path) -> Mapping[str, object] | None:
-    """Revision and whether files differ from it; None outside a repository or without git."""
+    """Return the revision and whether files differ from it; None outside a repository or without git."""
     revision = _git(cwd, "rev-parse", "HEAD")
     if revision is None:
         return None
@@ -159,7 +163,7 @@ def _git_state(cwd: Path) -> Mapping[str, object] | None:
 
 def _git(cwd: Path, *arguments: str, timeout_s: float = 10.0) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, timeout=timeout_s, check=True)
+        result = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, timeout=timeout_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode(errors="replace")
+    return result.stdout.decode(errors="replace")

@@ -13,7 +13,7 @@ from headrace.types import Episode, Reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """How step outputs become step rewards."""
+    """Settings that turn a function's step outputs into step rewards."""
 
     step_index: Literal["auto", "message", "turn"] = "auto"  # place in the conversation, count of assistant messages
     default_step_reward: float = 0.0  # of steps without an output, also where there are no outputs at all
@@ -23,31 +23,31 @@ class Alignment:
 
 
 def as_reward(value: object, episode: Episode) -> Reward:
-    """Make a Reward of what a function of this process returned. Raises RewardError on what is no reward."""
+    """Make a Reward of the value that a function of this process returned. Raises RewardError if it is none."""
     try:
         fields = parse_result(value)
     except TypeError as exc:
         raise RewardError(str(exc)) from exc
-    return reward_of(fields, episode, Alignment())
+    return make_reward(fields, episode, Alignment())
 
 
-def reward_of(fields: object, episode: Episode, alignment: Alignment) -> Reward:
-    """Make a Reward of the JSON that `parse_result` made, which need not be trusted.
+def make_reward(fields: object, episode: Episode, alignment: Alignment) -> Reward:
+    """Make a Reward of the untrusted JSON of `parse_result`.
 
-    Raises RewardError when the function said that it could not tell, or the JSON is no reward of this episode.
+    Raises RewardError if the function said that it could not tell, or the JSON is no reward of this episode.
     """
     checked = check_result(fields, keep_invalid=alignment.keep_invalid)
     score = checked["score"]
     low, high = alignment.score_range or (score, score)
     if not low <= score <= high:
         raise RewardError(f"the score {score:g} is outside of {low:g} to {high:g}")
-    steps = _steps(checked, episode, alignment)
+    steps = _step_rewards(checked, episode, alignment)
     if steps is not None and len(steps) != len(episode.steps):
         raise RewardError(f"there are {len(steps)} step rewards for {len(episode.steps)} steps: return one per step")
     return Reward(total=score, parts=checked["parts"], steps=steps, success=checked.get("success"))
 
 
-def _steps(checked: Mapping[str, Any], episode: Episode, alignment: Alignment) -> tuple[float, ...] | None:
+def _step_rewards(checked: Mapping[str, Any], episode: Episode, alignment: Alignment) -> tuple[float, ...] | None:
     if "steps" in checked:
         return tuple(checked["steps"])
     if "step_outputs" not in checked and not alignment.default_step_reward:
@@ -55,7 +55,7 @@ def _steps(checked: Mapping[str, Any], episode: Episode, alignment: Alignment) -
     outputs = checked.get("step_outputs", [])
     rewards = [alignment.default_step_reward] * len(episode.steps)
     indices = [output["step_index"] for output in outputs]
-    for step, output in zip(resolve(indices, episode, alignment.step_index), outputs, strict=True):
+    for step, output in zip(find_steps(indices, episode, alignment.step_index), outputs, strict=True):
         rewards[step] = output["base_reward"]
     if rewards and (alignment.terminal_score == "add" or not outputs):
         rewards[-1] += checked["score"]
@@ -63,45 +63,48 @@ def _steps(checked: Mapping[str, Any], episode: Episode, alignment: Alignment) -
     return tuple(rewards)
 
 
-def resolve(indices: Sequence[object], episode: Episode, declared: str = "auto") -> list[int]:
+def find_steps(indices: Sequence[object], episode: Episode, declared: str = "auto") -> list[int]:
     """Find the step of each index.
 
     A string is a step's id. Negative numbers count turns from the end. Other numbers are places in the conversation or
-    turn ordinals: whichever of the two readings is possible; when both are and they differ, the author must say which.
-    Raises RewardError on an index that is no step's, or is given twice.
+    turn ordinals, whichever is possible; if both are and they mean different steps, the author must say which.
+    Raises RewardError on an index that is no step's, or occurs twice.
     """
     ids = {step_id(episode, index): index for index in range(len(episode.steps))}
     numbers = [index for index in indices if isinstance(index, int) and not isinstance(index, bool) and index >= 0]
-    by_number = _reading(sorted(set(numbers)), episode, declared)
-    turns = _turns(episode)
+    by_number = _numbers_to_steps(sorted(set(numbers)), episode, declared)
+    turns = _turns_to_steps(episode)
     steps: list[int] = []
     for index in indices:
-        shown = repr(index)[:MESSAGE_CHARS]
+        index_text = repr(index)[:MESSAGE_CHARS]
         if isinstance(index, str):
             step = ids.get(index)
         elif isinstance(index, bool) or not isinstance(index, int):
-            raise RewardError(f"a step_index is {shown}: it must be a whole number or a step's id")
+            raise RewardError(f"a step_index is {index_text}: it must be a whole number or a step's id")
         else:
             step = by_number.get(index) if index >= 0 else turns.get(index + 1 + max(turns, default=-1))
         if step is None:
-            raise RewardError(f"step_index {shown} is not a step of this episode, which has {len(episode.steps)}")
+            raise RewardError(f"step_index {index_text} is not a step of this episode, which has {len(episode.steps)}")
         if step in steps:
-            raise RewardError(f"step_index {shown} names a step that has an output already: give one for each step")
+            raise RewardError(
+                f"step_index {index_text} names a step that has an output already: give one for each step"
+            )
         steps.append(step)
     return steps
 
 
-def _turns(episode: Episode) -> dict[int, int]:
-    """From the ordinal of an assistant message to its step; those of the prompt have none."""
-    spoken = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
+def _turns_to_steps(episode: Episode) -> dict[int, int]:
+    """Map the ordinals of assistant messages to steps; messages of the prompt have none."""
+    assistant_places = [place for place, message in enumerate(episode.messages) if message.role == "assistant"]
     places = {place: step for step, place in enumerate(step_positions(episode)) if place is not None}
-    if not spoken:  # an episode without a conversation: its steps are its turns
+    if not assistant_places:  # an episode without a conversation: its steps are its turns
         return {step: step for step in range(len(episode.steps))}
-    return {ordinal: places[place] for ordinal, place in enumerate(spoken) if place in places}
+    return {ordinal: places[place] for ordinal, place in enumerate(assistant_places) if place in places}
 
 
-def _reading(numbers: Sequence[int], episode: Episode, declared: str) -> dict[int, int]:
-    by_turn = _turns(episode)
+def _numbers_to_steps(numbers: Sequence[int], episode: Episode, declared: str) -> dict[int, int]:
+    """Map these indices to steps, read as places in the conversation or as turns. Raises RewardError if unclear."""
+    by_turn = _turns_to_steps(episode)
     by_message = {place: step for step, place in enumerate(step_positions(episode)) if place is not None}
     if declared in ("message", "turn"):
         return by_message if declared == "message" else by_turn

@@ -1,7 +1,7 @@
-"""Calls of reward functions: async ones on the event loop, plain ones on threads, with a time limit each.
+"""Call reward functions: async ones on the event loop, plain ones on threads, with a time limit each.
 
 A plain function that is quick is called for one episode after the other on one thread, because handing each call to a
-thread of its own takes longer than the call; one that has been slow once has a thread for every call from then on.
+thread of its own takes longer than the call. After its first slow call, a function gets a thread for every call.
 """
 
 import asyncio
@@ -15,49 +15,49 @@ from headrace.reward.terms import GroupTerm, Term, Verdict
 from headrace.types import Episode, Reward
 
 SLOW_S = 0.01
-CallAnswer = Reward | RewardError | Awaitable[Verdict] | None  # None: not asked yet
+CallAnswer = Reward | RewardError | Awaitable[Verdict] | None  # None: not called yet
 
 
 class CallScheduler:
-    """Owns which terms have been slow."""
+    """Calls terms for episodes, and remembers which terms have been slow."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._slow: set[str] = set()
 
-    async def of(self, term: Term, episodes: Sequence[Episode]) -> list[Reward | RewardError]:
-        """One answer for each, in order; a RewardError names the term where its reward is not known."""
-        found: list[CallAnswer] = [None] * len(episodes)
+    async def call_each(self, term: Term, episodes: Sequence[Episode]) -> list[Reward | RewardError]:
+        """Return a reward for each episode, in order, or a RewardError that names the term."""
+        answers: list[CallAnswer] = [None] * len(episodes)
         if term.is_plain and len(episodes) > 1 and term.name not in self._slow:
-            found = await self._in_turn(term, episodes)
+            answers = await self._call_serially(term, episodes)
         return await asyncio.gather(
-            *(self._whole(term, episode, answer) for episode, answer in zip(episodes, found, strict=True))
+            *(self._finish(term, episode, answer) for episode, answer in zip(episodes, answers, strict=True))
         )
 
-    async def _in_turn(self, term: Term, episodes: Sequence[Episode]) -> list[CallAnswer]:
-        """Up to the first call that is slow, or returns something to be waited for: None behind that."""
-        turns = SerialCalls(term, episodes)
-        running = asyncio.ensure_future(asyncio.to_thread(turns.run))
+    async def _call_serially(self, term: Term, episodes: Sequence[Episode]) -> list[CallAnswer]:
+        """Call up to the first call that is slow or returns an awaitable; the answers after it are None."""
+        calls = SerialCalls(term, episodes)
+        running = asyncio.ensure_future(asyncio.to_thread(calls.run))
         try:
             while not running.done():
-                index, began = turns.running
+                index, began = calls.running
                 left = began + self._timeout_s - time.perf_counter()
-                if left <= 0 and turns.found[index] is None:
-                    turns.ended = turns.is_slow = True
-                    turns.found[index] = _late(term, self._timeout_s)
+                if left <= 0 and calls.answers[index] is None:
+                    calls.ended = calls.is_slow = True
+                    calls.answers[index] = _late(term, self._timeout_s)
                     break
                 await asyncio.wait({running}, timeout=max(left, SLOW_S))
         finally:
-            turns.ended = True
+            calls.ended = True
             running.cancel()  # if it still runs: its thread ends after the call it is in
         if running.done():
-            running.result()  # whoever interrupts the run is heard
-        if turns.is_slow:
+            running.result()  # raises Interrupted, if the run was
+        if calls.is_slow:
             self._slow.add(term.name)
-        return list(turns.found)
+        return list(calls.answers)
 
-    async def _whole(self, term: Term, episode: Episode, answer: CallAnswer) -> Reward | RewardError:
-        """What there is, or the answer of a call of its own."""
+    async def _finish(self, term: Term, episode: Episode, answer: CallAnswer) -> Reward | RewardError:
+        """Return the answer if it is there, else make a call of its own or await the awaitable."""
         if isinstance(answer, Reward | RewardError):
             return answer
         try:
@@ -67,12 +67,12 @@ class CallScheduler:
 
 
 class SerialCalls:
-    """Calls for one episode after the other, on a thread; `running`: which one, and since when."""
+    """Calls a term for one episode after the other, on a thread."""
 
     def __init__(self, term: Term, episodes: Sequence[Episode]) -> None:
         self._term, self._episodes = term, episodes
-        self.found: list[CallAnswer] = [None] * len(episodes)
-        self.running = 0, time.perf_counter()
+        self.answers: list[CallAnswer] = [None] * len(episodes)
+        self.running = 0, time.perf_counter()  # the index of the current call, and when it began
         self.ended = self.is_slow = False
 
     def run(self) -> None:
@@ -80,9 +80,9 @@ class SerialCalls:
             began = time.perf_counter()
             self.running = index, began
             answer = self._call(episode)
-            if self.ended:  # nobody waits for it any more
+            if self.ended:  # the scheduler no longer waits
                 return
-            self.found[index] = answer
+            self.answers[index] = answer
             self.is_slow = inspect.isawaitable(answer) or time.perf_counter() - began > SLOW_S
             if self.is_slow:
                 return
@@ -101,8 +101,10 @@ class SerialCalls:
 async def call_term(
     term: Term, episode: Episode, *, timeout_s: float, verdict: Verdict | Awaitable[Verdict] | None = None
 ) -> Reward:
-    """`verdict`: what the function has returned, where it was called before. Raises RewardError, which names the term,
-    when its reward is not known."""
+    """Call a term for one episode; `verdict` is what it returned, if it was called before.
+
+    Raises RewardError, which names the term, if there is no reward.
+    """
     limit = asyncio.timeout(timeout_s)
     try:
         with boundary(RewardError, f"reward {term.name}"):
@@ -119,7 +121,7 @@ async def call_term(
 
 
 def prefix_error(term: Term | GroupTerm, error: HeadraceError) -> RewardError:
-    """The error with the term's name in front, once."""
+    """Put the term's name in front of the error, once."""
     return RewardError(f"reward {term.name}: {str(error).removeprefix(f'reward {term.name}: ')}")
 
 

@@ -1,4 +1,4 @@
-"""An episode as JSON, on its way to a reward function in another process, and back into an Episode there."""
+"""Convert an episode to JSON for a reward function in another process, and back into an Episode there."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from headrace.algo.datum import step_positions
 from headrace.types import Completion, EndReason, Episode, Message, Step, StopReason, Task, ToolCall, wire_message
 
 
-def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
-    """What a function may see: the conversation, the task's data, the steps. Tokens only for one that takes an episode.
+def episode_to_row(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
+    """Convert what a function may see: conversation, task data, steps, and tokens if it takes whole episodes.
 
     `prompt_count` is the number of messages before the policy's first; step ids are "<episode id>/<step>".
     """
@@ -30,7 +30,7 @@ def row_of(episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
                 "reward": step.reward,
                 "valid": step.valid,
                 "state": step.state,
-                **(_tokens_of(step) if with_tokens else {}),
+                **(_token_fields(step) if with_tokens else {}),
             }
             for index, (step, position) in enumerate(zip(episode.steps, positions, strict=True))
         ],
@@ -48,8 +48,8 @@ def step_id(episode: Episode, index: int) -> str:
     return f"{episode.id}/{index}"
 
 
-def episode_from(row: Mapping[str, Any]) -> Episode:
-    """The episode that a row with tokens was made of."""
+def episode_from_row(row: Mapping[str, Any]) -> Episode:
+    """Rebuild the episode from a row with tokens."""
     return Episode(
         id=row["id"],
         task=Task(id=row["task_id"], messages=_messages_from(row["task_messages"]), data=row["data"]),
@@ -82,12 +82,12 @@ def _messages_from(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]
 
 def _step_from(step: Mapping[str, Any]) -> Step:
     return Step(
-        prompt=_array(step["prompt"], np.int32),
+        prompt=_decode_array(step["prompt"], np.int32),
         completion=Completion(
-            tokens=_array(step["tokens"], np.int32),
-            sampler_logprobs=_array(step["sampler_logprobs"], np.float32),
-            raw_logprobs=_array(step["raw_logprobs"], np.float32),
-            versions=_array(step["versions"], np.int32),
+            tokens=_decode_array(step["tokens"], np.int32),
+            sampler_logprobs=_decode_array(step["sampler_logprobs"], np.float32),
+            raw_logprobs=_decode_array(step["raw_logprobs"], np.float32),
+            versions=_decode_array(step["versions"], np.int32),
             stop=StopReason(step["stop"]),
         ),
         action=step["action"],
@@ -97,21 +97,21 @@ def _step_from(step: Mapping[str, Any]) -> Step:
     )
 
 
-def _tokens_of(step: Step) -> dict[str, str]:
+def _token_fields(step: Step) -> dict[str, str]:
     completion = step.completion
     return {
-        "prompt": _text(step.prompt),
-        "tokens": _text(completion.tokens),
-        "sampler_logprobs": _text(completion.sampler_logprobs),
-        "raw_logprobs": _text(completion.raw_logprobs),
-        "versions": _text(completion.versions),
+        "prompt": _encode_array(step.prompt),
+        "tokens": _encode_array(completion.tokens),
+        "sampler_logprobs": _encode_array(completion.sampler_logprobs),
+        "raw_logprobs": _encode_array(completion.raw_logprobs),
+        "versions": _encode_array(completion.versions),
         "stop": str(completion.stop),
     }
 
 
-def _text(array: Any) -> str:
+def _encode_array(array: Any) -> str:
     return base64.b64encode(array.tobytes()).decode()
 
 
-def _array(text: str, kind: Any) -> Any:
+def _decode_array(text: str, kind: Any) -> Any:
     return np.frombuffer(base64.b64decode(text), dtype=kind)  # read-only, as the types promise

@@ -1,7 +1,7 @@
-"""The reward "format": whether turns have the form that a regular expression asks for.
+"""The reward "format": score turns by a regular expression.
 
-It runs where users' functions do, because a pattern may take for ever on a text that a model wrote. Standard library
-only.
+It runs in the sandbox, as users' functions do, because a pattern may take for ever on a text that a model wrote. So it
+is a module of its own, which imports the standard library only.
 """
 
 import re
@@ -18,14 +18,14 @@ def matches(
     pattern: str,
     turns: str = "last",
 ) -> list[float]:
-    """1 for an episode whose last turn matches as a whole, white space at its ends aside; with turns = "all" the share
-    of its turns that do. "." matches line ends too."""
-    wanted = re.compile(pattern, re.DOTALL)
+    """Score 1 if the last turn matches as a whole, white space at its ends aside; with turns = "all", the share of
+    turns that do. "." matches line ends too."""
+    form = re.compile(pattern, re.DOTALL)
     if turns not in ("last", "all"):
         raise ValueError(f'turns is {turns!r}: write "last" or "all"')
     scores = []
     for messages, before in zip(rollouts_messages, prompt, strict=True):
-        said = [str(item["content"] or "").strip() for item in messages[len(before) :] if item["role"] == "assistant"]
-        looked_at = said[-1:] if turns == "last" else said
-        scores.append(sum(wanted.fullmatch(text) is not None for text in looked_at) / max(len(looked_at), 1))
+        texts = [str(item["content"] or "").strip() for item in messages[len(before) :] if item["role"] == "assistant"]
+        scored = texts[-1:] if turns == "last" else texts
+        scores.append(sum(form.fullmatch(text) is not None for text in scored) / max(len(scored), 1))
     return scores

@@ -1,7 +1,7 @@
-"""Parse what a reward function returned. Standard library only: it runs beside the function and in the trainer.
+"""Parse what a reward function returned. Standard library only, because it runs in the sandbox and in the trainer.
 
 `parse_result` turns every shape that a reward may have into plain JSON, in the function's own process.
-`check_result` checks that JSON in the trainer, where it may come from code that nobody trusts.
+`check_result` checks that JSON in the trainer, where it may come from untrusted code.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.errors import RewardError
 
-MESSAGE_CHARS = 2000  # of foreign text in one of our messages
+MESSAGE_CHARS = 2000  # of foreign text in an error message
 _FIELDS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid"})
 _NOT_PARTS = ("score", "total", "success", "steps", "step_outputs", "metrics", "is_score_valid", "reason", "error",
               "trajectory_info", "final_control_plane_info", "agg_score", "standard_error")  # fmt: skip

@@ -1,7 +1,7 @@
-"""Calls reward functions and adds up what they say.
+"""Call reward functions and add up their rewards.
 
 Functions of an episode run in this process and are trusted: one that hangs keeps its thread, and one that kills the
-process kills the run. Terms that judge a group may do so anywhere; `sandboxed.py` makes them from a user's file.
+process kills the run. Terms that judge a group may do so anywhere; `user_term.py` makes them from a user's file.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from headrace.errors import ConfigError, RewardError, RolloutError
 from headrace.reward.alignment import as_reward
 from headrace.reward.call_scheduler import CallScheduler, prefix_error
-from headrace.reward.terms import GroupTerm, Term
+from headrace.reward.terms import GroupTerm, RewardFn, Term, as_term
 from headrace.reward.truncation import TruncatedReward
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
@@ -20,30 +20,39 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessRewardRunner:
-    """Plain functions run on threads, so they must not share mutable state; async ones on the event loop.
+    """Scores episodes with the sum of reward functions, which run in this process and are trusted.
 
-    An episode whose reward is not known (a function raised, took too long, or returned no finite number) is failed.
+    A reward function takes an `Episode` and returns a number, a bool, a `Reward` or a dict with "score". Plain ones run
+    on threads, so they must not share mutable state; async ones on the event loop. An episode whose reward is not known
+    (a function raised, took too long, or returned no finite number) is failed.
     """
 
-    def __init__(self, terms: Sequence[Term], *, timeout_s: float = 60.0) -> None:
-        check_terms(terms)
-        self._terms = tuple(terms)
+    def __init__(
+        self,
+        rewards: Sequence[Term | RewardFn | str],  # summed; a function or a name ("exact_match") has weight 1
+        *,
+        timeout_s: float = 60.0,  # of one call
+    ) -> None:
+        self._terms = tuple(as_term(reward) for reward in rewards)
+        check_terms(self._terms)
         self._calls = CallScheduler(timeout_s=timeout_s)
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
         rewards: list[list[Reward]] = [[] for _ in episodes]
         errors: dict[int, RewardError] = {}
         for term in self._terms:
-            known = [index for index in range(len(episodes)) if index not in errors]
+            valid = [index for index in range(len(episodes)) if index not in errors]
             for index, reward in zip(
-                known, await self._calls.of(term, [episodes[index] for index in known]), strict=True
+                valid, await self._calls.call_each(term, [episodes[index] for index in valid]), strict=True
             ):
                 if isinstance(reward, RewardError):
                     errors[index] = reward
                 else:
                     rewards[index].append(reward)
         return tuple(
-            failed(episode, errors[index]) if index in errors else total_reward(self._terms, rewards[index], episode)
+            failed_episode(episode, errors[index])
+            if index in errors
+            else total_reward(self._terms, rewards[index], episode)
             for index, episode in enumerate(episodes)
         )
 
@@ -52,11 +61,11 @@ class InProcessRewardRunner:
 
 
 class GroupRewardRunner:
-    """Terms of both kinds: functions of an episode, called as above, and terms that judge a group.
+    """Scores episodes with terms of both kinds: functions of an episode, called as above, and terms that judge a group.
 
-    When more than `max_invalid_share` of the last evaluations were in vain, every further call raises RolloutError:
-    what is learned from the rest would be learned from what the reward function happens to survive. `truncation` says
-    what episodes that a limit cut off are worth; those that it leaves out were not judged in vain.
+    If more than `max_invalid_share` of the last evaluations gave no reward, every further call raises RolloutError: the
+    policy would learn from those episodes only that the reward function happens to survive. `truncation` sets the
+    reward of episodes that a limit cut off; episodes that it excludes do not count as failed evaluations.
     """
 
     def __init__(
@@ -77,7 +86,7 @@ class GroupRewardRunner:
         self._invalid.check()
         columns = await asyncio.gather(*(self._column(term, episodes) for term in self._terms))
         results = tuple(
-            self._judged(episode, [column[index] for column in columns]) for index, episode in enumerate(episodes)
+            self._add_up(episode, [column[index] for column in columns]) for index, episode in enumerate(episodes)
         )
         self._invalid.note(results)
         return tuple(self._truncation.apply(item) if isinstance(item, ScoredEpisode) else item for item in results)
@@ -89,27 +98,27 @@ class GroupRewardRunner:
 
     async def _column(self, term: Term | GroupTerm, episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         if not isinstance(term, GroupTerm):
-            return await self._calls.of(term, episodes)
+            return await self._calls.call_each(term, episodes)
         judged = await term.judge(episodes) if episodes else ()
         assert len(judged) == len(episodes)
         return judged
 
-    def _judged(self, episode: Episode, row: Sequence[Reward | RewardError]) -> ScoredEpisode | FailedEpisode:
+    def _add_up(self, episode: Episode, row: Sequence[Reward | RewardError]) -> ScoredEpisode | FailedEpisode:
         rewards: list[Reward] = []
         for term, reward in zip(self._terms, row, strict=True):
             if isinstance(reward, RewardError):
-                return failed(episode, reward if isinstance(term, Term) else prefix_error(term, reward))
+                return failed_episode(episode, reward if isinstance(term, Term) else prefix_error(term, reward))
             rewards.append(reward)
         return total_reward(self._terms, rewards, episode)
 
 
 class FailureRateLimit:
-    """Of the last `window` evaluations, how many were in vain; looked at from `at_least` on."""
+    """Limits the share of the last `window` evaluations that gave no reward, once there are `at_least`."""
 
     def __init__(self, *, limit: float, window: int = 200, at_least: int = 50) -> None:
         assert 0 <= limit <= 1
         self._limit, self._at_least = limit, at_least
-        self._last: deque[str] = deque(maxlen=window)  # the reason, or "" for a valid one
+        self._last: deque[str] = deque(maxlen=window)  # why there is no reward, or ""
 
     def note(self, results: Sequence[ScoredEpisode | FailedEpisode]) -> None:
         self._last.extend(result.reason if isinstance(result, FailedEpisode) else "" for result in results)
@@ -134,7 +143,7 @@ def check_terms(terms: Sequence[Term | GroupTerm]) -> None:
         raise ConfigError(f"two rewards are called {name}: give one of them another name")
 
 
-def failed(episode: Episode, error: RewardError) -> FailedEpisode:
+def failed_episode(episode: Episode, error: RewardError) -> FailedEpisode:
     logger.warning("episode %s has no reward: %s", episode.id, error)
     return FailedEpisode(id=episode.id, task=episode.task, reason=str(error))
 
@@ -146,15 +155,15 @@ def total_reward(
     try:
         as_reward(total, episode)  # a sum of finite numbers can overflow
     except RewardError as exc:
-        return failed(episode, exc)
+        return failed_episode(episode, exc)
     return ScoredEpisode(episode=episode, reward=total)
 
 
 def combine(terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], *, num_steps: int) -> Reward:
-    """The weighted sum. `parts` has every term's own total, unweighted, and its parts as "term/part".
+    """Compute the weighted sum. `parts` has every term's total, unweighted, and its parts as "term/part".
 
-    If any term has step rewards, the sum has: a term without them counts on the last step, so the steps add up to the
-    total of the terms whose steps add up to theirs. Success needs every term that gives a verdict to say so.
+    If any term has step rewards, so has the sum: a term without them counts on the last step, so the steps add up to
+    the total of the terms whose steps add up to theirs. The sum is a success if every term with a verdict says success.
     """
     pairs = list(zip(terms, rewards, strict=True))
     parts: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What an episode that a limit cut off is worth. It is judged first; this rule has the last word."""
+"""Set the reward of an episode that a limit cut off, after the reward functions have judged it."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -7,23 +7,23 @@ from headrace.types import FailedEpisode, Reward, ScoredEpisode
 
 
 class TruncatedRule(StrEnum):
-    """KEEP what it was given; ZERO, whatever that was; EXCLUDE it from statistics and loss; PENALTY: less than that."""
+    """The rules for the reward of a truncated episode."""
 
-    KEEP = "keep"
+    KEEP = "keep"  # as the functions judged it
     ZERO = "zero"
-    EXCLUDE = "exclude"
-    PENALTY = "penalty"
+    EXCLUDE = "exclude"  # from statistics and loss
+    PENALTY = "penalty"  # the judged reward less a penalty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedReward:
-    """`penalty` is taken off the reward of the last step, and so off the total; CutOff.PENALTY only."""
+    """Applies a rule to the rewards of truncated episodes."""
 
     rule: TruncatedRule = TruncatedRule.KEEP
-    penalty: float = 0.0
+    penalty: float = 0.0  # subtracted from the last step's reward, and so from the total; TruncatedRule.PENALTY only
 
     def apply(self, scored: ScoredEpisode) -> ScoredEpisode | FailedEpisode:
-        """The episode as it counts; one that ended by itself is what it was. Parts stay as the functions gave them."""
+        """Apply the rule if the episode was truncated. Parts stay as the functions gave them."""
         episode, reward = scored.episode, scored.reward
         if not episode.truncated:
             return scored
@@ -34,17 +34,17 @@ class TruncatedReward:
                 return FailedEpisode(
                     id=episode.id,
                     task=episode.task,
-                    reason=f'a limit cut it off after {len(episode.steps)} turns, and rl.truncated = "exclude" leaves '
-                    "such episodes out",
+                    reason=f'a limit cut it off after {len(episode.steps)} turns, and rl.truncated_reward = "exclude" '
+                    "leaves such episodes out",
                 )
             case TruncatedRule.ZERO:
                 nothing = None if reward.steps is None else (0.0,) * len(reward.steps)
                 return replace(scored, reward=replace(reward, total=0.0, steps=nothing))
             case TruncatedRule.PENALTY:
-                return replace(scored, reward=_reduced(reward, self.penalty))
+                return replace(scored, reward=_subtract_penalty(reward, self.penalty))
 
 
-def _reduced(reward: Reward, penalty: float) -> Reward:
+def _subtract_penalty(reward: Reward, penalty: float) -> Reward:
     steps = reward.steps
     if steps:
         steps = (*steps[:-1], steps[-1] - penalty)

@@ -1,8 +1,8 @@
-"""A reward function as its author wrote it: found, recognised by its signature, and called.
+"""Load a user's reward function, recognise its signature, and call it.
 
-Knows the shapes that reward functions have elsewhere (docs/authoring-rewards.md). Runs on both sides of the wall, so it
-needs the standard library only; numpy and the package's own types are imported when a function asks for an episode.
-Everything here is trusted as little as the function it calls: numbers are checked on the other side, in `result.py`.
+Knows the signatures of reward functions in other libraries (docs/authoring-rewards.md). Runs inside and outside of the
+sandbox, so it needs the standard library only; numpy and the package's own types are imported when a function takes an
+episode. It is trusted as little as the function it calls: `result.py` checks the numbers in the trainer.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from headrace.reward.compat import reward_kit
 from headrace.reward.result import parse_result
 from headrace.user_code import find_function, import_file
 
-Row = Mapping[str, Any]  # one episode as JSON: see `rows.py`
+Row = Mapping[str, Any]  # one episode as JSON: see `episode_json.py`
 ENTRY = "evaluate"  # the function of a folder's main.py
-_DECORATED = ("_reward_function_mode", "_mode", "_metainfo")  # what decorators leave, by package and version
+_DECORATED = ("_reward_function_mode", "_mode", "_metainfo")  # attributes that decorators set, by package and version
 
 
 class RewardSignature(StrEnum):
-    """How a function wants to be called."""
+    """The ways in which a reward function can be called."""
 
     MESSAGES = "messages"  # f(messages, ground_truth, **kwargs): reward-kit, pointwise
     BATCH = "batch"  # f(rollouts_messages, ground_truths, **kwargs): reward-kit, a whole group
@@ -53,34 +53,34 @@ class RewardSignature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A function, how it wants to be called, the configured arguments, and what the other side should know."""
+    """A loaded reward function."""
 
     function: Callable[..., Any]
-    shape: RewardSignature
-    kwargs: Mapping[str, Any]
-    about: dict[str, Any]
+    signature: RewardSignature
+    kwargs: Mapping[str, Any]  # the configured arguments
+    about: dict[str, Any]  # its description for the trainer
 
     def call(self, argument: Any) -> list[dict[str, Any]]:
-        """The verdicts of a group's rows; a function of one episode gets them one after another.
+        """Judge the rows of a group; a function of one episode is called for one after another.
 
-        Among several, an exception is the verdict on its own episode only; for a single one it is let out.
+        Among several rows, an exception is the verdict on its own row only; for a single row it is raised.
         """
         rows = argument["rows"]
-        if self.shape.takes_group:
-            return [parse_result(answer) for answer in _listed(self._called(rows), len(rows))]
+        if self.signature.takes_group:
+            return [parse_result(answer) for answer in _check_list(self._call(rows), len(rows))]
         if len(rows) == 1:
-            return [parse_result(self._called(rows))]
-        return [self._tried(row) for row in rows]
+            return [parse_result(self._call(rows))]
+        return [self._call_one(row) for row in rows]
 
-    def _tried(self, row: Row) -> dict[str, Any]:
+    def _call_one(self, row: Row) -> dict[str, Any]:
         try:
             with boundary(RewardError, row["id"]):
-                return parse_result(self._called([row]))
+                return parse_result(self._call([row]))
         except HeadraceError as exc:
             return {"invalid": str(exc)}
 
-    def _called(self, rows: Sequence[Row]) -> Any:
-        answer = _CALLS[self.shape](self.function, rows, self.kwargs)
+    def _call(self, rows: Sequence[Row]) -> Any:
+        answer = _CALLS[self.signature](self.function, rows, self.kwargs)
         return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
 
 
@@ -88,7 +88,7 @@ async def _awaited(answer: Any) -> Any:
     return await answer
 
 
-def _listed(answers: Any, count: int) -> list[Any]:
+def _check_list(answers: Any, count: int) -> list[Any]:
     if not isinstance(answers, list | tuple):
         raise TypeError(f"a function of a whole group must return a list, not a {type(answers).__name__}")
     if len(answers) != count:
@@ -96,35 +96,36 @@ def _listed(answers: Any, count: int) -> list[Any]:
     return list(answers)
 
 
-# --- finding ---------------------------------------------------------------------------------------------------------
+# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load(target: Mapping[str, Any]) -> RewardFunction:
-    """`target`: "spec", and maybe "kwargs" and "alone" (this process is only for it: its folder goes on the path)."""
+    """Load the function of `target`, which has "spec" and maybe "kwargs" and "alone" (this process is for it alone, and
+    its folder goes on the path)."""
     reward_kit.install()
     function = load_user_function(target["spec"], alone=target.get("alone", False))
-    shape = read_signature(function)
-    if target.get("alone") and _left(function, "resources"):
+    signature = read_signature(function)
+    if target.get("alone") and _decorator_value(function, "resources"):
         raise ConfigError(
             "this reward function declares resources, and there is no network in the sandbox: "
             'set rl.reward_runner.type = "inprocess" if you trust it'
         )
     about = {
-        "shape": str(shape),
+        "shape": str(signature),
         "step_index": getattr(function, "step_index", None),
-        "notices": _unmet(_left(function, "requirements") or ()),
+        "notices": _missing_requirements(_decorator_value(function, "requirements") or ()),
     }
-    return RewardFunction(function, shape, dict(target.get("kwargs") or {}), about)
+    return RewardFunction(function, signature, dict(target.get("kwargs") or {}), about)
 
 
-def _left(function: Callable[..., Any], key: str) -> Any:
-    """What a decorator left on the function, under the name of either package."""
+def _decorator_value(function: Callable[..., Any], key: str) -> Any:
+    """Return the attribute that a decorator of either package set on the function."""
     return getattr(function, f"_reward_function_{key}", None) or getattr(function, f"_{key}", None)
 
 
 def load_user_function(spec: str, *, alone: bool) -> Callable[..., Any]:
-    """ "file.py:function", "file.py" with one decorated function, a folder with main.py, "package.module:function" or
-    "package.module.function"."""
+    """Load "file.py:function", "file.py" with one decorated function, a folder with main.py, "package.module:function"
+    or "package.module.function"."""
     place, colon, name = spec.rpartition(":")
     if not colon:
         place, name = spec, ""
@@ -151,8 +152,8 @@ def _only_decorated(module: ModuleType, spec: str) -> Callable[..., Any]:
     return find_function(module, decorated[0][0], spec=spec)
 
 
-def _unmet(requirements: Sequence[str]) -> list[str]:
-    """Requirements are looked up and reported; nothing is ever installed."""
+def _missing_requirements(requirements: Sequence[str]) -> list[str]:
+    """Report requirements that are not installed; nothing is ever installed here."""
     absent = []
     for requirement in requirements:
         name = re.split(r"[\s\[<>=!~;]", requirement.strip(), maxsplit=1)[0]
@@ -167,11 +168,11 @@ def _unmet(requirements: Sequence[str]) -> list[str]:
 
 
 def read_signature(function: Callable[..., Any]) -> RewardSignature:
-    """By decorator first, then by the names of its parameters, then by their number."""
+    """Recognise the signature by decorator first, then by the names of parameters, then by their number."""
     if hasattr(function, "_origin_func") or hasattr(function, "_metainfo"):
         mode = (getattr(function, "_metainfo", None) or {}).get("mode", "pointwise")
         return RewardSignature.ROW if mode == "pointwise" else RewardSignature.ROWS
-    if _left(function, "mode") == "batch":
+    if _decorator_value(function, "mode") == "batch":
         return RewardSignature.BATCH
     parameters = inspect.signature(function).parameters
     by_name = (
@@ -183,9 +184,9 @@ def read_signature(function: Callable[..., Any]) -> RewardSignature:
         ("rows", RewardSignature.ROWS),
         ("row", RewardSignature.ROW),
     )
-    for name, shape in by_name:
+    for name, signature in by_name:
         if name in parameters:
-            return shape
+            return signature
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [item for item in parameters.values() if item.kind in kinds and item.default is item.empty]
     if len(needed) == 1:
@@ -202,7 +203,7 @@ def read_signature(function: Callable[..., Any]) -> RewardSignature:
 
 
 def available_arguments(row: Row) -> dict[str, Any]:
-    """What a function of one conversation may ask for by name; the columns of its task come first."""
+    """List the arguments that a function of one conversation can take by name, with the columns of its task."""
     data, messages = row["data"], row["messages"]
     truth = data.get("ground_truth", data.get("answer"))
     start = row["prompt_count"]
@@ -225,7 +226,7 @@ def available_arguments(row: Row) -> dict[str, Any]:
 
 
 class FinalState:
-    """What a resource of a task definition was in the end, for functions that ask reward-kit's for its state."""
+    """Stands in for a reward-kit resource, and returns its state at the end of the episode."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -235,19 +236,19 @@ class FinalState:
 
 
 def _final_state(row: Row) -> dict[str, Any]:
-    """reward-kit passes the resource itself; what is left of a dictionary is its final state."""
+    """Return the argument `state`: reward-kit passes the resource itself, of which we have the final state."""
     if "initial_state" not in row["data"] or row.get("final_state") is None:
         return {}
     return {"resource": FinalState(json.loads(row["final_state"]))}
 
 
 def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The last assistant turn, stripped."""
+    """Return the last assistant turn, stripped."""
     return next((str(item["content"] or "").strip() for item in reversed(messages) if item["role"] == "assistant"), "")
 
 
-def _wanted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `values`, what the signature names, or everything if it takes **kwargs."""
+def _accepted_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the values that the function has parameters for, or all if it takes **kwargs."""
     parameters = inspect.signature(function).parameters
     if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
         return dict(values)
@@ -255,73 +256,80 @@ def _wanted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str
 
 
 def _call_messages(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    values = _wanted(function, {**available_arguments(rows[0]), **kwargs})
+    values = _accepted_arguments(function, {**available_arguments(rows[0]), **kwargs})
     return function(**_as_annotated(function, values))
 
 
 def _call_batch(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    pools = [available_arguments(row) for row in rows]
-    columns = {name: [item.get(name) for item in pools] for name in pools[0]}
+    arguments = [available_arguments(row) for row in rows]
+    columns = {name: [item.get(name) for item in arguments] for name in arguments[0]}
     values = {
         **{name: column for name, column in columns.items() if name not in ("messages", "text")},
         "rollouts_messages": columns["messages"],
         "ground_truths": columns["ground_truth"],
         **kwargs,
     }
-    return function(**_as_annotated(function, _wanted(function, values)))
+    return function(**_as_annotated(function, _accepted_arguments(function, values)))
 
 
 def _call_trl(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    pools = [available_arguments(row) for row in rows]
+    arguments = [available_arguments(row) for row in rows]
     hints = _hints(function)
     as_text = getattr(function, "text_completions", "str" in str(hints.get("completions", "")))
-    columns = {name: [item.get(name) for item in pools] for name in pools[0] if name not in ("prompt", "completion")}
-    texts = {
-        "prompts": ["\n".join(str(message["content"]) for message in item["prompt"]) for item in pools],
-        "completions": [item["text"] for item in pools],
+    columns = {
+        name: [item.get(name) for item in arguments] for name in arguments[0] if name not in ("prompt", "completion")
     }
-    chats = {"prompts": [item["prompt"] for item in pools], "completions": [item["completion"] for item in pools]}
-    return function(**_wanted(function, {**columns, **(texts if as_text else chats), **kwargs}))
+    texts = {
+        "prompts": ["\n".join(str(message["content"]) for message in item["prompt"]) for item in arguments],
+        "completions": [item["text"] for item in arguments],
+    }
+    chats = {
+        "prompts": [item["prompt"] for item in arguments],
+        "completions": [item["completion"] for item in arguments],
+    }
+    return function(**_accepted_arguments(function, {**columns, **(texts if as_text else chats), **kwargs}))
 
 
 def _call_plain(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
     values = available_arguments(rows[0])
     first, *rest = inspect.signature(function).parameters
-    extra = {name: value for name, value in _wanted(function, kwargs).items() if name != first}
+    extra = {name: value for name, value in _accepted_arguments(function, kwargs).items() if name != first}
     if rest and rest[0] not in extra:
         return function(values["text"], values["ground_truth"], **extra)
     return function(values["text"], **extra)
 
 
 def _call_rows(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    made = [_evaluation_row(row) for row in rows]
-    results = getattr(function, "_origin_func", function)(made, **_wanted(function, kwargs))
-    return asyncio.run(_results_of(results)) if inspect.isawaitable(results) else _results(results)
+    evaluation_rows = [_evaluation_row(row) for row in rows]
+    results = getattr(function, "_origin_func", function)(evaluation_rows, **_accepted_arguments(function, kwargs))
+    return asyncio.run(_await_results(results)) if inspect.isawaitable(results) else _results(results)
 
 
 def _call_row(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    result = getattr(function, "_origin_func", function)(_evaluation_row(rows[0]), **_wanted(function, kwargs))
-    [answer] = asyncio.run(_results_of([result])) if inspect.isawaitable(result) else _results([result])
+    result = getattr(function, "_origin_func", function)(
+        _evaluation_row(rows[0]), **_accepted_arguments(function, kwargs)
+    )
+    [answer] = asyncio.run(_await_results([result])) if inspect.isawaitable(result) else _results([result])
     return answer
 
 
-async def _results_of(made: Any) -> list[Any]:
-    if inspect.isawaitable(made):
-        return _results(await made)
-    return _results([await item if inspect.isawaitable(item) else item for item in made])
+async def _await_results(results: Any) -> list[Any]:
+    if inspect.isawaitable(results):
+        return _results(await results)
+    return _results([await item if inspect.isawaitable(item) else item for item in results])
 
 
 def _results(rows: Sequence[Any]) -> list[Any]:
-    """Of rows, what was set on them; a function may also return a result itself."""
+    """Return the results that were set on rows; a function may also return results themselves."""
     return [getattr(row, "evaluation_result", row) for row in rows]
 
 
 def _evaluation_row(row: Row) -> Any:
-    """As eval-protocol has it after a rollout: what the environment gave is beside the messages, as control planes do
-    it, on the message of each step."""
+    """Make the row that eval-protocol has after a rollout: the environment's rewards are in `control_plane_step` of the
+    message of each step."""
     models = importlib.import_module("eval_protocol.models")
     values = available_arguments(row)
-    made = models.EvaluationRow(
+    evaluation_row = models.EvaluationRow(
         messages=[models.Message.model_validate(message) for message in row["messages"]],
         tools=values["tools"],
         ground_truth=values["ground_truth"],
@@ -331,21 +339,21 @@ def _evaluation_row(row: Row) -> Any:
     for index, step in enumerate(row["steps"]):
         if step["message"] is not None:
             last = index + 1 == len(row["steps"])
-            told = {"step": index, "reward": step["reward"], "terminated": last and not row["truncated"]}
-            made.messages[step["message"]].control_plane_step = told
-    return made
+            control_step = {"step": index, "reward": step["reward"], "terminated": last and not row["truncated"]}
+            evaluation_row.messages[step["message"]].control_plane_step = control_step
+    return evaluation_row
 
 
 def _call_episode(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    return function(_rows_module().episode_from(rows[0]), **kwargs)
+    return function(_episode_json().episode_from_row(rows[0]), **kwargs)
 
 
 def _call_episodes(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    return function([_rows_module().episode_from(row) for row in rows], **kwargs)
+    return function([_episode_json().episode_from_row(row) for row in rows], **kwargs)
 
 
-def _rows_module() -> Any:
-    """Imported when it is needed: it brings numpy along, which most functions do without."""
+def _episode_json() -> Any:
+    """Import `episode_json` when it is needed: it imports numpy, which most functions do without."""
     return importlib.import_module("headrace.reward.episode_json")
 
 
@@ -370,8 +378,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _as_annotated(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Messages as the class they are annotated with; as dictionaries where they are not."""
-    if _left(function, "mode"):
-        return values  # the decorator does it
+    """Convert messages to the class they are annotated with; without one they stay dictionaries."""
+    if _decorator_value(function, "mode"):
+        return values  # the decorator converts them
     hints = _hints(function)
     return {name: reward_kit.as_annotated(hints.get(name), value) for name, value in values.items()}

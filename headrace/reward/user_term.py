@@ -1,4 +1,4 @@
-"""A user's reward function as a term: in the sandbox, or, if it is trusted, in this process."""
+"""Make a term of a user's reward function, called in the sandbox or, if it is trusted, in this process."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
 from headrace.reward import user_function
-from headrace.reward.alignment import Alignment, reward_of
-from headrace.reward.episode_json import row_of
+from headrace.reward.alignment import Alignment, make_reward
+from headrace.reward.episode_json import episode_to_row
 from headrace.reward.sandbox.limits import CallLimits, CallResult, IsolationLayer, Outcome, isolation_gaps, may_fork
 from headrace.reward.sandbox.pool import Sandbox, SandboxSettings, SandboxWorker, readable_paths, warn_once
 from headrace.reward.terms import GroupTerm
@@ -20,17 +20,17 @@ from headrace.types import Episode, Reward
 
 logger = logging.getLogger(__name__)
 
-TRUSTED_CALLS = 16  # of one function at a time
+TRUSTED_CALLS = 16  # calls of one function at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserRewardSpec:
-    """`spec` names the function (see `calling.find`), `kwargs` are passed to it at every call."""
+    """A user's reward function as it is configured."""
 
     name: str
-    spec: str
+    spec: str  # names the function: see `load_user_function`
     weight: float = 1.0
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # passed at every call
     alignment: Alignment = field(default_factory=Alignment)
 
     @property
@@ -39,7 +39,7 @@ class UserRewardSpec:
 
 
 def sandboxed_term(user: UserRewardSpec, settings: SandboxSettings, *, fork_groups: bool = False) -> GroupTerm:
-    """Each episode is judged in a process of its own; a function of a whole group gets one for the group.
+    """Make a term that judges each episode in a process of its own, or each group if the function takes whole groups.
 
     `fork_groups`: the episodes of a group share a process, one after another. Faster for functions that take less than
     a fork, but what one episode's text makes the function do can then reach the next one's score.
@@ -51,36 +51,39 @@ def sandboxed_term(user: UserRewardSpec, settings: SandboxSettings, *, fork_grou
             about = await sandbox.describe()
         except RewardError as exc:
             return [exc] * len(episodes)
-        _say_notices(user, about)
-        shape = signature_from(about)
-        together = shape.takes_group or fork_groups
+        _log_notices(user, about)
+        signature = signature_from(about)
+        together = signature.takes_group or fork_groups
         groups = [episodes] if together else [[episode] for episode in episodes]
-        alignment = _declared(user.alignment, about)
-        judged = await asyncio.gather(*(_judge(sandbox, group, shape, alignment, settings.limits) for group in groups))
+        alignment = _with_declared_index(user.alignment, about)
+        judged = await asyncio.gather(
+            *(_judge(sandbox, group, signature, alignment, settings.limits) for group in groups)
+        )
         return [reward for group in judged for reward in group]
 
     return GroupTerm(name=user.name, judge=judge, weight=user.weight, close=sandbox.close)
 
 
 def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
-    """The same function called in this process, on a thread: no walls, no limits but time. Raises ConfigError.
+    """Make a term that calls the function in this process, on a thread: no isolation, no limit but time.
 
-    `timeout_s` is the time of a call, without what it waits for its turn; a call that never ends keeps its thread.
+    `timeout_s` limits a call from its start, not while it waits for a thread; a call that never ends keeps its thread.
+    Raises ConfigError if the function cannot be imported.
     """
     with boundary(ConfigError, f"{user.spec} cannot be imported"):
         function = user_function.load(user.target)
-    alignment = _declared(user.alignment, function.about)
-    threads, turns = ThreadPoolExecutor(TRUSTED_CALLS, "headrace-reward"), asyncio.Semaphore(TRUSTED_CALLS)
+    alignment = _with_declared_index(user.alignment, function.about)
+    threads, permits = ThreadPoolExecutor(TRUSTED_CALLS, "headrace-reward"), asyncio.Semaphore(TRUSTED_CALLS)
 
     async def judge(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
-        together = function.shape.takes_group
+        together = function.signature.takes_group
         groups = [episodes] if together else [[episode] for episode in episodes]
-        judged = await asyncio.gather(*(one(group) for group in groups))
+        judged = await asyncio.gather(*(judge_one(group) for group in groups))
         return [reward for group in judged for reward in group]
 
-    async def one(group: Sequence[Episode]) -> Sequence[Reward | RewardError]:
-        rows = [row_of(episode, with_tokens=function.shape.takes_tokens) for episode in group]
-        async with turns:
+    async def judge_one(group: Sequence[Episode]) -> Sequence[Reward | RewardError]:
+        rows = [episode_to_row(episode, with_tokens=function.signature.takes_tokens) for episode in group]
+        async with permits:
             limit = asyncio.timeout(timeout_s)
             try:
                 with boundary(RewardError, user.name):
@@ -96,9 +99,9 @@ def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
 
 
 def check_importable(user: UserRewardSpec, settings: SandboxSettings) -> dict[str, Any]:
-    """Start one worker and stop it: what cannot work is found before a run begins. Blocks; raises ConfigError."""
+    """Start one worker and stop it, so that a broken function fails before the run. Blocks; raises ConfigError."""
 
-    async def look() -> dict[str, Any]:
+    async def describe() -> dict[str, Any]:
         sandbox = Sandbox(user.target, settings)
         try:
             return await sandbox.describe()
@@ -107,14 +110,14 @@ def check_importable(user: UserRewardSpec, settings: SandboxSettings) -> dict[st
         finally:
             await sandbox.close()
 
-    return asyncio.run(look())
+    return asyncio.run(describe())
 
 
 def sandbox_text() -> str:
-    """What the sandbox of reward functions can isolate on this machine, in words. Blocks; raises nothing."""
+    """Describe what the sandbox of reward functions can isolate on this machine. Blocks; raises nothing."""
     user = UserRewardSpec(name="probe", spec="headrace.reward.user_function:last_text")
 
-    async def look() -> frozenset[IsolationLayer]:
+    async def probe() -> frozenset[IsolationLayer]:
         worker = await SandboxWorker.start(
             SandboxSettings(), {**user.target, "alone": True}, readable_paths(user.spec, ())
         )
@@ -122,7 +125,7 @@ def sandbox_text() -> str:
         return worker.layers
 
     try:
-        layers = asyncio.run(look())
+        layers = asyncio.run(probe())
     except HeadraceError as exc:
         return f"does not work: {exc}"
     gaps = isolation_gaps(layers)
@@ -131,12 +134,12 @@ def sandbox_text() -> str:
 
 
 async def _judge(
-    sandbox: Sandbox, group: Sequence[Episode], shape: RewardSignature, alignment: Alignment, limits: CallLimits
+    sandbox: Sandbox, group: Sequence[Episode], signature: RewardSignature, alignment: Alignment, limits: CallLimits
 ) -> Sequence[Reward | RewardError]:
     try:
         with boundary(RewardError, "the task's data cannot be sent to the sandbox as JSON"):
             argument = json.loads(
-                json.dumps({"rows": [row_of(item, with_tokens=shape.takes_tokens) for item in group]})
+                json.dumps({"rows": [episode_to_row(item, with_tokens=signature.takes_tokens) for item in group]})
             )
     except RewardError as exc:
         return [exc] * len(group)
@@ -154,14 +157,14 @@ def _rewards(verdicts: object, group: Sequence[Episode], alignment: Alignment) -
     rewards: list[Reward | RewardError] = []
     for verdict, episode in zip(verdicts, group, strict=True):
         try:
-            rewards.append(reward_of(verdict, episode, alignment))
+            rewards.append(make_reward(verdict, episode, alignment))
         except RewardError as exc:
             rewards.append(exc)
     return rewards
 
 
 def failure_message(answer: CallResult, limits: CallLimits) -> str:
-    """Why there is no result, in one sentence."""
+    """Say in one sentence why there is no result."""
     match answer.outcome:
         case Outcome.TIMEOUT:
             return f"it took longer than {limits.wall_s:g} s"
@@ -179,18 +182,18 @@ def failure_message(answer: CallResult, limits: CallLimits) -> str:
             return answer.detail or f"it ended with {answer.outcome}"
 
 
-def _declared(alignment: Alignment, about: Mapping[str, Any]) -> Alignment:
-    """The configuration's word on step indices, or else the function's own."""
-    own = about.get("step_index")
-    if alignment.step_index != "auto" or own is None:
+def _with_declared_index(alignment: Alignment, about: Mapping[str, Any]) -> Alignment:
+    """Take the meaning of step indices from the function, if the configuration does not set it."""
+    declared = about.get("step_index")
+    if alignment.step_index != "auto" or declared is None:
         return alignment
-    if own not in ("message", "turn"):
-        raise ConfigError(f'step_index of the reward function is {own!r}: it must be "message" or "turn"')
-    return replace(alignment, step_index=own)
+    if declared not in ("message", "turn"):
+        raise ConfigError(f'step_index of the reward function is {declared!r}: it must be "message" or "turn"')
+    return replace(alignment, step_index=declared)
 
 
 def signature_from(about: Mapping[str, Any]) -> RewardSignature:
-    """How the function wants to be called, as the inside says; raises ConfigError where it says nothing of the kind."""
+    """Read the function's signature from its untrusted description. Raises ConfigError if it has none."""
     try:
         return RewardSignature(str(about.get("shape")))
     except ValueError as exc:
@@ -199,7 +202,7 @@ def signature_from(about: Mapping[str, Any]) -> RewardSignature:
         ) from exc
 
 
-def _say_notices(user: UserRewardSpec, about: Mapping[str, Any]) -> None:
+def _log_notices(user: UserRewardSpec, about: Mapping[str, Any]) -> None:
     notices = about.get("notices")
     for notice in notices if isinstance(notices, list) else ():
         warn_once(f"reward {user.name}: {notice}")

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
-from headrace.protocols import Env, Sampler
+from headrace.protocols import Env, Sampler, env_flags
 from headrace.render import Renderer
 from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.rollout.policies import Policy, SampledPolicy
@@ -79,7 +79,7 @@ async def run_sampled_episode(
     is returned as a FailedEpisode with one sentence. The environment is closed in any case.
     """
     partial_episode = partial_episode or PartialEpisode()
-    partial_episode.replayable = bool(getattr(env, "deterministic", False))
+    partial_episode.replayable = env_flags(env).deterministic
     return await run_episode(
         id=id,
         task=task,
@@ -255,7 +255,7 @@ class _EnvCalls:
         self.env, self._threads = env, threads
 
     async def run(self, call: Callable[[], T]) -> T:
-        if not getattr(self.env, "blocking", False):
+        if not env_flags(self.env).blocking:
             return call()
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(context.run, call))

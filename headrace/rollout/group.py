@@ -53,10 +53,10 @@ class GroupPlayer:
     renderer: Renderer
     reward_runner: RewardRunner
     sampling: SamplingParams
-    max_turns: int
-    max_episode_tokens: int  # the prompt included
-    timeout_s: float  # of one episode
-    run_seed: int
+    max_turns: int = 16
+    max_episode_tokens: int = 1024  # the prompt included
+    timeout_s: float = 600.0  # of one episode
+    run_seed: int = 0
     end_tool: str | None = None  # a call of this tool ends the episode (`EndRules`)
     end_pattern: re.Pattern[str] | None = None  # a turn in which this is found ends the episode
     threads: Executor | None = None  # where environments that block run

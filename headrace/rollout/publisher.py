@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from headrace.errors import ConfigError, HeadraceError, RolloutError, boundary
-from headrace.protocols import Sampler
+from headrace.protocols import Sampler, sampler_flags
 from headrace.types import WeightsHandle
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Publisher:
         self.drains_cut = 0  # publishes that did not wait for all open sequences
         self.version = self.samplers[0].version if self.samplers else 0
         for index, sampler in enumerate(self.samplers):
-            if interrupt is Interrupt.INFLIGHT and not getattr(sampler, "holds_in_flight", False):
+            if interrupt is Interrupt.INFLIGHT and not sampler_flags(sampler).holds_in_flight:
                 raise ConfigError(
                     f"{_name(index, sampler)} cannot keep the keys and values of open sequences over a change of "
                     'weights: write rl.async.interrupt = "abort" or "drain"'

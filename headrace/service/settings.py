@@ -1,19 +1,24 @@
 """Read serve.toml: what is served, where, to whom, within which limits. Unknown keys are answered with the nearest."""
 
+import logging
 import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.algo.name_lookup import nearest_name_hint
+from headrace.config.aliases import old_names_in, use_new_names
 from headrace.config.checks.metric_sinks import metrics_problems
 from headrace.config.schema import MetricsConfig
 from headrace.errors import ConfigError
 from headrace.service.http.auth import HashedKey
+
+logger = logging.getLogger(__name__)
 
 COUNTS = (
     "body_bytes", "running_sequences", "resident_models", "open_samplers", "snapshots_per_model", "full_save_steps",
@@ -70,7 +75,7 @@ class ServedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeEngine:
     __pydantic_config__ = ConfigDict(extra="forbid")
-    max_rows: int = 32
+    max_num_seqs: int = 32  # sequences that are decoded together
     kv_tokens: int = 0  # 0: chosen from the model's context
     micro_batch_tokens: int = 8192
     recompute: bool = False
@@ -126,6 +131,12 @@ def load_serve_config(text: str, *, file: str) -> ServeConfig:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{file}: this is not TOML: {exc}") from exc
+    try:
+        tree, warnings = use_new_names(tree)
+    except ConfigError as exc:
+        raise ConfigError(f"{file}: {exc}") from exc
+    for warning in warnings:
+        logger.warning("%s: %s", file, warning)
     _check_keys(tree, ServeConfig, file, "")
     try:
         config = TypeAdapter(ServeConfig).validate_python(tree)
@@ -149,7 +160,7 @@ def _check_numbers(config: ServeConfig, file: str) -> None:
     at_least: dict[str, tuple[float, float]] = {
         "serve.port": (serve.port, 0),
         "model.seed": (config.model.seed, 0),
-        "engine.max_rows": (engine.max_rows, 1),
+        "engine.max_num_seqs": (engine.max_num_seqs, 1),
         "engine.kv_tokens": (engine.kv_tokens, 0),
         "engine.micro_batch_tokens": (engine.micro_batch_tokens, 1),
         **{f"limits.{name}": (getattr(limits, name), 1) for name in COUNTS},
@@ -203,5 +214,8 @@ def _check_keys(tree: Any, kind: Any, file: str, before: str) -> None:
     types = get_type_hints(kind)
     for name, value in tree.items():
         if name not in known:
-            raise ConfigError(f"{file}: unknown key '{before}{name}'; {nearest_name_hint(name, known)}")
+            old_names = {old: new.rpartition(".")[2] for old, new in old_names_in(before.removesuffix(".")).items()}
+            close = get_close_matches(name, [*known, *old_names], n=1, cutoff=0.5)
+            meant = str(old_names.get(close[0], name)) if close else name
+            raise ConfigError(f"{file}: unknown key '{before}{name}'; {nearest_name_hint(meant, known)}")
         _check_keys(value, types[name], file, f"{before}{name}.")

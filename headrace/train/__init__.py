@@ -1,0 +1,9 @@
+"""Training on one device: the backend, its optimiser, checkpoints, and frozen models to compare with.
+
+- `torch_backend.py` implements the training verbs: forward, forward_backward, optim_step, save, load, export.
+- `batch.py` binds a request's loss and checks its data; `micro_batch.py` computes losses and gradients.
+- `optimizer.py` is AdamW with float32 masters; `cuda_adam.py` has its CUDA kernels.
+- `schedule.py` computes the learning rate of a step.
+- `trainer_state.py` saves and loads what a backend has trained; `checkpoint.py` keeps whole checkpoints of a run.
+- `frozen_model.py` scores data with a model that is not trained; `frozen_cache.py` is an LRU cache of such models.
+"""

@@ -55,7 +55,7 @@ def bind_loss(spec: LossSpec) -> BoundLoss:
 
 
 def check_head(loss: BoundLoss, *, policy: bool, scalar: bool) -> None:
-    """Raises BackendError when the loss takes log-probs or numbers that the model's heads do not compute."""
+    """Raise BackendError when the loss takes log-probs or numbers that the model's heads do not compute."""
     if loss.reads_scalar and not scalar:
         raise BackendError("this loss needs a scalar head, which this backend's model does not have")
     if loss.reads_policy and not policy:
@@ -65,7 +65,7 @@ def check_head(loss: BoundLoss, *, policy: bool, scalar: bool) -> None:
 
 
 def check_data(data: Sequence[Datum], loss: BoundLoss, *, vocabulary: int, context: int) -> None:
-    """Raises BackendError on data that cannot be trained on, before any gradient is touched."""
+    """Raise BackendError on data that cannot be trained on, before any gradient is touched."""
     if not data:
         raise BackendError("there is nothing to train on: the batch is empty")
     kinds = {datum.targets.shape[1:] for datum in data}
@@ -121,7 +121,7 @@ def call_loss(
     inputs: Mapping[str, Tensor],
     numbers: Tensor | None = None,
 ) -> LossOut:
-    """Call the loss with what its signature names; `numbers` are those of a scalar head."""
+    """Call the loss with the arguments that its signature names; `numbers` are the outputs of a scalar head."""
     arguments: dict[str, Tensor | float] = dict(loss.params)
     for parameter in loss.parameters:
         bare = parameter.removesuffix("_TK").removesuffix("_T")

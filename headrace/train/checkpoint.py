@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or absent, checked before use, and only as many as asked for.
+"""Checkpoints on disk: whole or absent, verified before use, and only as many as the settings keep.
 
 Owns a folder with one subfolder per checkpoint and two pointer files:
 
@@ -45,13 +45,13 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint folder must hold. `digest` is the SHA-256 of this manifest with an empty digest."""
+    """The files that a checkpoint folder must hold, with their sizes and hashes."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     step: int
     score: float | None
     files: dict[str, FileEntry]
-    digest: str = ""
+    digest: str = ""  # SHA-256 of this manifest with an empty digest
 
     @property
     def size_bytes(self) -> int:
@@ -60,11 +60,11 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
-    """A checkpoint whose files all match its manifest. `state` is the mapping that was given to `save`."""
+    """A checkpoint whose files all match its manifest."""
 
     step: int
     folder: Path
-    state: Mapping[str, Any]
+    state: Mapping[str, Any]  # the mapping that was passed to `save`
     score: float | None
 
 
@@ -79,13 +79,13 @@ def checkpoint_name(step: int) -> str:
 
 
 def best_step(scores: Mapping[int, float | None]) -> int | None:
-    """The step with the highest score, the earliest of equals; None when nothing was scored."""
+    """Return the step with the highest score, the earliest of equals, or None if no step was scored."""
     scored = [(-score, step) for step, score in scores.items() if score is not None]
     return min(scored)[1] if scored else None
 
 
 def retained(scores: Mapping[int, float | None], *, keep_last: int, keep_every: int) -> frozenset[int]:
-    """Steps to keep: the last `keep_last`, the best, and every multiple of `keep_every` (0: none for that reason)."""
+    """Return the steps to keep: the last `keep_last`, the best, and each multiple of `keep_every` unless that is 0."""
     assert keep_last >= 1
     assert keep_every >= 0
     best = best_step(scores)
@@ -99,7 +99,7 @@ def retained(scores: Mapping[int, float | None], *, keep_last: int, keep_every: 
 
 
 def verify(folder: Path, *, besides: Collection[str] = ()) -> Manifest:
-    """Check every file of a checkpoint against its manifest; raises CheckpointError naming the first that differs.
+    """Check every file of a checkpoint against its manifest. Raises CheckpointError naming the first that differs.
 
     Of the files named in `besides`, which the caller will not read, only the size is checked.
     """
@@ -112,7 +112,7 @@ def verify(folder: Path, *, besides: Collection[str] = ()) -> Manifest:
 
 
 def read_checkpoint(folder: Path) -> LoadedCheckpoint:
-    """Verify one checkpoint folder and read its state; raises CheckpointError naming the file that is wrong."""
+    """Verify one checkpoint folder and read its state. Raises CheckpointError naming the file that is wrong."""
     manifest = verify(folder)
     with boundary(CheckpointError, f"checkpoint {folder}: {STATE} cannot be read"):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
@@ -120,7 +120,7 @@ def read_checkpoint(folder: Path) -> LoadedCheckpoint:
 
 
 def latest_checkpoint(folder: Path) -> LoadedCheckpoint:
-    """The newest checkpoint in `folder` that verifies. Reads only, so it is safe beside a run that is writing there.
+    """Read the newest checkpoint in `folder` that verifies. Writes nothing, so it is safe beside a run that writes.
 
     Each newer one is refused by name in a logged warning. Raises CheckpointError with every reason when none is left.
     """
@@ -128,7 +128,7 @@ def latest_checkpoint(folder: Path) -> LoadedCheckpoint:
 
 
 def best_checkpoint(folder: Path) -> LoadedCheckpoint:
-    """The checkpoint with the highest score that verifies, or the newest when none was scored. Reads only."""
+    """Read the checkpoint with the highest score that verifies, or the newest if none was scored. Writes nothing."""
     scores = _sound_scores(folder)
     ranked = sorted(scores, key=lambda step: (-_rank(scores[step]), step if scores[step] is not None else -step))
     return _first_sound(folder, ranked)
@@ -182,7 +182,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _sound_scores(folder: Path) -> dict[int, float | None]:
-    """Step -> score of the checkpoints whose manifest and file sizes are right; cheap, so bytes are not hashed."""
+    """Map step to score for checkpoints whose manifest and file sizes are right; cheap, so bytes are not hashed."""
     scores: dict[int, float | None] = {}
     for step in _steps(folder):
         path = folder / checkpoint_name(step)
@@ -201,15 +201,15 @@ def _steps(folder: Path) -> set[int]:
 
 
 def _step_of(name: str) -> int | None:
-    found = re.fullmatch(r"step_(\d{6,})", name)
-    return int(found[1]) if found and checkpoint_name(int(found[1])) == name else None
+    match = re.fullmatch(r"step_(\d{6,})", name)
+    return int(match[1]) if match and checkpoint_name(int(match[1])) == name else None
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
 class CheckpointStore:
-    """The one writer of a checkpoint folder."""
+    """Writes a checkpoint folder; there is one writer per folder."""
 
     def __init__(self, folder: Path, keep_last: int, keep_every: int = 0) -> None:
         assert keep_last >= 1
@@ -229,9 +229,9 @@ class CheckpointStore:
     ) -> Path:
         """Write one checkpoint, make it the latest, and remove those that need not be kept.
 
-        `write` puts its files into the folder it is given; `state` is JSON; a higher `score` is better. The free space
+        `write` puts its files into the folder it receives; `state` is JSON; a higher `score` is better. The free space
         must hold `estimate_bytes` and the size of the checkpoint before. Raises CheckpointError when it cannot be
-        written; what was there before is then untouched.
+        written; earlier checkpoints are then untouched.
         """
         assert step >= 0
         name = checkpoint_name(step)
@@ -253,7 +253,7 @@ class CheckpointStore:
                 self._write_state(writing, step, state, scores)
                 _write_manifest(writing, step, score)
                 atomic_files.replace_folder(writing, target, aside=self._folder / (_REPLACED + name))
-            except BaseException:  # a full disk, a failed writer, Ctrl-C: the half-written folder goes, whatever came
+            except BaseException:  # a full disk, a failed writer, Ctrl-C: remove the half-written folder in any case
                 shutil.rmtree(writing, ignore_errors=True)
                 raise
             self._refused.discard(step)
@@ -263,7 +263,7 @@ class CheckpointStore:
         return target
 
     def load_latest(self) -> LoadedCheckpoint:
-        """Remove what a killed writer left behind, then the newest checkpoint that verifies (see `latest_checkpoint`).
+        """Remove what a killed writer left behind, then read the newest checkpoint (see `latest_checkpoint`).
 
         For the process that owns the folder; afterwards `latest` names the checkpoint returned.
         """
@@ -328,7 +328,7 @@ class CheckpointStore:
         assert newest in keep
         for step in sorted(_steps(self._folder) - keep):
             if step > newest:
-                continue  # refused ones of a later step stay to be looked at until that step is saved again
+                continue  # refused checkpoints of later steps stay for inspection until their step is saved again
             path = self._folder / checkpoint_name(step)
             removed = self._folder / (_REMOVED + path.name)
             try:

@@ -1,9 +1,9 @@
-"""AdamW on CUDA: one kernel over all parameters, which reads and writes everything once; the norm of the gradient; and
-the sum of the gradients of two micro-batches.
+"""AdamW on CUDA: one kernel over all parameters that reads and writes everything once, and kernels that compute the
+norm of the gradient and add up the gradients of micro-batches.
 
-The same formula and the same state as torch's AdamW (`train/optimizer.py`, which chooses). Clipping and the copy of a
-float32 master into the half-precision weight happen on the way. Gradients may be float32 or the half precision that a
-backward pass left, which spares a float32 copy of them when a step has one micro-batch.
+The formula and the state are those of torch's AdamW (`train/optimizer.py` chooses between them). The kernel also clips,
+and copies a float32 master into the half-precision weight. Gradients may be float32 or the half precision of the
+backward pass, which spares a float32 copy of them when a step has one micro-batch.
 
 Kernels find their tensors in a table of addresses, one row for each parameter. Letters: P programs, N parameters.
 """
@@ -27,16 +27,16 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One parameter's tensors; `half` is the module's own weight when the master is a copy of it."""
+    """The tensors of one parameter."""
 
     master: Tensor
     moment: Tensor
     square: Tensor
-    half: Tensor | None
+    half: Tensor | None  # the module's own weight, when the master is a copy of it
 
 
 class CudaAdamW:
-    """Owns the addresses of some parameters' tensors, none of which moves; gradients come with every update."""
+    """Owns the addresses of some parameters' tensors, which must not move; gradients come with every update."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = tuple(slots)
@@ -46,13 +46,13 @@ class CudaAdamW:
         self._sizes = [slot.master.numel() for slot in slots]
 
     def update(self, gradients: Sequence[Tensor], adam: Adam, *, step: int, factor: float) -> None:
-        """Update number `step` (from 1), every gradient times `factor`. Decoupled decay, eps outside of the root."""
+        """Make update number `step` (from 1), every gradient times `factor`. Decoupled decay, eps outside the root."""
         assert step > 0
         correction1, correction2 = 1.0 - adam.beta1**step, 1.0 - adam.beta2**step
-        alike: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+        by_type: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
         for index, (slot, gradient) in enumerate(zip(self._slots, gradients, strict=True)):
-            alike.setdefault((gradient.dtype, None if slot.half is None else slot.half.dtype), []).append(index)
-        for (dtype, half), group in alike.items():
+            by_type.setdefault((gradient.dtype, None if slot.half is None else slot.half.dtype), []).append(index)
+        for (dtype, half), group in by_type.items():
             work = _work(tuple(self._sizes[index] for index in group), self._device)
             table = [[*self._fixed[index], _address_of(gradients[index])] for index in group]
             _adamw_kernel[(len(work.owner_P),)](
@@ -65,12 +65,12 @@ class CudaAdamW:
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares over all elements in float32, in an order that does not change from call to call."""
-    alike: dict[torch.dtype, list[Tensor]] = {}
+    """Add up the squares of all elements in float32, in an order that does not change from call to call."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault(tensor.dtype, []).append(tensor)
+        by_type.setdefault(tensor.dtype, []).append(tensor)
     totals = []
-    for dtype, group in alike.items():
+    for dtype, group in by_type.items():
         work = _work(tuple(tensor.numel() for tensor in group), group[0].device)
         sums_P = torch.empty(len(work.owner_P), dtype=torch.float32, device=group[0].device)
         table = to_device(torch.tensor([[_address_of(tensor)] for tensor in group]), group[0].device)
@@ -83,24 +83,26 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def add_up(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Of each pair the sum in float32: in the place of the first where that is float32."""
-    alike: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    for index, (known, gradient) in enumerate(zip(sums, gradients, strict=True)):
-        alike.setdefault((known.dtype, gradient.dtype), []).append(index)
-    found = [known if known.dtype == torch.float32 else torch.empty_like(known, dtype=torch.float32) for known in sums]
-    for (known_type, dtype), group in alike.items():
+    """Add each gradient to its sum in float32, in place where the sum is float32 already; return the new sums."""
+    by_type: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index, (so_far, gradient) in enumerate(zip(sums, gradients, strict=True)):
+        by_type.setdefault((so_far.dtype, gradient.dtype), []).append(index)
+    results = [
+        so_far if so_far.dtype == torch.float32 else torch.empty_like(so_far, dtype=torch.float32) for so_far in sums
+    ]
+    for (sum_type, dtype), group in by_type.items():
         work = _work(tuple(sums[index].numel() for index in group), sums[0].device)
-        table = [[_address_of(one[index]) for one in (sums, gradients, found)] for index in group]
+        table = [[_address_of(tensors[index]) for tensors in (sums, gradients, results)] for index in group]
         _add_kernel[(len(work.owner_P),)](
             to_device(torch.tensor(table), sums[0].device), work.sizes_N, work.owner_P, work.part_P,
-            KNOWN=TYPES[known_type], GRADIENT=TYPES[dtype], EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
+            SUM=TYPES[sum_type], GRADIENT=TYPES[dtype], EVEN=work.even, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return found
+    return results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """Program p works on part `part_P[p]` of parameter `owner_P[p]`."""
+    """The division of work: program p computes part `part_P[p]` of parameter `owner_P[p]`."""
 
     owner_P: Tensor
     part_P: Tensor
@@ -156,23 +158,23 @@ def _square_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_kernel(  # type: ignore[no-untyped-def]
     table, sizes, owner, part,
-    KNOWN: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    SUM: tl.constexpr, GRADIENT: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     index = tl.load(owner + program)
     size = tl.load(sizes + index)
     if EVEN:
         size = tl.multiple_of(size, 16)
-    known = _address(table, index * 3, KNOWN)
-    gradient = _address(table, index * 3 + 1, GRADIENT)
-    found = _address(table, index * 3 + 2, tl.float32)
+    sums = _address(table, index * 3, SUM)
+    gradients = _address(table, index * 3 + 1, GRADIENT)
+    results = _address(table, index * 3 + 2, tl.float32)
     first = tl.load(part + program).to(tl.int64) * CHUNK
     for start in tl.static_range(0, CHUNK, BLOCK):
         place = first + start + tl.arange(0, BLOCK)
         inside = place < size
-        total = tl.load(known + place, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(found + place, total, mask=inside)
+        total = tl.load(sums + place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(gradients + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(results + place, total, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

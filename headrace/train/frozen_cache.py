@@ -1,8 +1,7 @@
-"""Frozen models that training is compared with: loaded when first asked for, kept while there is room, shared.
+"""An LRU cache of frozen models that training is compared with: loaded at first use, evicted for room, shared.
 
-An LRU cache. It must not know what the scores are for. Loading and scoring happen on the caller's thread; a model that
-is being loaded is waited for by all who want it, and one that is evicted while somebody scores with it goes when he is
-done.
+It must not know what the scores are for. Loading and scoring happen on the caller's thread. Callers wait for a model
+that another thread is loading; a model that is evicted while a caller scores with it is freed when that call ends.
 """
 
 import logging
@@ -22,25 +21,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FrozenReference:
-    """A model in the cache. `lock`: one request at a time computes on it."""
+    """A model in the cache."""
 
     scorer: FrozenScorer
     size_bytes: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # one request at a time computes on the model
 
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What the cache did."""
+    """Counts of the cache's loads, evictions and hits."""
 
     loaded: int = 0
     evicted: int = 0
-    found: int = 0
+    hits: int = 0
 
 
 class ReferenceModels:
-    """Load a model by its name with `load` and keep at most `limit`, of `room_bytes` together if that is given; the
-    one that was used longest ago goes first."""
+    """Loads models by name with `load` and keeps at most `limit`, and at most `room_bytes` together unless None.
+
+    The least recently used model is evicted first.
+    """
 
     def __init__(
         self,
@@ -54,14 +55,17 @@ class ReferenceModels:
         self._load = load
         self._limit, self._room_bytes = limit, room_bytes
         self._micro_batch_tokens = micro_batch_tokens
-        self._kept: OrderedDict[str, FrozenReference] = OrderedDict()
+        self._references: OrderedDict[str, FrozenReference] = OrderedDict()  # the least recently used first
         self._loading: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
         self.counts = CacheCounts()
 
     def score(self, name: str, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """See `FrozenScorer.score`. Raises ModelError when the model cannot be loaded or has no room, and RequestError
-        when data are too long for it or hold tokens that it does not know."""
+        """Score data with the named model, as `FrozenScorer.score` does.
+
+        Raises ModelError when the model cannot be loaded or does not fit, and RequestError when data are too long for
+        it or hold tokens outside of its vocabulary.
+        """
         reference = self._get(name)
         _check(data, reference.scorer.lm)
         with reference.lock:
@@ -69,35 +73,35 @@ class ReferenceModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The models that are kept, the one used last at the end."""
+        """The cached models, the most recently used last."""
         with self._lock:
-            return tuple(self._kept)
+            return tuple(self._references)
 
     @property
     def size_bytes(self) -> int:
         with self._lock:
-            return sum(each.size_bytes for each in self._kept.values())
+            return self._total_bytes()
 
     def _get(self, name: str) -> FrozenReference:
         while True:
             with self._lock:
-                if (known := self._kept.get(name)) is not None:
-                    self._kept.move_to_end(name)
-                    self.counts.found += 1
-                    return known
-                waited_for = self._loading.get(name)
-                if waited_for is None:
-                    mine = self._loading[name] = threading.Event()
+                if (reference := self._references.get(name)) is not None:
+                    self._references.move_to_end(name)
+                    self.counts.hits += 1
+                    return reference
+                other_load = self._loading.get(name)
+                if other_load is None:
+                    loaded = self._loading[name] = threading.Event()
                     break
-            waited_for.wait()  # if that load fails, this caller tries for itself
+            other_load.wait()  # if that load fails, this caller tries for itself
         try:
-            return self._keep(name, self._make(name))
+            return self._add(name, self._load_reference(name))
         finally:
             with self._lock:
                 del self._loading[name]
-            mine.set()
+            loaded.set()
 
-    def _make(self, name: str) -> FrozenReference:
+    def _load_reference(self, name: str) -> FrozenReference:
         lm = self._load(name)
         lm.model.requires_grad_(False)
         size = model_bytes(lm.model)
@@ -109,17 +113,21 @@ class ReferenceModels:
             )
         return FrozenReference(FrozenScorer(lm, micro_batch_tokens=self._micro_batch_tokens), size)
 
-    def _keep(self, name: str, reference: FrozenReference) -> FrozenReference:
+    def _add(self, name: str, reference: FrozenReference) -> FrozenReference:
+        """Put a model into the cache, and evict others while it is over its limits."""
         with self._lock:
             self.counts.loaded += 1
-            self._kept[name] = reference
-            while len(self._kept) > self._limit or self._over_room():
-                self._kept.popitem(last=False)
+            self._references[name] = reference
+            while len(self._references) > self._limit or self._exceeds_room():
+                self._references.popitem(last=False)
                 self.counts.evicted += 1
         return reference
 
-    def _over_room(self) -> bool:
-        return self._room_bytes is not None and sum(each.size_bytes for each in self._kept.values()) > self._room_bytes
+    def _exceeds_room(self) -> bool:
+        return self._room_bytes is not None and self._total_bytes() > self._room_bytes
+
+    def _total_bytes(self) -> int:
+        return sum(reference.size_bytes for reference in self._references.values())
 
 
 def _check(data: Sequence[Datum], lm: LanguageModel) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of a model that is not trained: log-probs under a reference or teacher, scores of a reward model.
+"""Score data with a model that is not trained: log-probs of a reference or teacher, scores of a reward model.
 
 Shape letters: T packed tokens, R tokens that have a weight, D width.
 """
@@ -19,7 +19,10 @@ from headrace.types import Datum, FloatArray, float_array
 
 
 class FrozenScorer:
-    """`base_only`: leave the model's adapters out, so that the base of a LoRA model is its own reference."""
+    """Scores data with a frozen model.
+
+    With `base_only` the model's adapters are left out, so that the base of a LoRA model is its own reference.
+    """
 
     def __init__(self, lm: LanguageModel, *, micro_batch_tokens: int = 8192, base_only: bool = False) -> None:
         self.lm = lm
@@ -27,23 +30,25 @@ class FrozenScorer:
         self._adapter = None if base_only else 0
 
     def score(self, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """One number per position that has a weight, 0 elsewhere: the target's log-prob at the datum's temperature, or
-        what the scalar head says."""
+        """Return one number for each position that has a weight, and 0 for others.
+
+        The number is the target's log-prob at the datum's temperature, or the output of the scalar head.
+        """
         out: list[FloatArray] = [float_array(np.zeros(datum.num_tokens)) for datum in data]
         token = ADAPTER.set(self._adapter)
         try:
             for indices in pack(
                 [datum.num_tokens for datum in data], [None] * len(data), budget=self._micro_batch_tokens
             ):
-                pieces = self._micro_batch([data[index] for index in indices])
-                for index, piece in zip(indices, pieces, strict=True):
-                    out[index] = piece
+                scores = self._score_micro_batch([data[index] for index in indices])
+                for index, datum_scores in zip(indices, scores, strict=True):
+                    out[index] = datum_scores
         finally:
             ADAPTER.reset(token)
         return tuple(out)
 
     @torch.no_grad()
-    def _micro_batch(self, batch: Sequence[Datum]) -> list[FloatArray]:
+    def _score_micro_batch(self, batch: Sequence[Datum]) -> list[FloatArray]:
         device, lengths = self.lm.device, tuple(datum.num_tokens for datum in batch)
         rows_R = torch.from_numpy(np.flatnonzero(np.concatenate([datum.arrays["weights"] for datum in batch])))
         scores_T = np.zeros(sum(lengths), dtype=np.float32)
@@ -58,4 +63,4 @@ class FrozenScorer:
                 targets = packed_targets(batch, rows_R, device=device, dtype=real)
                 values_R, _ = head.logprobs(hidden_RD, self.lm.head_weight(), targets)
             scores_T[rows_R.numpy()] = values_R.float().cpu().numpy()
-        return [float_array(piece) for piece in np.split(scores_T, np.cumsum(lengths)[:-1])]
+        return [float_array(part) for part in np.split(scores_T, np.cumsum(lengths)[:-1])]

@@ -60,7 +60,7 @@ class MicroBatchRows:
 
 
 class MicroBatchRunner:
-    """Compute micro-batches of one model; gradients go into the optimiser's buffers."""
+    """Computes micro-batches of one model; gradients go into the optimiser's buffers."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class MicroBatchRunner:
         return MicroBatchRows(rows_R=rows_R, output=output)
 
     def _embed(self, tokens_T: Tensor) -> Tensor | None:
-        """Embed the tokens so that their gradient can be added to their rows alone, or return None: autograd does it.
+        """Embed the tokens, so that their gradient is added to their rows alone; return None to leave it to autograd.
 
         On a CPU a gradient of the size of the vocabulary for every micro-batch takes as long as a layer.
         """

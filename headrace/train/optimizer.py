@@ -1,6 +1,6 @@
 """AdamW over named parameters, with float32 masters for half-precision modules and a state that saves exactly.
 
-Gradients add up in `gradients` (float32 or float64) over any number of backward passes; one `update` spends them.
+Gradients add up in `gradients` (float32 or float64) over any number of backward passes; one `update` consumes them.
 """
 
 from collections.abc import Mapping
@@ -30,20 +30,20 @@ class MasterAdamW:
         self._adam = torch.optim.AdamW(self._leaves.values(), lr=0.0, fused=True)
         self.gradients: dict[str, Tensor] = {}  # half precision on CUDA while one backward pass has filled them
         masters = self.masters.values()
-        self._on_cuda = cuda.available() and all(one.is_cuda and one.dtype == torch.float32 for one in masters)
+        self._on_cuda = cuda.available() and all(master.is_cuda and master.dtype == torch.float32 for master in masters)
         self._num_updates = 0
         self._kernel: Any = None  # a CudaAdamW, made for the first update
         self._before: dict[str, Tensor] | None = None  # the masters before the last reversible update
 
     def buffer(self, name: str) -> Tensor:
-        """The accumulated gradient of one parameter, made (zero) on first use."""
+        """Return the buffer of a parameter's accumulated gradient, made (zero) on first use."""
         if name not in self.gradients:
             self.gradients[name] = torch.zeros_like(self.masters[name])
         self.gradients[name] = self.gradients[name].to(self.masters[name].dtype)
         return self.gradients[name]
 
     def collect(self) -> None:
-        """Move what a backward pass left in `.grad` into the buffers."""
+        """Move the gradients that a backward pass left in `.grad` into the buffers."""
         more: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             gradient, parameter.grad = parameter.grad, None
@@ -62,7 +62,7 @@ class MasterAdamW:
             self.gradients.update(zip(more, sums, strict=True))
 
     def fill(self) -> None:
-        """Where no backward pass left anything (no token had a weight), the gradient is zero."""
+        """Set the gradient to zero where no backward pass left one (no token had a weight)."""
         for name in self.parameters:
             if name not in self.gradients:
                 self.buffer(name)
@@ -73,7 +73,7 @@ class MasterAdamW:
             parameter.grad = None
 
     def norm(self) -> float:
-        """Global L2 norm of the accumulated gradient."""
+        """Compute the global L2 norm of the accumulated gradient."""
         if self._on_cuda:
             from headrace.train.cuda_adam import squared_norm  # needs Triton
 
@@ -82,13 +82,13 @@ class MasterAdamW:
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self.gradients.values())))))
 
     def save_for_scaling(self, adam: Adam, *, skipped: bool) -> None:
-        """Keep what a reversible update is about to change; a skipped one changes nothing."""
+        """Copy the masters that a reversible update is about to change; a skipped one changes none."""
         changed = self.masters if adam.reversible and not skipped else {}
-        kept = {name: master.clone() for name, master in changed.items()}
-        self._before = kept if adam.reversible else None
+        before = {name: master.clone() for name, master in changed.items()}
+        self._before = before if adam.reversible else None
 
     def scale_update(self, share: float) -> bool:
-        """Keep `share` of the last update; False when it was not reversible."""
+        """Scale the last update down to `share` of it; return False when it was not reversible."""
         if self._before is None:
             return False
         with torch.no_grad():
@@ -98,7 +98,7 @@ class MasterAdamW:
         return True
 
     def update(self, adam: Adam, *, norm: float) -> None:
-        """One AdamW step (decoupled decay, bias correction, eps outside the root), clipped to `clip_norm`."""
+        """Make one AdamW step (decoupled decay, bias correction, eps outside the root), clipped to `clip_norm`."""
         factor = adam.clip_norm / (norm + 1e-6) if adam.clip_norm > 0 and norm > adam.clip_norm else 1.0
         if self._on_cuda:
             self._update_on_cuda(adam, factor)
@@ -113,7 +113,7 @@ class MasterAdamW:
         for name, leaf in self._leaves.items():
             leaf.grad = self.gradients.get(name)
         self._adam.step()
-        increment_version(list(self.parameters.values()))  # the fused step does not say that it wrote them
+        increment_version(list(self.parameters.values()))  # the fused step does not count its writes
         for leaf in self._leaves.values():
             leaf.grad = None
         with torch.no_grad():
@@ -121,13 +121,13 @@ class MasterAdamW:
         self.gradients = {}
 
     def _publish(self) -> None:
-        """Half-precision parameters follow their masters; the others are their masters."""
+        """Copy the masters into half-precision parameters; other parameters are their masters."""
         for name, parameter in self.parameters.items():
             if parameter.dtype in HALF:
                 parameter.copy_(self.masters[name])
 
     def allocate(self) -> None:
-        """Make the moments, all zero, where the first update would; on CUDA only."""
+        """Allocate the moments, all zero, as the first update would; on CUDA only."""
         for leaf in self._leaves.values() if self._on_cuda else ():
             state = self._adam.state[leaf]
             if not state:
@@ -135,7 +135,7 @@ class MasterAdamW:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(leaf), torch.zeros_like(leaf)
 
     def _update_on_cuda(self, adam: Adam, factor: float) -> None:
-        """The same step on torch's state, in one kernel; `step` is written when the state is asked for."""
+        """Make the same step on torch's state, in one kernel; `state_dict` writes `step`."""
         from headrace.train.cuda_adam import CudaAdamW, Slot  # needs Triton
 
         if self._kernel is None:
@@ -153,7 +153,7 @@ class MasterAdamW:
         increment_version(list(self.parameters.values()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat tensors: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`, and `/master` for half-precision modules."""
+        """Return flat tensors: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`; `/master` for half-precision modules."""
         flat: dict[str, Tensor] = {}
         for name, leaf in self._leaves.items():
             if self._on_cuda and leaf in self._adam.state:
@@ -165,7 +165,7 @@ class MasterAdamW:
         return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_dict`; accumulated gradients are dropped."""
+        """Load what `state_dict` returned, and drop accumulated gradients."""
         states: dict[str, dict[str, Tensor]] = {}
         for full, value in flat.items():
             name, _, key = full.rpartition("/")

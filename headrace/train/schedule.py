@@ -14,9 +14,9 @@ ScheduleType = Literal["constant", "linear", "cosine"]
 def learning_rate(
     step: int, total: int, *, peak: float, type: ScheduleType = "constant", warmup_steps: int = 0, final: float = 0.0
 ) -> float:
-    """Learning rate of training step `step`, counted from 0, out of `total`.
+    """Compute the learning rate of training step `step`, counted from 0, out of `total`.
 
-    Warm-up: lr = peak * (step + 1) / (warmup_steps + 1) for step < warmup_steps, so no step is spent at 0 and the
+    Warm-up: lr = peak * (step + 1) / (warmup_steps + 1) for step < warmup_steps, so no step has rate 0 and the
     peak is reached at step = warmup_steps. Then, with p = (step - warmup_steps) / (total - 1 - warmup_steps),
     which is 1 at the last step (and 1 beyond it):
     constant  lr = peak
@@ -46,7 +46,7 @@ def learning_rate(
 def make_schedule(
     total: int, *, peak: float, type: ScheduleType = "constant", warmup_steps: int = 0, final: float = 0.0
 ) -> Callable[[int], float]:
-    """`learning_rate` with everything but the step fixed.
+    """Make a function of the step: `learning_rate` with everything else fixed.
 
     >>> schedule = make_schedule(5, peak=1.0, type="linear")
     >>> [schedule(step) for step in range(5)]

@@ -19,7 +19,8 @@ from headrace.errors import BackendError, ConfigError, ModelError, NoGradientErr
 from headrace.metrics import Metric, Sum, merge_metrics
 from headrace.model import head
 from headrace.model.compute_thread import ComputeThread, InlineWorker
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, fingerprint, load_model, recompute_layers
+from headrace.model.device import choose_device, choose_dtype
+from headrace.model.load import LanguageModel, fingerprint, load_model, recompute_layers
 from headrace.model.lora import add_lora
 from headrace.model.value_head import has_scalar_head
 from headrace.train.batch import bind_loss, check_data, check_head
@@ -86,7 +87,7 @@ def make_optimizer(lm: LanguageModel, value_head: nn.Linear | None = None) -> Ma
 
 
 class TorchBackend:
-    """Train one model on one device.
+    """Trains one model on one device.
 
     A model with a scalar head serves the losses of values and scores, and returns those numbers as `logprobs`. A policy
     with a `value_head` beside its own serves losses of log-probs, of values, and of both in one forward pass. That head
@@ -100,9 +101,7 @@ class TorchBackend:
         micro_batch_tokens: int = 8192,
         chunk_tokens: int | None = None,
         score_everything: bool = False,  # return log-probs of tokens of weight 0 too; else they are NaN
-        worker: ComputeThread
-        | InlineWorker
-        | None = None,  # runs requests in order with those of others; None: a thread of its own
+        worker: ComputeThread | InlineWorker | None = None,  # shared with others; None: a thread of its own
         value_head: nn.Linear | None = None,
         keep_earlier: bool = False,  # a request that fails or whose gradient is not finite keeps the earlier gradient
         idle_steps: bool = False,  # an update with nothing accumulated is one with a gradient of zero
@@ -131,7 +130,7 @@ class TorchBackend:
 
     @property
     def num_updates(self) -> int:
-        """Count of updates so far; queued requests may add to it."""
+        """The number of updates so far; queued requests may add to it."""
         return self._num_updates
 
     # --- verbs: queue and return ---
@@ -214,8 +213,8 @@ class TorchBackend:
             self._optimizer.discard()
 
     def _accumulate(self, data: Sequence[Datum], spec: LossSpec) -> ForwardOut:
-        kept = self._optimizer.gradients if self._keep_earlier and self._has_gradient else {}
-        earlier = {name: gradient.clone() for name, gradient in kept.items()}
+        accumulated = self._optimizer.gradients if self._keep_earlier and self._has_gradient else {}
+        earlier = {name: gradient.clone() for name, gradient in accumulated.items()}
         try:
             out = self._run(data, spec, want_gradient=True)
             self._optimizer.fill()
@@ -320,5 +319,5 @@ def oom_message(what: str, micro_batch_tokens: int, device: torch.device) -> str
         size = f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
     return (
         f"{what} does not fit into the device's memory{size}: lower 'micro_batch_tokens', which is "
-        f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_rows'"
+        f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_num_seqs'"
     )

@@ -27,6 +27,8 @@ VALUE_HEAD_FILE, VALUE_HEAD = "value_head.safetensors", "value_head.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedState:
+    """A copy of what a backend has trained."""
+
     weights: Mapping[str, Tensor]  # the trained parameters by name, and perhaps others
     moments: Mapping[str, Tensor]  # as `MasterAdamW.state_dict` returns them
     num_updates: int
@@ -38,7 +40,7 @@ def copy_state(optimizer: MasterAdamW, num_updates: int) -> TrainedState:
 
 
 def check_state(optimizer: MasterAdamW, state: TrainedState) -> None:
-    """Raises BackendError when the state is another model's."""
+    """Raise BackendError when the state is another model's."""
     for name, parameter in optimizer.parameters.items():
         if name not in state.weights or state.weights[name].shape != parameter.shape:
             raise BackendError(f"there is no {name} of this shape in what was saved: it is another model's")
@@ -114,8 +116,10 @@ def _frozen_fingerprint(lm: LanguageModel, optimizer: MasterAdamW) -> str:
 
 
 def _remove_saved(folder: Path) -> None:
-    """Remove what an earlier save has left: its shards, adapter or value head would be read with the new weights. The
-    state file goes first, so that an interrupted save leaves no state at all."""
+    """Remove the files of an earlier save: its shards, adapter or value head would be read with the new weights.
+
+    The state file goes first, so that an interrupted save leaves no state at all.
+    """
     names = (STATE_FILE, "model*.safetensors", "model.safetensors.index.json", ADAPTER_FILE, VALUE_HEAD_FILE)
     for file in (file for name in names for file in folder.glob(name)):
         file.unlink()
@@ -123,8 +127,11 @@ def _remove_saved(folder: Path) -> None:
 
 
 def _save_merged(lm: LanguageModel, folder: Path) -> None:
-    """Save the model with its adapter merged. A head that is tied to the embedding is left out, as `save_pretrained`
-    does, unless it has an adapter of its own: then the saved model is no longer tied."""
+    """Save the model with its adapter merged.
+
+    A head that is tied to the embedding is left out, as `save_pretrained` does, unless it has an adapter of its own:
+    then the saved model is no longer tied.
+    """
     config, state = lm.model.config, merged_state_dict(lm.model)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     adapted_head = isinstance(getattr(lm.model, "lm_head", None), LoraLinear)

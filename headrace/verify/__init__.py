@@ -1,45 +1,53 @@
-"""`headrace verify`: the proofs that matter to a user, on their machine and their model, with measured figures.
+"""`headrace verify`: check on the user's machine and model the properties that training relies on, with figures.
 
-Every proof looks at the parts it is given (`parts.Parts`) and at one batch of rollouts made with them; comparisons are
-pure functions beside the measurements. `docs/verify.md` says what each line means.
+Every check takes the parts under test (`subject.VerifySubject`) and one batch of rollouts made with them; comparisons
+are pure functions beside the measurements. `docs/verify.md` says what each line means.
+
+- `subject.py` holds the parts under test, and plays the rollouts.
+- `gradient_check.py`: loss and gradient equal a slow reference, however the data is laid out.
+- `sampling_check.py`: sampler and trainer agree, and a request does not depend on its batch.
+- `mask_check.py`: masks cover exactly the sampled tokens, and episodes stay in their group.
+- `resume_check.py`: training continues from a checkpoint as if it had never stopped.
+- `reference.py` is that slow reference, in float64.
+- `property_result.py` holds figures and their bounds, and formats the table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 
 from headrace.errors import HeadraceError, ModelError, boundary
-from headrace.verify.gradient_check import prove_gradients
-from headrace.verify.mask_check import prove_groups, prove_masks
+from headrace.verify.gradient_check import check_gradients
+from headrace.verify.mask_check import check_groups, check_masks
 from headrace.verify.property_result import PropertyResult, property_failed_to_run
-from headrace.verify.resume_check import prove_resume
-from headrace.verify.sampling_check import prove_bits, prove_first_step, prove_sampler
+from headrace.verify.resume_check import check_resume
+from headrace.verify.sampling_check import check_bits, check_first_step, check_sampler
 from headrace.verify.subject import BOUNDS, NEEDED_CONTEXT, Played, VerifySubject, play
 
-PROOFS: Mapping[str, Callable[[VerifySubject, Played], PropertyResult | tuple[PropertyResult, ...]]] = {
-    "gradients": prove_gradients,
-    "the first step is on policy": prove_first_step,
-    "sampler and trainer agree": prove_sampler,
-    "a crowd changes no bit": prove_bits,
-    "masks cover what was sampled": prove_masks,
-    "groups keep their identity": prove_groups,
-    "a restart changes nothing": prove_resume,
+CHECKS: Mapping[str, Callable[[VerifySubject, Played], PropertyResult | tuple[PropertyResult, ...]]] = {
+    "gradients": check_gradients,
+    "the first step is on policy": check_first_step,
+    "sampler and trainer agree": check_sampler,
+    "a crowd changes no bit": check_bits,
+    "masks cover what was sampled": check_masks,
+    "groups keep their identity": check_groups,
+    "a restart changes nothing": check_resume,
 }
 
 
 def verify(parts: VerifySubject) -> Iterator[PropertyResult]:
-    """Every proof in turn; one that cannot be carried out has failed, and says why.
+    """Yield the result of every check in turn; a check that cannot be carried out has failed, and says why.
 
-    Raises ModelError when the model is too small or of a precision that nothing is known about, and what rollouts
-    raise when none can be made.
+    Raises ModelError when the model's context is too short or its precision has no bounds, and the errors of rollouts
+    when none can be made.
     """
     if parts.lm.context < NEEDED_CONTEXT:
         raise ModelError(f"verify needs a context of {NEEDED_CONTEXT} tokens and this model has {parts.lm.context}")
     if parts.lm.dtype not in BOUNDS:
         raise ModelError(f"verify has no bounds for {parts.lm.dtype}: load the model in float32 or bfloat16")
     played = play(parts)
-    for name, prove in PROOFS.items():
+    for name, check in CHECKS.items():
         try:
             with boundary(HeadraceError, "the proof broke off"):
-                found = prove(parts, played)
+                result = check(parts, played)
         except HeadraceError as exc:
-            found = property_failed_to_run(name, str(exc))
-        yield from (found,) if isinstance(found, PropertyResult) else found
+            result = property_failed_to_run(name, str(exc))
+        yield from (result,) if isinstance(result, PropertyResult) else result

@@ -1,4 +1,4 @@
-"""Proofs about what is trained: the gradient is that of a slow reference, however a step is laid out."""
+"""Check training: loss and gradient equal those of a slow reference, however the data of a step is laid out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,35 +16,35 @@ SEQUENCES = 3  # enough to pack, split and reorder
 ALONE, TOGETHER = 1, 1 << 20  # tokens of a micro-batch: every sequence by itself, all in one row
 PADDING = (13, 5, 2)  # tokens put after each sequence; the longest stays the longest
 CLIP = 0.2
-SMALL_LOSS = 1e-2  # a PPO loss may be 0, so below this its error is not relative to it
+SMALL_LOSS = 1e-2  # a PPO loss may be 0, so errors of smaller losses are relative to this
 MARGIN = 10.0  # times the rounding of plain transformers
-FINEST = 2.0**-24  # the weights of data are float32, so that not even float64 can be nearer to the reference
-OFF_POLICY = (0.05, -0.05, 0.5, -0.5)  # added to log-ratios: inside the clip and outside of it, never near its edge
+FINEST = 2.0**-24  # the weights of data are float32, so not even float64 can be closer to the reference
+OFF_POLICY = (0.05, -0.05, 0.5, -0.5)  # added to log-ratios: inside and outside the clip, never near its edge
 
 
 def training_data(played: Played) -> tuple[Datum, ...]:
-    """One episode of each of the first groups, longest first, as if sampled by a slightly different policy, with the
-    weights of a mean over tokens."""
+    """Return one episode of each of the first groups, longest first, as if sampled by a slightly different policy, with
+    the weights of a mean over tokens."""
     longest = sorted(played.data[::GROUP_SIZE], key=lambda datum: -datum.num_tokens)[:SEQUENCES]
     return reweight([_off_policy(datum) for datum in longest], weighting="token_mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingError:
-    """What plain transformers is off by in the model's own precision, relative to float64."""
+    """The error of plain transformers in the model's own precision, relative to float64."""
 
     loss: float
     gradient: float
 
 
 def yardstick(exact: ReferenceForward, plain: ReferenceForward) -> RoundingError:
-    """How much rounding alone can explain: that of transformers' own forward, with full logits and torch's autograd.
+    """Measure the error that rounding alone explains: that of transformers' forward, full logits, torch's autograd.
 
-    How errors grow with depth, width, length and the scale of the weights is not predicted but measured, on the same
-    weights and the same data. A loss is a mean, in which errors may cancel by luck, so its measure is the mean of the
-    tokens' absolute errors; a gradient is a long vector, and its error the norm of the difference. Two programs that
-    round the same formula in another order have errors of the same size, so `MARGIN` times the measure, one order of
-    magnitude, is no longer rounding.
+    The growth of errors with depth, width, length and the scale of the weights is not predicted but measured, on the
+    same weights and the same data. A loss is a mean, in which errors may cancel by luck, so its measure is the mean of
+    the tokens' absolute errors; a gradient is a long vector, and its error the norm of the difference. Two programs
+    that round the same formula in another order have errors of the same size, so `MARGIN` times the measure, one order
+    of magnitude, is no longer rounding.
     """
     off = float((plain.terms_N.double() - exact.terms_N).abs().mean())
     loss = off / max(abs(exact.gradient.loss), SMALL_LOSS)
@@ -52,8 +52,8 @@ def yardstick(exact: ReferenceForward, plain: ReferenceForward) -> RoundingError
     return RoundingError(loss=max(loss, FINEST), gradient=max(gradient, FINEST))
 
 
-def prove_gradients(parts: VerifySubject, played: Played) -> tuple[PropertyResult, ...]:
-    """Every sequence by itself in one call, against the reference and against other ways to lay out the same data."""
+def check_gradients(parts: VerifySubject, played: Played) -> tuple[PropertyResult, ...]:
+    """Compare one call with each sequence in its own micro-batch to the reference and to other layouts of the data."""
     data = training_data(played)
     references = reference_gradients(reference_model(parts.lm), data, clip=CLIP)
     plain = reference_gradients(plain_model(parts.lm), data, clip=CLIP)
@@ -65,15 +65,15 @@ def prove_gradients(parts: VerifySubject, played: Played) -> tuple[PropertyResul
         name="loss and gradient are right",
         figures=tuple(
             figure
-            for label, found, exact, rounding in pairs
-            for figure in compared(label, found, exact.gradient, rounding)
+            for label, gradient, exact, rounding in pairs
+            for figure in compared(label, gradient, exact.gradient, rounding)
         ),
         detail=f"{sum(datum.num_tokens for datum in data)} tokens against transformers in float64 with full logits",
     )
 
     def same(name: str, calls: Sequence[Sequence[Datum]], tokens: int, detail: str) -> PropertyResult:
-        found = measured(parts, calls, parts.ppo, micro_batch_tokens=tokens)
-        error = relative_error(found.of, ppo.of)
+        gradient = measured(parts, calls, parts.ppo, micro_batch_tokens=tokens)
+        error = relative_error(gradient.of, ppo.of)
         figure = Figure(label="gradient, relative change", value=error, bound=MARGIN * roundings[1].gradient)
         return PropertyResult(name=name, figures=(figure,), detail=detail)
 
@@ -86,9 +86,9 @@ def prove_gradients(parts: VerifySubject, played: Played) -> tuple[PropertyResul
     )
 
 
-def compared(label: str, found: Gradient, expected: Gradient, rounding: RoundingError) -> tuple[Figure, Figure]:
-    loss = abs(found.loss - expected.loss) / max(abs(expected.loss), SMALL_LOSS)
-    gradient = relative_error(found.of, expected.of)
+def compared(label: str, actual: Gradient, expected: Gradient, rounding: RoundingError) -> tuple[Figure, Figure]:
+    loss = abs(actual.loss - expected.loss) / max(abs(expected.loss), SMALL_LOSS)
+    gradient = relative_error(actual.of, expected.of)
     return (
         Figure(label=f"{label} loss, relative error", value=loss, bound=MARGIN * rounding.loss),
         Figure(label=f"{label} gradient, relative error", value=gradient, bound=MARGIN * rounding.gradient),
@@ -98,29 +98,29 @@ def compared(label: str, found: Gradient, expected: Gradient, rounding: Rounding
 def measured(
     parts: VerifySubject, calls: Sequence[Sequence[Datum]], spec: LossSpec, *, micro_batch_tokens: int
 ) -> Gradient:
-    """What a trainer accumulates over some calls of forward_backward; the model is left as it was."""
+    """Return what a trainer accumulates over some calls of forward_backward; the model is left as it was."""
     trainer = parts.make_trainer(parts.lm, micro_batch_tokens=micro_batch_tokens)
     try:
         outs = [trainer.forward_backward(data, spec) for data in calls]
-        found = trainer.gradients().result()
+        gradients = trainer.gradients().result()
         trainer.optim_step(DiscardGradient()).result()
-        return Gradient(loss=sum(out.result().loss for out in outs), of=found)
+        return Gradient(loss=sum(out.result().loss for out in outs), of=gradients)
     finally:
         trainer.close()
 
 
-def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """|found - expected| / |expected|, all parameters as one vector; infinite where a parameter is missing or nothing
-    is expected."""
-    if found.keys() != expected.keys():
+def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Compute |actual - expected| / |expected| over all parameters as one vector; infinite if a parameter is missing or
+    the expected gradient is 0."""
+    if actual.keys() != expected.keys():
         return float("inf")
-    off = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
+    off = sum(float((actual[name].double() - expected[name].double()).square().sum()) for name in expected)
     size = sum(float(gradient.double().square().sum()) for gradient in expected.values())
     return float(np.sqrt(off / size)) if size > 0 else float("inf")
 
 
 def padded(data: Sequence[Datum]) -> tuple[Datum, ...]:
-    """Every datum followed by tokens that have no weight."""
+    """Append tokens without weight to every datum."""
     return tuple(_lengthened(datum, PADDING[index % len(PADDING)]) for index, datum in enumerate(data))
 
 
@@ -136,5 +136,5 @@ def _lengthened(datum: Datum, by: int) -> Datum:
 
 def _off_policy(datum: Datum) -> Datum:
     shift = np.resize(np.array(OFF_POLICY), datum.num_tokens)
-    moved = float_array(datum.arrays["sampler_logprobs"] - shift)
-    return replace(datum, arrays={**datum.arrays, "sampler_logprobs": moved})
+    shifted = float_array(datum.arrays["sampler_logprobs"] - shift)
+    return replace(datum, arrays={**datum.arrays, "sampler_logprobs": shifted})

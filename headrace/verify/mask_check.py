@@ -1,4 +1,4 @@
-"""Proofs about what is recorded: masks cover exactly the sampled tokens, and episodes stay in their group."""
+"""Check the training data: masks cover exactly the sampled tokens, and episodes stay in their group."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,27 +11,28 @@ from headrace.envs import environment_demonstrations
 from headrace.render import Rendered, Renderer
 from headrace.types import CreditedEpisode, Datum, Group, Message, Task
 from headrace.verify.property_result import Figure, PropertyResult
-from headrace.verify.subject import SEED, WORLD, Played, VerifySubject, luck
+from headrace.verify.subject import ENVIRONMENT, SEED, Played, VerifySubject, luck
 
 CONVERSATIONS = 4
 ADVANTAGE_DECIMALS = 5  # data hold float32
-Trained = tuple[bytes, int, float, float]  # the tokens before it, the token, its log-prob, its advantage
+Trained = tuple[bytes, int, float, float]  # context, token, log-prob, advantage
 
 
-def prove_masks(parts: VerifySubject, played: Played) -> PropertyResult:
-    """Rollouts: each sampled token is trained once, in the very context it was sampled in, with its own log-prob and
-    its step's advantage, and nothing else is. Conversations: the assistant's turns by the model's own template."""
+def check_masks(parts: VerifySubject, played: Played) -> PropertyResult:
+    """Check that each sampled token of the rollouts is trained exactly once, in the context it was sampled in, with its
+    log-prob and its step's advantage, and no other token is; and that conversations train the assistant's turns, by the
+    model's own template."""
     expected = Counter(token for episode in played.credited for token in sampled_tokens(episode))
-    found = Counter(token for datum in played.data for token in trained_tokens(datum))
-    talks = environment_demonstrations(WORLD, CONVERSATIONS, SEED, {})
-    turns = sum(message.role == "assistant" for talk in talks for message in talk)
-    wrong = sum(wrong_turns(parts.renderer, parts.lm.tokenizer, talk) for talk in talks)
+    actual = Counter(token for datum in played.data for token in trained_tokens(datum))
+    conversations = environment_demonstrations(ENVIRONMENT, CONVERSATIONS, SEED, {})
+    turns = sum(message.role == "assistant" for conversation in conversations for message in conversation)
+    wrong = sum(wrong_turns(parts.renderer, parts.lm.tokenizer, conversation) for conversation in conversations)
     return PropertyResult(
         name="masks cover what was sampled",
         figures=(
             Figure(
                 label="tokens of rollouts marked wrongly",
-                value=float(((expected - found) + (found - expected)).total()),
+                value=float(((expected - actual) + (actual - expected)).total()),
                 bound=0.0,
             ),
             Figure(label="turns of conversations marked wrongly", value=float(wrong), bound=0.0),
@@ -41,16 +42,16 @@ def prove_masks(parts: VerifySubject, played: Played) -> PropertyResult:
 
 
 def sampled_tokens(credited: CreditedEpisode) -> Iterator[Trained]:
-    """What must be trained, read off the steps."""
+    """Yield the tokens that must be trained, read from the steps."""
     for step, advantage in zip(credited.scored.episode.steps, credited.advantages, strict=True):
-        done = step.completion
-        for index, token in enumerate(done.tokens.tolist()):
-            context = np.concatenate([step.prompt, done.tokens[:index]])
-            yield _entry(context, token, done.sampler_logprobs[index], advantage)
+        completion = step.completion
+        for index, token in enumerate(completion.tokens.tolist()):
+            context = np.concatenate([step.prompt, completion.tokens[:index]])
+            yield _entry(context, token, completion.sampler_logprobs[index], advantage)
 
 
 def trained_tokens(datum: Datum) -> Iterator[Trained]:
-    """What would be trained, read off a datum."""
+    """Yield the tokens that would be trained, read from a datum."""
     arrays = datum.arrays
     for index in np.flatnonzero(arrays["weights"]).tolist():
         logprob, advantage = arrays["sampler_logprobs"][index], arrays["advantages"][index]
@@ -61,34 +62,34 @@ def _entry(context: npt.NDArray[np.int32], token: int, logprob: float, advantage
     return context.astype(np.int32).tobytes(), token, float(logprob), round(float(advantage), ADVANTAGE_DECIMALS)
 
 
-def wrong_turns(renderer: Renderer, tokenizer: Any, talk: Sequence[Message]) -> int:
-    """Assistant turns of a conversation that are not marked from the end of their prompt to their end-of-turn token."""
-    runs = [run for rendered in renderer.conversation(talk) for run in marked_runs(rendered)]
-    replies = [index for index, message in enumerate(talk) if message.role == "assistant"]
+def wrong_turns(renderer: Renderer, tokenizer: Any, conversation: Sequence[Message]) -> int:
+    """Count assistant turns that are not marked from the end of their prompt to their end-of-turn token."""
+    runs = [run for rendered in renderer.conversation(conversation) for run in marked_runs(rendered)]
+    replies = [index for index, message in enumerate(conversation) if message.role == "assistant"]
     wrong = abs(len(runs) - len(replies))
     for (before, run), index in zip(runs, replies, strict=False):
-        starts = before == renderer.prompt(talk[:index]).tolist()
-        says = _squeezed(tokenizer.decode(run[:-1])).endswith(_squeezed(talk[index].content))
+        starts = before == renderer.prompt(conversation[:index]).tolist()
+        has_text = _without_spaces(tokenizer.decode(run[:-1])).endswith(_without_spaces(conversation[index].content))
         ends = run[-1] in renderer.eos_tokens
-        wrong += not (starts and says and ends)
+        wrong += not (starts and has_text and ends)
     return wrong
 
 
 def marked_runs(rendered: Rendered) -> list[tuple[list[int], list[int]]]:
-    """Every unbroken run of marked tokens, with all tokens before it."""
+    """Return every unbroken run of marked tokens, with all tokens before it."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], rendered.trained.astype(np.int8), [0]])))
     tokens = rendered.tokens.tolist()
     return [(tokens[:start], tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def prove_groups(parts: VerifySubject, played: Played) -> PropertyResult:
-    """Groups ended in reverse; each still has its task and its episodes, and is compared with itself alone."""
-    strayed = sum(strays(group, played.drawn) for group in played.groups)
-    misjudged = sum(not _judged_rightly(episode, played.groups) for episode in played.credited)
+def check_groups(parts: VerifySubject, played: Played) -> PropertyResult:
+    """Check that groups which end in reverse order keep their task and episodes, and are compared within themselves."""
+    strayed = sum(misplaced_episodes(group, played.drawn) for group in played.groups)
+    misjudged = sum(not _has_right_advantages(episode, played.groups) for episode in played.credited)
     return PropertyResult(
         name="groups keep their identity",
         figures=(
@@ -99,8 +100,8 @@ def prove_groups(parts: VerifySubject, played: Played) -> PropertyResult:
     )
 
 
-def strays(group: Group, drawn: Sequence[Task]) -> int:
-    """Episodes that are not of the task that the group with this id was started for, or have another's reward."""
+def misplaced_episodes(group: Group, drawn: Sequence[Task]) -> int:
+    """Count episodes that are not of the task the group was started for, or have another episode's reward."""
     return sum(
         scored.episode.task.id != drawn[group.id].id
         or scored.episode.id.split("/")[0] != str(group.id)
@@ -109,9 +110,9 @@ def strays(group: Group, drawn: Sequence[Task]) -> int:
     )
 
 
-def _judged_rightly(credited: CreditedEpisode, groups: Sequence[Group]) -> bool:
-    """Its advantages are its reward minus the mean of the group in whose name it was played."""
-    own = credited.scored.episode.id.split("/")[0]
-    rewards = [luck(s.episode.id) for group in groups for s in group.episodes if s.episode.id.split("/")[0] == own]
+def _has_right_advantages(credited: CreditedEpisode, groups: Sequence[Group]) -> bool:
+    """Check that the advantages are the reward minus the mean of the group that the episode's id names."""
+    group_id = credited.scored.episode.id.split("/")[0]
+    rewards = [luck(s.episode.id) for group in groups for s in group.episodes if s.episode.id.split("/")[0] == group_id]
     expected = luck(credited.scored.episode.id) - sum(rewards) / len(rewards)
-    return str(credited.group_id) == own and bool(np.allclose(credited.advantages, expected, rtol=0, atol=1e-9))
+    return str(credited.group_id) == group_id and bool(np.allclose(credited.advantages, expected, rtol=0, atol=1e-9))

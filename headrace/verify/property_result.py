@@ -1,4 +1,4 @@
-"""What a proof says: measured figures beside their bounds. Pure; how figures are measured is in the modules beside."""
+"""The result of a check: measured figures beside their bounds, and the table of them. Pure; knows no measurement."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ COLUMNS = (36, 46, 11, 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured number, never negative, which must not exceed its bound; an infinite bound promises nothing."""
+    """A measured number, never negative, that must not exceed its bound; an infinite bound promises nothing."""
 
     label: str
     value: float
@@ -17,19 +17,19 @@ class Figure:
 
     @property
     def ok(self) -> bool:
-        return self.value <= self.bound  # NaN is not
+        return self.value <= self.bound  # false for NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PropertyResult:
-    """A property of this machine with this model. `detail` says what was looked at."""
+    """A property of this machine with this model, and whether it holds."""
 
     name: str
     figures: tuple[Figure, ...]
-    detail: str
+    detail: str  # what was measured
 
     def __post_init__(self) -> None:
-        assert self.figures, "a proof measures something"
+        assert self.figures, "a check measures something"
 
     @property
     def ok(self) -> bool:
@@ -37,30 +37,30 @@ class PropertyResult:
 
 
 def property_failed_to_run(name: str, reason: str) -> PropertyResult:
-    """A proof that could not be carried out has failed."""
+    """Return a failed result for a check that could not be carried out."""
     return PropertyResult(
         name=name, figures=(Figure(label="could not be measured", value=math.nan, bound=0.0),), detail=reason
     )
 
 
-def failures(proofs: Sequence[PropertyResult]) -> tuple[str, ...]:
-    """Names of the properties that do not hold."""
-    return tuple(proof.name for proof in proofs if not proof.ok)
+def failures(results: Sequence[PropertyResult]) -> tuple[str, ...]:
+    """Return the names of the properties that do not hold."""
+    return tuple(result.name for result in results if not result.ok)
 
 
 def heading() -> str:
     return _row("property", "figure", "measured", "bound") + "verdict"
 
 
-def rows(proof: PropertyResult) -> str:
-    """A line for each figure; a failed proof also says what was looked at."""
-    names = (proof.name, *[""] * (len(proof.figures) - 1))
+def rows(result: PropertyResult) -> str:
+    """Format a line for each figure; a failed result also says what was measured."""
+    names = (result.name, *[""] * (len(result.figures) - 1))
     lines = [
         _row(name, figure.label, _number(figure.value), "none" if math.isinf(figure.bound) else _number(figure.bound))
         + _verdict(figure)
-        for name, figure in zip(names, proof.figures, strict=True)
+        for name, figure in zip(names, result.figures, strict=True)
     ]
-    return "\n".join(lines if proof.ok else [*lines, f"    {proof.detail}"])
+    return "\n".join(lines if result.ok else [*lines, f"    {result.detail}"])
 
 
 def _row(*cells: str) -> str:

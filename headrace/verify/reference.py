@@ -1,6 +1,6 @@
-"""The slow truth: transformers' own forward in float64, one sequence at a time, full logits, torch's autograd, and the
-two losses written out. It shares no attention, no head, no packing and no loss function with the trainer. The same in
-the model's own precision is the yardstick: what it is off by is what rounding costs this model on this machine.
+"""The slow reference: transformers' own forward in float64, one sequence at a time, full logits, torch's autograd, and
+the two losses written out. It shares no attention, no head, no packing and no loss function with the trainer. The same
+in the model's own precision is the yardstick: its error is what rounding costs this model on this machine.
 
 Shape letters: T tokens of a sequence, N trained tokens of the batch, V vocabulary.
 """
@@ -22,29 +22,29 @@ from headrace.types import Datum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """Of a loss, by parameter."""
+    """A loss and its gradient."""
 
     loss: float
-    of: Mapping[str, Tensor]
+    of: Mapping[str, Tensor]  # by name of the parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceForward:
-    """`terms_N` are the tokens' shares in the loss, before the mean."""
+    """The loss, its gradient, and its terms."""
 
     gradient: Gradient
-    terms_N: Tensor
+    terms_N: Tensor  # loss of each token, before the mean
 
 
 def reference_model(lm: LanguageModel) -> Any:
-    """A float64 copy of the weights under transformers' own attention."""
+    """Copy the model in float64, with transformers' own attention."""
     model = prepare(copy.deepcopy(lm.model).double(), lm.tokenizer, source=lm.source).model
     model.set_attn_implementation("sdpa")
     return model
 
 
 def plain_model(lm: LanguageModel) -> Any:
-    """A copy of the weights in their own precision under transformers' own attention and torch's own products."""
+    """Copy the model in its own precision, with transformers' own attention and torch's own matrix products."""
     model = copy.deepcopy(lm.model)
     plain_layers(model)
     for module in model.modules():
@@ -55,7 +55,7 @@ def plain_model(lm: LanguageModel) -> Any:
 
 
 def reference_logprobs(model: Any, datum: Datum) -> Tensor:
-    """log softmax(z / temperature) at every target [T]."""
+    """Compute log softmax(z / temperature) at every target [T]."""
     device = next(model.parameters()).device
     logits_TV = model(input_ids=torch.tensor(datum.inputs, device=device).long()[None], use_cache=False).logits[0]
     if logits_TV.dtype in (torch.bfloat16, torch.float16):
@@ -66,22 +66,22 @@ def reference_logprobs(model: Any, datum: Datum) -> Tensor:
 
 
 def reference_gradients(model: Any, data: Sequence[Datum], *, clip: float) -> tuple[ReferenceForward, ReferenceForward]:
-    """Of the mean over trained tokens of cross-entropy, and of PPO's clipped objective."""
+    """Compute the gradients of cross-entropy and of PPO's clipped objective, means over the trained tokens."""
     logprobs_N = torch.cat([reference_logprobs(model, datum)[_trained(datum)] for datum in data])
     ratio_N = (logprobs_N - _column(data, "sampler_logprobs", logprobs_N)).exp()
     advantages_N = _column(data, "advantages", logprobs_N)
     clipped_N = ratio_N.clamp(1 - clip, 1 + clip)
     named = dict(model.named_parameters())
-    made = []
+    forwards = []
     for terms_N in (-logprobs_N, -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)):
         loss = terms_N.mean()
-        found = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True)
         of = {
             name: torch.zeros_like(value) if gradient is None else gradient
-            for (name, value), gradient in zip(named.items(), found, strict=True)
+            for (name, value), gradient in zip(named.items(), gradients, strict=True)
         }
-        made.append(ReferenceForward(gradient=Gradient(loss=float(loss.detach()), of=of), terms_N=terms_N.detach()))
-    return made[0], made[1]
+        forwards.append(ReferenceForward(gradient=Gradient(loss=float(loss.detach()), of=of), terms_N=terms_N.detach()))
+    return forwards[0], forwards[1]
 
 
 def _trained(datum: Datum) -> Tensor:
@@ -89,5 +89,5 @@ def _trained(datum: Datum) -> Tensor:
 
 
 def _column(data: Sequence[Datum], name: str, like: Tensor) -> Tensor:
-    kept = [datum.arrays[name][datum.arrays["weights"] != 0] for datum in data]
-    return torch.from_numpy(np.concatenate(kept)).to(like)
+    trained = [datum.arrays[name][datum.arrays["weights"] != 0] for datum in data]
+    return torch.from_numpy(np.concatenate(trained)).to(like)

@@ -1,4 +1,4 @@
-"""The proof that a run goes on where it stopped: save, load into a fresh trainer, train on, compare."""
+"""Check that a run continues where it stopped: save, load into a fresh trainer, train on, compare."""
 
 import copy
 import tempfile
@@ -20,27 +20,29 @@ ADAM = Adam(learning_rate=1e-3, weight_decay=0.01)
 CUDA_BOUND = 1e-2
 
 
-def prove_resume(parts: VerifySubject, played: Played) -> PropertyResult:
-    """The updates after a restart against those of a trainer that went on."""
+def check_resume(parts: VerifySubject, played: Played) -> PropertyResult:
+    """Compare the updates after a restart with those of a trainer that went on."""
     data = training_data(played)[-SEQUENCES:]
-    with tempfile.TemporaryDirectory(prefix="headrace-verify-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="headrace-verify-") as name:
+        folder = Path(name)
         saved, straight = _train_on(parts, data, save=folder)
         resumed = _resumed(parts, data, folder)
     figure = Figure(
         label="updates after a restart, relative change",
-        value=moved_apart(saved, straight, resumed),
+        value=relative_difference(saved, straight, resumed),
         bound=0.0 if parts.exact else CUDA_BOUND,
     )
     detail = f"{BEFORE} updates, a checkpoint, {AFTER} more; and a fresh model that loads it and makes the same"
     return PropertyResult(name="a restart changes nothing", figures=(figure,), detail=detail)
 
 
-def moved_apart(start: Mapping[str, Tensor], straight: Mapping[str, Tensor], resumed: Mapping[str, Tensor]) -> float:
-    """|resumed - straight| / |straight - start| over all weights."""
-    apart = sum(float((resumed[name] - straight[name]).double().square().sum()) for name in start)
-    way = sum(float((straight[name] - start[name]).double().square().sum()) for name in start)
-    return float((apart / way) ** 0.5) if way > 0 else float("inf")
+def relative_difference(
+    start: Mapping[str, Tensor], straight: Mapping[str, Tensor], resumed: Mapping[str, Tensor]
+) -> float:
+    """Compute |resumed - straight| / |straight - start| over all weights."""
+    difference = sum(float((resumed[name] - straight[name]).double().square().sum()) for name in start)
+    distance = sum(float((straight[name] - start[name]).double().square().sum()) for name in start)
+    return float((difference / distance) ** 0.5) if distance > 0 else float("inf")
 
 
 def _train_on(

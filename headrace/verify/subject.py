@@ -1,8 +1,8 @@
-"""What is put to the proof, and the rollouts that the proofs look at.
+"""The parts under test, and the rollouts that the checks examine.
 
-`Parts` is made by `wiring`; whoever doubts a proof hands in a broken part. The rollouts are episodes of several turns
-played by the model in a text world through the executor, each group ending before the one that started before it, and
-rewarded with numbers that follow from the episode's id, so that every advantage is known beforehand.
+`wiring` makes the `VerifySubject`; a test hands in a broken part to see a check fail. The rollouts are episodes of
+several turns played by the model in a text environment through the executor. Groups end in reverse order, and rewards
+follow from the episode's id, so that every advantage is known beforehand.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Publisher
 from headrace.types import CreditedEpisode, Datum, Episode, Group, LossSpec, SamplingParams, Task
 
-WORLD = "key_door"
+ENVIRONMENT = "key_door"
 GROUPS, GROUP_SIZE, TURNS, TURN_TOKENS = 4, 3, 2, 8
-TEMPERATURE = 0.8  # of the rollouts; not 1, so that forgetting it somewhere shows
+TEMPERATURE = 0.8  # not 1, so that code which forgets the temperature is found
 NEEDED_CONTEXT = 256
 MAX_EPISODE_TOKENS = 1024
 SEED = 0
@@ -40,13 +40,13 @@ Play = Callable[[Task, int], Awaitable[Group]]
 
 
 class EngineUnderTest(Sampler, Protocol):
-    """A sampler that is given back."""
+    """A sampler that can be closed."""
 
     def close(self) -> None: ...
 
 
 class TrainerUnderTest(TrainBackend, Protocol):
-    """A backend that shows its gradient and is given back."""
+    """A backend that exposes its gradient and can be closed."""
 
     def gradients(self) -> "Future[dict[str, Tensor]]": ...
 
@@ -59,8 +59,8 @@ class MakeTrainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a precision can promise about log-probs, in absolute differences. For losses and gradients that is measured:
-    `gradients.yardstick`."""
+    """The absolute differences of log-probs that a precision allows. Those of losses and gradients are measured:
+    `gradient_check.yardstick`."""
 
     logprob_mean: float
     logprob_max: float
@@ -77,7 +77,7 @@ BOUNDS: Mapping[torch.dtype, Bounds] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifySubject:
-    """`credit` is of the method "dr_grpo", whose advantage is the reward minus the mean of its group."""
+    """The parts under test: a model, and how it is trained, sampled and credited."""
 
     lm: LanguageModel
     renderer: Renderer
@@ -85,7 +85,7 @@ class VerifySubject:
     make_engine: Callable[[LanguageModel], EngineUnderTest]
     cross_entropy: LossSpec
     ppo: LossSpec
-    credit: Callable[[Sequence[Group]], CreditedBatch]
+    credit: Callable[[Sequence[Group]], CreditedBatch]  # "dr_grpo": the reward minus the mean of its group
     to_data: Callable[[Sequence[CreditedEpisode]], tuple[Datum, ...]]
     check_bits: Callable[[LanguageModel], CheckResult] = check_bit_equality
 
@@ -95,42 +95,42 @@ class VerifySubject:
 
     @property
     def exact(self) -> bool:
-        """Whether equal work gives equal bits: on CPUs it does, elsewhere sums are added up in any order."""
+        """True if equal work gives equal bits: on CPUs it does, on other devices sums are added in any order."""
         return self.lm.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """`drawn[i]` is the task of the group with id i."""
+    """One batch of rollouts, from tasks to data."""
 
-    drawn: tuple[Task, ...]
+    drawn: tuple[Task, ...]  # the task at index i is that of the group with id i
     groups: tuple[Group, ...]
     credited: tuple[CreditedEpisode, ...]
     data: tuple[Datum, ...]
 
 
 def luck(episode_id: str) -> float:
-    """The reward of an episode: a number from 0 to 1 that depends on its id alone."""
+    """Return an episode's reward: a number from 0 to 1 that depends on its id alone."""
     return derive_seed("luck", episode_id) % 1000 / 1000
 
 
 def tasks() -> list[Task]:
-    return environment_tasks(WORLD, 2 * GROUPS, SEED, {})
+    return environment_tasks(ENVIRONMENT, 2 * GROUPS, SEED, {})
 
 
 def play(parts: VerifySubject) -> Played:
-    """Roll out one batch, credit it, and make it data. Raises what rollouts raise."""
+    """Roll out one batch, credit it and convert it to data. Raises the errors of rollouts."""
     return asyncio.run(_play(parts))
 
 
 async def _play(parts: VerifySubject) -> Played:
     engine = parts.make_engine(parts.lm)
     try:
-        to_draw = tasks()
+        candidates = tasks()
         drawn: list[Task] = []
 
         def next_task() -> Task:
-            drawn.append(to_draw[len(drawn)])
+            drawn.append(candidates[len(drawn)])
             return drawn[-1]
 
         executor = RolloutExecutor(
@@ -152,7 +152,7 @@ async def _play(parts: VerifySubject) -> Played:
 def _player(parts: VerifySubject, engine: EngineUnderTest) -> GroupPlayer:
     return GroupPlayer(
         group_size=GROUP_SIZE,
-        make_env=ENVIRONMENTS[WORLD].make_env,
+        make_env=ENVIRONMENTS[ENVIRONMENT].make_env,
         sampler=engine,
         renderer=parts.renderer,
         reward_runner=InProcessRewardRunner([Term(name="luck", fn=_luck_of)]),
@@ -169,7 +169,7 @@ def _luck_of(episode: Episode) -> float:
 
 
 def _in_reverse(play: Play) -> Play:
-    """Each of the first groups ends after the one that started after it."""
+    """Make each of the first groups end after the one that started after it."""
     ended = [asyncio.Event() for _ in range(GROUPS)]
 
     async def play_and_wait(task: Task, group_id: int) -> Group:

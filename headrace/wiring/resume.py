@@ -11,6 +11,7 @@ from typing import Any
 import tomli_w
 
 from headrace.config import Config, to_mapping
+from headrace.config.aliases import use_new_names
 from headrace.errors import CheckpointError, ConfigError, RunFolderError, boundary
 from headrace.observe.run_folder import RunFolder, find_latest
 from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name
@@ -104,7 +105,7 @@ def check_same_run(folder: RunFolder, config: Config) -> None:
     Only [metrics] and the address of a service may differ.
     """
     with boundary(RunFolderError, f"{folder.config} cannot be read"):
-        before = tomllib.loads(folder.config.read_text(encoding="utf-8"))
+        before, _ = use_new_names(tomllib.loads(folder.config.read_text(encoding="utf-8")))
     before.pop("metrics", None)  # where numbers go is no part of what is trained
     now = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
     differences = list(_differences(_without_address(before), _without_address(now)))

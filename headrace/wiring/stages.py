@@ -13,7 +13,7 @@ from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.publisher import Publisher
-from headrace.wiring.build.extra_models import make_critic, make_scorers, make_trust
+from headrace.wiring.build.extra_models import make_critic, make_kl_limit, make_scorers
 from headrace.wiring.build.rollout_executor import make_executor
 from headrace.wiring.build.saving import make_record
 from headrace.wiring.stage_context import StageContext
@@ -45,7 +45,7 @@ async def run_sft(context: StageContext) -> None:
         backend=context.backend,
         updater=context.updater,
         sink=context.sink,
-        keeper=context.checkpointer(lambda: {"cursor": mixture.state_dict()}),
+        checkpointer=context.checkpointer(lambda: {"cursor": mixture.state_dict()}),
         held_out=inputs.held_out,
         evaluate=None if evaluate_now is None else evaluate_after_sync,
         start=context.start,
@@ -73,7 +73,7 @@ async def run_reward_model(context: StageContext) -> None:
         backend=context.backend,
         updater=context.updater,
         sink=context.sink,
-        keeper=context.checkpointer(lambda: {"cursor": mixture.state_dict()}),
+        checkpointer=context.checkpointer(lambda: {"cursor": mixture.state_dict()}),
         held_out=inputs.held_out,
         start=context.start,
     )
@@ -97,14 +97,14 @@ async def run_rl(context: StageContext) -> None:
         await evaluate_now(0)
 
     critic = None if c.critic is None else make_critic(c, c.critic, context)
-    trust = None if c.kl_limit is None else make_trust(c, c.kl_limit, context, functions.loss)
+    kl_limit = None if c.kl_limit is None else make_kl_limit(c, c.kl_limit, context, functions.loss)
 
     def parts() -> dict[str, Any]:
         state: dict[str, Any] = {"executor": executor.snapshot()}
         if critic is not None and critic.updater is not None:
             state["critic_skips_in_a_row"] = critic.updater.skips_in_a_row
-        if trust is not None:
-            state["kl_coef_doublings"] = trust.doublings
+        if kl_limit is not None:
+            state["kl_coef_doublings"] = kl_limit.doublings
         return state
 
     gc.unfreeze()  # models of an earlier stage or run, now garbage
@@ -118,7 +118,7 @@ async def run_rl(context: StageContext) -> None:
             credit=c.credit,
             credit_params=c.credit_params,
             keys=functions.keys,
-            rows=SequenceUnit(c.rows),
+            rows=SequenceUnit(c.sequence_unit),
             mixed_versions=c.asynchronous.max_staleness > 0,
             weighting=c.weighting,
             weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
@@ -130,12 +130,12 @@ async def run_rl(context: StageContext) -> None:
         backend=context.backend,
         updater=context.updater,
         sink=context.sink,
-        keeper=context.checkpointer(
+        checkpointer=context.checkpointer(
             parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
         ),
         record=make_record(c, context.run.folder),
         critic=critic,
-        trust=trust,
+        kl_limit=kl_limit,
         utilization=utilization,
         scorers=make_scorers(c, context, functions),
         evaluate=evaluate_now,

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from contracts.served import close_service
+from support.served_model import close_service
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contracts.implementations import BACKENDS, BackendCase
 from headrace.algo.losses import LOSSES
 from headrace.errors import BackendError, NoGradientError
 from headrace.protocols import TrainBackend
@@ -24,6 +23,7 @@ from headrace.types import (
     float_array,
     int_array,
 )
+from support.implementations import BACKENDS, BackendCase
 
 LIMIT_S = 200
 UPDATE = Adam(learning_rate=1e-2, clip_norm=0.0)

@@ -5,7 +5,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from headrace.protocols import Env
 from headrace.testing import FakeEnv, FakeToolEnv
 from headrace.tool_calls import tool_names
 from headrace.types import Message, Observation, StepResult, Task
+from support.paths import FOREIGN
 
 MAX_STEPS = 100
 
@@ -43,7 +43,6 @@ def _game(name: str, data: dict[str, Any], plans: Sequence[str]) -> EnvCase:
     return EnvCase(name=name, open=ENVIRONMENTS[name].make_env, task=task, plans=plans, package=name)
 
 
-FOREIGN = Path(__file__).parent.parent / "rollout" / "foreign"
 OF_VERIFIERS = {"env": f"{FOREIGN / 'games_of_verifiers.py'}:hunt", "settings": {}}
 HUNT = {"prompt": [{"role": "user", "content": "a number from 0 to 7"}], "answer": "5", "example_id": 0}
 PLAIN_SERVER = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from contracts.implementations import SINKS, Record, SinkCase
+from support.implementations import SINKS, Record, SinkCase
 
 
 @pytest.fixture(params=SINKS, ids=lambda case: case.name)

@@ -23,9 +23,8 @@ from headrace.types import (
     float_array,
     int_array,
 )
-
-from . import reward_functions
-from .reward_functions import from_the_world, quarters, unknown_for_the_second
+from support import reward_functions
+from support.reward_functions import from_the_world, quarters, unknown_for_the_second
 
 ScoreFn = Callable[[Episode], float]
 

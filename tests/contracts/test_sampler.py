@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contracts.implementations import SAMPLERS, SamplerCase
 from headrace.errors import SamplerError
 from headrace.protocols import Sampler
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, float_array, int_array
+from support.implementations import SAMPLERS, SamplerCase
 
 LONG = 200
 

@@ -35,13 +35,13 @@ heads = 4
 kv_heads = 2
 context = 256
 [engine]
-max_rows = 8
+max_num_seqs = 8
 [sft]
 steps = 10
 batch_size = 8
 max_tokens = 200
 micro_batch_tokens = 700
-sources = [{ type = "world", name = "key_door", size = 100, seed = 1, options = { mistake_rate = 0.5 } }]
+sources = [{ type = "env", name = "key_door", size = 100, seed = 1, options = { mistake_rate = 0.5 } }]
 [sft.optimizer]
 learning_rate = 3e-2
 eps = 0.03
@@ -55,7 +55,7 @@ max_turns = 4
 max_prompt_tokens = 64
 max_episode_tokens = 200
 micro_batch_tokens = 500
-tasks = { type = "world", name = "key_door", size = 20, seed = 2 }
+tasks = { type = "env", name = "key_door", size = 20, seed = 2 }
 rewards = [{ fn = "env" }, { fn = "valid.py:valid_turns", weight = 0.1 }]
 reward_runner = { type = "inprocess" }
 [rl.sampling]
@@ -68,7 +68,7 @@ weight_decay = 0.01
 every = 5
 tasks = 6
 samples = 2
-source = { type = "world", name = "key_door", size = 8, seed = 3, options = { split = "held_out" } }
+source = { type = "env", name = "key_door", size = 8, seed = 3, options = { split = "held_out" } }
 """
 VALID = "def valid_turns(episode):\n    return float(sum(step.valid for step in episode.steps))\n"
 STORED = (

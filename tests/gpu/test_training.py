@@ -242,7 +242,7 @@ def test_a_deterministic_run_repeats_bit_by_bit() -> None:
 
 @pytest.mark.parametrize(("source", "target"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
 def test_every_number_is_cast_as_torch_casts_it(source: torch.dtype, target: torch.dtype) -> None:
-    from headrace.model.cuda.fp16_matmul import cast
+    from headrace.model.cuda.fp16_kernels import cast
 
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(source).cuda()
     ours, theirs = cast(every[1:].view(-1, 5).t(), target), every[1:].view(-1, 5).t().to(target)  # 65535 = 13107 x 5

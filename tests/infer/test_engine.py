@@ -16,20 +16,25 @@ from headrace.errors import SamplerError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.attention import Packed
 from headrace.model.compute_thread import ComputeThread
-from headrace.model.load import LanguageModel, fingerprint, prepare
+from headrace.model.cpu import packed_linear
+from headrace.model.load import fingerprint, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.types import Completion, SampleRequest, SharedWeights, StopReason, WeightsFolder, int_array
-from infer.engines import (
+from support.engines import (
     CONTEXT,
     LIMIT_S,
     VOCABULARY,
     WORDS,
     alone,
     bits,
+    decoded,
+    long_requests,
     opened,
+    prompt_of,
     request_of,
     sample_all,
     small_model,
+    twice_as_sharp,
 )
 
 LM = small_model()
@@ -42,18 +47,17 @@ def engine() -> Iterator[EmbeddedEngine]:
         yield engine
 
 
-def prompt_of(size: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY, size).tolist()
+@pytest.fixture(params=["plain", "packed"])
+def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test twice: weights of small models stay plain by themselves, and are packed here the second time."""
+    if request.param == "packed":
+        if not packed_linear.available():
+            pytest.skip("this torch has no oneDNN")
+        monkeypatch.setattr(packed_linear, "SMALLEST", 1)
+    return str(request.param)
 
 
-def long_requests(count: int, *, size: int = 10, max_tokens: int = 450) -> list[SampleRequest]:
-    return [request_of(prompt_of(size, seed), max_tokens, seed=seed) for seed in range(count)]
-
-
-async def decoded(engine: EmbeddedEngine, count: int) -> None:
-    """Return when the engine has sampled `count` tokens since it started."""
-    while engine.counters.decoded < count:  # noqa: ASYNC110 the engine is a thread that tells nobody about a token
-        await asyncio.sleep(0)
+on_both_weights = pytest.mark.usefixtures("weights")
 
 
 # --- the same bits, whatever else happens ----------------------------------------------------------------------------
@@ -118,6 +122,7 @@ def test_other_shapes_of_heads_keep_their_bits(width: int, heads: int, kv_heads:
         assert bits(together[index]) == bits(alone(lm, requests[index]))
 
 
+@on_both_weights
 @pytest.mark.slow  # seconds where two cores are free, and a minute where they are not
 @pytest.mark.timeout(300)
 def test_two_threads_of_arithmetic_keep_the_bits_of_a_crowd() -> None:
@@ -132,6 +137,7 @@ def test_two_threads_of_arithmetic_keep_the_bits_of_a_crowd() -> None:
         torch.set_num_threads(before)
 
 
+@on_both_weights
 def test_preempted_sequences_go_on_and_keep_their_bits() -> None:
     # 16 slots of 128 tokens fit; at 120 + 60 tokens slots must have 256, of which 8 fit: 8 of 16 are preempted
     requests = [request_of(prompt_of(100, seed), 60, seed=seed) for seed in range(20)]
@@ -158,6 +164,7 @@ def test_slots_become_short_again_and_what_they_hold_stays_right() -> None:
     assert bits(last) == bits(alone(LM, again))
 
 
+@on_both_weights
 async def test_interrupted_and_continued_is_uninterrupted(engine: EmbeddedEngine) -> None:
     requests = [request_of(prompt_of(20 + seed, seed % 3), 40 + seed, seed=seed) for seed in range(12)]
     interruptions = 0
@@ -221,12 +228,7 @@ def test_a_later_turn_reuses_what_its_slot_holds(engine: EmbeddedEngine) -> None
 # --- new weights -----------------------------------------------------------------------------------------------------
 
 
-def twice_as_sharp(lm: LanguageModel) -> None:
-    with torch.no_grad():
-        for parameter in lm.model.parameters():
-            parameter.mul_(1.5)
-
-
+@on_both_weights
 def test_nothing_from_before_a_load_is_used(tmp_path: Path) -> None:
     lm, request = small_model(seed=3), request_of(prompt_of(50), 20, seed=1)
     with opened(lm, max_rows=8) as engine:
@@ -240,6 +242,7 @@ def test_nothing_from_before_a_load_is_used(tmp_path: Path) -> None:
     assert bits(after) != bits(before)
 
 
+@on_both_weights
 def test_a_copy_of_the_model_takes_the_source_s_weights_on_load_only() -> None:
     source, copy, request = small_model(seed=3), small_model(seed=3), request_of(prompt_of(50), 20, seed=1)
     with opened(copy, max_rows=8, source=source) as engine:
@@ -251,6 +254,7 @@ def test_a_copy_of_the_model_takes_the_source_s_weights_on_load_only() -> None:
     assert bits(after) == bits(alone(source, request)) != bits(before)
 
 
+@on_both_weights
 def test_weights_come_from_a_folder_whole_or_not_at_all(tmp_path: Path) -> None:
     lm, other, request = small_model(seed=3), small_model(seed=4), request_of(prompt_of(50), 20, seed=1)
     other.model.save_pretrained(tmp_path / "good")

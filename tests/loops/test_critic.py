@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loop_values import group, scored, step
 
 from headrace.algo.datum import SequenceUnit
 from headrace.loops.critic import Critic, CriticSettings, flatten_batch
@@ -18,6 +17,7 @@ from headrace.model.value_head import load_scalar_model
 from headrace.testing import FakeBackend
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, Datum, FloatArray, ForwardOut, Group, LossSpec, Reward, ScoredEpisode, float_array
+from support.loop_fakes import group, scored, step
 
 
 class Oracle(FakeBackend):

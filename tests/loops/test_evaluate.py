@@ -1,11 +1,11 @@
 import asyncio
 
 import pytest
-from loop_values import group, scored
 
 from headrace.errors import RolloutError
 from headrace.loops.evaluate import MAX_TASKS_AT_ONCE, evaluate
 from headrace.types import Group, Task
+from support.loop_fakes import group, scored
 
 
 async def test_groups_come_back_in_task_order_with_fixed_ids_whatever_ends_first() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from loop_values import MemoryStore
 
 from headrace.data.preferences import PreferencePair, pairs_from_rows
 from headrace.errors import DataError
@@ -18,6 +17,7 @@ from headrace.render import Renderer
 from headrace.testing import MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, IntArray
+from support.loop_fakes import MemoryStore
 
 WORDS = ("a", "b", "c", "d", "good", "bad")
 RENDERER = Renderer(make_tokenizer(list(WORDS)))
@@ -81,7 +81,7 @@ async def test_order_is_learned_and_held_out_accuracy_reported(tmp_path: Path) -
         backend=backend,
         updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2), max_skips=2),
         sink=sink,
-        keeper=Checkpointer(Store(), backend, dict, every=6, total=12, done=0, stop=asyncio.Event()),
+        checkpointer=Checkpointer(Store(), backend, dict, every=6, total=12, done=0, stop=asyncio.Event()),
         held_out=pairs("d"),
     )
     backend.close()

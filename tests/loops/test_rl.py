@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_values import MemoryStore, SkippingBackend, group, scored, step
 
 from headrace.algo.advantages.anchor_keys import keys_by, state_keys
 from headrace.algo.advantages.credit import credit
@@ -36,6 +35,7 @@ from headrace.rollout.publisher import Publisher
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Adam, CreditedEpisode, Episode, Group, LossSpec, SamplingParams, Task
+from support.loop_fakes import MemoryStore, SkippingBackend, group, scored, step
 
 WORLD, SEED, STEPS, GROUPS = "key_door", 3, 3, 2
 PPO = LossSpec(fn="ppo")
@@ -109,7 +109,9 @@ async def by_loop(model_folder: Path, state: Path) -> MemorySink:
         backend=backend,
         updater=Updater(backend=backend, adam=lambda step: Adam(learning_rate=1e-2 / (step + 1)), max_skips=1),
         sink=sink,
-        keeper=Checkpointer(MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()),
+        checkpointer=Checkpointer(
+            MemoryStateStore(state), backend, dict, every=0, total=STEPS, done=0, stop=asyncio.Event()
+        ),
         record=lambda step, groups, episodes: None,
     )
     engine.close()
@@ -179,7 +181,7 @@ class Rig:
             updater=self.updater,
             utilization=utilization,
             sink=self.sink,
-            keeper=Checkpointer(
+            checkpointer=Checkpointer(
                 self.store,
                 self.backend,
                 lambda: {"version": executor.version},

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_values import MemoryStore, SkippingBackend, group, scored
 
 from headrace.errors import DataError, Interrupted, NonFiniteError, RolloutError
 from headrace.loops.checkpointer import Checkpointer
@@ -19,6 +18,7 @@ from headrace.observe.sinks.jsonl import UNREPRODUCIBLE
 from headrace.render import Renderer
 from headrace.testing import FakeBackend, MemorySink
 from headrace.types import Adam, Message
+from support.loop_fakes import MemoryStore, SkippingBackend, group, scored
 
 RENDERER = Renderer(make_tokenizer(["a", "b", "c", "d"]))
 
@@ -46,7 +46,7 @@ class Rig:
         return [self.talks[(self.drawn + k) % len(self.talks)] for k in range(n)]
 
     async def train(self, **more: Any) -> dict[str, float]:
-        keeper = Checkpointer(
+        checkpointer = Checkpointer(
             self.store,
             self.backend,
             lambda: {"drawn": self.drawn},
@@ -62,7 +62,7 @@ class Rig:
             backend=self.backend,
             updater=self.updater,
             sink=self.sink,
-            keeper=keeper,
+            checkpointer=checkpointer,
             start=self.start,
             **more,
         )

@@ -1,13 +1,13 @@
 import math
 
 import pytest
-from loop_values import SkippingBackend
 
 from headrace.errors import NonFiniteError
 from headrace.loops.update import Updater
 from headrace.metrics import metric_values
 from headrace.testing import FakeBackend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, float_array, int_array
+from support.loop_fakes import SkippingBackend
 
 DATA = (
     Datum(inputs=int_array([1, 2, 3]), targets=int_array([2, 3, 4]), arrays={"weights": float_array([0.0, 0.5, 0.5])}),

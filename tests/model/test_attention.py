@@ -169,10 +169,10 @@ def layer(index: int) -> torch.nn.Module:
     heads=sampled_from([(4, 2), (3, 1)]),
     seed=integers(0, 2**32),
 )
-def test_pieces_and_decoded_rows_equal_attention_by_definition(
+def test_chunks_and_decoded_rows_equal_attention_by_definition(
     length: int, cuts: list[int], window: int | None, heads: tuple[int, int], seed: int
 ) -> None:
-    """A prompt in pieces into slot 5 of 8, then one decode step for it while the other rows idle; all but the last
+    """A prompt in chunks into slot 5 of 8, then one decode step for it while the other rows idle; all but the last
     tokens of slot 5 are stale values of another sequence."""
     query, key, value = random_rows(length, heads, seed)
     cache = KVCache(
@@ -197,7 +197,7 @@ def test_pieces_and_decoded_rows_equal_attention_by_definition(
                 slots=torch.full((end - start,), 5),
                 positions=torch.arange(start, end),
                 mask=None,
-                pieces=(PromptChunk(5, start, end - start),),
+                chunks=(PromptChunk(5, start, end - start),),
             ),
         )
         assert torch.allclose(out[0], expected[span], rtol=1e-12, atol=1e-12)
@@ -210,24 +210,24 @@ def test_pieces_and_decoded_rows_equal_attention_by_definition(
         slots=torch.arange(8),
         positions=positions,
         mask=visible_mask(positions.clamp_max(filled - 1), filled, torch.float64),
-        pieces=(),
+        chunks=(),
     )
     out, _ = attend(layer(1), *rows, None, scaling=0.3, sliding_window=window, attention=context)
     assert torch.allclose(out[0, 5], expected[-1], rtol=1e-12, atol=1e-12)
     assert (cache.keys[0] == 7.0).all(), "another layer's cache was written"
 
 
-def test_decode_rows_pieces_and_padding_share_a_call() -> None:
+def test_decode_rows_chunks_and_padding_share_a_call() -> None:
     query, key, value = random_rows(8 + 3 + 5, (4, 2), seed=1)
     cache = KVCache(layers=1, rows=8, heads=2, tokens=64, width=D, dtype=torch.float64, device=torch.device("cpu"))
-    # rows 0 to 7 decode position 0 (each sees only itself); slot 2 gets a piece at 1 to 3 as well
+    # rows 0 to 7 decode position 0 (each sees only itself); slot 2 gets a chunk at 1 to 3 as well
     positions = torch.tensor([0] * 8 + [1, 2, 3])
     context = Cached(
         cache=cache,
         slots=torch.tensor([*range(8), 2, 2, 2]),
         positions=positions,
         mask=visible_mask(positions[:8], 64, torch.float64),
-        pieces=(PromptChunk(2, 1, 3),),
+        chunks=(PromptChunk(2, 1, 3),),
     )
     out, _ = attend(layer(0), query, key, value, None, scaling=0.3, attention=context)
     for row in range(8):  # one key only: the output is its value

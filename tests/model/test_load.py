@@ -16,10 +16,9 @@ from transformers import GenerationConfig
 from headrace.errors import ConfigError, ModelError
 from headrace.model import load
 from headrace.model.attention import Packed
+from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import (
     LanguageModel,
-    choose_device,
-    choose_dtype,
     fingerprint,
     load_model,
     prepare,

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, composite, floats, integers, lists, sampled_from
-from reward_episodes import episode
 
 from headrace.algo.datum import step_positions
 from headrace.errors import RewardError, RolloutError
-from headrace.reward.alignment import Alignment, resolve, reward_of
-from headrace.reward.episode_json import episode_from, row_of
+from headrace.reward.alignment import Alignment, find_steps, make_reward
+from headrace.reward.episode_json import episode_from_row, episode_to_row
 from headrace.reward.reward_runner import FailureRateLimit, GroupRewardRunner
 from headrace.reward.terms import GroupTerm
 from headrace.types import Episode, FailedEpisode, Message, Reward, ScoredEpisode
+from support.reward_episodes import episode
 
 TWO = episode("up", "down")  # user, assistant, user, assistant: places 1 and 3, turns 0 and 1
 
@@ -41,14 +41,14 @@ def with_prompt(played: Episode, *roles: str) -> Episode:
     ],
 )
 def test_indices_by_hand(indices: list[object], steps: list[int]) -> None:
-    assert resolve(indices, TWO) == steps
+    assert find_steps(indices, TWO) == steps
 
 
 def test_a_sparse_index_that_could_be_both_must_be_declared() -> None:
     with pytest.raises(RewardError, match=r'the step indices 1 could be .* set step_index = "message" or "turn"'):
-        resolve([1], TWO)
-    assert resolve([1], TWO, "message") == [0]
-    assert resolve([1], TWO, "turn") == [1]
+        find_steps([1], TWO)
+    assert find_steps([1], TWO, "message") == [0]
+    assert find_steps([1], TWO, "turn") == [1]
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_a_sparse_index_that_could_be_both_must_be_declared() -> None:
 )
 def test_an_index_that_is_no_steps_is_an_error(indices: list[object], message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        resolve(indices, TWO)
+        find_steps(indices, TWO)
 
 
 def test_assistant_messages_of_the_prompt_are_no_steps() -> None:
     played = with_prompt(TWO, "user", "assistant")  # places 3 and 5, turns 1 and 2
     assert step_positions(played) == [3, 5]
-    assert resolve([3, 5], played) == [0, 1]
-    assert resolve([1, 2], played) == [0, 1]
+    assert find_steps([3, 5], played) == [0, 1]
+    assert find_steps([1, 2], played) == [0, 1]
     with pytest.raises(RewardError, match="step_index 0 is not a step"):
-        resolve([0], played)
+        find_steps([0], played)
 
 
 @composite
@@ -91,7 +91,7 @@ def test_naming_every_step_is_never_ambiguous(played: Episode, by_place: bool) -
     """Whichever way the author counts; the user's message before the last answer tells the two apart."""
     places = [place for place, message in enumerate(played.messages) if message.role == "assistant"]
     indices = places if by_place else range(len(places))
-    assert resolve(list(indices), played) == list(range(len(played.steps)))
+    assert find_steps(list(indices), played) == list(range(len(played.steps)))
 
 
 # --- step outputs -----------------------------------------------------------------------------------------------------
@@ -110,30 +110,30 @@ def outputs(*pairs: tuple[object, float]) -> dict[str, object]:
     ],
 )
 def test_steps_without_an_output_and_the_score_at_the_end(alignment: Alignment, steps: tuple[float, ...]) -> None:
-    reward = reward_of(outputs((3, 2.0)), TWO, alignment)
+    reward = make_reward(outputs((3, 2.0)), TWO, alignment)
     assert (reward.total, reward.steps) == (10.0, steps)
 
 
 def test_without_step_outputs_the_score_is_all_there_is() -> None:
-    assert reward_of({"score": 1.0}, TWO, Alignment()) == Reward(total=1.0)
-    assert reward_of({"score": 1.0, "step_outputs": []}, TWO, Alignment()).steps == (0.0, 1.0)
+    assert make_reward({"score": 1.0}, TWO, Alignment()) == Reward(total=1.0)
+    assert make_reward({"score": 1.0, "step_outputs": []}, TWO, Alignment()).steps == (0.0, 1.0)
     every_step_costs = Alignment(default_step_reward=-0.5)
-    assert reward_of({"score": 1.0}, TWO, every_step_costs) == Reward(total=1.0, steps=(-0.5, 0.5))
+    assert make_reward({"score": 1.0}, TWO, every_step_costs) == Reward(total=1.0, steps=(-0.5, 0.5))
 
 
 def test_a_score_that_is_marked_as_not_valid_counts_only_if_asked_for() -> None:
     verdict = {"score": 0.0, "invalid": "the score is marked as not valid: wrong"}
     with pytest.raises(RewardError, match="marked as not valid: wrong"):
-        reward_of(verdict, TWO, Alignment())
-    assert reward_of(verdict, TWO, Alignment(keep_invalid=True)).total == 0.0
+        make_reward(verdict, TWO, Alignment())
+    assert make_reward(verdict, TWO, Alignment(keep_invalid=True)).total == 0.0
     with pytest.raises(RewardError, match="it returned None"):
-        reward_of({"invalid": "it returned None"}, TWO, Alignment(keep_invalid=True))
+        make_reward({"invalid": "it returned None"}, TWO, Alignment(keep_invalid=True))
 
 
 def test_a_score_outside_of_its_range_is_refused() -> None:
-    assert reward_of({"score": 1.0}, TWO, Alignment(score_range=(0.0, 1.0))).total == 1.0
+    assert make_reward({"score": 1.0}, TWO, Alignment(score_range=(0.0, 1.0))).total == 1.0
     with pytest.raises(RewardError, match=r"the score 1\.5 is outside of 0 to 1"):
-        reward_of({"score": 1.5}, TWO, Alignment(score_range=(0.0, 1.0)))
+        make_reward({"score": 1.5}, TWO, Alignment(score_range=(0.0, 1.0)))
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -143,14 +143,14 @@ def test_a_score_outside_of_its_range_is_refused() -> None:
 @settings(max_examples=20, deadline=None)
 def test_an_episode_survives_the_journey(rewards: list[float]) -> None:
     played = episode(*["x"] * len(rewards), rewards=tuple(rewards), answer="x")
-    again = episode_from(row_of(played, with_tokens=True))
-    assert row_of(again, with_tokens=True) == row_of(played, with_tokens=True)
+    again = episode_from_row(episode_to_row(played, with_tokens=True))
+    assert episode_to_row(again, with_tokens=True) == episode_to_row(played, with_tokens=True)
     assert again.env_reward == played.env_reward
     assert again.steps[0].completion.tokens.tolist() == [5]
 
 
 def test_tokens_stay_at_home_unless_asked_for() -> None:
-    assert "tokens" not in row_of(TWO, with_tokens=False)["steps"][0]
+    assert "tokens" not in episode_to_row(TWO, with_tokens=False)["steps"][0]
 
 
 # --- too many in vain ------------------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from hypothesis.strategies import (
     recursive,
     text,
 )
-from reward_episodes import episode
 
 from headrace.errors import RewardError
-from headrace.reward.alignment import Alignment, as_reward, reward_of
+from headrace.reward.alignment import Alignment, as_reward, make_reward
 from headrace.reward.compat import models
 from headrace.reward.result import parse_result
 from headrace.types import Reward
+from support.reward_episodes import episode
 
 TWO = episode("up", "down")
 
@@ -66,7 +66,7 @@ def step_output(index: object, reward: float) -> dict[str, object]:
 def test_every_way_to_say_a_reward_is_understood(value: object, reward: Reward) -> None:
     """In this process, and as JSON from another."""
     assert as_reward(value, TWO) == reward
-    assert reward_of(json.loads(json.dumps(parse_result(value))), TWO, Alignment()) == reward
+    assert make_reward(json.loads(json.dumps(parse_result(value))), TWO, Alignment()) == reward
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_no_reward_is_refused_with_a_reason(value: object, message: str)
 
 def test_a_last_step_that_overflows_is_refused() -> None:
     with pytest.raises(RewardError, match="the reward of the last step is inf"):
-        reward_of(step_output(3, 1.7e308) | {"score": 1.7e308}, TWO, Alignment(terminal_score="add"))
+        make_reward(step_output(3, 1.7e308) | {"score": 1.7e308}, TWO, Alignment(terminal_score="add"))
 
 
 # --- JSON of code that is not trusted --------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_a_last_step_that_overflows_is_refused() -> None:
 )
 def test_what_is_not_a_verdict_is_refused(verdict: object, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        reward_of(verdict, TWO, Alignment())
+        make_reward(verdict, TWO, Alignment())
 
 
 FIELDS = ("success", "parts", "steps", "step_outputs", "invalid")
@@ -151,7 +151,7 @@ JSON = recursive(
 def test_whatever_comes_back_is_a_reward_or_is_refused(verdict: object) -> None:
     """It was written by code that nobody trusts: no other error may reach the run."""
     try:
-        reward = reward_of(json.loads(json.dumps(verdict)), TWO, Alignment())
+        reward = make_reward(json.loads(json.dumps(verdict)), TWO, Alignment())
     except RewardError:
         return
     assert all(map(math.isfinite, (reward.total, *reward.parts.values(), *(reward.steps or ()))))
@@ -160,5 +160,5 @@ def test_whatever_comes_back_is_a_reward_or_is_refused(verdict: object) -> None:
 def test_a_refusal_is_no_longer_than_a_sentence_may_be() -> None:
     for verdict in ({"score": 1.0, "x" * 9000: 1.0}, {"invalid": "x" * 9000}, step_output("x" * 9000, 1.0)):
         with pytest.raises(RewardError) as caught:
-            reward_of(verdict, TWO, Alignment())
+            make_reward(verdict, TWO, Alignment())
         assert 2000 <= len(str(caught.value)) < 2200

@@ -2,12 +2,12 @@
 
 import pytest
 import reasoning_gym
-from reward_episodes import episode
 
 from headrace.errors import RewardError
 from headrace.reward.alignment import as_reward
 from headrace.reward.terms import BUILTIN
 from headrace.types import Episode, Reward
+from support.reward_episodes import episode
 
 
 def _score(name: str, played: Episode) -> Reward:

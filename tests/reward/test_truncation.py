@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from reward_episodes import episode
 
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.terms import Term, env
 from headrace.reward.truncation import TruncatedReward, TruncatedRule
 from headrace.types import FailedEpisode, Reward, ScoredEpisode
+from support.reward_episodes import episode
 
 WHOLE = episode("a", "b", rewards=(0.25, 1.0))
 CUT = replace(WHOLE, truncated=True)
@@ -38,7 +38,7 @@ def test_rules_by_hand(rule: TruncatedRule, total: float, steps: tuple[float, ..
 def test_exclusion_has_a_reason() -> None:
     reason = judged(TruncatedRule.EXCLUDE)
     assert isinstance(reason, str)
-    assert 'a limit cut it off after 2 turns, and rl.truncated = "exclude"' in reason
+    assert 'a limit cut it off after 2 turns, and rl.truncated_reward = "exclude"' in reason
 
 
 @pytest.mark.parametrize("rule", list(TruncatedRule))

@@ -11,13 +11,13 @@ import pytest
 
 from headrace.algo.random import derive_seed
 from headrace.errors import RewardError
-from headrace.model.tiny import END_ID, make_tokenizer
+from headrace.model.tiny import END_ID
 from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.rollout import episode as episode_module
 from headrace.rollout.episode import run_sampled_episode
-from headrace.rollout.group import BlockingSampler, GroupPlayer
-from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler
+from headrace.rollout.group import GroupPlayer
+from headrace.testing import FakeEnv, FakeRewardRunner
 from headrace.types import (
     Completion,
     Episode,
@@ -28,39 +28,14 @@ from headrace.types import (
     Observation,
     SampleRequest,
     SamplingParams,
-    Step,
     StepResult,
     StopReason,
     Task,
-    float_array,
-    int_array,
 )
+from support.scripted_episodes import TOKENIZER, ScriptedSampler, own_async, own_plain
 
-WORDS = ("up", "down", "count", "of", *"0123456789")
-TOKENIZER = make_tokenizer(WORDS)
 TASK = Task(id="t")
 SAMPLING = SamplingParams(max_tokens=4, temperature=0.7)
-
-
-class ScriptedSampler(FakeSampler):
-    """Says what `script(request)` says, in words of the tokenizer, and keeps every request."""
-
-    def __init__(self, script: Callable[[SampleRequest], str]) -> None:
-        super().__init__()
-        self._script = script
-        self.requests: list[SampleRequest] = []
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        self.requests.append(request)
-        tokens = [*TOKENIZER(self._script(request))["input_ids"], END_ID][: request.params.max_tokens]
-        logprobs = float_array([-0.25] * len(tokens))
-        return Completion(
-            tokens=int_array(tokens),
-            sampler_logprobs=logprobs,
-            raw_logprobs=logprobs,
-            versions=int_array([self.version] * len(tokens)),
-            stop=StopReason.STOP if tokens[-1] == END_ID else StopReason.LENGTH,
-        )
 
 
 def in_turn(*texts: str) -> Callable[[SampleRequest], str]:
@@ -473,30 +448,6 @@ async def test_a_cancelled_group_closes_every_environment() -> None:
 
 
 # --- a user's own rollout --------------------------------------------------------------------------------------------
-
-
-def own_episode(task: Task, prompt: IntArray, completion: Completion, renderer: Renderer) -> Episode:
-    step = Step(prompt=prompt, completion=completion, action=renderer.decode(completion.tokens))
-    return Episode(id="mine", task=task, seed=0, steps=(step,), messages=(), temperature=1.0)
-
-
-OPENING = (Message(role="user", content="count"),)
-
-
-async def own_async(task: Task, sampler: FakeSampler, renderer: Renderer, seed: int) -> Episode:
-    prompt = renderer.prompt(OPENING)
-    params = SamplingParams(max_tokens=3, seed=seed)
-    return own_episode(task, prompt, await sampler.sample(SampleRequest(prompt=prompt, params=params)), renderer)
-
-
-def own_plain(task: Task, sampler: BlockingSampler, renderer: Renderer, seed: int) -> Episode:
-    assert sampler.version == 0
-    prompt = renderer.prompt(OPENING)
-    params = SamplingParams(max_tokens=3, seed=seed)
-    completion = sampler.sample(SampleRequest(prompt=prompt, params=params))
-    [scores] = sampler.score([prompt])
-    assert len(scores) == len(prompt)
-    return own_episode(task, prompt, completion, renderer)
 
 
 @pytest.mark.parametrize("generate_fn", [own_async, own_plain])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_groups import group, scored
 
 from headrace.errors import ConfigError, RolloutError
 from headrace.rollout.filters import (
@@ -20,6 +19,7 @@ from headrace.rollout.filters import (
     success_rate,
 )
 from headrace.types import Group, Task
+from support.rollout_groups import group, scored
 
 TASK = Task(id="t")
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.served import BASE, Served, served
+from support.tinker_server import BASE, Served, served
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.killing import KEY, PLACES, SIGKILL, Parent, Point, Servers, ask_on, audit
-from service.sdk import prompt, sampling, tinker, types
+from support.kill_points import KEY, PLACES, SIGKILL, Parent, Point, Servers, ask_on, audit
+from support.tinker_sdk import prompt, sampling, tinker, types
 
 GROUP, PROMPT = 8, (9, 10)
 BETWEEN: Sequence[Point] = [  # an update is on disk and not in the journal; gradients are there and the update is not

@@ -14,8 +14,8 @@ from headrace.service.host.fake_host import FakeHost
 from headrace.service.http import app as app_module
 from headrace.service.settings import Limits
 from headrace.service.store.journal import forget_results
-from service.sdk import ADAM, DATA, Gate, datum, loss_of, prompt, table, tinker, types, until
-from service.served import BASE, Served, served
+from support.tinker_sdk import ADAM, DATA, Gate, datum, loss_of, prompt, table, tinker, types, until
+from support.tinker_server import BASE, Served, served
 
 # --- start-up --------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.sdk import ADAM, DATA, loss_of, tinker
-from service.served import BASE, KEY, OTHER_KEY, Served, served
+from support.tinker_sdk import ADAM, DATA, loss_of, tinker
+from support.tinker_server import BASE, KEY, OTHER_KEY, Served, served
 
 
 def train(model: Any, steps: int = 2) -> float:

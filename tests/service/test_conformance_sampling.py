@@ -13,8 +13,8 @@ import pytest
 from headrace.service.host.fake_host import EOS, FakeHost
 from headrace.service.http.auth import Quota
 from headrace.service.settings import Limits
-from service.sdk import DATA, prompt, sampling, table, tinker, types
-from service.served import BASE, KEY, OTHER_KEY, Served, served
+from support.tinker_sdk import DATA, prompt, sampling, table, tinker, types
+from support.tinker_server import BASE, KEY, OTHER_KEY, Served, served
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from service.served import BASE, KEY, served
+from support.paths import TESTS
+from support.tinker_server import BASE, KEY, served
 
 RELEASE = "0.25.0"
 FOLDER = Path(os.environ.get("HEADRACE_OLD_TINKER") or Path(sys.prefix) / f"tinker-{RELEASE}")
-CLIENT = Path(__file__).with_name("old_sdk_client.py")
+CLIENT = TESTS / "support" / "old_sdk_client.py"
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,7 +31,7 @@ pytestmark = [
 def trained_by(folder: Path | None, url: str) -> dict[str, Any]:
     """What the client prints; `folder`: of the release, None: the environment's own."""
     env = {**os.environ, "TINKER_TELEMETRY": "0", "PYTHONPATH": str(folder or "")}
-    command = [sys.executable, str(CLIENT), url, KEY, BASE]
+    command = [sys.executable, "-P", str(CLIENT), url, KEY, BASE]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

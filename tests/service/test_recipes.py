@@ -14,8 +14,8 @@ from headrace.service.http.auth import HashedKey, hash_key
 from headrace.service.http.server import serving
 from headrace.service.settings import Listen, ServeConfig, ServedModel
 from headrace.wiring.commands.serve import open_service
-from service.kitchen import NAMES, cook, environment_of, needs_cookbook, write_data, write_model
-from service.served import KEY
+from support.cookbook import NAMES, cook, environment_of, needs_cookbook, write_data, write_model
+from support.tinker_server import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_cookbook]
 

@@ -28,8 +28,7 @@ from headrace.service.http.server import serving
 from headrace.service.settings import Listen, ServeConfig, ServedModel
 from headrace.types import Adam, DiscardGradient, UpdateOut
 from headrace.wiring.commands.serve import open_service
-from service.killing import KEY, SIGKILL, Parent, Point, Servers, audit
-from service.kitchen import (
+from support.cookbook import (
     NAMES,
     asked_by_math_rl,
     cook,
@@ -39,7 +38,8 @@ from service.kitchen import (
     write_data,
     write_model,
 )
-from service.sdk import tinker
+from support.kill_points import KEY, SIGKILL, Parent, Point, Servers, audit
+from support.tinker_sdk import tinker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_cookbook]
 SL_STEPS, RL_STEPS, GROUPS, GROUP_SIZE, LAST_STEPS, KILLS = 60, 12, 4, 8, 4, 20

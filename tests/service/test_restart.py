@@ -22,8 +22,9 @@ from headrace.service.host.fake_host import FakeHost
 from headrace.service.settings import Limits
 from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal
-from service.sdk import DATA, loss_of, prompt, sampling, types
-from service.served import BASE, KEY, served
+from support.paths import TESTS
+from support.tinker_sdk import DATA, loss_of, prompt, sampling, types
+from support.tinker_server import BASE, KEY, served
 
 STEP = types.AdamParams(learning_rate=0.3)
 
@@ -187,7 +188,7 @@ SERVER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from service.served import served
+from support.tinker_server import served
 from headrace.service.host.fake_host import FakeHost
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
 def hold(verb):
@@ -200,7 +201,7 @@ with served(folder, host=FakeHost(hold=hold), port=port) as running:
 
 
 def start(folder: Path, port: int) -> "subprocess.Popen[str]":
-    code = SERVER.format(tests=str(Path(__file__).parents[1]))
+    code = SERVER.format(tests=str(TESTS))
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(folder), str(port)], stdout=subprocess.PIPE, text=True, env={**os.environ}
     )

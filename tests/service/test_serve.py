@@ -1,5 +1,6 @@
 """serve.toml and `headrace serve`: what it says, what it refuses, and the tiny model behind the public SDK."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,13 +18,15 @@ from headrace.service.http.auth import HashedKey, Quota, hash_key
 from headrace.service.http.server import serving
 from headrace.service.settings import ServeConfig, load_serve_config
 from headrace.wiring.commands.serve import ServiceHandle, kv_room, open_service
-from service.sdk import prompt, sampling, tinker, types
+from support.paths import DOCS
+from support.tinker_sdk import prompt, sampling, tinker, types
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ServiceHandle]]:
     folder = tmp_path_factory.mktemp("serve")
-    text = f'[serve]\nfolder = "{folder}"\n[model]\nfull = true\naliases = ["Qwen/Qwen3-8B"]\n[engine]\nmax_rows = 8'
+    model = '[model]\nfull = true\naliases = ["Qwen/Qwen3-8B"]'
+    text = f'[serve]\nfolder = "{folder}"\n{model}\n[engine]\nmax_num_seqs = 8'
     with open_service(load_serve_config(text, file="serve.toml")) as opened, serving(opened.app) as url:
         yield url, opened
 
@@ -177,7 +180,7 @@ def test_a_configured_key_is_its_hash() -> None:
         ("[limits]\npoll_s = 100", "the SDK gives up at 45"),
         ("[limits]\nsession_timeout_s = nan", "'limits.session_timeout_s' is nan"),
         ("[limits]\ntidy_s = inf", "'limits.tidy_s' is inf"),
-        ("[engine]\nmax_rows = 0", "'engine.max_rows' is 0"),
+        ("[engine]\nmax_num_seqs = 0", "'engine.max_num_seqs' is 0"),
         ("[serve]\nport = 99999", "ports end at 65535"),
         (f"[[keys]]\nowner = ''\nsha256 = '{'a' * 64}'", "is empty"),
         (f"[[keys]]\nowner = 'a'\nsha256 = '{'a' * 64}'\nquota = {{open_bytes = 0}}", "open_bytes"),
@@ -200,7 +203,7 @@ def test_without_a_file_it_is_this_machine_alone() -> None:
     assert (config.serve.host, config.serve.port, config.model.path) == ("127.0.0.1", 8765, "tiny")
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "tinker.md"
+DOCUMENT = DOCS / "tinker.md"
 
 
 def test_the_example_of_the_document_runs(
@@ -214,6 +217,17 @@ def test_the_example_of_the_document_runs(
     losses = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()[:8]]
     assert losses[-1] < 0.5 * losses[0], losses
     names["service"].close("success").result(30)
+
+
+def test_the_old_name_of_a_key_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load_serve_config("[engine]\nmax_rows = 8", file="serve.toml")
+    assert config == load_serve_config("[engine]\nmax_num_seqs = 8", file="serve.toml")
+    assert caplog.messages == ["serve.toml: 'engine.max_rows' is now called 'engine.max_num_seqs': write the new name"]
+    with pytest.raises(ConfigError, match=r"^serve.toml: 'engine.max_rows' is 8 and 'engine.max_num_seqs' is 9, but"):
+        load_serve_config("[engine]\nmax_rows = 8\nmax_num_seqs = 9", file="serve.toml")
+    with pytest.raises(ConfigError, match=r"^serve.toml: unknown key 'engine.max_row'; did you mean 'max_num_seqs'\?$"):
+        load_serve_config("[engine]\nmax_row = 8", file="serve.toml")
 
 
 def test_the_document_names_every_key() -> None:

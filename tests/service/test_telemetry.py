@@ -21,8 +21,8 @@ from headrace.service.telemetry import MetricsRecord, Telemetry, TelemetrySource
 from headrace.testing import MemorySink
 from headrace.types import Adam, Datum, DiscardGradient, ForwardOut, UpdateOut, float_array, int_array
 from headrace.wiring.commands.serve import open_service
-from service.sdk import ADAM, DATA, tinker
-from service.served import BASE, KEY, OTHER_KEY, Served, served
+from support.tinker_sdk import ADAM, DATA, tinker
+from support.tinker_server import BASE, KEY, OTHER_KEY, Served, served
 
 LIMIT_S = 100
 SOURCE = TelemetrySource(name="s:train:0", owner="alice")
@@ -280,7 +280,7 @@ def test_a_served_model_has_a_file_and_the_operator_all_of_them(
 [serve]
 folder = "{tmp_path}"
 [engine]
-max_rows = 4
+max_num_seqs = 4
 [metrics]
 sinks = ["prometheus"]
 prometheus.port = 0

@@ -32,7 +32,7 @@ context = 128
 steps = 3
 batch_size = 4
 max_tokens = 100
-sources = [{ type = "world", name = "key_door", size = 20, seed = 1 }]
+sources = [{ type = "env", name = "key_door", size = 20, seed = 1 }]
 [rl]
 steps = 2
 groups = 2
@@ -41,7 +41,7 @@ max_turns = 3
 max_prompt_tokens = 64
 max_episode_tokens = 128
 credit = "grpo"
-tasks = { type = "world", name = "key_door", size = 20, seed = 2 }
+tasks = { type = "env", name = "key_door", size = 20, seed = 2 }
 rewards = [{ fn = "env" }, { fn = "reward.py:tokens" }]
 [rl.sampling]
 max_tokens = 4

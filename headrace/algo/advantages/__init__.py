@@ -1,4 +1,14 @@
-"""Credit: how much better an episode, or a step of it, was than its peers."""
+"""Credit assignment: how much better an episode, or a step of it, was than its peers.
+
+- `credit`: groups of scored episodes -> one advantage per step, by the name of the method.
+- `episode_level`: GRPO, Dr. GRPO, RLOO, REINFORCE++, LitePPO and OPO, from one reward per episode.
+- `gigpo`, `hgpo`, `graphgpo`, `gagpo`: methods that compare steps taken in the same state.
+- `anchor_keys`, `anchors`: the key of a step's state, and the statistics of steps with the same key.
+- `gae`, `gae_from_values`: GAE over tokens or turns with a critic, and again from recorded values.
+- `step_table`: the steps of a batch as columns; `chunked` runs a method on some groups at a time.
+- `group_stats`: mean and deviation by group, independent of the order of rows.
+- `health`: faults and warnings about a batch whose credit carries no signal.
+"""
 
 from headrace.algo.advantages.credit import METHODS, CreditedBatch, check_method, credit, step_advantages
 from headrace.algo.advantages.episode_level import (

@@ -1,7 +1,7 @@
-"""Anchor keys: in which state a step was taken, as text that is equal where the states are.
+"""Name the state in which each step was taken by an anchor key: text that is equal where the states are equal.
 
-The environment's own state key is best; where it names none, what the step was shown last stands in for it, never the
-whole conversation, which would make every state new. A function of one's own may look at anything in the episode.
+The environment's own state key is best. Where it gives none, a hash of the step's last observation replaces it, never
+one of the whole conversation, which would make every state new. A user's function may use anything in the episode.
 """
 
 import hashlib
@@ -17,28 +17,28 @@ from headrace.algo.datum import observations
 from headrace.errors import RolloutError, boundary
 from headrace.types import Episode, Message, Step
 
-Keys = Sequence[str | None]  # one per step; None: the step is compared with no other
+Keys = Sequence[str | None]  # one per step; None: the step has no peers
 KeysFn = Callable[[Episode], Keys]
-AnchorFn = Callable[[Step, Episode], Any]  # a user's: any value that `key_of` takes
+AnchorFn = Callable[[Step, Episode], Any]  # a user's function; it returns any value that `key_of` takes
 
 
 def state_keys(episode: Episode) -> Keys:
-    """What the environment calls the state of each step."""
+    """Return the environment's state key of each step."""
     return [step.state for step in episode.steps]
 
 
 def observation_keys(episode: Episode) -> Keys:
-    """A hash of what each step was shown last: role, name and content of those messages."""
-    return [_hash_of_messages(shown) for shown in observations(episode)]
+    """Hash the last observation of each step: role, name and content of its messages."""
+    return [_hash_of_messages(messages) for messages in observations(episode)]
 
 
 def default_keys(episode: Episode) -> Keys:
-    """The environment's key, and where it gives none, the hash of what the step was shown last."""
+    """Return the environment's key of each step or, where it gives none, the hash of the step's last observation."""
     states = state_keys(episode)
     if all(state is not None for state in states):
         return states
-    shown = observation_keys(episode)
-    return [shown[index] if state is None else state for index, state in enumerate(states)]
+    hashes = observation_keys(episode)
+    return [hashes[index] if state is None else state for index, state in enumerate(states)]
 
 
 KEYS: Mapping[str, KeysFn] = {"auto": default_keys, "state": state_keys, "observation": observation_keys}
@@ -46,7 +46,7 @@ assert tuple(KEYS) == names.ANCHORS
 
 
 def keys_by(anchor: AnchorFn) -> KeysFn:
-    """The keys that a user's `anchor(step, episode)` gives. Raises RolloutError when it fails."""
+    """Make a key function of a user's `anchor(step, episode)`. It raises RolloutError if the user's function fails."""
 
     def keys(episode: Episode) -> Keys:
         with boundary(RolloutError, f"the anchor function failed on episode {episode.id}"):
@@ -56,9 +56,9 @@ def keys_by(anchor: AnchorFn) -> KeysFn:
 
 
 def key_of(value: Any) -> str | None:
-    """Text as it is, None as no key, anything else as a hash in which types, shapes and dtypes count.
+    """Return text as it is, None for None, and for anything else a hash in which types, shapes and dtypes count.
 
-    Mappings and sets have no order. Raises RolloutError on what has no canonical form.
+    The order of mappings and sets does not count. Raises RolloutError on a value that has no canonical form.
 
     >>> key_of("3,4 held"), key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1}), key_of(1) == key_of(1.0)
     ('3,4 held', True, False)
@@ -86,10 +86,10 @@ def _tagged(value: Any) -> Any:
     )
 
 
-def _hash_of_messages(shown: Sequence[Message]) -> str | None:
-    if not shown:
+def _hash_of_messages(messages: Sequence[Message]) -> str | None:
+    if not messages:
         return None
-    return f"#{_digest(json.dumps([[message.role, message.name, message.content] for message in shown]))}"
+    return f"#{_digest(json.dumps([[message.role, message.name, message.content] for message in messages]))}"
 
 
 def _digest(text: str) -> str:

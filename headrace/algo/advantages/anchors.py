@@ -1,7 +1,7 @@
-"""Anchor states: steps of one task group that were taken in the same state are peers. S steps, A anchors.
+"""Compare steps with their peers: the steps of one task group taken in the same anchor state. S steps, A anchors.
 
-What step-level methods share: how a step is normalised among its peers, how it is mixed with its episode's advantage,
-and the figures that tell a useful anchor from an inert one.
+Shared by the step-level methods: normalising a step among its peers, combining it with its episode's advantage, and the
+metrics that tell a useful anchor from an inert one.
 """
 
 from enum import StrEnum
@@ -16,29 +16,29 @@ from headrace.metrics import Max, Mean, Metric, Sum
 
 
 class Norm(StrEnum):
-    """What a deviation from the mean is divided by."""
+    """The divisor of a deviation from the mean."""
 
     STD = "std"
     NONE = "none"
 
 
 class EpisodeWeight(StrEnum):
-    """What counts once in the statistics of episode returns: a trajectory (the paper) or a step (its code)."""
+    """The unit that counts once in the statistics of episode returns."""
 
-    TRAJECTORY = "trajectory"
-    STEP = "step"
+    TRAJECTORY = "trajectory"  # as in the paper
+    STEP = "step"  # as in its code
 
 
 class AnchorAdvantage(NamedTuple):
-    """Values of the steps that have a state, normalised among their peers; 0 elsewhere."""
+    """Values of steps normalised among their peers."""
 
-    values_S: Floats
-    anchored_S: Bools
+    values_S: Floats  # 0 for steps without a state
+    anchored_S: Bools  # the steps that have a state
     stats: GroupStats  # of the anchored steps
 
 
 def anchor_labels(table: StepTable) -> Ints:
-    """One number per (task group, state); meaningless where there is no state."""
+    """Number the pairs (task group, state); the number of a step without a state is meaningless."""
     _, group_S = np.unique(table.group_S, return_inverse=True)
     return np.asarray(group_S * (int(table.state_S.max(initial=0)) + 1) + np.maximum(table.state_S, 0), dtype=np.int64)
 
@@ -46,7 +46,7 @@ def anchor_labels(table: StepTable) -> Ints:
 def anchor_advantages(
     values_S: Floats, table: StepTable, *, norm: Norm, ddof: int = 1, eps: float = 1e-6
 ) -> AnchorAdvantage:
-    """(value - mean) of the anchor, over (std + eps) if `norm` says so; exactly 0 alone or among equals."""
+    """Compute (value - mean) of the anchor, over (std + eps) with Norm.STD; exactly 0 alone or among equals."""
     anchored_S = table.state_S != NO_STATE
     stats = group_stats(values_S[anchored_S], anchor_labels(table)[anchored_S])
     out_S = np.zeros(len(values_S))
@@ -63,7 +63,7 @@ def normalised(values_N: Floats, stats: GroupStats, *, norm: Norm, ddof: int, ep
 
 
 def episode_advantages(table: StepTable, *, norm: Norm, episode_weight: EpisodeWeight, eps: float = 1e-6) -> Floats:
-    """A_E of each step's episode: its total compared within the task group."""
+    """Compute A_E of each step's episode: its total compared within the task group."""
     match episode_weight:
         case EpisodeWeight.TRAJECTORY:
             stats = group_stats(table.total_E, table.group_E)
@@ -76,7 +76,7 @@ def episode_advantages(table: StepTable, *, norm: Norm, episode_weight: EpisodeW
 def combine_advantages(
     values_S: Floats, episode_S: Floats, step: AnchorAdvantage, table: StepTable, *, returns_S: Floats
 ) -> Advantages:
-    """The final advantages with everything they were made of, and its health."""
+    """Put the final advantages together with their parts and health metrics."""
     num_steps = len(values_S)
     disagree = int((episode_S * step.values_S < 0).sum())
     return Advantages(
@@ -94,7 +94,7 @@ def combine_advantages(
 
 
 def peers(table: StepTable) -> Ints:
-    """How many steps of the task group were taken in each step's state, itself included; 0 where there is none."""
+    """Count the steps of the task group taken in each step's state, itself included; 0 for a step without a state."""
     anchored_S = table.state_S != NO_STATE
     _, index_N, count_A = np.unique(anchor_labels(table)[anchored_S], return_inverse=True, return_counts=True)
     peers_S = np.zeros(len(anchored_S), dtype=np.int64)
@@ -103,10 +103,11 @@ def peers(table: StepTable) -> Ints:
 
 
 def anchor_health(step: AnchorAdvantage, table: StepTable) -> dict[str, Metric]:
-    """Whether anchors compare anything.
+    """Measure whether anchors compare anything.
 
-    `anchor_inert_share`: task groups that had steps to compare but whose anchors say nothing: no state was named, all
-    steps have one and the same state, or no state occurs twice. Near 1 the anchor is wrong, not the policy.
+    `anchor_inert_share` is the share of task groups that had steps to compare but whose anchors carry no information:
+    no step has a state, all steps have the same state, or no state occurs twice. Near 1 the anchor is wrong, not the
+    policy.
     """
     count_A = step.stats.count_G
     _, group_S = np.unique(table.group_S, return_inverse=True)

@@ -1,6 +1,6 @@
-"""Large batches, some task groups at a time: what is compared stays in the cache, so cost grows with the steps alone.
+"""Credit large batches in chunks of whole task groups, which stay in the cache, so that cost is linear in the steps.
 
-No step is compared with one of another task group, so blocks of whole groups give the advantages of the whole.
+No step is compared with one of another task group, so the chunks give the advantages of the whole batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,10 @@ CHUNK_STEPS = 2**15
 def in_chunks(
     table: StepTable, method: Callable[[StepTable], Advantages], *, block_steps: int = CHUNK_STEPS
 ) -> Advantages:
-    """`method(table)`, for a method that compares within task groups only; `block_steps` may change sums of health
-    figures in their last bits, and nothing else."""
+    """Compute `method(table)` in chunks of about `block_steps` steps, for a method that compares within task groups.
+
+    `block_steps` may change sums of health metrics in their last bits, and nothing else.
+    """
     if len(table.reward_S) <= block_steps:
         return method(table)
     values_S = np.zeros(len(table.reward_S))
@@ -31,26 +33,26 @@ def in_chunks(
         peers_S=np.zeros(len(values_S), dtype=np.int64),
     )
     health: dict[str, Metric] = {}
-    for episodes, steps in _blocks(table, block_steps):
-        found = method(_part(table, episodes, steps))
-        assert found.parts is not None
-        values_S[steps] = found.values
-        parts.returns_S[steps], parts.episode_S[steps] = found.parts.returns_S, found.parts.episode_S
-        parts.step_S[steps], parts.peers_S[steps] = found.parts.step_S, found.parts.peers_S
-        health = merge_metrics(health, found.health)
+    for episodes, steps in _chunks(table, block_steps):
+        chunk = method(_select(table, episodes, steps))
+        assert chunk.parts is not None
+        values_S[steps] = chunk.values
+        parts.returns_S[steps], parts.episode_S[steps] = chunk.parts.returns_S, chunk.parts.episode_S
+        parts.step_S[steps], parts.peers_S[steps] = chunk.parts.step_S, chunk.parts.peers_S
+        health = merge_metrics(health, chunk.health)
     whole = {name: metric for name, metric in advantage_health(values_S).items() if name in health}
     return Advantages(values=values_S, health={**health, **whole}, parts=parts)
 
 
-def _blocks(table: StepTable, block_steps: int) -> Iterator[tuple[Ints, Ints]]:
-    """Rows of episodes and of their steps, whole groups together, at least `block_steps` steps but in the last."""
+def _chunks(table: StepTable, block_steps: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the rows of episodes and of their steps for each chunk of whole groups."""
     order_E = np.argsort(table.group_E, kind="stable")
     groups_E, length_E = table.group_E[order_E], table.length_E[order_E]
     ends_E = np.cumsum(length_E)
     last_E = np.append(groups_E[1:] != groups_E[:-1], True)  # of its group
     ends_G = np.flatnonzero(last_E)
-    block_G = (ends_E[ends_G] - 1) // block_steps
-    cuts = ends_G[np.append(block_G[1:] != block_G[:-1], True)] + 1
+    chunk_G = (ends_E[ends_G] - 1) // block_steps
+    cuts = ends_G[np.append(chunk_G[1:] != chunk_G[:-1], True)] + 1
     first_S = np.cumsum(table.length_E) - table.length_E
     for start, end in zip([0, *cuts[:-1].tolist()], cuts.tolist(), strict=True):
         episodes = order_E[start:end]
@@ -59,7 +61,7 @@ def _blocks(table: StepTable, block_steps: int) -> Iterator[tuple[Ints, Ints]]:
         yield episodes, np.repeat(first_S[episodes], lengths) + offsets
 
 
-def _part(table: StepTable, episodes: Ints, steps: Ints) -> StepTable:
+def _select(table: StepTable, episodes: Ints, steps: Ints) -> StepTable:
     return replace(
         table,
         group_E=table.group_E[episodes],

@@ -1,4 +1,4 @@
-"""From groups of scored episodes to one advantage per step, by the name of the method."""
+"""Compute one advantage per step from groups of scored episodes, by the name of the method."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,30 +53,29 @@ assert tuple(EPISODE_METHODS) == names.EPISODE_CREDITS
 assert tuple(STEP_METHODS) == names.STEP_CREDITS
 METHODS: Mapping[str, Callable[..., Advantages]] = {**EPISODE_METHODS, **STEP_METHODS}
 NO_PARAMS: Mapping[str, float | str] = {}
-SHARES = ("gamma", "lam", "decay")  # numbers from 0 to 1; every other is 0 or more
-WHOLE = ("depth",)
+SHARES = ("gamma", "lam", "decay")  # parameters from 0 to 1; every other is 0 or more
+WHOLE = ("depth",)  # parameters that are integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedBatch:
-    """Every scored episode with its advantages, in the order of the groups, the health of the signal, and the table
-    that both were made of."""
+    """The credited episodes of a batch."""
 
-    episodes: tuple[CreditedEpisode, ...]
-    health: Mapping[str, Metric]
-    table: StepTable
+    episodes: tuple[CreditedEpisode, ...]  # every scored episode, in the order of the groups
+    health: Mapping[str, Metric]  # whether the advantages carry a signal
+    table: StepTable  # what advantages and health were computed from
 
 
 def credit(
     groups: Sequence[Group],
     *,
-    method: str,
+    method: str = "grpo",
     params: Mapping[str, float | str] = NO_PARAMS,
     keys: KeysFn = default_keys,
 ) -> CreditedBatch:
-    """Advantages by `method`, one per step (all the same for an episode-level method); failed episodes take no part.
+    """Compute advantages by `method`, one per step (equal in an episode for an episode-level method).
 
-    Groups are compared by their place in `groups`, never by the order in which episodes ended; steps by the anchor
+    Failed episodes take no part. The order in which episodes ended plays no part. Steps are compared by the anchor
     states that `keys` names. Raises ConfigError on an unknown method or parameter.
     """
     check_method(method, params)
@@ -111,20 +110,20 @@ def _step_credits(parts: AdvantageParts | None, anchors: Keys) -> tuple[StepCred
 
 
 def step_advantages(table: StepTable, *, method: str, params: Mapping[str, float | str] = NO_PARAMS) -> Advantages:
-    """The same on columns, for a million steps. The return of an episode-level method is not discounted."""
+    """Compute the advantages of a table, for a million steps. An episode-level method's return is not discounted."""
     options = check_method(method, params)
     if method in STEP_METHODS:
         return in_chunks(table, partial(STEP_METHODS[method], **options))
     rows = (table.total_E, table.group_E, table.tokens_E) if method == "opo" else (table.total_E, table.group_E)
     advantages = EPISODE_METHODS[method](*rows, **options)
     values_S = np.repeat(advantages.values, table.length_E)
-    seen = in_chunks(table, _without_credit).parts
-    assert seen is not None
-    return Advantages(values=values_S, health=advantages.health, parts=replace(seen, episode_S=values_S))
+    parts = in_chunks(table, _without_credit).parts
+    assert parts is not None
+    return Advantages(values=values_S, health=advantages.health, parts=replace(parts, episode_S=values_S))
 
 
 def _without_credit(table: StepTable) -> Advantages:
-    """Returns and sizes of anchors, to look at."""
+    """Compute returns and sizes of anchors, for reports only: all advantages are 0."""
     nothing_S = np.zeros(len(table.reward_S))
     returns_S = discount(table.reward_S, table.length_E, 1.0)
     parts = AdvantageParts(returns_S=returns_S, episode_S=nothing_S, step_S=nothing_S, peers_S=peers(table))
@@ -132,19 +131,19 @@ def _without_credit(table: StepTable) -> Advantages:
 
 
 def check_method(method: str, params: Mapping[str, float | str]) -> dict[str, Any]:
-    """The parameters as the method takes them; raises ConfigError that says what to write instead."""
+    """Convert parameters to the types that the method takes. Raises ConfigError that says what to write instead."""
     fn = lookup(METHODS, method, "credit method")
-    known = {p.name: p.default for p in signature(fn).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
-    words = {name: value for name, value in params.items() if isinstance(known.get(name), StrEnum)}
+    defaults = {p.name: p.default for p in signature(fn).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
+    words = {name: value for name, value in params.items() if isinstance(defaults.get(name), StrEnum)}
     numbers = {name: value for name, value in params.items() if name not in words}
-    check_numbers(numbers, known, f"{method!r}")
+    check_numbers(numbers, defaults, f"{method!r}")
     for name, value in numbers.items():
         _check_range(name, float(value), method)
-    return {**params, **{name: _choice(type(known[name]), name, value, method) for name, value in words.items()}}
+    return {**params, **{name: _choice(type(defaults[name]), name, value, method) for name, value in words.items()}}
 
 
 def _check_range(name: str, value: float, method: str) -> None:
-    """A number outside would not fail, it would train something else: a discount above 1, a penalty that rewards."""
+    """Refuse a number that would not fail but train something else: a discount above 1, a penalty that rewards."""
     most = 1.0 if name in SHARES else float("inf")
     if not 0.0 <= value <= most or (name in WHOLE and value != int(value)):
         kind = "a whole number" if name in WHOLE else "a number"

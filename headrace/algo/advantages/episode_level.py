@@ -1,4 +1,4 @@
-"""Advantages of whole episodes from one reward each, compared within explicit groups. N episodes.
+"""Compute advantages of whole episodes from one reward each, compared within explicit groups. N episodes.
 
 float64 throughout; a group whose rewards are all equal, or that has one member, gets exactly 0.
 """
@@ -26,56 +26,59 @@ Numbers = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageParts:
-    """What the advantages of S steps were made of: G, A_E, A_S, and the size of each step's anchor (0: no state)."""
+    """The terms of the advantages of S steps."""
 
-    returns_S: Floats
-    episode_S: Floats
-    step_S: Floats
-    peers_S: Ints
+    returns_S: Floats  # G
+    episode_S: Floats  # A_E
+    step_S: Floats  # A_S
+    peers_S: Ints  # size of each step's anchor; 0: no state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """One advantage per row, and figures that say whether they carry a signal. `parts`: where rows are steps."""
+    """The advantages of a batch, one per row; rows are episodes or steps."""
 
     values: Floats
-    health: Mapping[str, Metric]
-    parts: AdvantageParts | None = None
+    health: Mapping[str, Metric]  # whether the advantages carry a signal
+    parts: AdvantageParts | None = None  # if rows are steps
 
 
 def grpo(rewards: Numbers, groups: Numbers, *, std_eps: float = 1e-6) -> Advantages:
-    """A = (R - mean) / (std + eps) of the group, sample standard deviation (arXiv 2402.03300)."""
+    """GRPO: A = (R - mean) / (std + eps) of the group, sample standard deviation (arXiv 2402.03300)."""
     rewards_N, stats = _stats(rewards, groups)
     return _with_health(standardize(rewards_N, stats, ddof=1, eps=std_eps), rewards_N, stats)
 
 
 def dr_grpo(rewards: Numbers, groups: Numbers) -> Advantages:
-    """A = R - mean of the group (arXiv 2503.20783); goes with the weighting `constant`."""
+    """Dr. GRPO: A = R - mean of the group (arXiv 2503.20783); goes with the weighting `constant`."""
     rewards_N, stats = _stats(rewards, groups)
     return _with_health(center(rewards_N, stats), rewards_N, stats)
 
 
 def rloo(rewards: Numbers, groups: Numbers) -> Advantages:
-    """A = R - mean of the others = (R - mean) n / (n - 1) (arXiv 2402.14740); 0 for a group of one."""
+    """RLOO: A = R - mean of the others = (R - mean) n / (n - 1) (arXiv 2402.14740); 0 for a group of one."""
     rewards_N, stats = _stats(rewards, groups)
     factor_G = stats.count_G / np.maximum(stats.count_G - 1, 1)
     return _with_health(center(rewards_N, stats) * factor_G[stats.index_N], rewards_N, stats)
 
 
 def reinforce_pp(rewards: Numbers, groups: Numbers, *, std_eps: float = 1e-6) -> Advantages:
-    """A = (R - mean) / (std + eps) of the whole batch (arXiv 2501.03262); by token: `gae.reinforce_pp_tokens`."""
+    """REINFORCE++: A = (R - mean) / (std + eps) of the whole batch (arXiv 2501.03262).
+
+    The form by token is `gae.reinforce_pp_tokens`.
+    """
     rewards_N, stats = _stats(rewards, groups)
     return _with_health(whiten_values(rewards_N, eps=std_eps), rewards_N, stats)
 
 
 def reinforce_pp_baseline(rewards: Numbers, groups: Numbers, *, std_eps: float = 1e-6) -> Advantages:
-    """A = (R - mean of the group), whitened over the whole batch."""
+    """REINFORCE++ with baseline: A = (R - mean of the group), whitened over the whole batch."""
     rewards_N, stats = _stats(rewards, groups)
     return _with_health(whiten_values(center(rewards_N, stats), eps=std_eps), rewards_N, stats)
 
 
 def lite_ppo(rewards: Numbers, groups: Numbers, *, std_eps: float = 1e-6) -> Advantages:
-    """A = (R - mean of the group) / (std of the batch's rewards + eps) (arXiv 2508.08221)."""
+    """LitePPO: A = (R - mean of the group) / (std of the batch's rewards + eps) (arXiv 2508.08221)."""
     rewards_N, stats = _stats(rewards, groups)
     batch = group_stats(rewards_N, np.zeros(len(rewards_N), dtype=np.int64))
     scale = float(batch.deviation_G(ddof=1)[0]) + std_eps if len(rewards_N) else 1.0
@@ -83,7 +86,7 @@ def lite_ppo(rewards: Numbers, groups: Numbers, *, std_eps: float = 1e-6) -> Adv
 
 
 def opo(rewards: Numbers, groups: Numbers, lengths: Numbers) -> Advantages:
-    """A = R - sum(l R) / sum(l) of the group, l = sampled tokens: the variance-optimal baseline (arXiv 2505.23585)."""
+    """OPO: A = R - sum(l R) / sum(l) of the group, l = sampled tokens: variance-optimal baseline (arXiv 2505.23585)."""
     rewards_N, stats = _stats(rewards, groups)
     lengths_N = np.asarray(lengths, dtype=np.float64)
     assert (lengths_N >= 0).all()
@@ -103,7 +106,7 @@ def _with_health(values_N: Floats, rewards_N: Floats, stats: GroupStats) -> Adva
 
 
 def reward_health(rewards_N: Floats, stats: GroupStats) -> dict[str, Metric]:
-    """`zero_variance_share`: groups whose rewards are all equal; `single_episode_share`: those of one episode."""
+    """Measure the mean reward, and the shares of groups whose rewards are all equal and of groups of one episode."""
     num_groups = len(stats.count_G)
     return {
         "credit/reward_mean": Mean(float(rewards_N.sum()), len(rewards_N)),

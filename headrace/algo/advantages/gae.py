@@ -1,6 +1,6 @@
-"""Generalised advantage estimation over tokens or turns, with a critic's values. E episodes laid end to end, T tokens.
+"""Estimate generalised advantages over tokens or turns, with a critic's values. E episodes laid end to end, T tokens.
 
-Tokens that the policy did not sample (prompt, tool output, padding) consume no step: they are taken out before the
+Tokens that the policy did not sample (prompt, tool output, padding) are no steps: they are taken out before the
 recursion, so no value is bootstrapped across them.
 """
 
@@ -19,11 +19,11 @@ NOT_SAMPLED = -1  # in `turns`: a token of no turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaeResult:
-    """Per token, 0 where it was not sampled; `returns` are what the critic is trained on where `critic` is not 0."""
+    """Advantages and the critic's targets per token; 0 where it was not sampled."""
 
     advantages: Floats
-    returns: Floats
-    critic: Floats
+    returns: Floats  # the critic's targets
+    critic: Floats  # 1 where the critic is trained
 
 
 def token_gae(
@@ -66,10 +66,11 @@ def turn_gae(
     gamma: float = 1.0,
     lam: float | Numbers = 0.95,
 ) -> GaeResult:
-    """One step per turn: its reward is the sum over its tokens, its value that at its first token; A on all its tokens.
+    """Run the recursion of `token_gae` over turns, and give each turn's A to all its tokens.
 
-    `turns` numbers the sampled tokens' turns within the batch (each number one turn, rising), -1 elsewhere. `local` is
-    added to a token's own advantage and goes no further, as a per-token KL penalty does.
+    A turn's reward is the sum over its tokens, its value that at its first token. `turns` numbers the sampled tokens'
+    turns within the batch (rising), -1 elsewhere. `local` is added to a token's own advantage and to no other, as a
+    per-token KL penalty is.
     """
     turns_T = np.asarray(turns, dtype=np.int64)
     sampled_T = turns_T != NOT_SAMPLED
@@ -96,7 +97,7 @@ def turn_gae(
 def reinforce_pp_tokens(
     rewards: Numbers, sampled: Numbers, lengths: Numbers, *, gamma: float = 1.0, std_eps: float = 1e-6
 ) -> Floats:
-    """Whitened discounted return of every sampled token, over all of the batch: REINFORCE++ (arXiv 2501.03262).
+    """REINFORCE++: whiten the discounted return of every sampled token over the whole batch (arXiv 2501.03262).
 
     Rewards are the outcome on the last token minus the per-token KL (`shaping.kl_rewards`).
     """
@@ -109,7 +110,7 @@ def reinforce_pp_tokens(
 
 
 def adaptive_lam(num_tokens: int, *, alpha: float = 0.05) -> float:
-    """VAPO's lambda by length: max(0, 1 - 1 / (alpha L)), so that long answers look further ahead.
+    """Compute VAPO's lambda by length: max(0, 1 - 1 / (alpha L)), so that long answers look further ahead.
 
     >>> adaptive_lam(10), adaptive_lam(200)
     (0.0, 0.9)
@@ -129,7 +130,7 @@ def _gae(
 
 
 def _counts(marked_T: npt.NDArray[np.bool_], lengths_E: Ints) -> Ints:
-    """How many marked tokens each episode has."""
+    """Count the marked tokens of each episode."""
     assert int(lengths_E.sum()) == len(marked_T)
     episode_T = np.repeat(np.arange(len(lengths_E)), lengths_E)
     return np.bincount(episode_T[marked_T], minlength=len(lengths_E)).astype(np.int64)

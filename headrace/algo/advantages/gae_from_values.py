@@ -1,4 +1,4 @@
-"""GAE from values that a critic gave when an episode was trained on: its advantages again, without the critic.
+"""Recompute GAE without the critic, from the values it gave when an episode was trained on.
 
 S steps of all episodes and T their sampled tokens, laid end to end; E episodes.
 """
@@ -17,20 +17,22 @@ from headrace.algo.name_lookup import check_numbers
 from headrace.errors import ConfigError
 from headrace.types import CreditedEpisode, Group, ScoredEpisode, TokenValues
 
-# numbers that may be given, as in [rl.critic]; `whiten` and `bootstrap` are 0 or 1; `kl_coef` 0: without penalties
+# parameters and defaults, as in [rl.critic]; `whiten` and `bootstrap` are 0 or 1; `kl_coef` 0: without penalties
 GAE_PARAMS: Mapping[str, float] = {"gamma": 1.0, "lam": 0.95, "whiten": 1.0, "bootstrap": 1.0, "kl_coef": 0.0}
 
 
 def credit_by_values(
-    groups: Sequence[Group], known: Mapping[str, TokenValues], *, method: str, params: Mapping[str, float | str]
+    groups: Sequence[Group], values_by_id: Mapping[str, TokenValues], *, method: str, params: Mapping[str, float | str]
 ) -> tuple[CreditedEpisode, ...]:
-    """Every scored episode, found in `known` by its id, with the mean advantage of each step's tokens: what a critic
-    with these values and numbers would have given. turn_gae reads the first value of each step only. Raises ConfigError
-    on numbers that it does not have."""
+    """Credit every scored episode as a critic with these values would have: the mean advantage of each step's tokens.
+
+    `values_by_id` has the values of every episode by its id. turn_gae reads the first value of each step only. Raises
+    ConfigError on unknown parameters.
+    """
     c = check_gae(method, params)
     episodes = [scored for group in groups for scored in group.episodes]
-    values = [known[scored.episode.id] for scored in episodes]
-    counts_S = np.array([len(array) for own in values for array in own.steps], dtype=np.int64)
+    values = [values_by_id[scored.episode.id] for scored in episodes]
+    counts_S = np.array([len(array) for episode in values for array in episode.steps], dtype=np.int64)
     turns_T = np.repeat(np.arange(len(counts_S)), counts_S)
     gae = _gae(method, c, episodes, values, step_table(groups).reward_S, turns_T)
     advantages_T = whiten_values(gae.advantages, eps=1e-6) if c["whiten"] else gae.advantages
@@ -41,7 +43,9 @@ def credit_by_values(
             scored=scored,
             group_id=group.id,
             advantages=tuple(next(means) for _ in scored.episode.steps),
-            values=tuple(float(array[0]) if len(array) else float("nan") for array in known[scored.episode.id].steps),
+            values=tuple(
+                float(array[0]) if len(array) else float("nan") for array in values_by_id[scored.episode.id].steps
+            ),
         )
         for group in groups
         for scored in group.episodes
@@ -49,7 +53,7 @@ def credit_by_values(
 
 
 def check_gae(method: str, params: Mapping[str, float | str]) -> dict[str, float]:
-    """All numbers of a GAE; raises ConfigError that says what to write instead."""
+    """Complete the parameters of a GAE by defaults. Raises ConfigError that says what to write instead."""
     assert method in names.CRITIC_CREDITS
     check_numbers(params, GAE_PARAMS, f"{method!r}")
     c = {**GAE_PARAMS, **{name: float(value) for name, value in params.items()}}
@@ -70,11 +74,11 @@ def _gae(
     reward_S: Floats,
     turns_T: Ints,
 ) -> GaeResult:
-    lengths_E = np.array([sum(map(len, own.steps)) for own in values], dtype=np.int64)
+    lengths_E = np.array([sum(map(len, episode.steps)) for episode in values], dtype=np.int64)
     rewards_T = _rewards(values, reward_S, lengths_E, penalised=bool(c["kl_coef"]))
-    values_T = _end_to_end([array for own in values for array in own.steps])
+    values_T = _concatenate([array for episode in values for array in episode.steps])
     cut_off_E = np.array([scored.episode.truncated for scored in episodes], dtype=bool) & bool(c["bootstrap"])
-    after_E = np.where(cut_off_E, np.array([own.after for own in values]), 0.0)
+    after_E = np.where(cut_off_E, np.array([episode.after for episode in values]), 0.0)
     if method == "turn_gae":
         return turn_gae(rewards_T, values_T, turns_T, lengths_E, after_E, gamma=c["gamma"], lam=c["lam"])
     sampled_T = np.ones(len(turns_T))
@@ -82,22 +86,24 @@ def _gae(
 
 
 def _rewards(values: Sequence[TokenValues], reward_S: Floats, lengths_E: Ints, *, penalised: bool) -> Floats:
-    """The reward of a step on its last token, and the KL's part; a step without a token leaves its reward to the token
-    before it."""
+    """Put each step's reward on its last token, and add the KL penalties.
+
+    The reward of a step without tokens goes to the token before it.
+    """
     rewards_T = np.zeros(int(lengths_E.sum()))
-    given = iter(reward_S.tolist())
+    step_rewards = iter(reward_S.tolist())
     start = 0
-    for own, length in zip(values, lengths_E.tolist(), strict=True):
+    for episode, length in zip(values, lengths_E.tolist(), strict=True):
         last = start - 1
-        for array in own.steps:
-            last, reward = last + len(array), next(given)
+        for array in episode.steps:
+            last, reward = last + len(array), next(step_rewards)
             if last >= start:
                 rewards_T[last] += reward
-        if penalised and own.penalties is not None:
-            rewards_T[start : start + length] += _end_to_end(own.penalties)
+        if penalised and episode.penalties is not None:
+            rewards_T[start : start + length] += _concatenate(episode.penalties)
         start += length
     return rewards_T
 
 
-def _end_to_end(arrays: Sequence[npt.NDArray[Any]]) -> Floats:
+def _concatenate(arrays: Sequence[npt.NDArray[Any]]) -> Floats:
     return np.concatenate([np.zeros(0), *(array.astype(np.float64) for array in arrays)])

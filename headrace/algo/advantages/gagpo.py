@@ -25,11 +25,10 @@ def gagpo(
     invalid_penalty: float = 0.0,
     std_eps: float = 1e-6,
 ) -> Advantages:
-    """A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), then normalised per task group,
-    plus episode_coef A_E.
+    """GAGPO: A_t = delta_t + gamma lam A_{t+1}, normalised per task group, plus episode_coef A_E.
 
-    V(s) is the mean of G over the steps of the group taken in s; a step without a state is alone, V = its own G. The
-    end of an episode has value 0. Goes with a sequence-level ratio (gspo).
+    delta_t = r_t + gamma V(s_{t+1}) - V(s_t). V(s) is the mean of G over the steps of the group taken in s; a step
+    without a state is alone, V = its own G. The end of an episode has value 0. Goes with a sequence-level ratio (gspo).
     """
     table = penalize(table, invalid_penalty)
     returns_S = discount(table.reward_S, table.length_E, gamma)

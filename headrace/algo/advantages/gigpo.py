@@ -14,10 +14,10 @@ from headrace.algo.advantages.step_table import StepTable, discount, penalize
 
 
 class MixMode(StrEnum):
-    """A_E + omega A_S (the paper), or (1 - omega) A_E + omega A_S."""
+    """The combination of episode and step advantage."""
 
-    SUM = "sum"
-    CONVEX = "convex"
+    SUM = "sum"  # A_E + omega A_S, as in the paper
+    CONVEX = "convex"  # (1 - omega) A_E + omega A_S
 
 
 def gigpo(
@@ -31,7 +31,7 @@ def gigpo(
     invalid_penalty: float = 0.0,
     std_eps: float = 1e-6,
 ) -> Advantages:
-    """A = A_E + omega A_S.
+    """GiGPO: A = A_E + omega A_S.
 
     A_E compares the episode's reward in its task group; A_S compares G_t = sum_k gamma^(k - t) r_k among all steps of
     the group taken in the same state. `invalid_penalty` is taken off r_t of invalid steps before discounting. With

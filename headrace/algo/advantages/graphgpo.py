@@ -30,7 +30,7 @@ def graphgpo(
     invalid_penalty: float = 0.0,
     std_eps: float = 1e-6,
 ) -> Advantages:
-    """A = episode_coef A_E + graph_coef A_G.
+    """GraphGPO: A = episode_coef A_E + graph_coef A_G.
 
     q_t = success_value * decay^d(s_{t+1}), d = fewest transitions to success seen in the task group (the last step of a
     successful episode leads there, d = 0); where success cannot be reached, d = largest finite d of the group + 1.
@@ -39,13 +39,13 @@ def graphgpo(
     table = penalize(table, invalid_penalty)
     step = anchor_advantages(success_value * decay ** next_distances(table), table, norm=norm, eps=std_eps)
     episode_S = episode_advantages(table, norm=norm, episode_weight=episode_weight, eps=std_eps)
-    returns_S = discount(table.reward_S, table.length_E, 1.0)  # to look at: q is what is compared
+    returns_S = discount(table.reward_S, table.length_E, 1.0)  # for reports: the method compares q
     values_S = episode_coef * episode_S + graph_coef * step.values_S
     return combine_advantages(values_S, episode_S, step, table, returns_S=returns_S)
 
 
 def next_distances(table: StepTable) -> Floats:
-    """d(s_{t+1}) of every step; one and the same number throughout a group that has no success."""
+    """Compute d(s_{t+1}) of every step; the same number throughout a group that has no success."""
     num_steps = len(table.reward_S)
     if not num_steps:
         return np.zeros(0)
@@ -71,7 +71,7 @@ def next_distances(table: StepTable) -> Floats:
 
 
 def _distances(source_N: Ints, target_N: Ints, goals_G: Ints, num_nodes: int) -> Ints:
-    """Fewest edges from each node to a goal, breadth first against the edges; every edge is looked at once."""
+    """Count the fewest edges from each node to a goal: breadth first against the edges, each edge visited once."""
     order_N = np.argsort(target_N, kind="stable")
     sources_N = source_N[order_N]
     starts_V = np.searchsorted(target_N[order_N], np.arange(num_nodes + 1))

@@ -1,4 +1,4 @@
-"""Statistics of values by explicit group label. N rows in any order, G groups.
+"""Compute statistics of values by explicit group label. N rows in any order, G groups.
 
 Rows are summed in sorted order, so a result does not depend on the order of the rows, to the last bit. A group is
 constant when its smallest and largest value agree to 13 digits, which is all that a sum of rewards taken in another
@@ -19,22 +19,22 @@ SAME = 1e-13  # relative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStats:
-    """Per group: number of rows, mean, sum of squared deviations from it, whether all values are equal."""
+    """Statistics per group."""
 
     index_N: Ints  # group of each row
-    count_G: Ints
+    count_G: Ints  # number of rows
     mean_G: Floats
-    squares_G: Floats
-    constant_G: Bools
+    squares_G: Floats  # sum of squared deviations from the mean
+    constant_G: Bools  # all values are equal
 
     def deviation_G(self, *, ddof: int) -> Floats:
-        """Standard deviation; exactly 0 for a constant group (one of a single row is constant)."""
+        """Compute the standard deviation; exactly 0 for a constant group, such as one of a single row."""
         freedom_G = np.maximum(self.count_G - ddof, 1)
         return np.sqrt(self.squares_G / freedom_G)
 
 
 def group_stats(values_N: Floats, labels_N: npt.NDArray[Any]) -> GroupStats:
-    """Labels are any integers; a label that does not occur has no group."""
+    """Compute the statistics of each label that occurs. Labels are any integers."""
     assert values_N.shape == labels_N.shape
     assert values_N.ndim == 1
     assert np.isfinite(values_N).all()
@@ -60,17 +60,17 @@ def group_stats(values_N: Floats, labels_N: npt.NDArray[Any]) -> GroupStats:
 
 
 def center(values_N: Floats, stats: GroupStats) -> Floats:
-    """Value minus mean of its group; exactly 0 in a constant group."""
+    """Compute value - mean of its group; exactly 0 in a constant group."""
     return np.where(stats.constant_G[stats.index_N], 0.0, values_N - stats.mean_G[stats.index_N])
 
 
 def standardize(values_N: Floats, stats: GroupStats, *, ddof: int, eps: float) -> Floats:
-    """(value - mean) / (std + eps) of its group; exactly 0 in a constant group."""
+    """Compute (value - mean) / (std + eps) of its group; exactly 0 in a constant group."""
     scale_G = np.where(stats.constant_G, 1.0, stats.deviation_G(ddof=ddof) + eps)
     return center(values_N, stats) / scale_G[stats.index_N]
 
 
 def whiten_values(values_N: Floats, *, eps: float) -> Floats:
-    """(value - mean) / (std + eps) over all rows, sample standard deviation; exactly 0 if all are equal."""
-    everyone = np.zeros(len(values_N), dtype=np.int64)
-    return standardize(values_N, group_stats(values_N, everyone), ddof=1, eps=eps)
+    """Compute (value - mean) / (std + eps) over all rows, sample standard deviation; exactly 0 if all are equal."""
+    one_group_N = np.zeros(len(values_N), dtype=np.int64)
+    return standardize(values_N, group_stats(values_N, one_group_N), ddof=1, eps=eps)

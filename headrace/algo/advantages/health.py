@@ -1,6 +1,6 @@
-"""Whether what is about to be credited can teach anything: faults that end a run, and signs that are worth a warning.
+"""Check that a batch can teach anything: faults that end a run, and signs that are worth a warning.
 
-Pure: who asks decides what becomes of the sentences.
+Pure: the caller raises or logs the sentences.
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,24 @@ from headrace.algo.advantages.step_table import NO_STATE, StepTable
 from headrace.types import Group
 
 MAX_SINGLETON_SHARE = 0.9  # of the anchors; runs that learn from step credit are reported to stay below a third
-
-
-MIN_MOVES = 50  # valid actions after which a state that is still the first one is the anchor's fault
+MIN_MOVES = 50  # valid actions after which an unchanged state is the anchor's fault, not the policy's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
-    """Sentences. Those of `warnings` have a name, so that each is said once. `moves`: valid actions of a batch in which
-    no state changed."""
+    """The findings about a batch, in sentences."""
 
     errors: tuple[str, ...] = ()
-    warnings: tuple[tuple[str, str], ...] = ()
-    moves: int = 0
+    warnings: tuple[tuple[str, str], ...] = ()  # (name, sentence); the name lets the caller log each once
+    moves: int = 0  # valid actions of a batch in which no state changed
 
 
 def anchor_findings(table: StepTable, *, method: str, moves_before: int = 0) -> HealthReport:
-    """Of a method that compares steps by their states.
+    """Check a batch for a method that compares steps by their states.
 
-    An error: episodes have several steps, and no group has more than one state. Then the anchor is taken at the start
-    and never changes, or there is none; A_S is nothing, or a second A_E. A weak policy may stay where it is as well, so
-    this is said of MIN_MOVES valid actions that changed nothing, `moves_before` of earlier batches counted in; of fewer
-    it is a warning.
+    It is an error if episodes have several steps and no group has more than one state: the anchor is then taken at the
+    start and never changes, or there is none, and A_S is 0 or a second A_E. A weak policy may stay in one state too, so
+    it is a warning until MIN_MOVES valid actions, those of earlier batches (`moves_before`) included, changed nothing.
     """
     states_G, several_G = _states_of_groups(table)
     if several_G.any() and (states_G[several_G] <= 1).all():
@@ -72,8 +68,11 @@ def _singleton_share(table: StepTable) -> float:
 
 
 def group_findings(groups: Sequence[Group], *, mixed_versions: bool, compared: bool = True) -> HealthReport:
-    """Of any method. `mixed_versions`: asynchronous sampling may mix them; `compared`: episodes with each other, not
-    with what a critic expects."""
+    """Check a batch for any method.
+
+    `mixed_versions` says that sampling is asynchronous, so a group may have tokens of several policy versions;
+    `compared`, that episodes are compared with each other and not with a critic's values.
+    """
     errors, warnings = [], []
     mixed = [] if mixed_versions else [group for group in groups if len(_versions(group)) > 1]
     if mixed:
@@ -91,13 +90,13 @@ def group_findings(groups: Sequence[Group], *, mixed_versions: bool, compared: b
 
 
 def _versions(group: Group) -> set[int]:
-    """Of all sampled tokens."""
+    """Collect the policy versions of a group's sampled tokens."""
     steps = [step for scored in group.episodes for step in scored.episode.steps]
     return {int(version) for step in steps for version in np.unique(step.completion.versions)}
 
 
 def _states_of_groups(table: StepTable) -> tuple[Ints, Bools]:
-    """How many different states each group number has, and whether any of its episodes has several steps."""
+    """Count the different states of each group, and tell whether any of its episodes has several steps."""
     num_groups = int(table.group_E.max(initial=-1)) + 1
     anchored_S = table.state_S != NO_STATE
     pairs = np.unique(np.stack([table.group_S[anchored_S], table.state_S[anchored_S]]), axis=1)

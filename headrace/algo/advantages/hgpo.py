@@ -27,7 +27,7 @@ def hgpo(
     invalid_penalty: float = 0.0,
     std_eps: float = 1e-6,
 ) -> Advantages:
-    """A = sum_k w_k a_k, k = 1 .. depth + 1, plus episode_coef A_E.
+    """HGPO: A = sum_k w_k a_k, k = 1 .. depth + 1, plus episode_coef A_E.
 
     a_k compares G_t among the steps whose last k states (s_{t-k+1} .. s_t) are equal, by the population standard
     deviation or, with norm "none", by the mean alone.
@@ -56,8 +56,8 @@ def hgpo(
 
 
 def _longer(history_S: Ints, known_S: Bools, state_S: Ints, has_state_S: Bools, first_S: Bools) -> tuple[Ints, Bools]:
-    """Histories one state longer: (history of the step before, state of this one), numbered densely."""
+    """Extend histories by one state: number the pairs (history of the step before, state of this one) densely."""
     _, before_S = np.unique(history_S, return_inverse=True)
-    _, own_S = np.unique(state_S, return_inverse=True)
-    longer_S = np.roll(before_S, 1) * (int(own_S.max(initial=0)) + 1) + own_S
+    _, current_S = np.unique(state_S, return_inverse=True)
+    longer_S = np.roll(before_S, 1) * (int(current_S.max(initial=0)) + 1) + current_S
     return longer_S, np.roll(known_S, 1) & has_state_S & ~first_S

@@ -1,4 +1,4 @@
-"""The steps of a batch as columns, which is what every step-level method reads. E episodes, S steps.
+"""Lay out the steps of a batch as columns, the input of every step-level method. E episodes, S steps.
 
 Rows of S run episode after episode, each in time order. Task groups and states are numbers; equal numbers mean equal
 states, within a group only.
@@ -18,16 +18,16 @@ NO_STATE = -1  # in `state_S`: the step has no anchor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
-    """`total_E` is the episode's reward, `reward_S` what each step got of it."""
+    """The steps of a batch as columns."""
 
     group_E: Ints
     length_E: Ints  # steps
     tokens_E: Ints  # sampled tokens
-    total_E: Floats
+    total_E: Floats  # the episode's reward
     success_E: Bools
-    reward_S: Floats
-    state_S: Ints
-    valid_S: Bools
+    reward_S: Floats  # the step's share of the episode's reward
+    state_S: Ints  # number of the anchor state, or NO_STATE
+    valid_S: Bools  # the environment accepted the action
 
     def __post_init__(self) -> None:
         assert len(self.group_E) == len(self.length_E) == len(self.tokens_E) == len(self.total_E) == len(self.success_E)
@@ -44,22 +44,24 @@ class StepTable:
 
     @property
     def last_S(self) -> Bools:
-        """Whether a step ends its episode."""
+        """Mark the last step of each episode."""
         last_S = np.zeros(len(self.reward_S), dtype=bool)
         last_S[np.cumsum(self.length_E)[self.length_E > 0] - 1] = True
         return last_S
 
 
 def anchors_of(groups: Sequence[Group], keys: KeysFn = default_keys) -> Keys:
-    """The anchor key of every step of all scored episodes, in the order of the table's rows."""
-    named = [(scored.episode, keys(scored.episode)) for group in groups for scored in group.episodes]
-    assert all(len(own) == len(episode.steps) for episode, own in named)
-    return [key for _, own in named for key in own]
+    """Name the anchor key of every step of all scored episodes, in the order of the table's rows."""
+    keyed = [(scored.episode, keys(scored.episode)) for group in groups for scored in group.episodes]
+    assert all(len(episode_keys) == len(episode.steps) for episode, episode_keys in keyed)
+    return [key for _, episode_keys in keyed for key in episode_keys]
 
 
 def step_table(groups: Sequence[Group], anchors: Keys | None = None) -> StepTable:
-    """Columns of all scored episodes, with these anchor keys. Without step rewards an episode's total is the reward of
-    its last step."""
+    """Make the columns of all scored episodes, with these anchor keys.
+
+    Without step rewards, an episode's total is the reward of its last step.
+    """
     episodes = [scored for group in groups for scored in group.episodes]
     steps = [step for scored in episodes for step in scored.episode.steps]
     anchors = anchors_of(groups) if anchors is None else anchors
@@ -81,7 +83,7 @@ def step_table(groups: Sequence[Group], anchors: Keys | None = None) -> StepTabl
 
 
 def penalize(table: StepTable, penalty: float) -> StepTable:
-    """Take `penalty` off the reward of every invalid step, before any discounting, and off its episode's total."""
+    """Subtract `penalty` from the reward of every invalid step, before discounting, and from its episode's total."""
     if not penalty:
         return table
     loss_S = np.where(table.valid_S, 0.0, penalty)
@@ -98,7 +100,7 @@ def penalize(table: StepTable, penalty: float) -> StepTable:
 
 
 def discount(values_S: Floats, length_E: Ints, factor: float | Floats) -> Floats:
-    """out_t = values_t + factor * out_{t+1} within each episode; one factor for all, or one per episode.
+    """Compute out_t = values_t + factor * out_{t+1} within each episode; one factor for all, or one per episode.
 
     One vectorised pass per time step, over the episodes that are that long: linear in the number of steps.
     """

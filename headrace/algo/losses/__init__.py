@@ -1,4 +1,15 @@
-"""The losses there are, by the name a configuration gives them. `docs/objectives.md` says which to use when."""
+"""Loss functions by the name a configuration gives them. `docs/objectives.md` says which to use when.
+
+- `supervised`: cross-entropy and distillation.
+- `surrogate`: importance sampling and PPO; `sequence` has one ratio per sequence (GSPO).
+- `score_function`: CISPO, AIPO and other score-function forms with a bounded ratio.
+- `soft_clip`: SAPO and DRO, which keep the policy near the sampler without a hard clip.
+- `decoupled`: losses for tokens of several policy versions, which read what `algo.correction` writes.
+- `preference`, `discriminative`: losses of pairs and of groups.
+- `value`: losses of a value head.
+- `regularisers`: KL and entropy terms to add to a policy loss; `compose` adds losses.
+- `ratios`: ratios of two policies, and the metrics that losses share.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,9 +78,9 @@ assert tuple(LOSSES) == names.LOSSES
 
 
 def find_loss(fn: str | Callable[..., Any]) -> LossFn:
-    """A loss by name, a sum of names ("ppo + entropy_bonus"), or the function itself.
+    """Find a loss by its name or a sum of names ("ppo + entropy_bonus"); a function is returned as it is.
 
-    Raises ConfigError that names the nearest one.
+    Raises ConfigError that names the nearest loss if there is none of a name.
     """
     if not isinstance(fn, str):
         return fn

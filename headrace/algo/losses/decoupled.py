@@ -2,7 +2,7 @@
 
 Decoupled PPO keeps two corrections apart: the behaviour weight b (from the sampler to the policy at the start of the
 step, computed for the whole step by `algo.correction`) and the trust-region ratio r (from there to the policy now).
-A loss here asks for what the correction writes, so it cannot run with weights of 1 in silence.
+A loss here requires the arrays that the correction writes, so it cannot silently run with weights of 1.
 """
 
 from torch import Tensor
@@ -35,7 +35,7 @@ def decoupled_ppo(
 ) -> LossOut:
     """L = -sum_t w_t b_t min(r_t A_t, clip(r_t) A_t), r = exp(policy - proximal) (arXiv 2110.00641, 2505.24298).
 
-    b is 0 for rejected tokens; they stay in every denominator, because the weights were made before.
+    b is 0 for rejected tokens; they stay in every denominator, because the weights were computed before.
     """
     assert policy_logprobs_T.shape == proximal_logprobs_T.shape == sampler_logprobs_T.shape
     assert policy_logprobs_T.shape == behaviour_weights_T.shape == advantages_T.shape == weights_T.shape
@@ -102,7 +102,7 @@ def m2po(
 ) -> LossOut:
     """L = -sum_t w_t k_t r_t A_t over the tokens kept by the step's second-moment mask k (arXiv 2510.01161).
 
-    r = exp(policy - sampler), not clipped: `correction.m2_mask` has taken out what would make its variance large.
+    r = exp(policy - sampler), not clipped: `correction.m2_mask` has removed the tokens that make its variance large.
     """
     assert policy_logprobs_T.shape == sampler_logprobs_T.shape == m2_mask_T.shape == advantages_T.shape
     trained_T = weights_T != 0

@@ -1,4 +1,4 @@
-"""Discriminative scoring: good answers are to score above the bad ones of the same task.
+"""Train good answers to score above the bad ones of the same task.
 
 T tokens, S sequences, G groups.
 """
@@ -26,7 +26,7 @@ def discriminative(
 
     The objective of DisCO (arXiv 2505.12366): hard negatives, those with a high score, get most of the push. Only the
     sign of the advantage counts; a group without both signs contributes 0. c = mean weight of the group's trained
-    tokens, so that the weighting unit_mean gives the mean over groups. Keep it near the sampler by "+ sampler_kl".
+    tokens, so that the weighting unit_mean gives the mean over groups. "+ sampler_kl" keeps it near the sampler.
     """
     trained_T = weights_T != 0
     group_T, segment_T = dense_index(units_T), dense_index(segments_T)

@@ -1,4 +1,4 @@
-"""Learning from pairs: a preferred and a rejected sequence (`units.as_pairs` makes the data). T tokens, P pairs.
+"""Learn from pairs of a preferred and a rejected sequence (`units.as_pairs` makes the data). T tokens, P pairs.
 
 Every token carries the number of its pair (`units`) and +1 or -1 for its side (`preferences`). A pair's loss is
 multiplied by the mean weight of its trained tokens, so that the weighting unit_mean gives the mean over pairs.
@@ -46,7 +46,7 @@ def ipo(
     *,
     beta: float = 0.1,
 ) -> LossOut:
-    """L = sum_p c_p (D - 1 / (2 beta))^2 with D between means over tokens (arXiv 2310.12036)."""
+    """L = sum_p c_p (D - 1 / (2 beta))^2, D as in `dpo` with means over tokens in place of sums (arXiv 2310.12036)."""
     trained_T = weights_T != 0
     index_T = dense_index(units_T)
     difference_T = torch.where(trained_T, policy_logprobs_T - reference_logprobs_T, 0.0)

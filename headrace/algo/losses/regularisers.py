@@ -1,9 +1,9 @@
-"""Terms that are added to a policy loss ("ppo + reference_kl_k3"): closeness to a policy, and entropy. T tokens.
+"""Define terms to add to a policy loss ("ppo + reference_kl_k3"): KL to another policy, and entropy. T tokens.
 
 For samples of the policy, d = policy - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As values, k1 and k3
 estimate KL(policy || reference). As terms to differentiate they differ: the expected gradient of k1 is zero, that of k2
-is the gradient of KL(policy || reference), that of k3 the gradient of KL(reference || policy). So value and gradient
-are named apart here. As a term of the reward all three are `shaping.kl_rewards`.
+is the gradient of KL(policy || reference), that of k3 the gradient of KL(reference || policy). So the names here state
+value and gradient separately. As a term of the reward all three are in `shaping.kl_rewards`.
 """
 
 import torch
@@ -17,7 +17,7 @@ from headrace.metrics import Sum
 def reference_kl_k1_k2(
     policy_logprobs_T: Tensor, reference_logprobs_T: Tensor, weights_T: Tensor, *, kl_coef: float = 0.01
 ) -> LossOut:
-    """Value of k1, gradient of k2: the unbiased value, of either sign, with the pull of KL(policy || reference)."""
+    """L = coef sum_t w_t k1_t with the gradient of k2: unbiased value of either sign, gradient of KL(policy || ref)."""
     d_T = log_ratio(policy_logprobs_T, reference_logprobs_T, weights_T != 0)
     k2_T = 0.5 * d_T**2
     return _penalty(d_T.detach() + k2_T - k2_T.detach(), d_T, weights_T, kl_coef)
@@ -42,7 +42,7 @@ def reference_kl_k3(
 def reference_kl_k3_k2(
     policy_logprobs_T: Tensor, reference_logprobs_T: Tensor, weights_T: Tensor, *, kl_coef: float = 0.01
 ) -> LossOut:
-    """Value of k3, gradient of k2: reads and pulls as KL(policy || reference)."""
+    """L = coef sum_t w_t k3_t with the gradient of k2: value and gradient of KL(policy || reference)."""
     d_T = log_ratio(policy_logprobs_T, reference_logprobs_T, weights_T != 0)
     k2_T = 0.5 * d_T**2
     return _penalty((torch.expm1(-d_T) + d_T).detach() + k2_T - k2_T.detach(), d_T, weights_T, kl_coef)
@@ -68,7 +68,7 @@ def sampler_kl(
 ) -> LossOut:
     """L = coef sum_t w_t (r - 1 - log r), r = exp(policy - sampler): KL(sampler || policy), unbiased on its samples.
 
-    The trust-region term of conservative PPO; `trust.adaptive_coef` moves its coefficient between training steps.
+    The trust-region term of conservative PPO; `kl_control.adapt_kl_coef` adapts its coefficient between training steps.
     """
     trained_T = weights_T != 0
     d_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, trained_T)

@@ -1,4 +1,4 @@
-"""Policy gradients in score-function form: L = -sum_t w_t sg(c_t) A_t log pi(x_t), where c is a bounded ratio.
+"""Define policy gradients in score-function form: L = -sum_t w_t sg(c_t) A_t log pi(x_t), where c is a bounded ratio.
 
 sg stops the gradient, so a bound changes how much a token counts but never cuts it off from learning, except where a
 rule drops it (c = 0). r_t = exp(policy - sampler). Unlike PPO's clip, the direction of the advantage plays no part.

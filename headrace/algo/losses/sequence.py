@@ -1,4 +1,4 @@
-"""Clipped surrogates with one ratio per sequence: GSPO's geometric mean, and the plain product. T tokens."""
+"""Define clipped surrogates with one ratio per sequence: GSPO's geometric mean, and the plain product. T tokens."""
 
 from torch import Tensor
 
@@ -51,13 +51,13 @@ def gspo_token(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> LossOut:
-    """GSPO with s_t = sg(s) exp(log pi_t - sg(log pi_t)): the value of gspo, each gradient under its own A_t."""
+    """GSPO with s_t = sg(s) exp(log pi_t - sg(log pi_t)): the value of gspo, each token's gradient under its A_t."""
     counted_T = (weights_T if sequence_ratio_mask_T is None else sequence_ratio_mask_T) != 0
     token_T = log_ratio(policy_logprobs_T, sampler_logprobs_T, counted_T)
     index_T = dense_index(segments_T)
     sequence_T = segment_mean(token_T.detach(), counted_T, index_T)[index_T]
-    own_T = log_ratio(policy_logprobs_T, policy_logprobs_T.detach(), weights_T != 0)
-    return _clipped(sequence_T + own_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
+    zero_T = log_ratio(policy_logprobs_T, policy_logprobs_T.detach(), weights_T != 0)  # carries the token's gradient
+    return _clipped(sequence_T + zero_T, token_T, advantages_T, weights_T, clip_low=clip_low, clip_high=clip_high)
 
 
 @loss_unit(Unit.SEQUENCE)

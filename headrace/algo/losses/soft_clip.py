@@ -1,4 +1,4 @@
-"""Policy losses that hold the policy near the sampler without a hard clip. T tokens, r = exp(policy - sampler)."""
+"""Define losses that keep the policy near the sampler without a hard clip. T tokens, r = exp(policy - sampler)."""
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def dro(
 ) -> LossOut:
     """L = -sum_t w_t (A_t log pi_t - beta / 2 (policy - sampler)^2), off-policy without ratios (arXiv 2405.19107).
 
-    The square also holds tokens whose advantage is 0; a position that is not to be trained needs weight 0.
+    The square also holds back tokens whose advantage is 0; a position that is not to be trained needs weight 0.
     """
     assert policy_logprobs_T.shape == sampler_logprobs_T.shape == advantages_T.shape == weights_T.shape
     trained_T = weights_T != 0

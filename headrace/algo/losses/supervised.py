@@ -1,4 +1,4 @@
-"""Learning from given tokens. T tokens, K alternatives per target."""
+"""Learn from targets or a teacher's log-probs, without rewards. T tokens, K alternatives per target."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from headrace.metrics import Mean, Sum
 def cross_entropy(policy_logprobs_T: Tensor, weights_T: Tensor) -> LossOut:
     """L = -sum_t w_t log pi(x_t), summed over alternatives too when both are [T, K].
 
-    Weights are any real numbers: negative ones push a token away, rows of K are soft targets.
-    `loss/nll` is the mean over trained targets, weighted by nothing.
+    Weights are any real numbers: negative ones push a token away, K per position are soft targets.
+    `loss/nll` is the unweighted mean over trained targets.
     """
     assert policy_logprobs_T.shape == weights_T.shape
     trained_T = weights_T != 0

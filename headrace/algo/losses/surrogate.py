@@ -1,4 +1,4 @@
-"""Policy-gradient surrogates whose gradient flows through the importance ratio. T tokens."""
+"""Define policy-gradient surrogates whose gradient flows through the importance ratio. T tokens."""
 
 from collections.abc import Mapping
 
@@ -74,7 +74,7 @@ def ppo(
 def clipped_objective(
     log_ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float, dual_clip: float
 ) -> Tensor:
-    """min(r A, clip(r) A) per token, and not below c A where A < 0 if `dual_clip` c is on."""
+    """Compute min(r A, clip(r) A) per token; with `dual_clip` c, not below c A where A < 0."""
     ratio_T = log_ratio_T.exp()
     clipped_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
@@ -86,7 +86,7 @@ def clipped_objective(
 def clipped_metrics(
     log_ratio_T: Tensor, advantages_T: Tensor, trained_T: Tensor, *, clip_low: float, clip_high: float
 ) -> Mapping[str, Metric]:
-    """Ratios, and the share of tokens whose gradient the clip has cut at either bound."""
+    """Measure ratios, and the share of tokens whose gradient the clip has cut at either bound."""
     ratio_T = log_ratio_T.detach().exp()
     below_T = (advantages_T < 0) & (ratio_T < 1.0 - clip_low)
     above_T = (advantages_T > 0) & (ratio_T > 1.0 + clip_high)

@@ -1,4 +1,4 @@
-"""Losses of a value head. T tokens."""
+"""Define the losses of a value head. T tokens."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def value_clipped(
     value_coef: float = 0.5,
     value_clip: float = 0.2,
 ) -> LossOut:
-    """L = coef sum_t w_t max((V - R)^2, (clip(V, V0 +- c) - R)^2), V0 = `values` of the advantages."""
+    """L = coef sum_t w_t max((V - R)^2, (clip(V, V0 +- c) - R)^2), V0 = `values`, those of the advantages."""
     assert predicted_values_T.shape == returns_T.shape == values_T.shape == weights_T.shape
     trained_T = weights_T != 0
     moved_T = torch.where(trained_T, predicted_values_T - values_T, 0.0)
@@ -62,10 +62,10 @@ def shared_value(
     value_coef: float = 0.5,
     value_clip: float = 0.2,
 ) -> LossOut:
-    """The term of a value head on the policy's own trunk: "ppo + shared_value + entropy_bonus" is PPO in one loss.
+    """Train a value head on the policy's own trunk: "ppo + shared_value + entropy_bonus" is PPO in one loss.
 
-    As `value_clipped` (`value_clip` 0: as `value`), under weights of its own: not every token that is sampled has a
-    return to learn, and a mean over those that have is another mean than the policy's.
+    The same as `value_clipped` (with `value_clip` 0, as `value`), under weights of its own: not every sampled token has
+    a return to learn, and the mean over those that have one differs from the policy's.
     """
     if not value_clip:
         return value(predicted_values_T, returns_T, value_weights_T, value_coef=value_coef)

@@ -1,11 +1,11 @@
-"""What cannot work in [rl.async], and in [rl.correction], which says the same of stale tokens in more forms."""
+"""Check [rl.async], and [rl.correction], which sets the same weights of stale tokens in more forms."""
 
 from collections.abc import Iterator
 
 from headrace.config.paths import split_sum
 from headrace.config.schema import AsyncConfig, EngineConfig, RlConfig
 
-# losses whose ratio is to the sampler: they see a token's age themselves. A test derives them from their signatures
+# losses whose ratio is to the sampler, and so already corrects a token's age. A test derives them from their signatures
 SAMPLER_RATIO = (
     "distillation",
     "importance_sampling",
@@ -30,19 +30,9 @@ SAMPLER_RATIO = (
 BOUNDS = ("weight_cap", "weight_floor", "cap_action")  # of [rl.async]; those of [rl.correction] have other names
 
 
-def batch_problems(rl: RlConfig) -> Iterator[str]:
-    """A batch has one size; a loaded tree has it in `rl.groups`."""
-    named = rl.asynchronous.batch_groups
-    if named is not None and named != rl.groups:
-        yield (
-            f"'rl.async.batch_groups' is {named} and 'rl.groups' is {rl.groups}, but both are the number of groups of "
-            "a batch: leave one of them out"
-        )
-
-
 def async_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
+    """Yield what cannot work in [rl.async] and [rl.correction]."""
     c = rl.asynchronous
-    yield from batch_problems(rl)
     if c.interrupt == "inflight" and c.lockstep_tokens:
         yield (
             "'rl.async.lockstep_tokens' repeats a run exactly, and keys and values that 'rl.async.interrupt' = "
@@ -59,8 +49,8 @@ def async_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
             "lower the first or raise the second"
         )
     yield from _weight_problems(rl)
-    if c.keep == "best" and c.oversampling == 1.0:
-        yield "'rl.async.keep' is \"best\", but none is left over: write 'rl.async.oversampling' above 1"
+    if c.select == "best" and c.oversampling == 1.0:
+        yield "'rl.async.select' is \"best\", but no group is left over: write 'rl.async.oversampling' above 1"
     if c.replay_groups and not c.max_staleness:
         yield (
             "'rl.async.replay_groups' asks for groups of earlier batches, which are at least one version old: "
@@ -69,7 +59,10 @@ def async_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
 
 
 def _weight_problems(rl: RlConfig) -> Iterator[str]:
-    """A loss that takes the weights of stale tokens has no ratio to the sampler; what others do, their authors know."""
+    """Yield settings that would correct a token's age twice, or not at all.
+
+    Only a loss without a ratio to the sampler takes the weights of stale tokens; users' losses are not judged.
+    """
     behaviour, terms = rl.asynchronous.behaviour_weight, split_sum(rl.loss)
     bounds = [key for key in BOUNDS if getattr(rl.asynchronous, key) != getattr(AsyncConfig(), key)]
     if rl.correction is not None:

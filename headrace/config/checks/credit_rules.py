@@ -1,4 +1,4 @@
-"""What cannot work in how [rl] rewards episodes and credits their steps."""
+"""Check how [rl] rewards episodes and credits their steps."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from headrace.names import STEP_CREDITS
 
 
 def credit_problems(rl: RlConfig) -> Iterator[str]:
-    """A step-level method needs steps to compare, and only such a method asks for anchors."""
+    """Yield what cannot work: a step-level method needs steps to compare, and only such a method uses anchors."""
     by_step = rl.credit in STEP_CREDITS
     if rl.anchor != "auto" and not by_step:
         yield (
@@ -24,20 +24,21 @@ def credit_problems(rl: RlConfig) -> Iterator[str]:
 
 
 def gives_rewards(rl: RlConfig) -> bool:
-    """Whether episodes bring rewards of their own."""
-    own = rl.tasks.env is not None or rl.tasks.type in ("world", "task")
-    return own or rl.generate_fn is not None or rl.program is not None
+    """Tell whether episodes come with rewards, without a reward function."""
+    by_env = rl.tasks.env is not None or rl.tasks.type in ("env", "task")
+    return by_env or rl.generate_fn is not None or rl.program is not None
 
 
 def _truncated_problems(rl: RlConfig) -> Iterator[str]:
-    if (rl.truncated == "penalty") != bool(rl.truncated_penalty):
+    rule, penalty = rl.truncated_reward, rl.truncated_penalty
+    if (rule == "penalty") != bool(penalty):
         yield (
-            f"'rl.truncated' is \"{rl.truncated}\" and 'rl.truncated_penalty' is {rl.truncated_penalty:g}: write "
-            '"penalty" and a number above 0, or leave both out'
+            f"'rl.truncated_reward' is \"{rule}\" and 'rl.truncated_penalty' is {penalty:g}: write \"penalty\" and a "
+            "number above 0, or leave both out"
         )
-    if rl.truncated in ("zero", "penalty") and rl.critic is not None and rl.critic.bootstrap:
+    if rule in ("zero", "penalty") and rl.critic is not None and rl.critic.bootstrap:
         yield (
-            f"'rl.truncated' is \"{rl.truncated}\", but 'rl.critic.bootstrap' adds what is expected after the limit: "
+            f"'rl.truncated_reward' is \"{rule}\", but 'rl.critic.bootstrap' adds what is expected after the limit: "
             "write 'rl.critic.bootstrap = false', or leave the first out"
         )
 
@@ -50,6 +51,6 @@ def _source_problems(rl: RlConfig) -> Iterator[str]:
         )
     if rl.reward_source == "function" and any(term.fn == "env" for term in rl.rewards):
         yield (
-            "'rl.reward_source' is \"function\", but 'rl.rewards' has what the world gives (or is not there, which "
-            'means the same): list functions alone, or write "sum"'
+            "'rl.reward_source' is \"function\", but 'rl.rewards' has what the environment gives (or is not there, "
+            'which means the same): list functions alone, or write "sum"'
         )

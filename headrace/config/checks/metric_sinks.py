@@ -1,4 +1,4 @@
-"""What cannot work in [metrics], of a run's file and of a service's."""
+"""Check [metrics], of a run's file and of serve.toml."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ _PACKAGES = ("tensorboard", "wandb", "datadog")  # sinks that need the extra of 
 
 
 def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:
+    """Yield what cannot work in [metrics]."""
     twice = sorted({name for name in metrics.sinks if metrics.sinks.count(name) > 1})
     if twice:
         yield f"'metrics.sinks' has {twice[0]} twice: name it once"

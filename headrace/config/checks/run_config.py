@@ -1,6 +1,6 @@
-"""What cannot work in a configuration, found before anything is loaded: one sentence that says what to change.
+"""Check the file of a run before anything is loaded; a problem is one sentence that says what to change.
 
-Looks at paths, at a model's config.json and at the text of Python files; imports and runs none of them.
+Reads paths, a model's config.json and the text of Python files; imports and runs none of them.
 """
 
 import ast
@@ -52,7 +52,7 @@ def check(
     base: Path,
     command: Literal["train", "eval", "demonstrate"] = "train",
 ) -> None:
-    """Raises ConfigError for the first thing that cannot work, before anything is loaded.
+    """Raise ConfigError for the first thing that cannot work, before anything is loaded.
 
     `base` is the folder of the TOML file.
     """
@@ -85,8 +85,9 @@ def check(
             _readable_problems(f"rl.reward_runner.readable[{i}]", path, base)
             for i, path in enumerate(rl.reward_runner.readable)
         ]
-        if rl.asynchronous.keep == "best":
-            problems.append(_function_problems("rl.async.score", rl.asynchronous.score, base, names.GROUP_SCORES))
+        if rl.asynchronous.select == "best":
+            score = rl.asynchronous.select_score
+            problems.append(_function_problems("rl.async.select_score", score, base, names.GROUP_SCORES))
         problems += [
             _function_problems(f"rl.filters[{i}].fn", item.fn, base, names.FILTERS) for i, item in enumerate(rl.filters)
         ]
@@ -99,8 +100,8 @@ def check(
         problems.append(_source_problems("eval.source", config.eval.source, base))
     problems.append(_vocabulary_problems(config))
     problems.append(metrics_problems(config.metrics))
-    for found in problems:
-        for sentence in found:
+    for sentences in problems:
+        for sentence in sentences:
             raise ConfigError(f"{file}: {sentence}")
 
 
@@ -125,20 +126,20 @@ def _remote_problems(config: Config, command: str) -> Iterator[str]:
         return
     if command == "train":
         yield (
-            f"'model.path' is \"{path}\", a model elsewhere: no log-probs of its tokens are known, so it cannot be "
+            f"'model.path' is \"{path}\", a remote model: no log-probs of its tokens are known, so it cannot be "
             "trained; give a model folder, and use this one for  headrace eval  and  headrace demonstrate"
         )
     if not name:
         yield '\'model.path\' is "openai:", which names no model: write "openai:NAME"'
-    own = next((key for key in ("program", "generate_fn") if config.rl and getattr(config.rl, key) is not None), None)
-    if own is not None:
-        yield f"'rl.{own}' samples from a model here, and 'model.path' is \"{path}\": leave one of them out"
+    key = next((key for key in ("program", "generate_fn") if config.rl and getattr(config.rl, key) is not None), None)
+    if key is not None:
+        yield f"'rl.{key}' samples from a model here, and 'model.path' is \"{path}\": leave one of them out"
     if not url.startswith(("http://", "https://")):
         yield f"'remote.url' is \"{url}\": it must start with http:// or https://"
 
 
 def _model_problems(config: Config, base: Path) -> Iterator[str]:
-    """What can be seen without loading: the folder, its config.json, and the lengths it can take."""
+    """Check the model without loading it: the folder, its config.json, and the lengths it can take."""
     model = config.model
     if remote_name(model.path) is not None:
         return
@@ -171,7 +172,7 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
 
 
 def _served_problems(config: Config, base: Path) -> Iterator[str]:
-    """The model itself is not here: what it can take is asked of the service."""
+    """Check the path of a model at a service, which is asked later what lengths it can take."""
     path = config.model.path
     if path in names.NAMED_MODELS or remote_name(path) is not None:
         return
@@ -187,8 +188,11 @@ def _vocabulary_problems(config: Config) -> Iterator[str]:
     staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
     sources = (*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ()))
     here = config.model.service is None
-    if here and config.model.path == "tiny" and not any(source.type == "world" for source in sources):
-        yield "'model.path' is \"tiny\", which knows only the words of a world: give a model folder for other data"
+    if here and config.model.path == "tiny" and not any(source.type == "env" for source in sources):
+        yield (
+            "'model.path' is \"tiny\", which knows only the words of built-in environments: give a model folder for "
+            "other data"
+        )
 
 
 def _tiny_problems(tiny: TinyModelConfig) -> Iterator[str]:
@@ -201,10 +205,10 @@ def _tiny_problems(tiny: TinyModelConfig) -> Iterator[str]:
 def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str]:
     if folder is None:
         nearest = get_close_matches(path, names.NAMED_MODELS, n=1, cutoff=0.6)
-        known = f'did you mean "{nearest[0]}"?' if nearest else 'write a Hugging Face folder, "tiny" or "smollm2-135m"'
+        remedy = f'did you mean "{nearest[0]}"?' if nearest else 'write a Hugging Face folder, "tiny" or "smollm2-135m"'
         if not nearest and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-            known += f" (nothing is downloaded; to fetch one:  hf download {path} --local-dir {path.split('/')[1]})"
-        yield f"'model.path' is \"{path}\", and there is no such folder in {base} or the current folder; {known}"
+            remedy += f" (nothing is downloaded; to fetch one:  hf download {path} --local-dir {path.split('/')[1]})"
+        yield f"'model.path' is \"{path}\", and there is no such folder in {base} or the current folder; {remedy}"
         return
     if not folder.is_dir():
         yield f"'model.path' is \"{path}\", which is a file: give the folder that has config.json and the weights"
@@ -218,17 +222,17 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
         yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
     steps = [step.name for step in sorted(folder.glob("step_*"))]
     if steps:
-        known = ", ".join(steps[-MOST_STEPS:])
+        newest = ", ".join(steps[-MOST_STEPS:])
         more = f"{len(steps) - MOST_STEPS} older ones and " if len(steps) > MOST_STEPS else ""
         yield (
-            f"'model.path' is \"{path}\", which holds the checkpoints of a stage ({more}{known}): give one of them, "
+            f"'model.path' is \"{path}\", which holds the checkpoints of a stage ({more}{newest}): give one of them, "
             f'such as "{folder / steps[-1]}"'
         )
     yield f"'model.path' is \"{path}\", which has no config.json: give a folder written by save_pretrained"
 
 
 def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
-    """A model that is only read: a folder with a config.json, a built-in one, or one behind a URL that names it."""
+    """Check a model that is only read: a folder with a config.json, a built-in one, or one behind a URL."""
     if is_url(path):
         if key == "rl.critic.path" or not path.split("://")[1].partition("/")[2]:
             yield f"'{key}' is \"{path}\": write http://HOST:PORT/NAME of a  headrace serve --reference, or a folder"
@@ -241,17 +245,17 @@ def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
 
 
 def length_problems(config: Config, context: int | None) -> Iterator[str]:
-    """`context` None: the model names no limit."""
+    """Yield the lengths that exceed the model's context; a `context` of None is no limit."""
     if context is None:
         return
-    for key, wanted in (
+    for key, length in (
         ("sft.max_tokens", config.sft.max_tokens if config.sft else 0),
         ("reward_model.max_tokens", config.reward_model.max_tokens if config.reward_model else 0),
         ("rl.max_episode_tokens", config.rl.max_episode_tokens if config.rl else 0),
     ):
-        if wanted > context:
+        if length > context:
             longer = ", or raise 'model.tiny.context'" if config.model.path == "tiny" else ""
-            yield f"'{key}' is {wanted}, but the model's context is {context} tokens: write at most {context}{longer}"
+            yield f"'{key}' is {length}, but the model's context is {context} tokens: write at most {context}{longer}"
 
 
 def _stage_problems(name: str, stage: SftConfig | RewardModelConfig, base: Path) -> Iterator[str]:
@@ -265,7 +269,7 @@ def _stage_problems(name: str, stage: SftConfig | RewardModelConfig, base: Path)
 
 
 def _reward_model_problems(config: Config, rl: RlConfig, base: Path) -> Iterator[str]:
-    """A reward model must exist by the time it judges, or a critic starts from it."""
+    """Check that a reward model exists by the time it judges, or a critic starts from it."""
     if rl.critic is not None and rl.critic.path == "reward_model" and config.reward_model is None:
         yield "'rl.critic.path' is \"reward_model\", but this file trains none: add a table [reward_model]"
     for position, term in enumerate(rl.rewards):
@@ -352,25 +356,25 @@ def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:
 def _reward_problems(rl: RlConfig) -> Iterator[str]:
     if not any(term.weight for term in rl.rewards):
         yield "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one"
-    called = [term.name or term.fn for term in rl.rewards]
-    for name in {name for name in called if called.count(name) > 1}:
+    term_names = [term.name or term.fn for term in rl.rewards]
+    for name in {name for name in term_names if term_names.count(name) > 1}:
         yield f"two terms of 'rl.rewards' are called \"{name}\": give each its own 'name'"
     for term in rl.rewards:
         if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
             yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
         if term.fn == "env" and not gives_rewards(rl):
-            own = "reasoning_gym" if rl.tasks.type == "reasoning_gym" else "exact_match"
+            fitting = "reasoning_gym" if rl.tasks.type == "reasoning_gym" else "exact_match"
             yield (
-                f'the reward "env" is what a world gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
-                f'add [[rl.rewards]] with fn = "{own}" or "file.py:function"'
+                f'the reward "env" is what an environment gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
+                f'add [[rl.rewards]] with fn = "{fitting}" or "file.py:function"'
             )
 
 
 def _end_problems(rl: RlConfig) -> Iterator[str]:
-    own = next((key for key in ("program", "generate_fn") if getattr(rl, key) is not None), None)
+    player = next((key for key in ("program", "generate_fn") if getattr(rl, key) is not None), None)
     for key in ("end_tool", "end_pattern"):
-        if own is not None and getattr(rl, key) is not None:
-            yield f"'rl.{key}' ends episodes of worlds, but 'rl.{own}' says how they are played: leave it out"
+        if player is not None and getattr(rl, key) is not None:
+            yield f"'rl.{key}' ends episodes of environments, but 'rl.{player}' says how they are played: leave it out"
     try:
         re.compile(rl.end_pattern or "")
     except re.error as exc:
@@ -389,12 +393,12 @@ def _optimizer_problems(stage: str, optimizer: OptimizerConfig, steps: int) -> I
             yield f"'{stage}.optimizer.{name}' is 1, so the optimiser would never move: write less than 1"
 
 
-_EXTRAS = {
+_EXTRAS = {  # source type -> package, extra of ours
     "parquet": ("pyarrow", "parquet"),
     "dataset": ("datasets", "datasets"),
     "reasoning_gym": ("reasoning_gym", "envs"),
 }
-_GAMES = {
+_ADAPTER_EXTRAS = {  # of environments of other packages
     "gymnasium": "envs",
     "textarena": "envs",
     "textworld": "envs",
@@ -405,13 +409,13 @@ _GAMES = {
 
 
 def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str]:
-    needed = "name" if source.type in ("world", "reasoning_gym") else "path"
-    value = getattr(source, needed)
+    required = "name" if source.type in ("env", "reasoning_gym") else "path"
+    value = getattr(source, required)
     if value is None:
-        yield f"'{key}' has type \"{source.type}\", which needs '{key}.{needed}': add it"
+        yield f"'{key}' has type \"{source.type}\", which needs '{key}.{required}': add it"
         return
     if source.env is not None:
-        if source.type in ("world", "task"):
+        if source.type in ("env", "task"):
             yield f"'{key}.env' is an environment of your own, but type \"{source.type}\" has one: leave it out"
         yield from _function_problems(f"{key}.env", source.env, base, ())
     if source.type in _EXTRAS:
@@ -419,19 +423,19 @@ def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str
         if importlib.util.find_spec(package) is None:
             yield f"'{key}' has type \"{source.type}\", which needs a package: run  pip install 'headrace[{extra}]'"
     match source.type:
-        case "world":
-            yield from _name_problems(f"{key}.name", value, names.WORLDS)
-            if value in _GAMES and importlib.util.find_spec(value) is None:
-                extra = _GAMES[value]
-                yield f"'{key}' is the world \"{value}\", which needs a package: run  pip install 'headrace[{extra}]'"
+        case "env":
+            yield from _name_problems(f"{key}.name", value, names.ENVS)
+            if value in _ADAPTER_EXTRAS and importlib.util.find_spec(value) is None:
+                install = f"pip install 'headrace[{_ADAPTER_EXTRAS[value]}]'"
+                yield f"'{key}' is the environment \"{value}\", which needs a package: run  {install}"
         case "python":
             yield from _function_problems(f"{key}.path", value, base, ())
         case "jsonl" | "parquet" | "dataset" | "task":
-            found = find_path(value, base)
+            located = find_path(value, base)
             kinds = {"dataset": "folder", "task": "file"}.get(source.type, "file or folder")
-            if found is None:
+            if located is None:
                 yield f"'{key}.path' is \"{value}\", and there is no such {kinds} in {base} or the current folder"
-            elif ("folder" if found.is_dir() else "file") not in kinds:
+            elif ("folder" if located.is_dir() else "file") not in kinds:
                 yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kinds}'
 
 
@@ -443,7 +447,7 @@ def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]
 
 
 def _function_problems(key: str, text: str, base: Path, known: Collection[str]) -> Iterator[str]:
-    """`text` is a known name, "file.py:function" or "module:function"; files are parsed, not run."""
+    """Check a known name, "file.py:function" or "module:function"; files are parsed, not run."""
     if text in known:
         return
     if ":" not in text and ".py" not in text and known:
@@ -456,21 +460,21 @@ def _function_problems(key: str, text: str, base: Path, known: Collection[str]) 
         package = place.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             yield f"'{key}' is \"{text}\", and there is no module {package}"
-    elif (found := find_path(place, base)) is None:
+    elif (file := find_path(place, base)) is None:
         yield f"'{key}' is \"{text}\", and there is no such file in {base} or the current folder"
     else:
-        yield from _file_problems(f"'{key}' is \"{text}\"", found, function)
+        yield from _file_problems(f"'{key}' is \"{text}\"", file, function)
 
 
 def _reward_fn_problems(position: int, text: str, base: Path) -> Iterator[str]:
-    """As any function, or a folder with main.py, or a file whose one decorated function is meant."""
+    """Check a reward: any function, a folder with main.py, or a file with one decorated function."""
     key = f"rl.rewards[{position}].fn"
     if not is_code_path(text):
         yield from _function_problems(key, text, base, names.REWARDS)
-    elif (found := find_path(text, base)) is None:
+    elif (path := find_path(text, base)) is None:
         yield f"'{key}' is \"{text}\", and there is no such file or folder in {base} or the current folder"
-    elif found.is_dir():
-        if (main := found / "main.py").is_file():
+    elif path.is_dir():
+        if (main := path / "main.py").is_file():
             yield from _file_problems(f"'{key}' is \"{text}\"", main, "evaluate")
         else:
             yield f'\'{key}\' is "{text}", a folder without main.py: write "file.py:function"'
@@ -493,7 +497,7 @@ def _file_problems(what: str, file: Path, function: str) -> Iterator[str]:
 
 
 def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Names that running these statements defines at module level; "*" when an import hides them."""
+    """Yield the names that these statements define at module level; "*" when an import hides them."""
     for statement in body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

@@ -1,4 +1,4 @@
-"""What cannot work when the model is trained and sampled at a service: [model] service = "http://..."."""
+"""Check a run whose model is trained and sampled at a service: [model] service = "http://..."."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from headrace.config.paths import remote_name, split_sum
 from headrace.config.schema import Config, EngineConfig, LoraConfig, ModelConfig, RlConfig
 
 ALPHA = 32.0  # of every adapter at a service
-# what a client can ask for, and the layers that it stands for
+# the flags of a client's request, and the layers that each stands for
 LAYERS: Mapping[str, tuple[str, ...]] = {
     "train_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "train_mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -16,7 +16,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
 
 
 def service_layers(targets: Sequence[str]) -> dict[str, bool] | None:
-    """`model.lora.targets` as a service takes them: whole kinds of layers; None: it cannot.
+    """Express `model.lora.targets` as a service takes them, in whole kinds of layers; None if that is impossible.
 
     >>> service_layers(("q_proj", "k_proj", "v_proj", "o_proj"))
     {'train_attn': True, 'train_mlp': False, 'train_unembed': False}
@@ -29,13 +29,14 @@ def service_layers(targets: Sequence[str]) -> dict[str, bool] | None:
 
 
 def service_problems(config: Config) -> Iterator[str]:
+    """Yield what cannot work at a service."""
     model = config.model
     if model.service is None:
         return
     if not model.service.startswith(("http://", "https://")):
         yield f"'model.service' is \"{model.service}\": it must start with http:// or https://"
     if remote_name(model.path) is not None:
-        return  # it plays where it is; the service has no part in it
+        return  # a remote model plays; the service has no part in it
     yield from _model_problems(model)
     if config.engine != EngineConfig():
         yield "[engine] is of a model that is sampled here, and the service has its own: leave the table out"
@@ -64,9 +65,9 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 def _rl_problems(rl: RlConfig) -> Iterator[str]:
     if rl.critic is not None:
         yield "a service keeps no critic beside the policy: leave [rl.critic] out, or 'model.service'"
-    own = [term for term in split_sum(rl.loss) if ":" in term]
-    if own:
-        yield f"'rl.loss' is \"{own[0]}\", a function, which stays on this machine: a service takes losses by name"
+    fns = [term for term in split_sum(rl.loss) if ":" in term]
+    if fns:
+        yield f"'rl.loss' is \"{fns[0]}\", a function, which stays on this machine: a service takes losses by name"
     if rl.kl_action == "scale_back":
         yield '\'rl.kl_action\' is "scale_back", and a service cannot take an update back: write "discard"'
     for key in ("reference", "teacher"):

@@ -29,7 +29,7 @@ def graph_decoder(
     """
     reason = "Triton is not installed" if lm.device.type == "cuda" and not available() else unsupported_reason(lm)
     if graphs and reason is not None:
-        raise SamplerError(f"engine.graphs is true, but this model cannot be decoded in CUDA graphs: {reason}")
+        raise SamplerError(f"engine.cuda_graphs is true, but this model cannot be decoded in CUDA graphs: {reason}")
     if graphs is False or reason is not None or (graphs is None and lm.dtype not in HALF):
         if graphs is None and lm.device.type == "cuda":
             logger.info("decoding without CUDA graphs: %s", reason or f"the model is in {lm.dtype}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.model.cuda.fp16_matmul import COARSE, FINE
+from headrace.model.cuda.fp16_matmul import BF16, FP16
 from headrace.model.load import LanguageModel
 from headrace.model.lora import LoraLinear
 
@@ -94,7 +94,7 @@ class DenseWeights:
         assert unsupported_reason(lm) in (None, "the model is not on CUDA")
         base = lm.model.base_model
         self.shape = shape_of(lm)
-        self.dtype = FINE if lm.dtype == COARSE else lm.dtype  # of the operands of matrix products
+        self.dtype = FP16 if lm.dtype == BF16 else lm.dtype  # of the operands of matrix products
         self._copies: list[tuple[Tensor, nn.Module, str]] = []
         self.embedding: Tensor = base.embed_tokens.weight.detach()
         self.norm: Tensor = base.norm.weight.detach()

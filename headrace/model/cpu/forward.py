@@ -1,9 +1,9 @@
 """The forward pass of plain decoder layers with few calls, for sampling on a CPU, where calls are half of a step.
 
 It reads the parameters of the Hugging Face modules: query, key and value are one product, gate and up another, norm and
-rotation are done once for both. Attention is the shared function. `direct_forward` compares it with the modules' own
-forward pass before anyone uses it, and gives None for what it does not know (adapters, other families, other devices).
-It has no gradient.
+rotation are done once for both. Attention is the shared function. `cpu_forward` compares it with the modules' own
+forward pass before it is used, and returns None for models that it cannot compute (adapters, other families, other
+devices). It has no gradient.
 
 Shape letters: T tokens, D width, Q query heads, H key-value heads, W head width.
 """
@@ -27,23 +27,23 @@ Forward = Callable[[Tensor, Tensor, Context], Tensor]
 
 
 def cpu_forward(lm: LanguageModel) -> Forward | None:
-    """A forward pass with the signature and the result of `lm.hidden`, or None."""
+    """Make a forward pass with the signature and the result of `lm.hidden`; return None if the model has none."""
     if lm.device.type != "cpu" or lm.dtype != torch.float32 or not available():
         return None
     model = lm.model.base_model
     if lm.model.config.model_type not in FAMILIES or not all(_is_plain(layer) for layer in model.layers):
         return None
-    direct = _Direct(model, lm.model.base_model_prefix)
+    forward = _Forward(model, lm.model.base_model_prefix)
     tokens_T = torch.arange(6) % lm.vocabulary
     positions_T = torch.tensor([0, 1, 2, 3, 0, 1])
     with torch.inference_mode():
         expected = lm.hidden(tokens_T, positions_T, Packed((4, 2)))
-        found = direct(tokens_T, positions_T, Packed((4, 2)))
-    return direct if torch.allclose(found, expected, rtol=CLOSE, atol=CLOSE) else None
+        hidden_TD = forward(tokens_T, positions_T, Packed((4, 2)))
+    return forward if torch.allclose(hidden_TD, expected, rtol=CLOSE, atol=CLOSE) else None
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer has the parts that are known here, and no adapters on them."""
+    """Tell whether a layer has the usual projections, without adapters, and a SiLU."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     names = [(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     names += [(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -54,7 +54,7 @@ def _is_plain(layer: Any) -> bool:
     )
 
 
-class _Direct:
+class _Forward:
     def __init__(self, model: Any, name: str) -> None:
         self._model = model
         self._layers = [_Layer(layer, f"{name}.layers.{index}") for index, layer in enumerate(model.layers)]
@@ -80,8 +80,8 @@ class _Layer:
         self._queries = self._attention.q_proj.out_features // self._width
         self._keys = self._attention.k_proj.out_features // self._width
         config = self._attention.config
-        own = getattr(self._attention, "sliding_window", None)
-        self._window: int | None = config.sliding_window if config.model_type == "mistral" else own
+        window = getattr(self._attention, "sliding_window", None)
+        self._window: int | None = config.sliding_window if config.model_type == "mistral" else window
 
     def __call__(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attention: Context) -> Tensor:
         tokens, rotated = x_TD.shape[0], self._queries + self._keys
@@ -114,7 +114,7 @@ def _norm(x: Tensor, norm: Any) -> Tensor:
 
 
 def _rotate_half(x: Tensor) -> Tensor:
-    """The halves of each head, exchanged; the sign that belongs to the first is in the sine."""
+    """Exchange the halves of each head; the minus sign of the first half is in the sine."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([second, first], dim=-1)
 

@@ -1,8 +1,8 @@
-"""RMS norm, rotation and gated SiLU of a decoder layer in float32 on a CPU, with few passes through memory each way.
+"""RMS norm and rotation of decoder layers in float32 on a CPU, with few passes through memory each way.
 
 transformers computes them operation by operation and keeps what each of those needs for its gradient. Here a norm keeps
-its input and one number per token, a rotation keeps nothing, and gradients are written out by hand. What is not known
-here, or not in float32 on a CPU, goes transformers' way (CUDA: `model/cuda/layers.py`).
+its input and one number per token, a rotation keeps nothing, and gradients are written out by hand. Layers of other
+types, and layers that are not float32 on a CPU, go transformers' way (CUDA: `model/cuda/layers.py`).
 
 Shape letters: T tokens, D width (of a head where there are heads), H heads.
 """
@@ -20,8 +20,10 @@ ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Atte
 
 
 def patch_cpu_layers(model: nn.Module) -> None:
-    """Give norms and attentions that are known here their own forward; all others stay as they are, and so do those
-    that have another one already, as the copy of a model on CUDA has."""
+    """Replace the forward of norms and attentions of the types listed above; leave all others alone.
+
+    A module whose forward was replaced before, as in the copy of a model on CUDA, keeps that one.
+    """
     for module in model.modules():
         name = type(module).__name__
         if "forward" in vars(module):
@@ -33,7 +35,7 @@ def patch_cpu_layers(model: nn.Module) -> None:
 
 
 def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean x^2 + eps) over the last dimension."""
+    """Compute weight * x / sqrt(mean x^2 + eps) over the last dimension."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weight_D.requires_grad):
         result: Tensor = _Norm.apply(hidden, weight_D, eps)  # type: ignore[no-untyped-call]
         return result
@@ -41,13 +43,13 @@ def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rotate(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """x cos + rotate_half(x) sin, for every head; both halves of cos and sin are alike."""
+    """Compute x cos + rotate_half(x) sin for every head; both halves of cos and sin are alike."""
     result: Tensor = _Rotate.apply(states_THD, cos_TD[:, None], sin_TD[:, None])  # type: ignore[no-untyped-call]
     return result
 
 
 def _applies(x: Tensor) -> bool:
-    """A compiler makes kernels of its own, and sees transformers' code."""
+    """Tell whether this file computes the tensor. A compiler sees transformers' code: it fuses by itself."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
@@ -57,12 +59,12 @@ def _norm_forward(module: Any, hidden: Tensor) -> Tensor:
     return rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
-def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: Any, **given: Any) -> Any:
-    """Tokens stay [T, H, D] from the projections to the attention function."""
-    context = given.get("attention")
+def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
+    """Keep tokens [T, H, D] from the projections to the attention function."""
+    context = options.get("attention")
     cos, sin = position_embeddings
     if context is None or not _applies(hidden_states) or cos.shape[-1] != module.head_dim:
-        return type(module).forward(module, hidden_states, position_embeddings=position_embeddings, **given)
+        return type(module).forward(module, hidden_states, position_embeddings=position_embeddings, **options)
     query, key, value = (
         projection(hidden_states).squeeze(0).unflatten(-1, (-1, module.head_dim))
         for projection in (module.q_proj, module.k_proj, module.v_proj)

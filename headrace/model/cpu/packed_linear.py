@@ -1,9 +1,9 @@
-"""Matrix products on the CPU with weights that oneDNN has packed once, in place of at every call.
+"""Matrix products on the CPU with weights that oneDNN packs once, not at every call.
 
-A weight is reordered when it is first used and again when it has changed; the packed copy lives on the tensor it was
-made from and dies with it. A change is seen by torch's version of the tensor and, because not every way of writing one
-raises that (fused optimisers do not, nor does `.data`), by a few of its numbers. The engine, for which looking at them
-would be too slow, calls `forget` when it loads weights.
+A weight is reordered when it is first used and again when it has changed; the packed copy is an attribute of the tensor
+it was made from and dies with it. A change is detected by torch's version counter of the tensor and, because not every
+way of writing raises that (fused optimisers do not, nor does `.data`), by a few of its numbers. The engine, for which
+comparing numbers would be too slow, calls `invalidate_packed` when it loads weights.
 
 With few rows that is two to five times as fast, because nothing is rearranged per call, and a row has the same bits
 whatever the other rows are. Where oneDNN cannot (another device or type, a build without it,
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 SMALLEST = 2**16  # elements of a weight; below, the call costs more than the packing saves
 MANY = 256  # rows
 ATTRIBUTE = "_headrace_packed"
-FORGOTTEN = "_headrace_forgotten"  # how often `forget` was called for a weight
+INVALIDATED = "_headrace_invalidated"  # how often `invalidate_packed` was called for a weight
 
 
 class PackedLinear(nn.Linear):
@@ -45,7 +45,7 @@ def pack_linears(model: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for x [..., I], differentiable."""
+    """Compute x @ weight.T + bias for x [..., I], differentiable."""
     if not _applies(weight_OI):
         return F.linear(x, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x.requires_grad or weight_OI.requires_grad):
@@ -57,43 +57,48 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 def packed_weight(weight_OI: Tensor) -> Tensor | None:
-    """The packed copy of a weight as it is now; None where plain products are to be used."""
+    """Return the packed copy of a weight as it is now, or None if plain products are to be used."""
     if not _applies(weight_OI):
         return None
     state = _state(weight_OI)
-    known: PackedCopy | None = getattr(weight_OI, ATTRIBUTE, None)
-    if known is not None and known.state == state and known.still_like(weight_OI):
-        return known.packed
-    known = PackedCopy(state, _some_numbers(weight_OI), _pack(weight_OI.detach()))
-    setattr(weight_OI, ATTRIBUTE, known)
-    return known.packed
+    copy: PackedCopy | None = getattr(weight_OI, ATTRIBUTE, None)
+    if copy is not None and copy.state == state and copy.matches(weight_OI):
+        return copy.packed
+    copy = PackedCopy(state, _some_numbers(weight_OI), _pack(weight_OI.detach()))
+    setattr(weight_OI, ATTRIBUTE, copy)
+    return copy.packed
 
 
 def detached(weight_OI: Tensor) -> Tensor:
-    """The weight without a gradient, with the packed copy that someone else has made of it, if there is one: a copy
-    that is made for this one dies with it."""
-    known: PackedCopy | None = getattr(weight_OI, ATTRIBUTE, None)
+    """Detach a weight and carry over its packed copy, if there is one.
+
+    A copy that is packed for the detached tensor dies with it.
+    """
+    copy: PackedCopy | None = getattr(weight_OI, ATTRIBUTE, None)
     plain = weight_OI.detach()
-    if known is not None and known.state == _state(weight_OI) and known.still_like(weight_OI):
-        setattr(plain, ATTRIBUTE, replace(known, state=_state(plain)))
+    if copy is not None and copy.state == _state(weight_OI) and copy.matches(weight_OI):
+        setattr(plain, ATTRIBUTE, replace(copy, state=_state(plain)))
     return plain
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCopy:
-    """A packed copy, and what the weight was like when it was made."""
+    """A packed copy of a weight."""
 
-    state: tuple[int, int | None, int]
-    numbers: list[float]
+    state: tuple[int, int | None, int]  # `_state` of the weight when it was packed
+    numbers: list[float]  # `_some_numbers` of the weight when it was packed
     packed: Tensor
 
-    def still_like(self, weight: Tensor) -> bool:
-        """In inference mode nobody looks."""
+    def matches(self, weight: Tensor) -> bool:
+        """Compare a few numbers of the weight with those at packing.
+
+        Skipped in inference mode, where the engine calls `invalidate_packed` instead.
+        """
         return torch.is_inference_mode_enabled() or self.numbers == _some_numbers(weight)
 
 
 def linear_backward_input(grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
-    """grad @ weight, without a gradient of its own; oneDNN reads a weight that is used once as it is."""
+    """Compute grad @ weight, not differentiable; for one use oneDNN reads the weight unpacked."""
     return _product(grad_TO, weight_OI.detach().T, None) if _applies(weight_OI) else grad_TO @ weight_OI
 
 
@@ -105,31 +110,31 @@ def _applies(weight_OI: Tensor) -> bool:
 
 @cache
 def available() -> bool:
-    """Whether this torch has the operators, and they compute what they should."""
+    """Tell whether this torch has the operators, and they compute right results."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(9, 24, generator=generator), torch.randn(40, 24, generator=generator)
     try:
         with torch.no_grad():
-            found = _product(x, _pack(weight), None)
+            product = _product(x, _pack(weight), None)
     except (AttributeError, NotImplementedError, RuntimeError):  # builds differ in what they register
         return False
-    return torch.allclose(found, x @ weight.T, rtol=1e-4, atol=1e-4)
+    return torch.allclose(product, x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def invalidate_packed(model: nn.Module) -> None:
-    """The model's weights may have changed unseen: pack them anew when they are next used."""
+    """Drop the packed copies of a model's weights, which may have changed; they are packed again at their next use."""
     for parameter in model.parameters():
-        setattr(parameter, FORGOTTEN, getattr(parameter, FORGOTTEN, 0) + 1)
+        setattr(parameter, INVALIDATED, getattr(parameter, INVALIDATED, 0) + 1)
         if hasattr(parameter, ATTRIBUTE):
             delattr(parameter, ATTRIBUTE)
 
 
 class FusedLinear:
-    """Several linear layers of the same input as one product, without a gradient: their outputs side by side.
+    """Computes several linear layers of the same input as one product, without a gradient: outputs side by side.
 
-    Changes that torch's version of a parameter does not show are seen after `forget` of the model that it belongs to.
+    Changes that torch's version counter does not show take effect after `invalidate_packed` of the model.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -158,15 +163,15 @@ class FusedLinear:
 
 
 def _some_numbers(weight: Tensor) -> list[float]:
-    """An optimiser changes all of a weight, so a few of its numbers give it away."""
+    """Return a few numbers of a weight. An optimiser changes all of them, so a few show the change."""
     flat = weight.detach().flatten()
     numbers: list[float] = flat[:: max(1, len(flat) // 8)].tolist()
     return numbers
 
 
 def _state(weight: Tensor) -> tuple[int, int | None, int]:
-    """Changes when the weight does, or may have."""
-    return weight.data_ptr(), None if weight.is_inference() else weight._version, getattr(weight, FORGOTTEN, 0)
+    """Return a value that changes when the weight does, or may have changed."""
+    return weight.data_ptr(), None if weight.is_inference() else weight._version, getattr(weight, INVALIDATED, 0)
 
 
 def _pack(weight_OI: Tensor) -> Tensor:
@@ -182,7 +187,7 @@ def _product(x: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """With many rows oneDNN packs as it goes, at a few percent of the time and without a copy that stays."""
+        # with many rows oneDNN packs as it goes, at a few percent of the time and without a copy that stays
         ctx.save_for_backward(x, weight_OI)
         ctx.has_bias = bias_O is not None
         few = x.numel() < MANY * x.shape[-1]

@@ -1,6 +1,16 @@
-"""What training on CUDA has beside torch's own kernels: fused norms, activations and log-softmax, in Triton.
+"""Training on CUDA beside torch's own kernels: fused layers, float16 products, log-softmax, compilation, determinism.
 
-Every module here needs Triton, which CUDA builds of torch bring along; whoever imports one has asked `available` first.
+- `layers.py` fuses the RMS norm, rotation and gated SiLU of decoder layers.
+- `fp16_matmul.py` has matrix products and attention with float16 operands, for bfloat16 models.
+- `fp16_kernels.py` casts between half-precision types and scales gradients into float16's range.
+- `softmax.py` turns a chunk of logits into probabilities in place, for the log-prob head.
+- `gather.py` copies shared keys and values for each segment that sees them, and adds their gradients.
+- `reductions.py` adds up over tokens in a fixed order.
+- `compile.py` compiles decoder layers with torch.compile.
+- `determinism.py` switches CUDA to deterministic kernels.
+
+`layers`, `fp16_kernels`, `softmax`, `gather` and `reductions` need Triton, which CUDA builds of torch bring along:
+check `available` before importing them.
 """
 
 import importlib.util
@@ -11,5 +21,5 @@ import torch
 
 @cache
 def available() -> bool:
-    """Whether there is a CUDA device and Triton to write kernels for it."""
+    """Tell whether there is a CUDA device, and Triton for its kernels."""
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None

@@ -1,8 +1,8 @@
-"""Decoder layers through torch.compile, for training: norms, rotation and activation become a few kernels.
+"""Compile decoder layers with torch.compile, for training: norms, rotation and activation become a few kernels.
 
 The first step waits for the compiler. Attention stays a call of its own between two compiled parts, so that sequence
-lengths, adapters and caches are no part of what is compiled; one compilation serves all layers and all numbers of
-tokens. Sampling and scoring, which run without gradients, keep the plain layers.
+lengths, adapters and caches are not compiled in; one compilation serves all layers and all numbers of tokens. Sampling
+and scoring, which run without gradients, keep the plain layers.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ FUSED = "_headrace_fused"  # on a layer: a function that takes the place of its 
 
 
 def compile_layers(model: Any) -> None:
-    """Compile every decoder layer where gradients are wanted; goes together with `recompute_layers`, before it.
+    """Compile every decoder layer for passes with gradients. Call it before `recompute_layers`, if both are used.
 
     Raises ModelError for a model with adapters, whose choice per token a compiled layer could not follow.
     """
@@ -33,13 +33,13 @@ def compile_layers(model: Any) -> None:
 
 
 def plain_layers(model: nn.Module) -> None:
-    """Take back what stands in for the forward functions of modules: fused, compiled, recomputed."""
+    """Restore the forward functions of all modules that fusing, compiling or recomputing has replaced."""
     for module in model.modules():
         module.__dict__.pop("forward", None)
 
 
 def layer_forward(layer: nn.Module) -> Callable[..., Any]:
-    """What computes this layer now: the class's own function, that function compiled, or one of ours."""
+    """Return the function that computes this layer now: the class's own, the same compiled, or a fused one."""
     forward = type(layer).forward
     if torch.is_grad_enabled() and getattr(layer, COMPILED, False):
         return compiled_forward(forward)
@@ -52,5 +52,5 @@ def _compiled(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def compiled_forward(forward: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """One compiled function for all layers of a kind; their weights are arguments to it."""
+    """Compile one function for all layers of a class; their weights are arguments to it."""
     return torch.compile(forward, dynamic=True, backend=backend)

@@ -1,6 +1,6 @@
-"""The same bits in every run on CUDA: kernels that add up in a fixed order, at the price of some speed.
+"""Make CUDA compute the same bits in every run: kernels that add up in a fixed order, at the price of some speed.
 
-A CPU needs none of it (see `docs/design.md`). Sampling that overlaps training still depends on timing.
+A CPU needs no such setting (see `docs/design.md`). Sampling that overlaps training still depends on timing.
 """
 
 import os
@@ -11,7 +11,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def make_deterministic() -> None:
-    """For the rest of the process; call it before the first product on the device, which cuBLAS sets itself up for."""
+    """Switch the process to deterministic kernels. Call it before the first product, at which cuBLAS sets itself up."""
     os.environ.setdefault(WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads what it has not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no code reads memory that it has not written

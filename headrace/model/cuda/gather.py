@@ -1,9 +1,9 @@
-"""Keys and values of the tokens that each segment sees, end to end, and the way back, in one kernel.
+"""Gather the keys and values that each segment sees, end to end, and add their gradients up in one kernel.
 
 A token that several segments see (a prompt that a group shares) is copied for each of them; its gradient is the sum
 over the copies, in float32 and in their order, so it has the same bits in every run.
 
-Shape letters: T packed tokens, S tokens as they are seen, H heads, D width of a head.
+Shape letters: T packed tokens, S gathered tokens (one for each segment that sees a token), H heads, D width of a head.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 def gather_rows(
     key_THD: Tensor, value_THD: Tensor, rows_S: Tensor, uses_S: Tensor, use_ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """key[rows] and value[rows]. Token t is at the places uses[use_ends[t] : use_ends[t + 1]] of the rows."""
+    """Return key[rows] and value[rows]. Token t is at the places uses[use_ends[t] : use_ends[t + 1]] of the rows."""
     keys, values = _Gather.apply(key_THD, value_THD, rows_S, uses_S, use_ends)  # type: ignore[no-untyped-call]
     return keys, values
 
@@ -34,15 +34,15 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> Any:
         uses_S, use_ends = ctx.saved_tensors
         tokens, shape = len(use_ends) - 1, grad_key.shape[1:]
-        found_key, found_value = (
+        sum_key, sum_value = (
             torch.empty(tokens, *shape, dtype=g.dtype, device=g.device) for g in (grad_key, grad_value)
         )
         width = shape.numel()
         _add_kernel[(tokens,)](
-            grad_key.contiguous(), grad_value.contiguous(), uses_S, use_ends, found_key, found_value, width,
+            grad_key.contiguous(), grad_value.contiguous(), uses_S, use_ends, sum_key, sum_value, width,
             BLOCK=triton.next_power_of_2(width), num_warps=1 if width <= 512 else 4,
         )  # fmt: skip
-        return found_key, found_value, None, None, None
+        return sum_key, sum_value, None, None, None
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,9 +1,9 @@
-"""RMS norm, rotation and gated SiLU of a decoder layer, one kernel each way, in half precision.
+"""Fused RMS norm, rotation and gated SiLU of decoder layers: one kernel each way, in half precision.
 
 transformers computes them operation by operation, and each is a pass through memory that rounds; here each is one pass
 that rounds once, at its end. The residual stream between the layers is float32: rounding it at every addition is half
-of what bfloat16 does to a log-prob. What goes into the products of a bfloat16 model's layers is float16 (`fine.py`
-says why, and what "dressed" means). The sampler's kernels (`infer/cuda/kernels.py`) do the same.
+of what bfloat16 does to a log-prob. The operands of a bfloat16 model's matrix products are float16 (`fp16_matmul.py`
+says why, and what "bit-cast" means). The sampler's kernels (`infer/cuda/kernels.py`) do the same.
 
 Shape letters: T tokens, D width (of a head where there are heads), H heads.
 """
@@ -32,7 +32,7 @@ BLOCK = 1024
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Give layers, norms, MLPs and attentions that are known here their fused forward; all others stay as they are."""
+    """Give layers, norms, MLPs and attentions of the types listed above a fused forward; leave all others alone."""
     for module in model.modules():
         name = type(module).__name__
         if name in NORMS:
@@ -53,60 +53,61 @@ def _silu_type() -> type:
 
 
 def _applies(x: Tensor) -> bool:
-    """A compiler makes kernels of its own, and sees transformers' code."""
+    """Tell whether the fused kernels compute this tensor. A compiler sees transformers' code: it fuses by itself."""
     return x.is_cuda and x.dtype in HALF and not torch.compiler.is_compiling()
 
 
-def _layer_forward(module: Any, hidden_states: Tensor, **given: Any) -> Tensor:
-    """transformers' layer with a float32 stream, which is what it returns."""
+def _layer_forward(module: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    """Compute transformers' layer with a float32 residual stream, and return the stream."""
     first, second = module.input_layernorm, module.post_attention_layernorm
     if not _applies(first.weight):
-        return type(module).forward(module, hidden_states, **given)  # type: ignore[no-any-return]
-    if _fine_applies(module, given):
-        return _fine_forward(module, hidden_states.float(), given["attention"], *given["position_embeddings"])
+        return type(module).forward(module, hidden_states, **options)  # type: ignore[no-any-return]
+    if _fp16_applies(module, options):
+        return _layer_fp16(module, hidden_states.float(), options["attention"], *options["position_embeddings"])
     stream, normed = add_norm(hidden_states.float(), None, first.weight, first.variance_epsilon)
-    delta, _ = module.self_attn(hidden_states=normed, **given)
+    delta, _ = module.self_attn(hidden_states=normed, **options)
     stream, normed = add_norm(stream, delta, second.weight, second.variance_epsilon)
     return stream + module.mlp(normed)  # type: ignore[no-any-return]
 
 
-def _fine_applies(module: Any, given: Any) -> bool:
+def _fp16_applies(module: Any, options: Any) -> bool:
     attention, mlp = module.self_attn, module.mlp
-    known = type(attention).__name__ in ATTENTIONS and type(mlp).__name__ in MLPS
-    whole = given["position_embeddings"][0].shape[-1] == attention.head_dim
+    listed = type(attention).__name__ in ATTENTIONS and type(mlp).__name__ in MLPS
+    whole = options["position_embeddings"][0].shape[-1] == attention.head_dim
     return (
-        known and whole and isinstance(mlp.act_fn, nn.SiLU | _silu_type()) and fp16_matmul.supports_fp16_matmul(module)
+        listed and whole and isinstance(mlp.act_fn, nn.SiLU | _silu_type()) and fp16_matmul.supports_fp16_matmul(module)
     )
 
 
-def _fine_forward(module: Any, stream: Tensor, context: Context, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second, of, mlp = module.input_layernorm, module.post_attention_layernorm, module.self_attn, module.mlp
-    twin = fp16_matmul.needs_bf16_copy(module)
-    stream, normed = fine_norm(stream, first, twin=twin)
+def _layer_fp16(module: Any, stream: Tensor, context: Context, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second, attn, mlp = module.input_layernorm, module.post_attention_layernorm, module.self_attn, module.mlp
+    bf16_copy = fp16_matmul.needs_bf16_copy(module)
+    stream, normed = norm_fp16(stream, first, bf16_copy=bf16_copy)
     query, key, value = (
-        states.squeeze(0).unflatten(-1, (-1, of.head_dim))  # type: ignore[no-untyped-call]
-        for states in fp16_matmul.linears_fp16(normed, (of.q_proj, of.k_proj, of.v_proj))
+        states.squeeze(0).unflatten(-1, (-1, attn.head_dim))  # type: ignore[no-untyped-call]
+        for states in fp16_matmul.linears_fp16(normed, (attn.q_proj, attn.k_proj, attn.v_proj))
     )
-    if hasattr(of, "q_norm"):
-        query, key = (fine_norm(x, norm, twin=False)[1][0] for x, norm in ((query, of.q_norm), (key, of.k_norm)))
-    query, key = (rotate(states, cos[0], sin[0], dressed=True) for states in (query, key))
+    if hasattr(attn, "q_norm"):
+        pairs = ((query, attn.q_norm), (key, attn.k_norm))
+        query, key = (norm_fp16(states, norm, bf16_copy=False)[1][0] for states, norm in pairs)
+    query, key = (rotate(states, cos[0], sin[0], bitcast=True) for states in (query, key))
     if isinstance(context, Packed):
-        adapted = isinstance(of.o_proj, LoraLinear)
-        mixed = fp16_matmul.attention_of(query, key, value, context, of.scaling, _window(of), twin=adapted)
+        adapted = isinstance(attn.o_proj, LoraLinear)
+        mixed = fp16_matmul.attention_fp16(query, key, value, context, attn.scaling, _window(attn), bf16_copy=adapted)
     else:
-        mixed = _from_cache(of, query, key, value, context)
+        mixed = _attend_cached(attn, query, key, value, context)
     flat = (mixed[0].flatten(-2)[None], None if mixed[1] is None else mixed[1].flatten(-2)[None])
-    stream = fp16_matmul.add_linear(stream, flat, of.o_proj)
-    stream, normed = fine_norm(stream, second, twin=twin)
+    stream = fp16_matmul.add_linear(stream, flat, attn.o_proj)
+    stream, normed = norm_fp16(stream, second, bf16_copy=bf16_copy)
     gate, up = fp16_matmul.linears_fp16(normed, (mlp.gate_proj, mlp.up_proj))
-    return fp16_matmul.add_linear(stream, fine_gated_silu(gate, up, twin=twin), mlp.down_proj)
+    return fp16_matmul.add_linear(stream, gated_silu_fp16(gate, up, bf16_copy=bf16_copy), mlp.down_proj)
 
 
-def _from_cache(module: Any, query: Tensor, key: Tensor, value: Tensor, context: Cached) -> fp16_matmul.Fp16Operand:
-    """Without gradients, so nothing need be dressed."""
+def _attend_cached(module: Any, query: Tensor, key: Tensor, value: Tensor, context: Cached) -> fp16_matmul.Fp16Operand:
+    """Compute attention against the KV cache in float16; it has no gradient, so the operands need not be bit-cast."""
     q, k, v = (fp16_matmul.view_as_fp16(states).transpose(0, 1)[None] for states in (query, key, value))
     out, _ = attend(module, q, k, v, None, scaling=module.scaling, attention=context, sliding_window=_window(module))
-    return fp16_matmul.view_as_bf16(out[0]), out[0].to(fp16_matmul.COARSE)
+    return fp16_matmul.view_as_bf16(out[0]), out[0].to(fp16_matmul.BF16)
 
 
 def _window(attention: Any) -> int | None:
@@ -125,12 +126,12 @@ def _mlp_forward(module: Any, hidden: Tensor) -> Tensor:
     return module.down_proj(gated_silu(module.gate_proj(hidden), module.up_proj(hidden)))  # type: ignore[no-any-return]
 
 
-def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: Any, **given: Any) -> Any:
-    """Packed tokens stay [T, H, D] from the projections to the kernel; sampling goes transformers' way."""
-    context = given.get("attention")
+def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: Any, **options: Any) -> Any:
+    """Keep packed tokens [T, H, D] from the projections to the kernel; sampling goes transformers' way."""
+    context = options.get("attention")
     cos, sin = position_embeddings
     if not (isinstance(context, Packed) and _applies(hidden_states) and cos.shape[-1] == module.head_dim):
-        return type(module).forward(module, hidden_states, position_embeddings=position_embeddings, **given)
+        return type(module).forward(module, hidden_states, position_embeddings=position_embeddings, **options)
     query, key, value = (
         projection(hidden_states).squeeze(0).unflatten(-1, (-1, module.head_dim))
         for projection in (module.q_proj, module.k_proj, module.v_proj)
@@ -143,77 +144,82 @@ def _attention_forward(module: Any, hidden_states: Tensor, position_embeddings: 
     return module.o_proj(out.flatten(-2)), None
 
 
-def rotate(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, dressed: bool = False) -> Tensor:
-    """x cos + rotate_half(x) sin, for every head; both halves of cos and sin are alike. With `dressed` all of it is."""
-    result: Tensor = _Rotate.apply(states_THD, cos_TD, sin_TD, dressed)  # type: ignore[no-untyped-call]
+def rotate(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, bitcast: bool = False) -> Tensor:
+    """Compute x cos + rotate_half(x) sin for every head; both halves of cos and sin are alike.
+
+    With `bitcast`, states and result are float16 in bfloat16 tensors.
+    """
+    result: Tensor = _Rotate.apply(states_THD, cos_TD, sin_TD, bitcast)  # type: ignore[no-untyped-call]
     return result
 
 
 def rms_norm(hidden: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """weight * (x / sqrt(mean x^2 + eps)) over the last dimension, in the weight's type; all in float32 until then."""
+    """Compute weight * (x / sqrt(mean x^2 + eps)) over the last dimension in float32; round to the weight's type."""
     result: Tensor = _Norm.apply(hidden, None, weight_D, eps, False, False)[1]  # type: ignore[no-untyped-call]
     return result
 
 
 def add_norm(stream: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """stream + delta, and its norm."""
+    """Compute stream + delta and its norm."""
     added, normed, _ = _Norm.apply(stream, delta, weight_D, eps, False, False)  # type: ignore[no-untyped-call]
     return added, normed
 
 
-def fine_norm(hidden: Tensor, module: Any, *, twin: bool) -> tuple[Tensor, fp16_matmul.Fp16Operand]:
-    """What is given, and its norm. bfloat16 is taken to be dressed."""
-    given, normed, coarse = _Norm.apply(hidden, None, module.weight, module.variance_epsilon, True, twin)  # type: ignore[no-untyped-call]
-    return given, (normed, coarse)
+def norm_fp16(hidden: Tensor, module: Any, *, bf16_copy: bool) -> tuple[Tensor, fp16_matmul.Fp16Operand]:
+    """Return the hidden states as they are, and their norm as an operand. A bfloat16 tensor is read as bit-cast."""
+    hidden, normed, copy = _Norm.apply(hidden, None, module.weight, module.variance_epsilon, True, bf16_copy)  # type: ignore[no-untyped-call]
+    return hidden, (normed, copy)
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Compute silu(gate) * up."""
     result: Tensor = _GatedSilu.apply(gate, up, False, False)[0]  # type: ignore[no-untyped-call]
     return result
 
 
-def fine_gated_silu(gate: Tensor, up: Tensor, *, twin: bool) -> fp16_matmul.Fp16Operand:
-    """silu(gate) * up, all of it dressed, up to float16's largest number."""
-    product, coarse = _GatedSilu.apply(gate, up, True, twin)  # type: ignore[no-untyped-call]
-    return product, coarse
+def gated_silu_fp16(gate: Tensor, up: Tensor, *, bf16_copy: bool) -> fp16_matmul.Fp16Operand:
+    """Compute silu(gate) * up of bit-cast tensors as an operand, clamped to float16's largest number."""
+    product, copy = _GatedSilu.apply(gate, up, True, bf16_copy)  # type: ignore[no-untyped-call]
+    return product, copy
 
 
 class _Norm(torch.autograd.Function):
-    """(x, delta, weight, eps, dressed, twin) to (x + delta, its norm, the norm's twin); without a delta the first is x
-    as it is, without `twin` the last is None."""
+    """Maps (x, delta, weight, eps, bitcast, bf16_copy) to (x + delta, its norm, the norm's bfloat16 copy).
+
+    Without a delta the first is x as it is; without `bf16_copy` the last is None.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, dressed: bool, twin: bool
+        ctx: Any, hidden: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, bitcast: bool, bf16_copy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         width, shape = hidden.shape[-1], hidden.shape
         flat_TD = hidden.reshape(-1, width)
-        if dressed and flat_TD.dtype == fp16_matmul.COARSE:
+        if bitcast and flat_TD.dtype == fp16_matmul.BF16:
             flat_TD = fp16_matmul.view_as_fp16(flat_TD)
         added_TD = flat_TD if delta is None else torch.empty_like(flat_TD)
-        out_TD = torch.empty_like(flat_TD, dtype=fp16_matmul.FINE if dressed else weight_D.dtype)
-        twin_TD = torch.empty_like(flat_TD, dtype=weight_D.dtype) if twin else None
+        out_TD = torch.empty_like(flat_TD, dtype=fp16_matmul.FP16 if bitcast else weight_D.dtype)
+        copy_TD = torch.empty_like(flat_TD, dtype=weight_D.dtype) if bf16_copy else None
         scale_T = torch.empty(len(flat_TD), dtype=torch.float32, device=hidden.device)
         if len(flat_TD):
             change_TD = flat_TD if delta is None else delta.reshape(flat_TD.shape).contiguous()
             _norm_kernel[(len(flat_TD),)](
-                flat_TD, change_TD, weight_D, added_TD, out_TD, twin_TD, scale_T, width, eps,
-                DELTA=delta is not None, TWIN=twin, BLOCK=triton.next_power_of_2(width),
+                flat_TD, change_TD, weight_D, added_TD, out_TD, copy_TD, scale_T, width, eps,
+                DELTA=delta is not None, COPY=bf16_copy, BLOCK=triton.next_power_of_2(width),
             )  # fmt: skip
         ctx.save_for_backward(added_TD, weight_D, scale_T)
         ctx.dtype, ctx.delta_dtype = hidden.dtype, None if delta is None else delta.dtype
         ctx.set_materialize_grads(False)
-        normed = (fp16_matmul.view_as_bf16(out_TD) if dressed else out_TD).view(shape)
+        normed = (fp16_matmul.view_as_bf16(out_TD) if bitcast else out_TD).view(shape)
         added = hidden if delta is None else added_TD.view(shape)
-        return added, normed, None if twin_TD is None else twin_TD.view(shape)
+        return added, normed, None if copy_TD is None else copy_TD.view(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_added: Tensor | None, grad_normed: Tensor | None, grad_twin: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_added: Tensor | None, grad_normed: Tensor | None, grad_copy: Tensor | None) -> Any:
         flat_TD, weight_D, scale_T = ctx.saved_tensors
         tokens, width = flat_TD.shape
-        grad = fp16_matmul.add_fp32(grad_normed, grad_twin)
-        assert grad is not None, "a norm that nobody reads"
+        grad = fp16_matmul.add_gradients(grad_normed, grad_copy)
+        assert grad is not None, "a norm whose output has no gradient"
         shape, grad_TD = grad.shape, grad.reshape(tokens, width).contiguous()
         past_TD = None if grad_added is None else grad_added.reshape(tokens, width).contiguous()
         grad_x_TD = torch.empty_like(flat_TD, dtype=ctx.dtype)
@@ -234,10 +240,10 @@ class _Norm(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, dressed: bool) -> Tensor:
+    def forward(ctx: Any, states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, bitcast: bool) -> Tensor:
         cos_TD, sin_TD = cos_TD.contiguous(), sin_TD.contiguous()
         ctx.save_for_backward(cos_TD, sin_TD)
-        if dressed:
+        if bitcast:
             return fp16_matmul.view_as_bf16(_rotated(fp16_matmul.view_as_fp16(states_THD), cos_TD, sin_TD, 1.0))
         return _rotated(states_THD, cos_TD, sin_TD, 1.0)
 
@@ -260,27 +266,27 @@ def _rotated(states_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, direction: floa
 
 
 class _GatedSilu(torch.autograd.Function):
-    """(gate, up, dressed, twin) to (their product, its twin)."""
+    """Maps (gate, up, bitcast, bf16_copy) to (silu(gate) * up, its bfloat16 copy)."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, dressed: bool, twin: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, bitcast: bool, bf16_copy: bool) -> tuple[Tensor, Tensor | None]:
         gate, up = gate.contiguous(), up.contiguous()
-        coarse = torch.empty_like(gate) if twin else None
-        if dressed:
+        copy = torch.empty_like(gate) if bf16_copy else None
+        if bitcast:
             gate, up = fp16_matmul.view_as_fp16(gate), fp16_matmul.view_as_fp16(up)
         out = torch.empty_like(gate)
         if size := gate.numel():
             grid = (triton.cdiv(size, BLOCK),)
-            _silu_kernel[grid](gate, up, out, coarse, size, BLOCK=BLOCK, FINE=dressed, TWIN=twin)
+            _silu_kernel[grid](gate, up, out, copy, size, BLOCK=BLOCK, CLAMP=bitcast, COPY=bf16_copy)
         ctx.save_for_backward(gate, up)
         ctx.set_materialize_grads(False)
-        return fp16_matmul.view_as_bf16(out) if dressed else out, coarse
+        return fp16_matmul.view_as_bf16(out) if bitcast else out, copy
 
     @staticmethod
-    def backward(ctx: Any, grad_product: Tensor | None, grad_twin: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_product: Tensor | None, grad_copy: Tensor | None) -> Any:
         gate, up = ctx.saved_tensors
-        grad = fp16_matmul.add_fp32(grad_product, grad_twin)
-        assert grad is not None, "a product that nobody reads"
+        grad = fp16_matmul.add_gradients(grad_product, grad_copy)
+        assert grad is not None, "a product whose output has no gradient"
         grad = grad.contiguous()
         grad_gate, grad_up = torch.empty_like(grad), torch.empty_like(grad)
         if size := gate.numel():
@@ -290,8 +296,8 @@ class _GatedSilu(torch.autograd.Function):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x, delta, weight, added, out, twin, scales, width, eps,
-    DELTA: tl.constexpr, TWIN: tl.constexpr, BLOCK: tl.constexpr,
+    x, delta, weight, added, out, copy, scales, width, eps,
+    DELTA: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -305,8 +311,8 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     w = tl.load(weight + column, mask=inside, other=0.0)
     normed = value * scale * w.to(tl.float32)
     tl.store(out + row * width + column, normed.to(out.dtype.element_ty), mask=inside)
-    if TWIN:
-        tl.store(twin + row * width + column, normed.to(twin.dtype.element_ty), mask=inside)
+    if COPY:
+        tl.store(copy + row * width + column, normed.to(copy.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -314,8 +320,10 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     x, weight, scales, grad, past, grad_x, grad_delta, partial, tokens, width, rows,
     PAST: tl.constexpr, DELTA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx = s (w g - n mean(w g n)) + what came past the norm, dw = sum_t g n, with n = x s; the delta's gradient is
-    that of x. Each program owns `rows` tokens and a row of dw."""
+    """Compute dx = s (w g - n mean(w g n)) + the gradient past the norm, and dw = sum_t g n, with n = x s.
+
+    The delta's gradient is that of x. Each program owns `rows` tokens and a row of dw.
+    """
     strip = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -331,12 +339,12 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         total += g * n
         wg = w * g
         mean = tl.sum(wg * n, axis=0) / width
-        found = scale * (wg - n * mean)
+        dx = scale * (wg - n * mean)
         if PAST:
-            found += tl.load(past + row * width + column, mask=there, other=0.0).to(tl.float32)
-        tl.store(grad_x + row * width + column, found.to(grad_x.dtype.element_ty), mask=there)
+            dx += tl.load(past + row * width + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * width + column, dx.to(grad_x.dtype.element_ty), mask=there)
         if DELTA:
-            tl.store(grad_delta + row * width + column, found.to(grad_delta.dtype.element_ty), mask=there)
+            tl.store(grad_delta + row * width + column, dx.to(grad_delta.dtype.element_ty), mask=there)
     tl.store(partial + strip * width + column, total, mask=inside)
 
 
@@ -344,7 +352,7 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
 def _rotate_kernel(  # type: ignore[no-untyped-def]
     states, cos, sin, out, direction, heads, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of every head the pair (j, j + WIDTH / 2) by the angle of j."""
+    """Rotate the pair (j, j + WIDTH / 2) of every head by the angle of j."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     half = WIDTH // 2
@@ -361,7 +369,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _silu_kernel(  # type: ignore[no-untyped-def]
-    gate, up, out, twin, size, BLOCK: tl.constexpr, FINE: tl.constexpr, TWIN: tl.constexpr
+    gate, up, out, copy, size, BLOCK: tl.constexpr, CLAMP: tl.constexpr, COPY: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -369,16 +377,16 @@ def _silu_kernel(  # type: ignore[no-untyped-def]
     u = tl.load(up + place, mask=inside, other=0.0)
     exact = g.to(tl.float32)
     product = exact * tl.sigmoid(exact) * u.to(tl.float32)
-    if FINE:
+    if CLAMP:
         product = tl.minimum(tl.maximum(product, -65504.0), 65504.0)
     tl.store(out + place, product.to(u.dtype), mask=inside)
-    if TWIN:
-        tl.store(twin + place, product.to(twin.dtype.element_ty), mask=inside)
+    if COPY:
+        tl.store(copy + place, product.to(copy.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _silu_backward_kernel(gate, up, grad, grad_gate, grad_up, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dup = g silu(x), dgate = g up (sigma + silu(x) (1 - sigma)), x the gate."""
+    """Compute dup = g silu(x) and dgate = g up (sigma + silu(x) (1 - sigma)), x the gate."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     x = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)

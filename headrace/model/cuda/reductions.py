@@ -1,4 +1,4 @@
-"""Sums over the tokens, for the gradients of biases and norms: in float32, in an order that does not change.
+"""Add up over tokens, for the gradients of biases and norms: in float32, in an order that does not change.
 
 Shape letters: T tokens, S strips of tokens, N numbers of a token.
 """
@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 STRIPS = 64
-WIDE, ROWS, NARROW = 128, 32, 32  # numbers of a program and tokens at a time, of the first kernel; of the second
+WIDE, ROWS = 128, 32  # the first kernel: numbers of a program, and tokens at a time
+NARROW = 32  # the second kernel: numbers of a program
 
 
 def column_sums(numbers_TN: Tensor) -> Tensor:
-    """[N], in the type of the numbers."""
+    """Return the sums over tokens, [N], in the type of the numbers."""
     tokens, width = numbers_TN.shape
     numbers_TN = numbers_TN.contiguous()
     strips = min(STRIPS, triton.cdiv(max(tokens, 1), ROWS))
@@ -25,7 +26,7 @@ def column_sums(numbers_TN: Tensor) -> Tensor:
 
 
 def add_strips(strips_SN: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N], the sum of the strips."""
+    """Return the sum of the strips, [N]."""
     strips, width = strips_SN.shape
     out_N = torch.empty(width, dtype=dtype, device=strips_SN.device)
     _total_kernel[(triton.cdiv(width, NARROW),)](strips_SN, out_N, strips, width, ROWS=STRIPS, BLOCK=NARROW)

@@ -1,4 +1,4 @@
-"""Softmax of a chunk of float32 logits into half-precision probabilities, in the place of the logits.
+"""Overwrite a chunk of float32 logits with their softmax in half precision.
 
 `model/head.py` does the same in torch, where a chunk goes through memory in float32 several times. Here each row is
 read for its maximum and denominator, then read again and overwritten, from its beginning, by its probabilities.
@@ -15,7 +15,7 @@ BLOCK = 4096
 
 
 def softmax_(logits_CV: Tensor, temperature_C: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """softmax(logits / temperature) in a half-precision type, and the logs of the denominators [C] in float32.
+    """Compute softmax(logits / temperature) in half precision, and the logs of the denominators [C] in float32.
 
     The probabilities lie in the storage of the logits, in the first half of each row.
     """
@@ -48,8 +48,8 @@ def _softmax_kernel(  # type: ignore[no-untyped-def]
         z = tl.load(logits + row * vocabulary + column, mask=column < vocabulary, other=-float("inf"))
         z = z / tau
         high = tl.maximum(top, z)
-        kept = tl.where(top == -float("inf"), 0.0, tl.exp(top - high))
-        total = total * kept + tl.where(z == -float("inf"), 0.0, tl.exp(z - high))
+        rescale = tl.where(top == -float("inf"), 0.0, tl.exp(top - high))
+        total = total * rescale + tl.where(z == -float("inf"), 0.0, tl.exp(z - high))
         top = high
     most = tl.max(top, axis=0)
     share = tl.where(top == -float("inf"), 0.0, tl.exp(top - most))

@@ -1,6 +1,6 @@
-"""How rollouts flowed into training, as charts of a report: age of tokens, groups given up, who waited for whom.
+"""Draw the charts of asynchronous training: age of tokens, dropped groups, and which side waited.
 
-A chart is there only when it has something to say: a synchronous run has no lag and nothing that waits.
+A chart is drawn only if it has something to show: a synchronous run has no lag and nothing that waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ Value = Callable[[MetricRecord], float]
 
 
 def flow_charts(records: Sequence[MetricRecord]) -> tuple[Chart, ...]:
-    """The charts that apply to this run, in reading order."""
+    """Draw the charts that apply to this run, in reading order."""
     waiting = _any(records, (RUNNING, READY))
     aged = _any(records, ("rollout/lag_max",))
     drawn = [
@@ -62,10 +62,10 @@ def flow_charts(records: Sequence[MetricRecord]) -> tuple[Chart, ...]:
 
 
 def flow_names(records: Sequence[MetricRecord]) -> set[str]:
-    """Metrics that need no chart of their own because they are in one of these, or are a part of one that is."""
-    shown = {RUNNING, READY, *(metric for curve in CURVES for metric, _ in curve.names)}
+    """Return the metrics that need no chart of their own, because one of these charts covers them."""
+    drawn = {RUNNING, READY, *(metric for curve in CURVES for metric, _ in curve.names)}
     names = {name for record in records for name in record.values}
-    return {name for name in names if name in shown or name.startswith((HISTOGRAM, DROPPED, FILTERED, SHARES))}
+    return {name for name in names if name in drawn or name.startswith((HISTOGRAM, DROPPED, FILTERED, SHARES))}
 
 
 def _histogram(records: Sequence[MetricRecord]) -> Chart | None:
@@ -98,21 +98,21 @@ def _in_flight(records: Sequence[MetricRecord]) -> Chart | None:
 
 
 def _drops(records: Sequence[MetricRecord]) -> Chart | None:
-    """By the three most frequent reasons, and all others together."""
+    """Draw dropped groups by the three most frequent reasons, and all others together."""
     totals: dict[str, float] = {}
     for record in records:
         for name, value in record.values.items():
             if name.startswith((DROPPED, FILTERED)):
                 totals[name] = totals.get(name, 0.0) + value
-    found = sorted((name for name, total in totals.items() if total), key=lambda name: (-totals[name], name))
-    if not found:
+    reasons = sorted((name for name, total in totals.items() if total), key=lambda name: (-totals[name], name))
+    if not reasons:
         return None
 
     def count(names: Sequence[str]) -> Value:
         return lambda record: sum(record.values.get(name, 0.0) for name in names)
 
-    parts = [(_reason(name), count([name])) for name in found[: len(STYLES) - 1]]
-    if rest := found[len(STYLES) - 1 :]:
+    parts = [(_reason(name), count([name])) for name in reasons[: len(STYLES) - 1]]
+    if rest := reasons[len(STYLES) - 1 :]:
         parts.append((", ".join(map(_reason, rest)), count(rest)))
     return _stack(
         "Groups given up",
@@ -125,8 +125,8 @@ def _drops(records: Sequence[MetricRecord]) -> Chart | None:
 
 
 def _reason(name: str) -> str:
-    kept = name.removeprefix("rollout/").removeprefix("dropped_")
-    return kept.replace("filtered_", "filter: ").replace("_", " ")
+    reason = name.removeprefix("rollout/").removeprefix("dropped_")
+    return reason.replace("filtered_", "filter: ").replace("_", " ")
 
 
 def _stack(
@@ -139,7 +139,7 @@ def _stack(
     share: bool = False,
     change: str = "",
 ) -> Chart | None:
-    """Bars over the records that have a metric whose name starts with `having`; parts that stay 0 are left out."""
+    """Stack bars over the records that have a metric whose name starts with `having`; leave out parts that stay 0."""
     rows = [record for record in records if any(name.startswith(having) for name in record.values)]
     used = [(label, value) for label, value in parts if any(value(record) for record in rows)]
     if not used:
@@ -161,7 +161,7 @@ def _stack(
         explanation=explanation,
         svg=Markup(stacked_chart(title, series, unit="", form=percent if share else number)),
         change=change,
-        legend=tuple((one.style, one.label) for one in series),
+        legend=tuple((curve.style, curve.label) for curve in series),
     )
 
 

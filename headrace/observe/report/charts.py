@@ -1,4 +1,4 @@
-"""Which charts a report has, what each of them tells a reader, and their drawing from metric records."""
+"""The charts of a report: their titles and explanations, and how they are drawn from metric records."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from headrace.observe.sinks.progress import EVAL, duration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A chart of the report: `names` are (metric, label) in drawing order; absent ones are skipped."""
+    """A chart to draw: its metrics and the words around it."""
 
     title: str
-    names: tuple[tuple[str, str], ...]
+    names: tuple[tuple[str, str], ...]  # (metric, label) in drawing order; absent metrics are skipped
     explanation: str
     stage: str | None = None  # None: every stage that has the metric
-    share: bool = False
-    marked: bool = False
+    share: bool = False  # values from 0 to 1, shown as percentages
+    marked: bool = False  # draw every point
 
 
 REWARD = "Reward"
 SUMMARIES = ("reward/mean", "reward/max", "reward/min")  # of the sum; the other reward/<name> are terms
-MAX_TRIES = 128  # samples of a held-out task that the success chart knows of
+MAX_TRIES = 128  # largest k of eval/pass@k that the success chart shows
 
 CURVES = (
     Curve(
@@ -129,34 +129,36 @@ STYLES = ("main", "second", "third", "fourth")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A drawn chart and the words around it; `change` is its first and last value."""
+    """A drawn chart and the words around it."""
 
     title: str
     explanation: str
     svg: Markup
-    change: str
+    change: str  # first and last value
     legend: tuple[tuple[str, str], ...]  # (style, label), when there is more than one curve
 
 
 def charts(records: Sequence[MetricRecord]) -> tuple[Chart, ...]:
-    """Every chart of CURVES that has data, with the terms of the reward behind their sum, then where the time went."""
+    """Draw every chart of CURVES that has data, the terms of the reward after their sum, then where the time went."""
     terms = _reward_terms(records)
-    wanted = [one for curve in CURVES for one in ((curve, terms) if curve.title == REWARD and terms else (curve,))]
-    drawn = [chart for curve in wanted if (chart := draw(curve, records)) is not None]
+    curves: list[Curve] = []
+    for curve in CURVES:
+        curves += [curve, terms] if curve.title == REWARD and terms else [curve]
+    drawn = [chart for curve in curves if (chart := draw(curve, records)) is not None]
     timing = _draw_times(records)
     return (*drawn, timing) if timing is not None else tuple(drawn)
 
 
 def other_names(records: Sequence[MetricRecord]) -> list[str]:
-    """The metrics that no chart of `charts` shows."""
+    """Return the metrics that no chart of `charts` shows."""
     terms = _reward_terms(records)
     curves = CURVES if terms is None else (*CURVES, terms)
-    shown = {metric for curve in curves for metric, _ in curve.names} | {metric for metric, _ in TIMES}
-    return sorted({name for record in records for name in record.values} - shown)
+    drawn = {metric for curve in curves for metric, _ in curve.names} | {metric for metric, _ in TIMES}
+    return sorted({name for record in records for name in record.values} - drawn)
 
 
 def _reward_terms(records: Sequence[MetricRecord]) -> Curve | None:
-    """The terms that the reward is the weighted sum of, as many as a chart has styles for; None: there is only one."""
+    """Return a curve of the reward's terms, as many as a chart has styles for; None if there is only one term."""
     named = {name for record in records for name in record.values if name.startswith("reward/")}
     terms = sorted(name for name in named - set(SUMMARIES) if name.count("/") == 1)
     if len(terms) < 2:
@@ -170,17 +172,17 @@ def _reward_terms(records: Sequence[MetricRecord]) -> Curve | None:
 
 
 def other_charts(records: Sequence[MetricRecord], names: Sequence[str]) -> tuple[Chart, ...]:
-    """One plain chart per metric that has a value to show."""
+    """Draw one plain chart for each metric that has a value."""
     drawn = (draw(Curve(title=name, names=((name, name),), explanation=""), records) for name in names)
     return tuple(chart for chart in drawn if chart is not None)
 
 
 def draw(curve: Curve, records: Sequence[MetricRecord]) -> Chart | None:
-    """The chart of a curve; None when no record has any of its metrics."""
+    """Draw a curve; returns None when no record has any of its metrics."""
     series: list[Series] = []
     for metric, label in curve.names:
-        if any(label == one.label for one in series):
-            continue  # an alternative name of what is already drawn
+        if any(label == drawn.label for drawn in series):
+            continue  # another name of a metric that is already drawn
         stages = _by_stage(records, metric, curve.stage)
         if any(stages.values()):
             style = STYLES[len(series)]
@@ -194,13 +196,13 @@ def draw(curve: Curve, records: Sequence[MetricRecord]) -> Chart | None:
         explanation=curve.explanation,
         svg=Markup(curve_chart(curve.title, series, share=curve.share)),
         change=form(values[0]) if len(values) == 1 else f"{form(values[0])} → {form(values[-1])}",
-        legend=tuple((f"{one.style} {_tone(one)}", one.label) for one in series) if len(series) > 1 else (),
+        legend=tuple((f"{drawn.style} {_tone(drawn)}", drawn.label) for drawn in series) if len(series) > 1 else (),
     )
 
 
-def _tone(one: Series) -> str:
-    """The CSS class of the stage that a curve is coloured by; "both" when it has several."""
-    used = [stage for stage, stage_points in one.stages.items() if stage_points]
+def _tone(series: Series) -> str:
+    """Return the CSS class of the stage that colours a curve; "both" when it has several."""
+    used = [stage for stage, stage_points in series.stages.items() if stage_points]
     return used[0] if len(used) == 1 else "both"
 
 
@@ -212,7 +214,7 @@ def _by_stage(records: Sequence[MetricRecord], metric: str, stage: str | None) -
 
 
 def _draw_times(records: Sequence[MetricRecord]) -> Chart | None:
-    """Seconds per training step by what they were spent on; a step without a part spent none on it."""
+    """Draw the seconds of each training step by part; a step without a part spent none on it."""
     used = [(name, label) for name, label in TIMES if any(name in record.values for record in records)]
     steps: dict[str, dict[int, dict[str, float]]] = {}
     for record in records:
@@ -240,10 +242,10 @@ def _draw_times(records: Sequence[MetricRecord]) -> Chart | None:
         "sampler, and held-out evaluation.",
         svg=Markup(stacked_chart("Seconds per training step", series)),
         change=f"{duration(total)} in all",
-        legend=tuple((one.style, one.label) for one in series),
+        legend=tuple((part.style, part.label) for part in series),
     )
 
 
 def stages_of(records: Sequence[MetricRecord]) -> list[str]:
-    """In the order of the run."""
+    """Return the stages in the order of the run."""
     return list(dict.fromkeys(record.stage for record in records))

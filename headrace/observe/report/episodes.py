@@ -1,7 +1,7 @@
-"""Which episodes a report shows, and as what: pure functions from trajectory lines to conversations with badges.
+"""Choose the episodes of a report and turn them into conversations with badges, by pure functions.
 
-Where the same tasks were played before and after, they are sorted by what changed and one of each kind is shown, so
-that a reader sees what was lost as well as what was gained.
+If the same tasks were played before and after training, they are sorted by what changed and one of each kind is shown,
+so that a reader sees losses as well as gains.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ PER_FILE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationTurn:
-    """One message. `badges` are (CSS class, text): what came of an assistant's turn."""
+    """A message, with the outcome of an assistant's turn."""
 
     role: str
     text: str
-    badges: tuple[tuple[str, str], ...] = ()
+    badges: tuple[tuple[str, str], ...] = ()  # (CSS class, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """An episode for people. `when` says which policy played it."""
+    """An episode as it is shown."""
 
-    when: str
+    when: str  # which policy played it, such as "Before training"
     task: str
     badges: tuple[tuple[str, str], ...]
     turns: tuple[ConversationTurn, ...]
-    left_out: int
+    left_out: int  # number of messages beyond MAX_TURNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,10 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeComparison:
-    """`tally` counts (what became of a task, how many tasks), when the same tasks were played twice."""
+    """Episodes before and after training."""
 
     rows: tuple[ComparisonRow, ...]
-    tally: tuple[tuple[str, int], ...]
+    tally: tuple[tuple[str, int], ...]  # (kind of change, number of tasks), if the same tasks were played twice
 
 
 KINDS: dict[tuple[bool, bool], str] = {
@@ -62,7 +62,7 @@ KINDS: dict[tuple[bool, bool], str] = {
 def compare(
     before_label: str, before: Sequence[EpisodeRecord], after_label: str, after: Sequence[EpisodeRecord]
 ) -> EpisodeComparison:
-    """The first episode of each task that both files have, one pair of each kind of change, first in file order."""
+    """Pair the first episodes of each task that both files have; show the first pair of each kind of change."""
     firsts = [{line.task.id: line for line in reversed(lines)} for lines in (before, after)]
     tasks = [task for task in dict.fromkeys(line.task.id for line in before) if task in firsts[1]]
     kinds = {task: (bool(firsts[0][task].verdict), bool(firsts[1][task].verdict)) for task in tasks}
@@ -81,7 +81,7 @@ def compare(
 
 
 def sample_file(label: str, lines: Sequence[EpisodeRecord]) -> ComparisonRow:
-    """The best, a middle and the worst episode by reward, to show the spread rather than the luckiest."""
+    """Show the best, a middle and the worst episode by reward: the spread rather than the luckiest."""
     ranked = sorted(lines, key=lambda line: -line.reward.total)
     chosen = {0, len(ranked) // 2, len(ranked) - 1} if ranked else set()
     return ComparisonRow(
@@ -90,7 +90,8 @@ def sample_file(label: str, lines: Sequence[EpisodeRecord]) -> ComparisonRow:
 
 
 def conversation(when: str, line: EpisodeRecord) -> Conversation:
-    shown = line.messages[:MAX_TURNS]
+    """Convert an episode for display."""
+    messages = line.messages[:MAX_TURNS]
     assistants = [index for index, message in enumerate(line.messages) if message.role == "assistant"]
     steps = assistants[-len(line.steps) :] if line.steps else []  # a task may bring assistant turns of its own
     badges = [_verdict(line.verdict), ("plain", f"reward {number(line.reward.total)}")]
@@ -102,10 +103,10 @@ def conversation(when: str, line: EpisodeRecord) -> Conversation:
             text=_text(message),
             badges=_step_badges(line, steps.index(index)) if index in steps and len(steps) == len(line.steps) else (),
         )
-        for index, message in enumerate(shown)
+        for index, message in enumerate(messages)
     )
     return Conversation(
-        when=when, task=line.task.id, badges=tuple(badges), turns=turns, left_out=len(line.messages) - len(shown)
+        when=when, task=line.task.id, badges=tuple(badges), turns=turns, left_out=len(line.messages) - len(messages)
     )
 
 

@@ -1,7 +1,7 @@
-"""The run folder -> `report.html`: one file that shows what happened to somebody who has never seen the code.
+"""Write `report.html` from a run folder: one page that shows the run to a reader who has never seen the code.
 
-Self-contained: no network, no dependency, every text escaped by the template; a content security policy lets no other
-script run than the one named by its hash. Reads the run folder and nothing else, so it can be made again at any time.
+The page is self-contained: no network, no dependency, every text escaped by the template; a content security policy
+allows only the script named by its hash. Reads nothing but the run folder, so it can be written again at any time.
 """
 
 import base64
@@ -42,7 +42,7 @@ MAX_OTHER_CHARTS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One headline number."""
+    """A headline number, drawn as a bar."""
 
     label: str
     style: str
@@ -82,7 +82,7 @@ def render(
     facts: Sequence[tuple[str, str]],
     summary: Mapping[str, float | str],
 ) -> str:
-    """The page as text; pure but for reading the template beside this file."""
+    """Render the page; pure but for reading the template beside this file."""
     package = files("headrace.observe.report")
     script = (package / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -109,20 +109,20 @@ def render(
 
 
 def headline(records: Sequence[MetricRecord], summary: Mapping[str, float | str]) -> tuple[Bar, ...]:
-    """Held-out success before training and after each stage: the summary's number, else the last evaluation."""
+    """Return held-out success before training and after each stage: the summary's number, else the last evaluation."""
     evaluations = [record for record in records if EVAL in record.values]
-    found: dict[str, float] = {}
+    success: dict[str, float] = {}
     if evaluations and evaluations[0].step == 0:
-        found["base"] = evaluations[0].values[EVAL]
+        success["base"] = evaluations[0].values[EVAL]
     for record in evaluations:
         if record.step > 0:
-            found[record.stage] = record.values[EVAL]
+            success[record.stage] = record.values[EVAL]
     for stage in EVAL_ORDER:
         value = summary.get(f"success_{stage}")
         if isinstance(value, int | float):
-            found[stage] = float(value)
+            success[stage] = float(value)
     labels = {"base": "Before training", "sft": "After SFT", "reward_model": "After reward model", "rl": "After RL"}
-    ordered = sorted(found.items(), key=lambda item: _rank(item[0]))
+    ordered = sorted(success.items(), key=lambda item: _rank(item[0]))
     before = [None, *(value for _, value in ordered)]
     return tuple(
         Bar(
@@ -143,7 +143,7 @@ def _rank(stage: str) -> tuple[int, str]:
 def _facts(
     run: RunFolder, records: Sequence[MetricRecord], summary: Mapping[str, float | str]
 ) -> list[tuple[str, str]]:
-    """What stands under the headline: model, steps, time, machine, and what else the summary says."""
+    """Collect the facts under the headline: model, steps, time, machine, and other entries of the summary."""
     config = _config(run)
     facts = []
     if "path" in config.get("model", {}):
@@ -158,9 +158,9 @@ def _facts(
     seconds = summary.get("seconds", sum(record.values.get(name, 0.0) for record in records for name, _ in TIMES))
     if isinstance(seconds, int | float) and seconds > 0:
         facts.append(("Time", duration(float(seconds))))
-    known = {"seconds", *(f"success_{stage}" for stage in EVAL_ORDER)}
+    reported = {"seconds", *(f"success_{stage}" for stage in EVAL_ORDER)}
     for key, value in summary.items():
-        if key not in known:
+        if key not in reported:
             facts.append((key.replace("_", " "), number(value) if isinstance(value, int | float) else str(value)))
     if run.environment.is_file():
         with boundary(RunFolderError, f"{run.environment} is not JSON"):
@@ -185,9 +185,9 @@ def _config(run: RunFolder) -> dict[str, Any]:
 
 
 def _comparison(run: RunFolder) -> tuple[EpisodeComparison | None, list[str]]:
-    """Held-out episodes of the first and the last evaluation; without them, of the first and the last training step.
+    """Compare episodes of the first and the last evaluation; without them, of the first and the last training step.
 
-    With what could not be read of their files.
+    Also returns notes on lines that could not be read.
     """
     evaluated = sorted(run.rollouts.glob("eval_*.jsonl"), key=lambda path: _rank(path.stem.removeprefix("eval_")))
     trained = sorted(run.rollouts.glob("step_*.jsonl"))
@@ -203,7 +203,7 @@ def _comparison(run: RunFolder) -> tuple[EpisodeComparison | None, list[str]]:
 
 
 def _read(paths: Sequence[Path]) -> tuple[list[tuple[EpisodeRecord, ...]], list[str]]:
-    """The episodes of each file, and a note on each that has lines which are none."""
+    """Read the episodes of each file, with a note on each file that has lines which are not episodes."""
     episodes, notes = [], []
     for path in paths:
         lines, refused = readable_lines(path)

@@ -1,4 +1,4 @@
-"""Numbers -> one inline SVG: curves or stacked bars with axes, drawn by pure functions and coloured by the page's CSS.
+"""Draw curves or stacked bars with axes as inline SVG, by pure functions; the page's CSS colours them.
 
 The x axis is training steps. A run has stages that count their steps from one each, and one may be ten times longer
 than the other, so stages stand side by side, each with its own scale.
@@ -14,9 +14,9 @@ from statistics import fmean
 WIDTH, HEIGHT = 480.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 24.0, 40.0
 STAGE_GAP = 14.0
-MAX_POINTS = 200  # per series and stage; more are averaged in runs of neighbours
+MAX_POINTS = 200  # per series and stage; beyond it, neighbours are averaged
 MAX_BARS = 48
-LARGEST = 1e300  # what is larger, infinite or no number is not drawn
+LARGEST = 1e300  # larger values, infinities and NaN are not drawn
 SMOOTH_FROM = 24  # a curve of fewer points is drawn as it is
 
 
@@ -31,13 +31,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One curve: its points by stage, in the order of the run (a stage may have none). `style` is a CSS class; `marked`
-    draws every point."""
+    """A curve, or a part of stacked bars."""
 
     label: str
-    style: str
-    stages: Mapping[str, tuple[Point, ...]]
-    marked: bool = False
+    style: str  # CSS class
+    stages: Mapping[str, tuple[Point, ...]]  # points by stage, in the order of the run; a stage may have none
+    marked: bool = False  # draw every point
 
     @property
     def values(self) -> list[float]:
@@ -61,7 +60,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """The piece of the x axis that belongs to one stage."""
+    """The part of the x axis that belongs to one stage."""
 
     stage: str
     first: int
@@ -76,7 +75,7 @@ class Panel:
 
 
 def points(steps: Iterable[tuple[int, float]], *, limit: int = MAX_POINTS) -> tuple[Point, ...]:
-    """At most `limit` points; values no axis can hold are left out, neighbours are averaged in equal runs."""
+    """Return at most `limit` points: values that no axis can hold are left out, equal runs of neighbours averaged."""
     finite = [(step, value) for step, value in steps if abs(value) < LARGEST]
     size = max(1, math.ceil(len(finite) / limit))
     runs = [finite[start : start + size] for start in range(0, len(finite), size)]
@@ -96,14 +95,14 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def is_noisy(values: Sequence[float]) -> bool:
-    """Long enough to be smoothed, and going up and down over at least three times its range."""
+    """Return whether a curve is long enough to be smoothed and moves up and down over three times its range."""
     travelled = math.fsum(abs(right - left) for left, right in pairwise(values))
     return len(values) >= SMOOTH_FROM and travelled > 3.0 * (max(values) - min(values))
 
 
 def value_axis(values: Sequence[float], *, share: bool = False) -> Axis:
-    """0 to 1 for a share; logarithmic when positive values span more than three decades; else round ticks around the
-    values, down to zero when they come near it."""
+    """Choose an axis: 0 to 1 for a share, logarithmic when positive values span more than three decades, else round
+    ticks around the values, down to zero when they come near it."""
     assert values
     low, high = min(values), max(values)
     if share and low >= 0.0 and high <= 1.0:
@@ -126,7 +125,7 @@ def value_axis(values: Sequence[float], *, share: bool = False) -> Axis:
 
 
 def round_ticks(low: float, high: float, about: int) -> tuple[float, ...]:
-    """Multiples of 1, 2 or 5 times a power of ten around [low, high], at least two of them, about `about` intervals."""
+    """Return multiples of 1, 2 or 5 times a power of ten around [low, high]: at least two, about `about` intervals."""
     assert high - low > 1e-6 * max(abs(low), abs(high)), "ticks would differ by less than they can show"
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
@@ -137,10 +136,10 @@ def round_ticks(low: float, high: float, about: int) -> tuple[float, ...]:
 
 
 def panels(series: Sequence[Series]) -> tuple[Panel, ...]:
-    """Stages with data, side by side in the order of the run, all of the same width."""
+    """Lay out stages with data side by side, in the order of the run and of equal width."""
     spans: dict[str, tuple[int, int]] = {}
-    for stage in dict.fromkeys(stage for one in series for stage in one.stages):
-        all_points = [point for one in series for point in one.stages.get(stage, ())]
+    for stage in dict.fromkeys(stage for curve in series for stage in curve.stages):
+        all_points = [point for curve in series for point in curve.stages.get(stage, ())]
         if all_points:
             spans[stage] = (min(point.first for point in all_points), max(point.last for point in all_points))
     pitch = (WIDTH - LEFT - RIGHT + STAGE_GAP) / max(1, len(spans))
@@ -152,7 +151,7 @@ def panels(series: Sequence[Series]) -> tuple[Panel, ...]:
 
 
 def number(value: float) -> str:
-    """A short readable number.
+    """Format a short readable number.
 
     >>> [number(value) for value in (0.0, 0.25, 1236.7, 0.00012, 3e-9, 12.0, 2.5e7)]
     ['0', '0.25', '1237', '0.00012', '3e-9', '12', '2.5e7']
@@ -166,7 +165,8 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """
+    """Format a share as a percentage.
+
     >>> percent(0.5), percent(0.9375)
     ('50%', '93.8%')
     """
@@ -174,29 +174,29 @@ def percent(value: float) -> str:
 
 
 def curve_chart(title: str, series: Sequence[Series], *, share: bool = False) -> str:
-    """Curves over training steps; a long noisy one is drawn faint, with its moving mean on top."""
-    axis = value_axis([value for one in series for value in one.values], share=share)
+    """Draw curves over training steps; a long noisy one is drawn faint, with its moving mean on top."""
+    axis = value_axis([value for curve in series for value in curve.values], share=share)
     form = percent if share else number
     frame = panels(series)
     body = [_frame(frame, axis, form)]
-    for one in series:
+    for curve in series:
         for panel in frame:
-            stage_points = one.stages.get(panel.stage, ())
+            stage_points = curve.stages.get(panel.stage, ())
             if stage_points:
-                body.append(_curve(one, stage_points, panel, axis))
-    for one in series:  # above all curves, so that each point can be hovered over
+                body.append(_curve(curve, stage_points, panel, axis))
+    for curve in series:  # above all curves, so that each point can be hovered over
         for panel in frame:
-            body += [_dot(one, point, panel, axis, form) for point in one.stages.get(panel.stage, ())]
+            body += [_dot(curve, point, panel, axis, form) for point in curve.stages.get(panel.stage, ())]
     return _svg(title, series, form, body)
 
 
 def stacked_chart(
     title: str, series: Sequence[Series], *, unit: str = " s", form: Callable[[float], str] = number
 ) -> str:
-    """Bars of parts on top of each other; all series have the same points (see `points` with MAX_BARS)."""
+    """Draw bars of parts on top of each other; all series have the same points (see `points` with MAX_BARS)."""
     frame = panels(series)
     heights = [
-        math.fsum(one.stages[panel.stage][index].value for one in series if panel.stage in one.stages)
+        math.fsum(part.stages[panel.stage][index].value for part in series if panel.stage in part.stages)
         for panel in frame
         for index in range(len(_columns(series, panel.stage)))
     ]
@@ -206,14 +206,14 @@ def stacked_chart(
         columns = _columns(series, panel.stage)
         pitch = (panel.right - panel.left) / len(columns)
         for index, column in enumerate(columns):
-            parts = [(one, one.stages[panel.stage][index].value) for one in series if panel.stage in one.stages]
-            tip = f"{_steps(column)}: " + ", ".join(f"{one.label} {form(value)}{unit}" for one, value in parts)
+            parts = [(part, part.stages[panel.stage][index].value) for part in series if panel.stage in part.stages]
+            tip = f"{_steps(column)}: " + ", ".join(f"{part.label} {form(value)}{unit}" for part, value in parts)
             bars, floor = [], 0.0
-            for one, value in parts:
+            for part, value in parts:
                 bottom, top = _y(axis, floor), _y(axis, floor + value)
                 floor += value
                 bars.append(
-                    f'<rect class="bar {one.style}" x="{panel.left + index * pitch + 0.1 * pitch:.1f}" y="{top:.1f}" '
+                    f'<rect class="bar {part.style}" x="{panel.left + index * pitch + 0.1 * pitch:.1f}" y="{top:.1f}" '
                     f'width="{0.8 * pitch:.1f}" height="{bottom - top:.1f}"/>'
                 )
             middle = panel.left + (index + 0.5) * pitch
@@ -225,7 +225,7 @@ def stacked_chart(
 
 
 def _columns(series: Sequence[Series], stage: str) -> tuple[Point, ...]:
-    return next(one.stages[stage] for one in series if stage in one.stages)
+    return next(part.stages[stage] for part in series if stage in part.stages)
 
 
 def _y(axis: Axis, value: float) -> float:
@@ -237,7 +237,7 @@ def _steps(point: Point) -> str:
 
 
 def _frame(frame: Sequence[Panel], axis: Axis, form: Callable[[float], str]) -> str:
-    """Grid lines with their values, one band per stage with its steps."""
+    """Draw grid lines with their values, and one band per stage with its steps."""
     parts = []
     for panel in frame:
         style = f"band {escape(panel.stage)}"
@@ -272,10 +272,10 @@ def _step_ticks(panel: Panel) -> list[int]:
     return sorted({int(tick) for tick in ticks if tick == int(tick) and panel.first <= tick <= panel.last})
 
 
-def _curve(one: Series, stage_points: Sequence[Point], panel: Panel, axis: Axis) -> str:
+def _curve(series: Series, stage_points: Sequence[Point], panel: Panel, axis: Axis) -> str:
     raw = [(panel.place(point.last), _y(axis, point.value)) for point in stage_points]
-    style = f"{escape(one.style)} {escape(panel.stage)}"
-    if one.marked or not is_noisy([point.value for point in stage_points]):
+    style = f"{escape(series.style)} {escape(panel.stage)}"
+    if series.marked or not is_noisy([point.value for point in stage_points]):
         return _polyline(raw, f"curve {style}")
     means = smooth([point.value for point in stage_points])
     mean = [(x, _y(axis, value)) for (x, _), value in zip(raw, means, strict=True)]
@@ -286,19 +286,19 @@ def _polyline(places: Sequence[tuple[float, float]], style: str) -> str:
     return f'<polyline class="{style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
 
 
-def _dot(one: Series, point: Point, panel: Panel, axis: Axis, form: Callable[[float], str]) -> str:
+def _dot(series: Series, point: Point, panel: Panel, axis: Axis, form: Callable[[float], str]) -> str:
     x, y = panel.place(point.last), _y(axis, point.value)
-    tip = f"{panel.stage.upper()} {_steps(point)}: {one.label} {form(point.value)}"
-    alone = len(one.stages[panel.stage]) == 1
-    style = "dot" if one.marked or alone else "dot hidden"
+    tip = f"{panel.stage.upper()} {_steps(point)}: {series.label} {form(point.value)}"
+    alone = len(series.stages[panel.stage]) == 1
+    style = "dot" if series.marked or alone else "dot hidden"
     return (
         f'<g class="pt" data-x="{x:.1f}" data-y="{y:.1f}" data-tip="{escape(tip)}"><title>{escape(tip)}</title>'
-        f'<circle class="{style} {escape(one.style)} {escape(panel.stage)}" cx="{x:.1f}" cy="{y:.1f}" r="4"/></g>'
+        f'<circle class="{style} {escape(series.style)} {escape(panel.stage)}" cx="{x:.1f}" cy="{y:.1f}" r="4"/></g>'
     )
 
 
 def _svg(title: str, series: Sequence[Series], form: Callable[[float], str], body: Sequence[str]) -> str:
-    ends = "; ".join(f"{one.label} from {form(one.values[0])} to {form(one.values[-1])}" for one in series)
+    ends = "; ".join(f"{curve.label} from {form(curve.values[0])} to {form(curve.values[-1])}" for curve in series)
     label = escape(f"{title}: {ends}")
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(body)}</svg>'

@@ -1,7 +1,7 @@
-"""Episodes to and from the lines of a rollout file: what a training step was made from, kept whole.
+"""Write the episodes of a training step as lines of a rollout file, and load them back equal.
 
-Loading gives back equal types. Three things keep a line short: a prompt is stored as the tokens that follow what it
-shares with the step before it, versions as runs, raw log-probs only when they differ from the sampler's.
+Three things keep a line short: a prompt is stored without the prefix that it shares with the step before it, versions
+as runs, raw log-probs only when they differ from the sampler's.
 """
 
 import json
@@ -49,14 +49,13 @@ Saved = ScoredEpisode | CreditedEpisode | FailedEpisode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFileInfo:
-    """What every line says of where it is from. `group_sizes`: credited episodes of each group, also of those that are
-    not saved; unset, they are counted."""
+    """The origin of the episodes, written into every line."""
 
     run: str | None = None
     training_step: int | None = None
     method: str | None = None  # of credit
     params: Mapping[str, float | str] = field(default_factory=dict)
-    group_sizes: Mapping[int, int] | None = None
+    group_sizes: Mapping[int, int] | None = None  # credited episodes of each group, saved or not; None: count the saved
 
 
 def save_trajectories(
@@ -71,14 +70,14 @@ def save_trajectories(
 
 
 def load_trajectories(path: Path) -> tuple[ScoredEpisode | CreditedEpisode, ...]:
-    """The episodes as they were saved, without failed ones. Raises RunFolderError if the file was saved lean, or is
-    not one of ours."""
+    """Load the episodes as they were saved, without failed ones. Raises RunFolderError if the file was saved lean, or
+    is not a rollout file."""
     played = (line for line in iter_lines(path) if line.failed is None)
     return tuple(episode_of(line, f"{path}, episode {line.id}") for line in played)
 
 
 def recredited(raw: bytes, result: CreditedEpisode | FailedEpisode, about: RolloutFileInfo) -> str:
-    """A line with another reward and other advantages; all else in it, keys of others too, stays as it is."""
+    """Rewrite a line with a new reward and new advantages; everything else, unknown keys too, stays as it is."""
     fields: dict[str, Any] = json.loads(raw)
     fields["failed"] = result.reason if isinstance(result, FailedEpisode) else None
     if isinstance(result, FailedEpisode):
@@ -141,7 +140,7 @@ def _method_fields(about: RolloutFileInfo) -> dict[str, Any] | None:
 
 
 def _failed_fields(saved: FailedEpisode) -> dict[str, Any]:
-    """Nothing of it was kept but why."""
+    """Return the fields of a failed episode, of which only the reason is known."""
     return {
         "failed": saved.reason,
         "seed": 0,
@@ -156,16 +155,16 @@ def _failed_fields(saved: FailedEpisode) -> dict[str, Any]:
 
 def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dict[str, Any]:
     episode = _scored(saved).episode
-    before = [int_array([]), *(_seen(step) for step in episode.steps)]
+    before = [int_array([]), *(_all_tokens(step) for step in episode.steps)]
     steps = [_step_fields(step, before[k], lean=lean) for k, step in enumerate(episode.steps)]
-    said: dict[str, Any] = {}
+    value_fields: dict[str, Any] = {}
     if isinstance(saved, CreditedEpisode):
         steps = [step | {"credit": credit} for step, credit in zip(steps, _credit_fields(saved), strict=True)]
         if saved.token_values is not None:
-            said = {"value_after": saved.token_values.after}
+            value_fields = {"value_after": saved.token_values.after}
             steps = steps if lean else _with_values(steps, saved.token_values)
     return {
-        **said,
+        **value_fields,
         "seed": episode.seed,
         "temperature": episode.temperature,
         "truncated": episode.truncated,
@@ -178,12 +177,12 @@ def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dic
     }
 
 
-def _with_values(steps: Sequence[dict[str, Any]], said: TokenValues) -> list[dict[str, Any]]:
-    """What the critic's advantages were made of, beside each step's tokens."""
-    penalties = said.penalties or (None,) * len(steps)
+def _with_values(steps: Sequence[dict[str, Any]], token_values: TokenValues) -> list[dict[str, Any]]:
+    """Add the critic's values and KL penalties to each step's tokens."""
+    penalties = token_values.penalties or (None,) * len(steps)
     added = [
         {"values": _shortest(values), **({} if penalty is None else {"penalties": penalty.tolist()})}
-        for values, penalty in zip(said.steps, penalties, strict=True)
+        for values, penalty in zip(token_values.steps, penalties, strict=True)
     ]
     return [step | {"tokens": step["tokens"] | more} for step, more in zip(steps, added, strict=True)]
 
@@ -251,13 +250,13 @@ def _step_fields(step: Step, before: IntArray, *, lean: bool) -> dict[str, Any]:
             "versions": [[version, len(list(run))] for version, run in groupby(completion.versions.tolist())],
         }
         if completion.next_logprobs is not None:
-            known = _shortest(completion.next_logprobs)
-            fields["tokens"]["next_logprobs"] = [None if np.isnan(value) else value for value in known]
+            logprobs = _shortest(completion.next_logprobs)
+            fields["tokens"]["next_logprobs"] = [None if np.isnan(value) else value for value in logprobs]
     return fields
 
 
-def _seen(step: Step) -> IntArray:
-    """Every token the engine had after this step."""
+def _all_tokens(step: Step) -> IntArray:
+    """Return every token that the engine had after this step."""
     return int_array(np.concatenate([step.prompt, step.completion.tokens]))
 
 
@@ -268,7 +267,7 @@ def _common_prefix(left: IntArray, right: IntArray) -> int:
 
 
 def _shortest(values: FloatArray) -> list[float]:
-    """The shortest decimals that are the same float32: half the length of their exact float64 values."""
+    """Return the shortest decimals that are the same float32: half the length of their exact float64 values."""
     return [float(str(value)) for value in values]
 
 
@@ -276,7 +275,7 @@ def _shortest(values: FloatArray) -> list[float]:
 
 
 def episode_of(line: EpisodeRecord, where: str) -> ScoredEpisode | CreditedEpisode:
-    """The episode of a line that has its tokens; `where` is for messages."""
+    """Build the episode of a line that has its tokens; `where` names the line in errors."""
     steps: list[Step] = []
     before = int_array([])
     for saved in line.steps:
@@ -284,7 +283,7 @@ def episode_of(line: EpisodeRecord, where: str) -> ScoredEpisode | CreditedEpiso
             raise RunFolderError(f"{where} was saved lean: its tokens are not there, only what can be read")
         with boundary(RunFolderError, f"{where} has token arrays that do not fit together"):
             steps.append(_step(saved, saved.tokens, before))
-        before = _seen(steps[-1])
+        before = _all_tokens(steps[-1])
     scored = _scored_of(line, steps)
     if line.group_id is None or line.advantages is None:
         return scored
@@ -300,23 +299,23 @@ def episode_of(line: EpisodeRecord, where: str) -> ScoredEpisode | CreditedEpiso
 
 
 def token_values_of(line: EpisodeRecord) -> TokenValues | None:
-    """What a critic said of every token; None where the line does not have it."""
+    """Return a critic's values of every token; None if the line does not have them."""
     tokens = [step.tokens for step in line.steps]
-    known = [each.values for each in tokens if each is not None and each.values is not None]
-    if line.value_after is None or len(known) != len(tokens):
+    values = [arrays.values for arrays in tokens if arrays is not None and arrays.values is not None]
+    if line.value_after is None or len(values) != len(tokens):
         return None
-    penalties = [each.penalties for each in tokens if each is not None and each.penalties is not None]
+    penalties = [arrays.penalties for arrays in tokens if arrays is not None and arrays.penalties is not None]
     with boundary(RunFolderError, f"episode {line.id} has values that do not fit together"):
-        assert [len(values) for values in known] == [step.num_sampled for step in line.steps]
+        assert [len(array) for array in values] == [step.num_sampled for step in line.steps]
         return TokenValues(
-            steps=tuple(float_array(values) for values in known),
+            steps=tuple(float_array(array) for array in values),
             after=line.value_after,
-            penalties=tuple(np.array(each, dtype=np.float64) for each in penalties) if penalties else None,
+            penalties=tuple(np.array(array, dtype=np.float64) for array in penalties) if penalties else None,
         )
 
 
 def outline_of(line: EpisodeRecord) -> ScoredEpisode:
-    """The episode of any line, with as many tokens as it had but not which: for credit, never for training."""
+    """Build the episode of any line with the right number of placeholder tokens: for credit, never for training."""
     return _scored_of(line, [_outline(step) for step in line.steps])
 
 
@@ -340,7 +339,7 @@ def _scored_of(line: EpisodeRecord, steps: Sequence[Step]) -> ScoredEpisode:
 
 
 def _outline(saved: StepRecord) -> Step:
-    """Arrays of that length which take no memory."""
+    """Build a step whose arrays have the right lengths and take no memory."""
     zeros, numbers = np.broadcast_to(np.float32(0), saved.num_sampled), np.broadcast_to(np.int32(0), saved.num_sampled)
     return Step(
         prompt=np.broadcast_to(np.int32(0), saved.num_prompt),

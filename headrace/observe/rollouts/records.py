@@ -1,7 +1,7 @@
 """Lines of a rollout file: one JSON object for each episode, read one after another, so that a file may be large.
 
-The schema version is strict: a line of another one is refused. Unknown keys are left alone, so that others may add
-theirs. A lean line has no token arrays. A failed episode has a line too, with its reason in place of a reward.
+The schema version is strict: a line of another version is refused. Unknown keys are ignored, so that other programs may
+add theirs. A lean line has no token arrays. A failed episode has a line too, with its reason in place of a reward.
 """
 
 import logging
@@ -47,26 +47,22 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class TokensRecord:
-    """Token arrays of a step. The prompt is `prompt_shared` tokens of the previous step's prompt and completion, then
-    `prompt_rest`; `versions` is runs of (version, count); `raw_logprobs` None: equal to `sampler_logprobs`;
-    `next_logprobs` is written where something is known of them, null where a token's is not; `values` (before each
-    token) and `penalties` (the KL's part of its reward) where a critic made the advantages."""
+    """The token arrays of a step."""
 
-    prompt_shared: int
-    prompt_rest: tuple[int, ...]
+    prompt_shared: int  # the prompt begins with so many tokens of the previous step's prompt and completion,
+    prompt_rest: tuple[int, ...]  # and goes on with these
     sampled: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
-    raw_logprobs: tuple[float, ...] | None
-    versions: tuple[tuple[int, int], ...]
-    next_logprobs: tuple[float | None, ...] | None = None
-    values: tuple[float, ...] | None = None
-    penalties: tuple[float, ...] | None = None
+    raw_logprobs: tuple[float, ...] | None  # None: equal to sampler_logprobs
+    versions: tuple[tuple[int, int], ...]  # runs of (version, count)
+    next_logprobs: tuple[float | None, ...] | None = None  # None: not known, of a token or of all
+    values: tuple[float, ...] | None = None  # a critic's, before each token
+    penalties: tuple[float, ...] | None = None  # of the KL, in each token's reward; if a critic gave the advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class CreditRecord:
-    """Of one step: the advantage and its parts (`headrace.types.StepCredit`), or V, what the critic that made it
-    expected where the step began."""
+    """The advantage of a step, with its parts (`headrace.types.StepCredit`) or the critic's value."""
 
     A: float
     G: float | None = None
@@ -74,22 +70,22 @@ class CreditRecord:
     A_S: float | None = None
     peers: int | None = None
     anchor: str | None = None
-    V: float | None = None
+    V: float | None = None  # the critic's, at the start of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class StepRecord:
-    """`state` is the environment's key; `logprob` the sum over the sampled tokens; `credit` is there after credit."""
+    """A step of an episode."""
 
     action: str
     stop: StopReason
     reward: float
     valid: bool
-    state: str | None
+    state: str | None  # the environment's key
     num_prompt: int
     num_sampled: int
-    logprob: float
-    credit: CreditRecord | None = None
+    logprob: float  # sum over the sampled tokens
+    credit: CreditRecord | None = None  # absent before credit
     tokens: TokensRecord | None = None  # absent in a lean line
 
     @property
@@ -108,7 +104,7 @@ class RewardRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class MethodRecord:
-    """Which credit method made the advantages."""
+    """The credit method that gave the advantages."""
 
     method: str
     params: dict[str, float | str] = field(default_factory=dict)
@@ -116,20 +112,18 @@ class MethodRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class EpisodeRecord:
-    """One episode. `group_size` counts the credited episodes of its group, saved or not; `versions` are those of its
-    oldest and newest token; `failed` says why there is no reward (which is NaN then); `value_after` is what a critic
-    expected after the last token."""
+    """An episode: one line of a rollout file."""
 
     schema_version: Literal[2]
     run: str | None = None
     training_step: int | None = None
     id: str
     group_id: int | None = None
-    group_size: int | None = None
-    versions: tuple[int, int] | None = None
+    group_size: int | None = None  # credited episodes of the group, saved or not
+    versions: tuple[int, int] | None = None  # of the oldest and the newest token
     credit: MethodRecord | None = None
-    failed: str | None = None
-    value_after: float | None = None
+    failed: str | None = None  # why there is no reward, which is NaN then
+    value_after: float | None = None  # a critic's, after the last token
     task: TaskRecord
     seed: int
     temperature: float
@@ -148,18 +142,18 @@ class EpisodeRecord:
 
     @property
     def advantages(self) -> tuple[float, ...] | None:
-        """One per step; None before credit."""
-        made = tuple(step.credit.A for step in self.steps if step.credit is not None)
-        return made if len(made) == len(self.steps) and self.group_id is not None else None
+        """The advantage of each step; None before credit."""
+        advantages = tuple(step.credit.A for step in self.steps if step.credit is not None)
+        return advantages if len(advantages) == len(self.steps) and self.group_id is not None else None
 
     @property
     def by_critic(self) -> bool:
-        """Whether its advantages came from a critic's values."""
+        """True if the advantages come from a critic's values."""
         return any(step.credit is not None and step.credit.V is not None for step in self.steps)
 
     @property
     def step_rewards(self) -> tuple[float, ...]:
-        """What credit took as the reward of each step: without step rewards, the total on the last."""
+        """The reward of each step, as credit reads it: without step rewards, the total on the last step."""
         if self.reward.steps is not None:
             return self.reward.steps
         return (*(0.0,) * (len(self.steps) - 1), *(self.reward.total,) * min(len(self.steps), 1))
@@ -173,19 +167,19 @@ _PARSER = TypeAdapter(EpisodeRecord)
 
 
 def iter_raw(path: Path) -> Iterator[tuple[bytes, EpisodeRecord]]:
-    """Every line as it is in the file and what it says, one at a time.
+    """Yield every line, raw and parsed, one at a time.
 
-    A last line that something cut short is left out with a warning. Raises RunFolderError, which names file, line and
+    A torn last line is left out with a warning. Raises RunFolderError, which names file, line and
     key, on a line of another schema, one that lacks a key, or one that is no JSON.
     """
-    for raw, line in _tried(path):
+    for raw, line in _parse_lines(path):
         if isinstance(line, RunFolderError):
             raise line
         yield raw, line
 
 
-def _tried(path: Path) -> Iterator[tuple[bytes, EpisodeRecord | RunFolderError]]:
-    """Every line with what it says, or why it is refused."""
+def _parse_lines(path: Path) -> Iterator[tuple[bytes, EpisodeRecord | RunFolderError]]:
+    """Yield every line, raw and parsed, or with the error that refuses it."""
     with boundary(RunFolderError, f"cannot read {path}"), path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
@@ -206,25 +200,25 @@ def _tried(path: Path) -> Iterator[tuple[bytes, EpisodeRecord | RunFolderError]]
 
 
 def iter_lines(path: Path, *, tokens: bool = True) -> Iterator[EpisodeRecord]:
-    """Every episode of a file, failed ones too, one at a time; without `tokens`, as if it had been saved lean."""
+    """Yield every episode of a file, failed ones too, one at a time; without `tokens`, as if it had been saved lean."""
     for _, line in iter_raw(path):
         yield line if tokens else _lean(line)
 
 
 def parse_line(raw: str | bytes) -> EpisodeRecord:
-    """One line of our own making."""
+    """Parse a line that this program wrote."""
     return _PARSER.validate_json(raw)
 
 
 def read_lines(path: Path) -> tuple[EpisodeRecord, ...]:
-    """The episodes that have a reward, without their token arrays, all at once."""
+    """Read all episodes that have a reward, without their token arrays."""
     return tuple(line for line in iter_lines(path, tokens=False) if line.failed is None)
 
 
 def readable_lines(path: Path) -> tuple[tuple[EpisodeRecord, ...], tuple[str, ...]]:
-    """As `read_lines`, without the lines that are not episodes; and for each of those, why not."""
+    """Read the episodes as `read_lines` does, and the error of each line that is not an episode."""
     episodes, refused = list[EpisodeRecord](), list[str]()
-    for _, line in _tried(path):
+    for _, line in _parse_lines(path):
         if isinstance(line, RunFolderError):
             refused.append(str(line))
         elif line.failed is None:
@@ -237,7 +231,7 @@ def _lean(line: EpisodeRecord) -> EpisodeRecord:
 
 
 def _check(line: EpisodeRecord, where: str) -> None:
-    """What a reader indexes by: one step reward for each step, and credit for all of them or none."""
+    """Check what readers index by: one step reward for each step, and credit for all steps or none."""
     if line.reward.steps is not None and len(line.reward.steps) != len(line.steps):
         raise RunFolderError(f"{where}: {len(line.reward.steps)} step rewards for {len(line.steps)} steps")
     if 0 < sum(step.credit is not None for step in line.steps) < len(line.steps):
@@ -248,8 +242,8 @@ def _refused(exc: ValidationError, where: str) -> RunFolderError:
     first = exc.errors()[0]
     key = ".".join(map(str, first["loc"])) or "the line"
     if key == "schema_version":
-        found = "no schema version" if first["type"] == "missing" else f"schema {first['input']!r:.40}"
+        version = "no schema version" if first["type"] == "missing" else f"schema {first['input']!r:.40}"
         return RunFolderError(
-            f"{where} has {found} and this headrace reads schema {SCHEMA}: read it with the headrace that wrote it"
+            f"{where} has {version} and this headrace reads schema {SCHEMA}: read it with the headrace that wrote it"
         )
     return RunFolderError(f"{where} is not an episode of schema {SCHEMA}: {key}: {first['msg']}")

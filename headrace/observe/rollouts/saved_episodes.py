@@ -1,4 +1,4 @@
-"""Which episodes of a training step are saved: a pure choice among credited episodes."""
+"""Choose which episodes of a training step are saved, by a pure function of the credited episodes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,36 +14,34 @@ Predicate = Callable[[CreditedEpisode], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """`every` n-th training step, and the first (0: none); in it, `which` episodes, or those that the function `which`
-    says True of; every `every_episode`-th of these. `top`: how many have the largest |advantage|. `whole_groups`:
-    with an episode its group is kept, as comparing episodes anew needs it."""
+    """The rule by which episodes are saved."""
 
-    every: int = 1
-    which: str | Predicate = ALL
-    every_episode: int = 1
-    top: int = 16
-    whole_groups: bool = False
+    every: int = 1  # every n-th training step, and the first; 0: none
+    which: str | Predicate = ALL  # a name of names.SAVED_EPISODES, or a function that accepts episodes
+    every_episode: int = 1  # every n-th of the episodes that `which` accepts
+    top: int = 16  # number of episodes that TOP_ADVANTAGE saves, by largest |advantage|
+    whole_groups: bool = False  # save the whole group of every saved episode, as crediting again needs it
 
     def takes_step(self, step: int) -> bool:
-        """Training steps are counted from 1."""
+        """Return whether a training step, counted from 1, is saved."""
         return self.every > 0 and (step == 1 or step % self.every == 0)
 
     @property
     def takes_failed(self) -> bool:
-        """Whether episodes that could not be played or scored are saved, with their reasons."""
+        """True if episodes that could not be played or scored are saved, with their reasons."""
         return self.which in (ALL, FAILURES)
 
 
 def select_episodes(episodes: Sequence[CreditedEpisode], selection: Selection) -> tuple[CreditedEpisode, ...]:
-    """The episodes to save, in their order. Raises ConfigError when a user's function fails."""
-    indices = _wanted(episodes, selection)[:: selection.every_episode]
+    """Return the episodes to save, in their order. Raises ConfigError when a user's function fails."""
+    indices = _accepted(episodes, selection)[:: selection.every_episode]
     if selection.whole_groups:
         groups = {episodes[index].group_id for index in indices}
         indices = [index for index, episode in enumerate(episodes) if episode.group_id in groups]
     return tuple(episodes[index] for index in indices)
 
 
-def _wanted(episodes: Sequence[CreditedEpisode], selection: Selection) -> list[int]:
+def _accepted(episodes: Sequence[CreditedEpisode], selection: Selection) -> list[int]:
     which = selection.which
     if callable(which):
         with boundary(ConfigError, "the function of rl.save.which failed"):

@@ -18,7 +18,7 @@ _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_.]")
 
 
 class DatadogAgent:
-    """Send gauges to an agent; all sinks share one, so that a missing agent is reported once."""
+    """Sends gauges to an agent; all sinks share one, so that a missing agent is reported once."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address, self._warned = f"{host}:{port}", False
@@ -63,7 +63,7 @@ class DatadogAgent:
 
 
 class DatadogSink:
-    """Log gauges `<prefix>.<area>.<name>` with `tags`; `<prefix>.step` is the step of the record."""
+    """Logs gauges `<prefix>.<area>.<name>` with `tags`; `<prefix>.step` is the step of the record."""
 
     def __init__(self, agent: DatadogAgent, *, prefix: str, tags: Sequence[str]) -> None:
         self._agent, self._prefix, self._tags = agent, prefix, tuple(tags)

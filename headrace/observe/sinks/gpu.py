@@ -1,4 +1,4 @@
-"""How busy a GPU is and how much of its memory is taken, for the metrics of a run and of a service."""
+"""Measure GPU utilisation and memory, for the metrics of a run and of a service."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -10,10 +10,10 @@ from headrace.protocols import MetricSink
 
 
 def gpu_values() -> dict[str, float]:
-    """Of the CUDA device that this process uses, if it uses one. The share of time it was busy needs nvidia-ml-py.
+    """Measure the CUDA device that this process uses; empty if it uses none. Utilisation needs nvidia-ml-py.
 
-    `perf/gpu_memory_used_gb` is what all programs on the device have taken, `perf/gpu_memory_peak_gb` the most that
-    tensors of this one ever took, both in 10^9 bytes.
+    `perf/gpu_memory_used_gb` is the memory used by all programs on the device, `perf/gpu_memory_peak_gb` the peak of
+    this program's tensors, both in 10^9 bytes.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
@@ -22,13 +22,16 @@ def gpu_values() -> dict[str, float]:
         "perf/gpu_memory_used_gb": (total - free) / 1e9,
         "perf/gpu_memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
-    with contextlib.suppress(BackendError), boundary(BackendError, "no nvidia-ml-py, or a driver that does not tell"):
+    with (
+        contextlib.suppress(BackendError),
+        boundary(BackendError, "no nvidia-ml-py, or a driver that does not report it"),
+    ):
         values["perf/gpu_utilization"] = torch.cuda.utilization() / 100
     return values
 
 
 class GpuMetricsSink:
-    """Adds what `measure` says to every record."""
+    """Adds the values of `measure` to every record."""
 
     def __init__(self, sink: MetricSink, measure: Callable[[], Mapping[str, float]]) -> None:
         self._sink, self._measure = sink, measure

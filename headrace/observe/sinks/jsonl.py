@@ -13,12 +13,12 @@ from pathlib import Path
 from headrace.errors import RunFolderError, boundary
 from headrace.observe.json_lines import json_line
 
-UNREPRODUCIBLE = ("time/", "perf/")  # what a clock measured
+UNREPRODUCIBLE = ("time/", "perf/")  # measured by a clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricRecord:
-    """One line of metrics.jsonl."""
+    """A line of metrics.jsonl."""
 
     step: int
     stage: str
@@ -28,9 +28,10 @@ class MetricRecord:
 class JsonlSink:
     """Appends one JSON object per `log` call: {"stage": ..., "step": n, "area/name": value, ...}, keys sorted.
 
-    A checkpoint calls `sync` and stores `records`; a resume calls `truncate_after(records)`, which cuts what a killed
-    run wrote later, so that the resumed file equals that of a run that was never killed (in bytes a position would
-    depend on how many digits the clock's numbers have). A line torn by a kill is cut when the file is opened.
+    A checkpoint calls `sync` and stores `records`; a resume calls `truncate_after(records)`, which removes records that
+    were written after the checkpoint, so that the resumed file equals that of a run that was never killed. (A position
+    in bytes would depend on the number of digits of the clock's numbers.) A line torn by a kill is removed when the
+    file is opened.
     """
 
     def __init__(self, path: Path, *, stage: str) -> None:
@@ -46,7 +47,7 @@ class JsonlSink:
 
     @property
     def records(self) -> int:
-        """How many records the file holds, those of earlier stages included."""
+        """The number of records in the file, those of earlier stages included."""
         return self._records
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -59,19 +60,19 @@ class JsonlSink:
         self._records += 1
 
     def sync(self) -> None:
-        """Returns when every record is on the disk."""
+        """Return when every record is on the disk."""
         with boundary(RunFolderError, f"cannot write {self._path}"):
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def truncate_after(self, records: int) -> None:
-        """Forget all but the first `records` records. Raises RunFolderError if there are fewer."""
+        """Remove all but the first `records` records. Raises RunFolderError if there are fewer."""
         assert records >= 0
         _check_records(self._path, self._records, records)
         with boundary(RunFolderError, f"cannot cut {self._path}"):
             self._file.seek(0)
-            kept = sum(len(self._file.readline()) for _ in range(records))
-            self._file.truncate(kept)
+            end = sum(len(self._file.readline()) for _ in range(records))
+            self._file.truncate(end)
             self._file.seek(0, os.SEEK_END)
             os.fsync(self._file.fileno())
         self._records = records
@@ -83,22 +84,22 @@ class JsonlSink:
 
 
 def check_records(path: Path, records: int) -> None:
-    """Raises RunFolderError if the metrics file has fewer than `records` whole records, or is not there."""
+    """Raise RunFolderError if the metrics file has fewer than `records` whole records, or is missing."""
     with boundary(RunFolderError, f"cannot read {path}"):
         content = path.read_bytes() if path.exists() else b""
     _check_records(path, content.count(b"\n"), records)
 
 
-def _check_records(path: Path, found: int, records: int) -> None:
-    if found < records:
+def _check_records(path: Path, actual: int, records: int) -> None:
+    if actual < records:
         raise RunFolderError(
-            f"{path} is shorter than its checkpoint says: it has {found} records, not {records}; restore the file, or "
+            f"{path} is shorter than its checkpoint says: it has {actual} records, not {records}; restore the file, or "
             "start a new run"
         )
 
 
 def read_metrics(path: Path) -> tuple[MetricRecord, ...]:
-    """All whole records; a last line without its newline was torn by a kill and is left out.
+    """Read all whole records; a last line without its newline was torn by a kill and is left out.
 
     Raises RunFolderError on a missing file and on any other line that is not a record.
     """
@@ -116,7 +117,7 @@ def read_metrics(path: Path) -> tuple[MetricRecord, ...]:
 
 
 def reproducible_bytes(path: Path) -> bytes:
-    """The file without what a clock measured: equal for a run and its killed and resumed twin."""
+    """Return the file without clock measurements: equal for a run and its killed and resumed twin."""
     return b"".join(
         json_line(
             {
@@ -131,5 +132,5 @@ def reproducible_bytes(path: Path) -> bytes:
 
 
 def _whole_lines(content: bytes) -> int:
-    """Bytes up to and including the last newline."""
+    """Count the bytes up to and including the last newline."""
     return content.rfind(b"\n") + 1

@@ -1,7 +1,6 @@
-"""What a person watching a run sees: a bar and one line per training step on a terminal, plain lines in a log.
+"""Show the progress of a run: a bar and one line per training step on a terminal, plain lines in a log.
 
-`Progress` satisfies `protocols.MetricSink`, so it stands beside the other sinks. A step is counted when it is done:
-the first training step is logged as 1, and 0 is what was measured before it.
+A step is counted when it is done: the first training step is logged as 1, and 0 is what was measured before it.
 """
 
 import math
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 EVAL = "eval/pass@1"
-EVAL_REWARD = "eval/reward"  # shown where nothing says what success is
+EVAL_REWARD = "eval/reward"  # shown if nothing defines success
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("sft/loss", "loss", lambda value: f"{value:.4f}"),
     ("reward/mean", "reward", lambda value: f"{value:.3f}"),
@@ -30,7 +29,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def step_line(stage: str, step: int, total: int, values: Mapping[str, float], eta_s: float | None) -> str:
-    """One line per training step; a value that is missing is left out.
+    """Format one line for a training step; a missing value is left out.
 
     >>> step_line("rl", 7, 60, {"reward/mean": 0.5, "rollout/success": 0.25, "perf/sampled_tokens_per_s": 1234.0}, 83.0)
     'rl  7/60  reward 0.500  success 25.0%  1.2k tok/s  eta 1m 23s'
@@ -42,22 +41,23 @@ def step_line(stage: str, step: int, total: int, values: Mapping[str, float], et
         values = {**values, "loss/entropy": values["rollout/entropy"]}
     if EVAL in values:
         values = {name: value for name, value in values.items() if name != EVAL_REWARD}
-    parts += [f"{label} {_shown(values[name], form)}" for name, label, form in _COLUMNS if name in values]
+    parts += [f"{label} {_format(values[name], form)}" for name, label, form in _COLUMNS if name in values]
     rate = values.get("perf/trained_tokens_per_s" if stage == "sft" else "perf/sampled_tokens_per_s")
     if rate is not None:
-        parts.append(f"{_shown(rate, compact)} tok/s")
+        parts.append(f"{_format(rate, compact)} tok/s")
     if eta_s is not None:
         parts.append(f"eta {duration(eta_s)}")
     return "  ".join(parts)
 
 
 def remaining_s(*, done: int, total: int, elapsed_s: float) -> float | None:
-    """Time for the other `total - done` steps at the mean pace of the `done` ones; None before the first."""
+    """Estimate the time of the other `total - done` steps from the mean of the `done` ones; None before the first."""
     return None if done <= 0 else elapsed_s / done * max(total - done, 0)
 
 
 def duration(seconds: float) -> str:
-    """
+    """Format a duration.
+
     >>> duration(5.4), duration(83), duration(7503)
     ('5s', '1m 23s', '2h 05m')
     """
@@ -70,7 +70,8 @@ def duration(seconds: float) -> str:
 
 
 def compact(value: float) -> str:
-    """
+    """Format a number in few characters.
+
     >>> compact(7.25), compact(950), compact(1234), compact(2.5e6)
     ('7.2', '950', '1.2k', '2.5M')
     """
@@ -81,12 +82,12 @@ def compact(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
 
 
-def _shown(value: float, form: Callable[[float], str]) -> str:
+def _format(value: float, form: Callable[[float], str]) -> str:
     return form(value) if math.isfinite(value) else str(value)
 
 
 class Progress:
-    """Shows one stage; `start` is the number of its steps that an earlier process has done."""
+    """Shows the progress of one stage; `start` is the number of its steps that an earlier process has done."""
 
     def __init__(
         self,
@@ -128,6 +129,6 @@ class Progress:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Removes the bar; the lines stay. Calling it again does nothing."""
+        """Remove the bar; the lines stay. Calling it again does nothing."""
         if self._bar is not None:
             self._bar.stop()

@@ -32,7 +32,7 @@ def prometheus_name(metric: str) -> str:
 
 
 class Gauges(Collector):
-    """Keep the last value of every metric, for each set of labels (a stage, a served model). Any thread may use it.
+    """Keeps the last value of every metric, for each set of labels (a stage, a served model). Any thread may use it.
 
     At most `max_sources` sets of labels are kept, those that were updated last.
     """
@@ -45,8 +45,8 @@ class Gauges(Collector):
 
     def put(self, labels: Labels, step: int, values: Mapping[str, float]) -> None:
         with self._lock:
-            kept = self._sources.setdefault(labels, {})
-            kept.update({name: float(value) for name, value in values.items()}, step=float(step))
+            source = self._sources.setdefault(labels, {})
+            source.update({name: float(value) for name, value in values.items()}, step=float(step))
             self._sources.move_to_end(labels)
             while len(self._sources) > self._max:
                 self._sources.popitem(last=False)
@@ -54,13 +54,13 @@ class Gauges(Collector):
     def collect(self) -> list[Metric]:
         return self.families()
 
-    def families(self, shown: Callable[[Mapping[str, str]], bool] = lambda labels: True) -> list[Metric]:
-        """Return one gauge family per name, of the sources whose labels `shown` accepts, sorted by name.
+    def families(self, accept: Callable[[Mapping[str, str]], bool] = lambda labels: True) -> list[Metric]:
+        """Return one gauge family per name, of the sources whose labels `accept` accepts, sorted by name.
 
         Two metrics that have the same name in Prometheus get a label `metric` with their own.
         """
         with self._lock:
-            sources = [(dict(labels), dict(values)) for labels, values in self._sources.items() if shown(dict(labels))]
+            sources = [(dict(labels), dict(values)) for labels, values in self._sources.items() if accept(dict(labels))]
         metrics_by_name: dict[str, set[str]] = {}
         for metric in {metric for _, values in sources for metric in values}:
             metrics_by_name.setdefault(prometheus_name(metric), set()).add(metric)
@@ -77,7 +77,7 @@ class Gauges(Collector):
 
 
 class PrometheusSink:
-    """Put every record into `gauges`, under the sink's labels."""
+    """Puts every record into `gauges`, under the sink's labels."""
 
     def __init__(self, gauges: Gauges, labels: Labels) -> None:
         self._gauges, self._labels = gauges, labels
@@ -90,7 +90,7 @@ class PrometheusSink:
 
 
 class Exporter:
-    """Serve what `collector` collects on a thread, until closed. Raises ConfigError when the port is taken."""
+    """Serves the metrics of `collector` on a thread, until closed. Raises ConfigError when the port is taken."""
 
     def __init__(self, collector: Collector, *, host: str, port: int) -> None:
         registry = CollectorRegistry()

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class TeeSink:
-    """Every sink gets every record, in order; all are closed even if closing one fails."""
+    """Sends every record to every sink, in order; closes all of them even if closing one fails."""
 
     def __init__(self, *sinks: MetricSink) -> None:
         self._sinks = sinks
@@ -27,7 +27,7 @@ class TeeSink:
 
 
 class OptionalSink:
-    """A sink that a run can do without: when it fails, that is said once, and the run goes on without it."""
+    """A sink that a run can do without: a failure is logged once, and the run goes on without it."""
 
     def __init__(self, sink: MetricSink, name: str) -> None:
         self._sink: MetricSink | None = sink
@@ -35,14 +35,14 @@ class OptionalSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._sink is not None:
-            self._spared(lambda sink: sink.log(step, values))
+            self._try(lambda sink: sink.log(step, values))
 
     def close(self) -> None:
         if self._sink is not None:
-            self._spared(lambda sink: sink.close())
+            self._try(lambda sink: sink.close())
         self._sink = None
 
-    def _spared(self, act: Callable[[MetricSink], None]) -> None:
+    def _try(self, act: Callable[[MetricSink], None]) -> None:
         assert self._sink is not None
         try:
             with boundary(RunFolderError, f"the sink {self._name} takes no more metrics"):

@@ -14,8 +14,11 @@ def tensorboard_installed() -> bool:
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard, one sub-folder per stage. `purge_step`: a resume from step n passes n + 1, and
-    TensorBoard hides what an earlier process wrote from that step on."""
+    """Writes scalars for TensorBoard, into one sub-folder per stage.
+
+    A resume from step n passes `purge_step` n + 1, and TensorBoard hides what an earlier process wrote from that step
+    on.
+    """
 
     def __init__(self, folder: Path, *, stage: str, purge_step: int | None = None) -> None:
         if not tensorboard_installed():

@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases, if the package wandb is installed: one of its runs for each stage and start."""
+"""Write metrics to Weights & Biases, if the package wandb is installed: one W&B run for each stage and start."""
 
 import importlib
 import importlib.util
@@ -15,8 +15,11 @@ def wandb_installed() -> bool:
 
 
 class WandbSink:
-    """`group` binds the stages and starts of one run together. Offline it writes `folder`/wandb and asks no network;
-    `wandb sync` sends it later. Raises ConfigError when it cannot be started: no package, no key, no server."""
+    """Logs one stage to a W&B run; `group` binds the stages and starts of one training run together.
+
+    Offline it writes `folder`/wandb and uses no network; `wandb sync` sends it later. Raises ConfigError when W&B
+    cannot be started: no package, no key, no server.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class WandbSink:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Several calls for one step make one row of W&B's."""
+        """Log values; several calls for one step make one row in W&B."""
         self._run.log({name: float(value) for name, value in values.items()}, step=step)
 
     def close(self) -> None:

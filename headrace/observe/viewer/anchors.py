@@ -1,4 +1,4 @@
-"""Anchor states of a group: every action that was taken in a state, with what came of it. Pure functions of lines."""
+"""Anchor states of a group: every action taken in a state, and its results. Pure functions of episode records."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from headrace.observe.viewer.catalog import finite_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorVisit:
-    """One step taken in a state. `returns`, `step_advantage` and `advantage` are None where there was no credit."""
+    """A step taken in a state."""
 
     episode: str
     index: int
     action: str
     reward: float
-    returns: float | None
+    returns: float | None  # None before credit, as the two advantages
     step_advantage: float | None
     advantage: float | None
     solved: bool | None
@@ -24,7 +24,7 @@ class AnchorVisit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One action of a state, and all visits that took it."""
+    """An action of a state, and all visits that took it."""
 
     action: str
     visits: tuple[AnchorVisit, ...]
@@ -44,10 +44,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """A state: its choices, best mean return first."""
+    """A state, and the actions taken in it."""
 
     key: str
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice, ...]  # best mean return first
 
     @property
     def visits(self) -> tuple[AnchorVisit, ...]:
@@ -63,26 +63,31 @@ class Anchor:
 
 
 def anchors(lines: Sequence[EpisodeRecord]) -> tuple[Anchor, ...]:
-    """The states of a group in the order they were first seen, step by step through all episodes. Steps without a key
-    are compared with none, and are not here."""
-    seen: dict[str, dict[str, list[AnchorVisit]]] = defaultdict(lambda: defaultdict(list))
+    """Return the states of a group in the order of their first visit, step by step through all episodes.
+
+    Steps without a key are compared with no other step, and are left out.
+    """
+    visits: dict[str, dict[str, list[AnchorVisit]]] = defaultdict(lambda: defaultdict(list))
     places = [(index, line) for line in lines for index in range(len(line.steps))]
     for index, line in sorted(places, key=lambda place: place[0]):
         step = line.steps[index]
         if step.anchor is not None:
-            seen[step.anchor][step.action.strip()].append(visit(line, index))
+            visits[step.anchor][step.action.strip()].append(visit(line, index))
     return tuple(
         Anchor(
             key=key,
             choices=tuple(
-                sorted((Choice(action=action, visits=tuple(found)) for action, found in taken.items()), key=_best_first)
+                sorted(
+                    (Choice(action=action, visits=tuple(group)) for action, group in actions.items()), key=_best_first
+                )
             ),
         )
-        for key, taken in seen.items()
+        for key, actions in visits.items()
     )
 
 
 def visit(line: EpisodeRecord, index: int) -> AnchorVisit:
+    """Return the visit that a step makes."""
     step = line.steps[index]
     return AnchorVisit(
         episode=line.id,
@@ -96,10 +101,10 @@ def visit(line: EpisodeRecord, index: int) -> AnchorVisit:
     )
 
 
-def find_anchors(found: Sequence[Anchor], asked: str) -> tuple[Anchor, ...]:
-    """The state with that key, else those that begin with it, else those that contain it."""
-    for fits in (str.__eq__, str.startswith, str.__contains__):
-        chosen = tuple(anchor for anchor in found if fits(anchor.key, asked))
+def find_anchors(anchors: Sequence[Anchor], key: str) -> tuple[Anchor, ...]:
+    """Return the state with that key, else those that begin with it, else those that contain it."""
+    for matches in (str.__eq__, str.startswith, str.__contains__):
+        chosen = tuple(anchor for anchor in anchors if matches(anchor.key, key))
         if chosen:
             return chosen
     return ()

@@ -1,7 +1,7 @@
-"""What a rollout file holds, and the episodes somebody asks for: found in two passes that keep one line at a time.
+"""List the episodes of a rollout file, and read the chosen ones, in two passes that hold one line at a time.
 
 The first pass keeps a few numbers of every episode, the second the episodes that are shown. So a file may be larger
-than memory, as long as what is looked at is not.
+than memory, as long as the shown episodes are not.
 """
 
 import math
@@ -20,9 +20,9 @@ UNCREDITED = "not credited"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSummary:
-    """One episode in a few numbers. `place` counts the file's episodes from 0; `advantages` is their range."""
+    """An episode in a few numbers."""
 
-    place: int
+    place: int  # in the file, counted from 0
     training_step: int | None
     group: str
     task: str
@@ -34,35 +34,35 @@ class EpisodeSummary:
     num_steps: int
     num_sampled: int
     episode_advantage: float | None
-    advantages: tuple[float, float] | None
-    num_compared: int  # steps whose state was seen by another step of the group
+    advantages: tuple[float, float] | None  # lowest and highest
+    num_compared: int  # steps whose state another step of the group shares
     group_size: int | None
     lean: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """The episodes of one training step of a file. `other_steps` are in the same file and not among them."""
+    """The episodes of one training step of a file."""
 
     path: Path
-    briefs: tuple[EpisodeSummary, ...]
+    summaries: tuple[EpisodeSummary, ...]
     method: MethodRecord | None
     run: str | None
     training_step: int | None
-    other_steps: tuple[int, ...] = ()
+    other_steps: tuple[int, ...] = ()  # other training steps in the same file
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """In the order of the file."""
-        return tuple(dict.fromkeys(brief.group for brief in self.briefs))
+        """The groups, in the order of the file."""
+        return tuple(dict.fromkeys(summary.group for summary in self.summaries))
 
     def of_group(self, group: str) -> tuple[EpisodeSummary, ...]:
-        return tuple(brief for brief in self.briefs if brief.group == group)
+        return tuple(summary for summary in self.summaries if summary.group == group)
 
 
 def find_file(path: Path, *, step: int | None = None) -> Path:
-    """The rollout file that `path` means: itself, or in a run folder or its rollouts folder that of training step
-    `step`, by default the latest; where none was saved, the last evaluation. Raises ConfigError."""
+    """Find the rollout file of `path`: itself, or the file of training step `step` in a run folder or its rollouts
+    folder. By default it is the latest step, or the last evaluation if no step was saved. Raises ConfigError."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -82,55 +82,55 @@ def find_file(path: Path, *, step: int | None = None) -> Path:
 
 
 def read_catalog(path: Path, *, step: int | None = None) -> Catalog:
-    """A few numbers of every episode of a file; of several training steps in it, those of `step` or of the latest."""
-    briefs: list[EpisodeSummary] = []
+    """Summarise every episode of a file; of several training steps in it, those of `step` or of the latest."""
+    summaries: list[EpisodeSummary] = []
     methods: dict[int | None, MethodRecord | None] = {}
     run: str | None = None
     for place, (_, line) in enumerate(iter_raw(path)):
-        briefs.append(_brief(place, line))
+        summaries.append(_summarize(place, line))
         if line.credit is not None or line.training_step not in methods:
             methods[line.training_step] = line.credit
         run = run or line.run
-    if not briefs:
+    if not summaries:
         raise RunFolderError(f"{path} holds no episodes")
-    numbered = sorted({brief.training_step for brief in briefs if brief.training_step is not None})
+    numbered = sorted({summary.training_step for summary in summaries if summary.training_step is not None})
     if step is not None and step not in numbered:
-        has = f"those of {_listed(numbered)}" if numbered else "not said of which step its episodes are"
-        raise ConfigError(f"{path} has no episodes of training step {step}; it has {has}")
-    shown = step if step is not None else numbered[-1] if numbered else None
+        contents = f"those of {_listed(numbered)}" if numbered else "not said of which step its episodes are"
+        raise ConfigError(f"{path} has no episodes of training step {step}; it has {contents}")
+    chosen = step if step is not None else numbered[-1] if numbered else None
     return Catalog(
         path=path,
-        briefs=tuple(brief for brief in briefs if brief.training_step == shown),
-        method=methods.get(shown),
+        summaries=tuple(summary for summary in summaries if summary.training_step == chosen),
+        method=methods.get(chosen),
         run=run,
-        training_step=shown,
-        other_steps=tuple(number for number in numbered if number != shown),
+        training_step=chosen,
+        other_steps=tuple(number for number in numbered if number != chosen),
     )
 
 
 def choose(catalog: Catalog, *, task: str | None = None, episode: str | None = None) -> tuple[EpisodeSummary, ...]:
-    """The episodes of a task (its id, or a beginning that only it has) or with an id. Raises ConfigError."""
-    briefs = catalog.briefs
+    """Choose the episodes of a task (its id or an unambiguous prefix) or with an id. Raises ConfigError."""
+    summaries = catalog.summaries
     if task is not None:
-        ids = tuple(dict.fromkeys(brief.task for brief in briefs))
-        found = [id for id in ids if id == task] or [id for id in ids if id.startswith(task)]
-        if len(found) != 1:
-            raise ConfigError(_unknown("task", task, ids, found, catalog.path))
-        briefs = tuple(brief for brief in briefs if brief.task == found[0])
+        ids = tuple(dict.fromkeys(summary.task for summary in summaries))
+        matches = [id for id in ids if id == task] or [id for id in ids if id.startswith(task)]
+        if len(matches) != 1:
+            raise ConfigError(_unknown("task", task, ids, matches, catalog.path))
+        summaries = tuple(summary for summary in summaries if summary.task == matches[0])
     if episode is not None:
-        ids = tuple(brief.id for brief in briefs)
-        briefs = tuple(brief for brief in briefs if brief.id == episode)
-        if not briefs:
+        ids = tuple(summary.id for summary in summaries)
+        summaries = tuple(summary for summary in summaries if summary.id == episode)
+        if not summaries:
             raise ConfigError(_unknown("episode", episode, ids, [], catalog.path))
-    return briefs
+    return summaries
 
 
 def read_episodes(path: Path, places: Collection[int], *, tokens: bool = False) -> tuple[EpisodeRecord, ...]:
-    """The episodes at these places of the file, in its order."""
-    wanted, last = set(places), max(places, default=-1)
+    """Read the episodes at these places of the file, in its order."""
+    chosen, last = set(places), max(places, default=-1)
     lines = []
     for place, line in enumerate(iter_lines(path, tokens=tokens)):
-        if place in wanted:
+        if place in chosen:
             lines.append(line)
         if place >= last:
             break
@@ -138,14 +138,14 @@ def read_episodes(path: Path, places: Collection[int], *, tokens: bool = False) 
 
 
 def group_of(line: EpisodeRecord) -> str:
-    """Episodes are compared within their group; those that were never credited are held together by their task."""
+    """Return the group that an episode is compared in; episodes that were never credited are grouped by their task."""
     if line.group_id is not None:
         return str(line.group_id)
     number, separator, _ = line.id.rpartition("/")
     return number if separator and number.isdigit() else line.task.id
 
 
-def _brief(place: int, line: EpisodeRecord) -> EpisodeSummary:
+def _summarize(place: int, line: EpisodeRecord) -> EpisodeSummary:
     advantages = line.advantages
     credits = [step.credit for step in line.steps if step.credit is not None]
     return EpisodeSummary(
@@ -169,7 +169,7 @@ def _brief(place: int, line: EpisodeRecord) -> EpisodeSummary:
 
 
 def method_text(method: MethodRecord | None) -> str:
-    """ "gigpo (gamma 0.9, norm none)"."""
+    """Describe a credit method, such as "gigpo (gamma 0.9, norm none)"."""
     if method is None:
         return UNCREDITED
     params = ", ".join(f"{name} {value}" for name, value in method.params.items())
@@ -177,15 +177,16 @@ def method_text(method: MethodRecord | None) -> str:
 
 
 def finite_mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+    """Average the finite values; returns None if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
 
 
-def _unknown(what: str, asked: str, ids: Sequence[str], found: Sequence[str], path: Path) -> str:
-    if found:
-        return f"several {what}s of {path} begin with '{asked}': {_listed(found)}"
-    near = get_close_matches(asked, ids, n=3, cutoff=0.5)
-    return f"there is no {what} '{asked}' in {path}; " + (
+def _unknown(what: str, name: str, ids: Sequence[str], matches: Sequence[str], path: Path) -> str:
+    if matches:
+        return f"several {what}s of {path} begin with '{name}': {_listed(matches)}"
+    near = get_close_matches(name, ids, n=3, cutoff=0.5)
+    return f"there is no {what} '{name}' in {path}; " + (
         f"did you mean {_listed(near)}?" if near else f"there are {_listed(ids)}"
     )
 

@@ -1,7 +1,7 @@
-"""The states of a group as a picture: nodes are anchor states, edges the actions between them. A pure layout.
+"""Lay out the states of a group as a graph: nodes are anchor states, edges the actions between them. Pure.
 
-Layers from left to right by the fewest actions that lead to a state; within a layer, states stand near the ones they
-are reached from. The same episodes give the same picture.
+Layers go from left to right by the fewest actions that lead to a state; within a layer, states are placed near those
+they are reached from. The same episodes give the same picture.
 """
 
 from collections import Counter, defaultdict
@@ -23,27 +23,27 @@ SWEEPS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """`kind`: state, start, solved or ended. `tone` is 0 to 4 by mean return, or -1 where it is not known."""
+    """A state, or an end of episodes."""
 
     key: str
-    kind: str
+    kind: str  # state, start, solved or ended
     title: str
     note: str
     visits: int
-    tone: int
+    tone: int  # 0 to 4 by mean return; -1 if it is not known
     x: float
     y: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """All actions that led from one state to another. `tone` is -3 to 3 by mean advantage."""
+    """The actions that led from one state to another."""
 
     source: str
     target: str
     path: str
     thickness: float
-    tone: int
+    tone: int  # -3 to 3 by mean advantage
     labels: tuple[str, ...]
     label_x: float
     label_y: float
@@ -52,6 +52,8 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
+    """A layout, in pixels."""
+
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     width: float
@@ -61,25 +63,29 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
+    """The visits that led from one state to another."""
+
     source: str
     target: str
     visits: tuple[AnchorVisit, ...]
 
 
 def state_graph(lines: Sequence[EpisodeRecord], *, max_nodes: int = MAX_NODES) -> Graph | None:
-    """The picture of a group's episodes; None where no step has an anchor key."""
+    """Lay out the graph of a group's episodes; returns None if no step has an anchor key."""
     moves = transitions(lines)
     visited = Counter(step.anchor for line in lines for step in line.steps if step.anchor is not None)
     if not visited:
         return None
     starts = dict.fromkeys(line.steps[0].anchor for line in lines if line.steps and line.steps[0].anchor is not None)
-    kept = set(starts) | {key for key, _ in visited.most_common(max_nodes)}
-    moves = [move for move in moves if move.source in kept and (move.target in kept or move.target in (SOLVED, ENDED))]
-    layers = _ordered(_layers(list(starts), [key for key in visited if key in kept], moves), moves)
+    drawn = set(starts) | {key for key, _ in visited.most_common(max_nodes)}
+    moves = [
+        move for move in moves if move.source in drawn and (move.target in drawn or move.target in (SOLVED, ENDED))
+    ]
+    layers = _ordered(_layers(list(starts), [key for key in visited if key in drawn], moves), moves)
     places = _places(layers)
     returns: dict[str, list[float]] = defaultdict(list)
     for move in transitions(lines):
-        returns[move.source] += [one.returns for one in move.visits if one.returns is not None]
+        returns[move.source] += [step.returns for step in move.visits if step.returns is not None]
     nodes = tuple(
         _node(key, places[key], visited, returns, starts, moves) for layer in layers for key in layer if key in places
     )
@@ -95,23 +101,25 @@ def state_graph(lines: Sequence[EpisodeRecord], *, max_nodes: int = MAX_NODES) -
 
 
 def transitions(lines: Sequence[EpisodeRecord]) -> list[Transition]:
-    """(state, next state) with every step that went there, in the order they first occur. A step whose own key or whose
-    successor's is missing leads nowhere; the last step leads to the end of its episode."""
-    found: dict[tuple[str, str], list[AnchorVisit]] = defaultdict(list)
+    """Collect the steps from each state to each next state, in the order they first occur.
+
+    A step is left out if its key or its successor's is missing; the last step leads to the end of its episode.
+    """
+    steps: dict[tuple[str, str], list[AnchorVisit]] = defaultdict(list)
     for line in lines:
         for index, step in enumerate(line.steps):
             last = index + 1 == len(line.steps)
             target = (SOLVED if line.verdict else ENDED) if last else line.steps[index + 1].anchor
             if step.anchor is not None and target is not None:
-                found[step.anchor, target].append(visit(line, index))
-    return [Transition(source=a, target=b, visits=tuple(visits)) for (a, b), visits in found.items()]
+                steps[step.anchor, target].append(visit(line, index))
+    return [Transition(source=a, target=b, visits=tuple(visits)) for (a, b), visits in steps.items()]
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------
 
 
 def _layers(starts: Sequence[str], keys: Sequence[str], moves: Sequence[Transition]) -> list[list[str]]:
-    """Breadth first from the starts; states that are not reached through what is drawn stand one layer after them."""
+    """Layer states breadth first from the starts; states that no drawn edge reaches go one layer after the starts."""
     after: dict[str, list[str]] = defaultdict(list)
     for move in moves:
         after[move.source].append(move.target)
@@ -135,7 +143,7 @@ def _layers(starts: Sequence[str], keys: Sequence[str], moves: Sequence[Transiti
 
 
 def _ordered(layers: list[list[str]], moves: Sequence[Transition]) -> list[list[str]]:
-    """Sweeps to and fro, each putting a state at the mean height of its neighbours in the layers around it."""
+    """Order each layer by sweeps to and fro, each moving a state to the mean height of its neighbours before it."""
     near: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for move in moves:
         if move.source != move.target:
@@ -146,7 +154,7 @@ def _ordered(layers: list[list[str]], moves: Sequence[Transition]) -> list[list[
     for sweep in range(SWEEPS):
         forward = sweep % 2 == 0
         for number in range(len(layers)) if forward else reversed(range(len(layers))):
-            fixed = {key for key, own in level.items() if (own < number) == forward and own != number}
+            fixed = {key for key, layer in level.items() if (layer < number) == forward and layer != number}
             wishes = {key: _pulled(near[key], fixed, height, height[key]) for key in layers[number]}
             layers[number] = sorted(layers[number], key=wishes.__getitem__)
             height |= {key: row - (len(layers[number]) - 1) / 2 for row, key in enumerate(layers[number])}
@@ -182,7 +190,7 @@ def _node(
         count = sum(len(move.visits) for move in moves if move.target == key)
         return Node(key=key, kind=kind, title=title, note=times(count, "episode"), visits=count, tone=-1, x=x, y=y)
     mean = finite_mean(list(returns.get(key, ())))
-    means = [each for values in returns.values() if (each := finite_mean(list(values))) is not None]
+    means = [value for values in returns.values() if (value := finite_mean(list(values))) is not None]
     low, high = min(means, default=0.0), max(means, default=0.0)
     return Node(
         key=key,
@@ -205,7 +213,7 @@ def _edge(move: Transition, places: Mapping[str, tuple[float, float]]) -> Edge:
     labels = _labels(move)
     if move.source == move.target:
         label_y -= LABEL * (len(labels) - 1)
-    mean = finite_mean([one.advantage for one in move.visits if one.advantage is not None])
+    mean = finite_mean([step.advantage for step in move.visits if step.advantage is not None])
     return Edge(
         source=move.source,
         target=move.target,
@@ -220,7 +228,7 @@ def _edge(move: Transition, places: Mapping[str, tuple[float, float]]) -> Edge:
 
 
 def advantage_tone(value: float) -> int:
-    """-3 to 3: how strongly an advantage speaks; 0 for none.
+    """Rate an advantage from -3 to 3; 0 for none.
 
     >>> [advantage_tone(value) for value in (0.0, 1e-16, 0.01, 0.5, 1.5, -9.0)]
     [0, 0, 1, 2, 3, -3]
@@ -230,7 +238,7 @@ def advantage_tone(value: float) -> int:
 
 
 def _curve(x1: float, y1: float, x2: float, y2: float) -> tuple[str, float, float]:
-    """A path from one node to another and where its label goes: on to the right, back below, round above itself."""
+    """Draw an edge and place its label: to the right forwards, below backwards, above a node for a loop."""
     mid = HEIGHT / 2
     if (x1, y1) == (x2, y2):
         left, right, top = x1 + WIDTH * 0.3, x1 + WIDTH * 0.7, y1 - 34
@@ -252,29 +260,29 @@ def _curve(x1: float, y1: float, x2: float, y2: float) -> tuple[str, float, floa
 
 
 def _labels(move: Transition) -> tuple[str, ...]:
-    """The two most frequent actions with their counts and mean returns, and how many others there are."""
-    actions = Counter(last_line(one.action) for one in move.visits)
+    """Label an edge with the two most frequent actions, their counts, the mean return, and the number of others."""
+    actions = Counter(last_line(step.action) for step in move.visits)
     ranked = sorted(actions.items(), key=lambda item: (-item[1], item[0]))
-    shown = [f"{one_line(action or '(nothing)', 15)} ×{count}" for action, count in ranked[:2]]
+    labels = [f"{one_line(action or '(nothing)', 15)} ×{count}" for action, count in ranked[:2]]
     if len(ranked) > 2:
-        shown[-1] = f"+ {len(ranked) - 1} more actions"
-    mean = finite_mean([one.returns for one in move.visits if one.returns is not None])
-    return tuple(shown) if mean is None else (*shown[:-1], f"{shown[-1]} · {figure(mean)}")
+        labels[-1] = f"+ {len(ranked) - 1} more actions"
+    mean = finite_mean([step.returns for step in move.visits if step.returns is not None])
+    return tuple(labels) if mean is None else (*labels[:-1], f"{labels[-1]} · {figure(mean)}")
 
 
 def _edge_title(move: Transition) -> str:
     by_action: dict[str, list[AnchorVisit]] = defaultdict(list)
-    for one in move.visits:
-        by_action[one.action].append(one)
+    for step in move.visits:
+        by_action[step.action].append(step)
     lines = []
     for action, visits in sorted(by_action.items(), key=lambda item: (-len(item[1]), item[0]))[:12]:
-        mean = finite_mean([one.returns for one in visits if one.returns is not None])
+        mean = finite_mean([step.returns for step in visits if step.returns is not None])
         lines.append(f"{one_line(action, 60)}: {times(len(visits), 'time')}, mean return {figure(mean)}")
     return "\n".join(lines)
 
 
 def _spread(edges: Sequence[Edge]) -> tuple[Edge, ...]:
-    """Labels that would lie on each other move down, in the order they stand."""
+    """Move labels down where they would overlap, from the top."""
     placed: list[tuple[float, float, int]] = []
     moved: dict[int, float] = {}
     for number in sorted(range(len(edges)), key=lambda k: (edges[k].label_y, edges[k].label_x, k)):

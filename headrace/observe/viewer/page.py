@@ -1,7 +1,7 @@
-"""Rollouts as one self-contained page: episodes side by side, their steps and tokens, the state graph and the anchors.
+"""Write rollouts as one self-contained page: episodes side by side, steps, tokens, the state graph and the anchors.
 
-Everything is in the HTML, escaped by the template; the script only chooses what is in sight. A content security policy
-lets no other script run and nothing be fetched.
+Everything is in the HTML, escaped by the template; the script only chooses what is visible. A content security policy
+allows no other script and no requests.
 """
 
 import base64
@@ -30,11 +30,11 @@ STRIP = 220  # width of the line on which returns are drawn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageToken:
-    """`tones` are CSS classes, one for each way of colouring; `tip` is read under the pointer."""
+    """A token as the template shows it."""
 
     text: str
-    tones: str
-    tip: str
+    tones: str  # CSS classes, one for each way of colouring
+    tip: str  # shown under the pointer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +110,14 @@ class PageGroup:
 
 
 def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, ids_only: bool = False) -> str:
-    """The page as text; pure but for reading the template beside this file. `ids_only`: pieces are no text."""
+    """Render the page; pure but for reading the template beside this file. `ids_only`: token texts are their ids."""
     package = files("headrace.observe.viewer")
     script = (package / "view.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["seen"] = visible
-    played = [brief for brief in catalog.briefs if brief.failed is None]
-    room = TokenBudget(MAX_TOKENS)
+    played = [summary for summary in catalog.summaries if summary.failed is None]
+    budget = TokenBudget(MAX_TOKENS)
     grouped: dict[str, list[EpisodeRecord]] = {}
     for line in lines:
         grouped.setdefault(group_of(line), []).append(line)
@@ -125,10 +125,10 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
         name=visible(catalog.run or catalog.path.name),
         step=catalog.training_step,
         facts=_facts(catalog),
-        groups=[_group(number, id, own, pieces, room) for number, (id, own) in enumerate(grouped.items())],
-        left_out=len(catalog.briefs) - len(lines),
-        has_tokens=any(not brief.lean for brief in played),
-        without_tokens=room.refused,
+        groups=[_group(number, id, members, pieces, budget) for number, (id, members) in enumerate(grouped.items())],
+        left_out=len(catalog.summaries) - len(lines),
+        has_tokens=any(not summary.lean for summary in played),
+        without_tokens=budget.refused,
         ids_only=ids_only,
         legend=LEGEND,
         bys=list(ColorBy),
@@ -140,12 +140,13 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
 
 
 class TokenBudget:
-    """How many more tokens a page may have."""
+    """Counts the tokens that a page may still have."""
 
     def __init__(self, left: int) -> None:
         self.left, self.refused = left, False
 
     def take(self, count: int) -> bool:
+        """Use up `count` tokens; returns False if there are fewer left."""
         if count > self.left:
             self.refused = True
             return False
@@ -154,25 +155,25 @@ class TokenBudget:
 
 
 def _facts(catalog: Catalog) -> list[tuple[str, str]]:
-    played = [brief for brief in catalog.briefs if brief.failed is None]
-    judged = [brief.success for brief in played if brief.success is not None]
-    facts = [("episodes", str(len(catalog.briefs))), ("groups", str(len(catalog.groups)))]
+    played = [summary for summary in catalog.summaries if summary.failed is None]
+    judged = [summary.success for summary in played if summary.success is not None]
+    facts = [("episodes", str(len(catalog.summaries))), ("groups", str(len(catalog.groups)))]
     if judged:
         facts.append(("solved", f"{100 * sum(judged) / len(judged):.0f}%"))
-    facts.append(("mean reward", figure(finite_mean([brief.total for brief in played]))))
-    failed = len(catalog.briefs) - len(played)
+    facts.append(("mean reward", figure(finite_mean([summary.total for summary in played]))))
+    failed = len(catalog.summaries) - len(played)
     if failed:
         facts.append(("failed", str(failed)))
     return [*facts, ("credit", visible(method_text(catalog.method)))]
 
 
-def _group(number: int, id: str, lines: Sequence[EpisodeRecord], pieces: Pieces, room: TokenBudget) -> PageGroup:
+def _group(number: int, id: str, lines: Sequence[EpisodeRecord], pieces: Pieces, budget: TokenBudget) -> PageGroup:
     played = [line for line in lines if line.failed is None]
-    found = anchors(played)
-    shared = sorted((anchor for anchor in found if len(anchor.visits) > 1), key=lambda anchor: -len(anchor.visits))
+    states = anchors(played)
+    shared = sorted((anchor for anchor in states if len(anchor.visits) > 1), key=lambda anchor: -len(anchor.visits))
     slugs = {anchor.key: f"a-{number}-{place}" for place, anchor in enumerate(shared)}
     at = {line.id: f"e-{number}-{place}" for place, line in enumerate(lines)}
-    episodes = tuple(_episode(at[line.id], line, slugs, pieces, room) for line in lines)
+    episodes = tuple(_episode(at[line.id], line, slugs, pieces, budget) for line in lines)
     return PageGroup(
         slug=f"g-{number}",
         id=visible(id),
@@ -183,7 +184,7 @@ def _group(number: int, id: str, lines: Sequence[EpisodeRecord], pieces: Pieces,
         longest=max((len(line.steps) for line in lines), default=0),
         graph=state_graph(played),
         anchors=tuple(_anchor(slugs[anchor.key], anchor, at) for anchor in shared),
-        lonely=len(found) - len(shared),
+        lonely=len(states) - len(shared),
         slugs=slugs,
     )
 
@@ -191,13 +192,13 @@ def _group(number: int, id: str, lines: Sequence[EpisodeRecord], pieces: Pieces,
 # --- an episode ------------------------------------------------------------------------------------------------------
 
 
-def _episode(slug: str, line: EpisodeRecord, slugs: dict[str, str], pieces: Pieces, room: TokenBudget) -> PageEpisode:
+def _episode(slug: str, line: EpisodeRecord, slugs: dict[str, str], pieces: Pieces, budget: TokenBudget) -> PageEpisode:
     turns, after = conversation(line)
-    wanted = not line.lean and room.take(sum(step.num_prompt + step.num_sampled for step in line.steps[-1:]))
-    tokens: Sequence[Sequence[Token]] | None = tokens_of(line, pieces) if wanted else None
+    with_tokens = not line.lean and budget.take(sum(step.num_prompt + step.num_sampled for step in line.steps[-1:]))
+    tokens: Sequence[Sequence[Token]] | None = tokens_of(line, pieces) if with_tokens else None
     steps = tuple(
-        _step(f"{slug}-{index}", index, line, seen, slugs, None if tokens is None else tokens[index])
-        for index, seen in enumerate(turns)
+        _step(f"{slug}-{index}", index, line, messages, slugs, None if tokens is None else tokens[index])
+        for index, messages in enumerate(turns)
     )
     verdict = {True: "good", False: "bad", None: "plain"}[line.verdict]
     badges = [(verdict, {True: "solved", False: "not solved", None: "no verdict"}[line.verdict])]
@@ -206,15 +207,15 @@ def _episode(slug: str, line: EpisodeRecord, slugs: dict[str, str], pieces: Piec
     if line.failed is not None:
         verdict, badges = "warn", [("warn", "failed")]
     credit = line.steps[0].credit if line.steps else None
-    own = None if credit is None else credit.A_E
+    episode_advantage = None if credit is None else credit.A_E
     return PageEpisode(
         slug=slug,
         id=visible(line.id),
         verdict=verdict,
         badges=tuple(badges),
         total=figure(line.reward.total),
-        episode_advantage=figure(own, sign=True),
-        episode_tone=_tone(own),
+        episode_advantage=figure(episode_advantage, sign=True),
+        episode_tone=_tone(episode_advantage),
         facts=tuple(_episode_facts(line)),
         worth="V" if line.by_critic else "G",
         steps=steps,
@@ -224,42 +225,44 @@ def _episode(slug: str, line: EpisodeRecord, slugs: dict[str, str], pieces: Piec
 
 
 def conversation(line: EpisodeRecord) -> tuple[list[tuple[MessageRecord, ...]], tuple[MessageRecord, ...]]:
-    """For each step what was said since the turn before it, and what was said after the last. The last assistant
-    messages are the policy's; where there are fewer than steps, the first steps have seen nothing."""
-    spoken = [place for place, message in enumerate(line.messages) if message.role == "assistant"]
-    own = spoken[max(0, len(spoken) - len(line.steps)) :]
-    lacking = len(line.steps) - len(own)
-    starts = [0, *(place + 1 for place in own)]
-    between = [line.messages[start:end] for start, end in zip(starts, own, strict=False)]
-    return [*[()] * lacking, *between], line.messages[starts[-1] :]
+    """Split the messages by step: those since the turn before it, and those after the last.
+
+    The last assistant messages are the policy's; if there are fewer than steps, the first steps get no messages.
+    """
+    assistant = [place for place, message in enumerate(line.messages) if message.role == "assistant"]
+    turns = assistant[max(0, len(assistant) - len(line.steps)) :]
+    missing = len(line.steps) - len(turns)
+    starts = [0, *(place + 1 for place in turns)]
+    between = [line.messages[start:end] for start, end in zip(starts, turns, strict=False)]
+    return [*[()] * missing, *between], line.messages[starts[-1] :]
 
 
 def _step(
     slug: str,
     index: int,
     line: EpisodeRecord,
-    seen: tuple[MessageRecord, ...],
+    messages: tuple[MessageRecord, ...],
     slugs: dict[str, str],
     tokens: Sequence[Token] | None,
 ) -> PageStep:
     step = line.steps[index]
     credit, key = step.credit, step.anchor
-    advantage, own = (None, None) if credit is None else (credit.A, credit.A_S)
+    advantage, step_advantage = (None, None) if credit is None else (credit.A, credit.A_S)
     return PageStep(
         slug=slug,
         index=index,
         state=short_key(key, 28),
         key=None if key is None else visible(key),
         anchor_slug=None if key is None else slugs.get(key),
-        seen=seen,
+        seen=messages,
         action=visible(step.action.strip()[:MAX_CHARACTERS]) or "(nothing)",
         brief=one_line(last_line(step.action), 60) or "(nothing)",
         valid=step.valid,
         figures=tuple(_step_figures(line, index, step)),
         tone=_tone(advantage),
         advantage=figure(advantage, sign=True),
-        step_tone="" if own is None else f"s{advantage_tone(own)}",
-        step_advantage=figure(own, sign=True),
+        step_tone="" if step_advantage is None else f"s{advantage_tone(step_advantage)}",
+        step_advantage=figure(step_advantage, sign=True),
         num_sampled=step.num_sampled,
         logprob=figure(step.logprob),
         tokens=None if tokens is None else tuple(map(_token, tokens)),

@@ -1,4 +1,4 @@
-"""Before and after: what another reward or another credit method made of the same episodes. Pure but for rich."""
+"""Compare the rewards and advantages of the same episodes before and after crediting them again. Pure but for rich."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ EQUAL = 1e-12  # advantages that differ by less are the same
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupChange:
-    """One group. Ranges are (lowest, highest); None where nothing has such a number."""
+    """The change of a group. Ranges are (lowest, highest), or None if there are no such numbers."""
 
     group: str
     task: str
@@ -33,14 +33,14 @@ class GroupChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditComparison:
-    """Groups in the order of the file; `figures` are (what, before, after)."""
+    """The change of every group, and of the whole file."""
 
-    groups: tuple[GroupChange, ...]
-    figures: tuple[tuple[str, float | None, float | None], ...]
+    groups: tuple[GroupChange, ...]  # in the order of the file
+    figures: tuple[tuple[str, float | None, float | None], ...]  # (name, before, after)
 
 
 def compare_credit(before: Sequence[EpisodeRecord], after: Sequence[EpisodeRecord]) -> CreditComparison:
-    """The same episodes in the same order, before and after."""
+    """Compare the same episodes, in the same order, before and after."""
     assert [line.id for line in before] == [line.id for line in after]
     grouped: dict[tuple[int | None, str], list[tuple[EpisodeRecord, EpisodeRecord]]] = {}
     for pair in zip(before, after, strict=True):
@@ -52,7 +52,7 @@ def compare_credit(before: Sequence[EpisodeRecord], after: Sequence[EpisodeRecor
 
 
 def health(lines: Sequence[EpisodeRecord]) -> list[tuple[str, float | None]]:
-    """Figures that say whether the advantages carry a signal, from what the lines hold."""
+    """Compute figures that show whether the advantages carry a signal."""
     played = [line for line in lines if line.failed is None]
     credits = [step.credit for line in played for step in line.steps if step.credit is not None]
     groups: dict[tuple[int | None, str], list[float]] = {}
@@ -75,7 +75,7 @@ def health(lines: Sequence[EpisodeRecord]) -> list[tuple[str, float | None]]:
 
 
 def tables(comparison: CreditComparison) -> list[Table]:
-    """For a terminal: a row for each group, then the figures."""
+    """Return tables for a terminal: a row for each group, then the figures."""
     columns = (
         "group",
         "task",
@@ -96,8 +96,8 @@ def tables(comparison: CreditComparison) -> list[Table]:
             Text(visible(change.group)),
             Text(one_line(change.task, 32)),
             f"{change.episodes - change.failed}{failed}",
-            *(_range(each) for each in change.rewards),
-            *(_range(each, sign=True) for each in change.advantages),
+            *(_range(ends) for ends in change.rewards),
+            *(_range(ends, sign=True) for ends in change.advantages),
             f"{change.changed}/{change.steps}",
             *(
                 Text(str(count), style="bold" if count else "dim")

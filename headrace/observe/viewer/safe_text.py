@@ -1,27 +1,26 @@
-"""Text that a model or a stranger wrote, made safe to look at: on a terminal it could move the cursor, change colours
-or hide what stands beside it. Also the short forms of keys and numbers that the viewer shows."""
+"""Escape text of models and unknown authors for terminals, where it could move the cursor, change colours or hide other
+text. Also formats keys and numbers in short."""
 
 import math
 import re
 
-# C0 and C1 controls but newline and tab, line and paragraph separators, what turns the direction of text, and marks of
-# no width
+# C0 and C1 controls but newline and tab, line and paragraph separators, direction marks, and zero-width characters
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 
 DUST = 1e-12  # advantages are some tenths, and float64 has 16 digits
 
 
 def visible(text: str) -> str:
-    r"""Characters that would act instead of being seen, written out.
+    r"""Escape characters that act instead of being displayed.
 
     >>> visible("a\x1b[31mb\u202ec\n")
     'a\\x1b[31mb\\u202ec\n'
     """
-    return _UNSEEN.sub(lambda found: _escape(found[0]), text)
+    return _UNSEEN.sub(lambda match: _escape(match[0]), text)
 
 
 def one_line(text: str, width: int) -> str:
-    """At most `width` characters on one line, white space as single spaces.
+    """Shorten a text to one line of at most `width` characters, with single spaces.
 
     >>> one_line("go  east\\nnow", 40), one_line("abcdefgh", 5)
     ('go east now', 'abcd…')
@@ -32,7 +31,7 @@ def one_line(text: str, width: int) -> str:
 
 
 def last_line(text: str) -> str:
-    """What an action comes to: after a page of thoughts, that is its last line.
+    """Return the last line of an action, which after a page of thoughts is what it does.
 
     >>> last_line("Let me see.\\nrun({})\\n"), last_line("go east")
     ('… run({})', 'go east')
@@ -42,17 +41,17 @@ def last_line(text: str) -> str:
 
 
 def short_key(key: str | None, width: int = 12) -> str:
-    """The beginning of an anchor key; "–" where there is none."""
+    """Return the beginning of an anchor key; "–" if there is none."""
     return "–" if key is None else one_line(key, width) or "(empty)"
 
 
 def is_dust(value: float) -> bool:
-    """Whether a sum of advantages is no more than what rounding left of zero."""
+    """Return whether a sum of advantages is zero but for rounding."""
     return abs(value) < DUST
 
 
 def figure(value: float | None, *, sign: bool = False) -> str:
-    """A number in short; with its sign if it is an advantage, of which dust is shown as 0.
+    """Format a number in short; with `sign`, as an advantage, of which rounding dust is shown as 0.
 
     >>> figure(0.5), figure(-0.25, sign=True), figure(None), figure(1234567.0), figure(float("nan"))
     ('0.5', '-0.25', '–', '1.23e+06', 'nan')
@@ -70,7 +69,8 @@ def figure(value: float | None, *, sign: bool = False) -> str:
 
 
 def times(count: int, what: str) -> str:
-    """
+    """Format a count with its noun.
+
     >>> times(1, "visit"), times(3, "visit")
     ('1 visit', '3 visits')
     """
@@ -78,7 +78,7 @@ def times(count: int, what: str) -> str:
 
 
 def span(low: float, high: float, *, sign: bool = False) -> str:
-    """ "-1.2 … +0.8", or one number where both are the same."""
+    """Format a range as "-1.2 … +0.8", or as one number if both are the same."""
     if low == high or (math.isnan(low) and math.isnan(high)):
         return figure(low, sign=sign)
     return f"{figure(low, sign=sign)} … {figure(high, sign=sign)}"

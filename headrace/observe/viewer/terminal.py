@@ -1,5 +1,7 @@
-"""Rollouts on a terminal: tables of groups, episodes, steps and anchor states, and coloured tokens. Returns what rich
-prints; reads no file. Text of models is never taken as markup."""
+"""Format rollouts for a terminal: tables of groups, episodes, steps and anchor states, and coloured tokens.
+
+Returns renderables of rich; reads no file. Text of models is never taken as markup.
+"""
 
 from collections.abc import Sequence
 
@@ -36,12 +38,12 @@ STYLES = {name: f"#ffffff on {colour}" for name, colour in _BACKGROUNDS.items()}
 
 
 def heading(catalog: Catalog) -> Text:
-    """One line about the file."""
-    held = f"{times(len(catalog.briefs), 'episode')} in {times(len(catalog.groups), 'group')}"
-    parts = [held, f"credit {method_text(catalog.method)}"]
+    """Describe the file in one line."""
+    contents = f"{times(len(catalog.summaries), 'episode')} in {times(len(catalog.groups), 'group')}"
+    parts = [contents, f"credit {method_text(catalog.method)}"]
     if catalog.training_step is not None:
         parts.insert(0, f"training step {catalog.training_step}")
-    if any(brief.lean for brief in catalog.briefs):
+    if any(summary.lean for summary in catalog.summaries):
         parts.append("lean: without tokens")
     if catalog.other_steps:
         parts.append(f"also in this file: training steps {', '.join(map(str, catalog.other_steps))} (--step)")
@@ -49,21 +51,21 @@ def heading(catalog: Catalog) -> Text:
 
 
 def overview(catalog: Catalog) -> Table:
-    """A row for each group."""
+    """Tabulate the groups of a file."""
     table = _table("group", "task", "episodes", "solved", "R", "steps", "A", "compared steps", right=(0, 2, 3, 5, 7))
     for group in catalog.groups:
-        briefs = catalog.of_group(group)
-        played = [brief for brief in briefs if brief.failed is None]
-        totals = [brief.total for brief in played]
-        steps = sum(brief.num_steps for brief in played)
-        compared = sum(brief.num_compared for brief in played)
-        ranges = [brief.advantages for brief in played if brief.advantages is not None]
-        failed = len(briefs) - len(played)
+        summaries = catalog.of_group(group)
+        played = [summary for summary in summaries if summary.failed is None]
+        totals = [summary.total for summary in played]
+        steps = sum(summary.num_steps for summary in played)
+        compared = sum(summary.num_compared for summary in played)
+        ranges = [summary.advantages for summary in played if summary.advantages is not None]
+        failed = len(summaries) - len(played)
         table.add_row(
             _text(group),
-            _text(one_line(briefs[0].task, 40)),
+            _text(one_line(summaries[0].task, 40)),
             f"{_of_size(played)}{f' + {failed} failed' if failed else ''}",
-            f"{sum(bool(brief.success) for brief in played)}",
+            f"{sum(bool(summary.success) for summary in played)}",
             span(min(totals), max(totals)) if totals else "–",
             figure(steps / len(played)) if played else "–",
             _tinted(span(min(low for low, _ in ranges), max(high for _, high in ranges), sign=True)) if ranges else "–",
@@ -72,30 +74,30 @@ def overview(catalog: Catalog) -> Table:
     return table
 
 
-def group_table(briefs: Sequence[EpisodeSummary]) -> Group:
-    """A row for each episode of a group."""
+def group_table(summaries: Sequence[EpisodeSummary]) -> Group:
+    """Tabulate the episodes of a group."""
     table = _table("episode", "verdict", "R", "steps", "tokens", "A_E", "A", right=(2, 3, 4, 5, 6))
-    title = f"group {visible(briefs[0].group)}, task {one_line(briefs[0].task, 80)}"
-    for brief in briefs:
-        if brief.failed is not None:
+    title = f"group {visible(summaries[0].group)}, task {one_line(summaries[0].task, 80)}"
+    for summary in summaries:
+        if summary.failed is not None:
             table.add_row(
-                _text(brief.id), Text("failed", style="yellow"), _text(one_line(brief.failed, 60)), *["–"] * 4
+                _text(summary.id), Text("failed", style="yellow"), _text(one_line(summary.failed, 60)), *["–"] * 4
             )
             continue
         table.add_row(
-            _text(brief.id),
-            _verdict(brief.success, brief.truncated),
-            figure(brief.total),
-            str(brief.num_steps),
-            str(brief.num_sampled),
-            _signed(brief.episode_advantage),
-            _tinted(span(*brief.advantages, sign=True)) if brief.advantages else "–",
+            _text(summary.id),
+            _verdict(summary.success, summary.truncated),
+            figure(summary.total),
+            str(summary.num_steps),
+            str(summary.num_sampled),
+            _signed(summary.episode_advantage),
+            _tinted(span(*summary.advantages, sign=True)) if summary.advantages else "–",
         )
     return Group(Text(title, style="bold"), table)
 
 
 def episode_table(line: EpisodeRecord, *, action_width: int = 44) -> Group:
-    """A row for each step: what was done in which state, and how its advantage came to be."""
+    """Tabulate the steps of an episode: state, action, and the parts of the advantage."""
     columns = ("step", "state", "action", "reward", "V" if line.by_critic else "G", "A_E", "A_S", "A", "peers")
     table = _table(*columns, right=(0, 3, 4, 5, 6, 7, 8))
     for index, step in enumerate(line.steps):
@@ -115,31 +117,33 @@ def episode_table(line: EpisodeRecord, *, action_width: int = 44) -> Group:
 
 
 def side_by_side(lines: Sequence[EpisodeRecord], *, width: int) -> list[Table]:
-    """Episodes of a group in columns, steps in rows; as many columns at a time as fit."""
+    """Put episodes of a group into columns and steps into rows; as many columns at a time as fit."""
     fit = max(1, (width - 6) // 30)
     tables = []
     for start in range(0, len(lines), fit):
-        shown = lines[start : start + fit]
+        columns = lines[start : start + fit]
         table = Table(box=None, padding=(0, 1), expand=False, header_style="bold")
         table.add_column("step", justify="right", style="dim")
-        for line in shown:
+        for line in columns:
             table.add_column(Text.assemble(_text(line.id), " ", _verdict(line.verdict, line.truncated)), width=27)
-        table.add_row("R", *(Text(figure(line.reward.total), style="bold") for line in shown))
-        for index in range(max((len(line.steps) for line in shown), default=0)):
-            table.add_row(str(index), *(_cell(line, index) for line in shown))
+        table.add_row("R", *(Text(figure(line.reward.total), style="bold") for line in columns))
+        for index in range(max((len(line.steps) for line in columns), default=0)):
+            table.add_row(str(index), *(_cell(line, index) for line in columns))
         tables.append(table)
     return tables
 
 
 def anchor_table(anchor: Anchor, group: str) -> Group:
-    """Every action taken in a state, best mean return first."""
+    """Tabulate the actions taken in a state, best mean return first."""
     table = _table("action", "times", "mean G", "mean A_S", "mean A", "returns: G by episode/step", right=(1, 2, 3, 4))
     title = (
         f"state {one_line(anchor.key, 60)} of group {visible(group)}: {times(len(anchor.visits), 'visit')} "
         f"by {times(anchor.num_episodes, 'episode')}, mean return {figure(anchor.mean_return)}"
     )
     for choice in anchor.choices:
-        returns = "  ".join(f"{figure(one.returns)} {visible(one.episode)}:{one.index}" for one in choice.visits[:12])
+        returns = "  ".join(
+            f"{figure(step.returns)} {visible(step.episode)}:{step.index}" for step in choice.visits[:12]
+        )
         more = len(choice.visits) - 12
         table.add_row(
             _text(one_line(choice.action, 40) or "(nothing)"),
@@ -155,7 +159,7 @@ def anchor_table(anchor: Anchor, group: str) -> Group:
 def token_view(
     line: EpisodeRecord, steps: Sequence[Sequence[Token]], by: ColorBy, *, colour: bool
 ) -> list[RenderableType]:
-    """The tokens of an episode, coloured by a figure; without colour, the figure stands in brackets behind each."""
+    """Print the tokens of an episode, coloured by a figure; without colour, with the figure in brackets after each."""
     out: list[RenderableType] = [Text(_episode_title(line), style="bold")]
     if colour:
         legend = Text("tokens by " + by + ": ")
@@ -173,8 +177,8 @@ def token_view(
                     piece, style=STYLES.get(tone(token, by), "") if token.sampled or by is ColorBy.MASK else "dim"
                 )
             else:
-                shown = token.figure(by)
-                text.append(f"{piece}[{shown}]" if shown else piece, style="")
+                value = token.figure(by)
+                text.append(f"{piece}[{value}]" if value else piece, style="")
         out.append(text)
     return out
 
@@ -192,7 +196,7 @@ def _table(*columns: str, right: Sequence[int] = ()) -> Table:
 
 
 def _text(value: str) -> Text:
-    """Never markup: a model may write "[red]"."""
+    """Return text that is never taken as markup: a model may write "[red]"."""
     return Text(visible(value))
 
 
@@ -231,7 +235,7 @@ def _cell(line: EpisodeRecord, index: int) -> Text:
 
 
 def _of_size(played: Sequence[EpisodeSummary]) -> str:
-    size = next((brief.group_size for brief in played if brief.group_size is not None), len(played))
+    size = next((summary.group_size for summary in played if summary.group_size is not None), len(played))
     return f"{len(played)}" if size == len(played) else f"{len(played)} of {size}"
 
 

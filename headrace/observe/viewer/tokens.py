@@ -1,4 +1,4 @@
-"""Tokens of an episode as pieces of text with their figures, and how a figure is coloured.
+"""Turn tokens of an episode into texts with their figures, and choose the colour of a figure.
 
 Text comes from a tokenizer.json beside the run's checkpoints; without one, tokens are shown as their ids.
 """
@@ -19,7 +19,7 @@ Pieces = Callable[[Sequence[int]], list[str]]  # ids -> one text each
 
 
 class ColorBy(StrEnum):
-    """What tokens are coloured by."""
+    """The figure that tokens are coloured by."""
 
     LOGPROB = "logprob"
     ADVANTAGE = "advantage"
@@ -29,10 +29,10 @@ class ColorBy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """`logprob`, `advantage` and `version` are None where the policy did not sample the token."""
+    """A token and its figures."""
 
     text: str
-    logprob: float | None = None
+    logprob: float | None = None  # None if the policy did not sample the token, as the two below
     advantage: float | None = None
     version: int | None = None
 
@@ -41,7 +41,7 @@ class Token:
         return self.version is not None
 
     def figure(self, by: ColorBy) -> str:
-        """What stands in brackets where there is no colour; empty for a token that has no such figure."""
+        """Format the figure that stands in brackets where there is no colour; empty for a token without it."""
         match by:
             case ColorBy.MASK:
                 return "1" if self.sampled else "0"
@@ -77,7 +77,7 @@ LEGEND: dict[ColorBy, tuple[tuple[str, str], ...]] = {  # (tone, words), from on
 
 
 def tone(token: Token, by: ColorBy) -> str:
-    """The name of the colour of a token; empty where it has none."""
+    """Return the name of a token's colour; empty if it has none."""
     match by:
         case ColorBy.MASK:
             return "m1" if token.sampled else "m0"
@@ -91,7 +91,7 @@ def tone(token: Token, by: ColorBy) -> str:
 
 
 def tokens_of(line: EpisodeRecord, pieces: Pieces) -> tuple[tuple[Token, ...], ...]:
-    """For each step, what was new in its prompt and what was sampled. Raises RunFolderError for a lean episode."""
+    """Return the new prompt tokens and the sampled tokens of each step. Raises RunFolderError for a lean episode."""
     return tuple(_of_step(line, step, pieces) for step in line.steps)
 
 
@@ -100,18 +100,18 @@ def _of_step(line: EpisodeRecord, step: StepRecord, pieces: Pieces) -> tuple[Tok
         raise RunFolderError(
             f"episode {line.id} was saved lean, without its tokens: set rl.save.lean = false to look at them"
         )
-    own = step.tokens
-    texts = pieces([*own.prompt_rest, *own.sampled])
-    versions = _versions(own)
-    if not len(own.sampled) == len(own.sampler_logprobs) == len(versions):
+    tokens = step.tokens
+    texts = pieces([*tokens.prompt_rest, *tokens.sampled])
+    versions = _versions(tokens)
+    if not len(tokens.sampled) == len(tokens.sampler_logprobs) == len(versions):
         raise RunFolderError(f"episode {line.id} has token arrays that do not fit together")
     advantage = None if step.credit is None else step.credit.A
-    before = len(own.prompt_rest)
+    before = len(tokens.prompt_rest)
     return (
         *(Token(text=text) for text in texts[:before]),
         *(
             Token(text=text, logprob=logprob, advantage=advantage, version=version)
-            for text, logprob, version in zip(texts[before:], own.sampler_logprobs, versions, strict=True)
+            for text, logprob, version in zip(texts[before:], tokens.sampler_logprobs, versions, strict=True)
         ),
     )
 
@@ -123,21 +123,23 @@ def _versions(tokens: TokensRecord) -> list[int]:
 # --- text of tokens --------------------------------------------------------------------------------------------------
 
 
-def find_tokenizer(rollouts: Path, given: Path | None = None) -> Path | None:
-    """The tokenizer.json of `given` (a file or a folder), else of the run folder that a rollout file lies in; None
-    where there is none. Raises ConfigError when `given` has none."""
-    if given is not None:
-        file = given / "tokenizer.json" if given.is_dir() else given
+def find_tokenizer(rollouts: Path, source: Path | None = None) -> Path | None:
+    """Find the tokenizer.json of `source` (a file or a folder), else of the run folder that contains a rollout file.
+
+    Returns None if the run has none. Raises ConfigError if `source` has none.
+    """
+    if source is not None:
+        file = source / "tokenizer.json" if source.is_dir() else source
         if not file.is_file():
-            raise ConfigError(f"there is no tokenizer.json in {given}: give a checkpoint or a Hugging Face folder")
+            raise ConfigError(f"there is no tokenizer.json in {source}: give a checkpoint or a Hugging Face folder")
         return file
     run = rollouts.absolute().parent.parent
-    found = [*sorted(run.glob("checkpoints/*/step_*/tokenizer.json")), *run.glob("start/tokenizer.json")]
-    return found[0] if found else None
+    files = [*sorted(run.glob("checkpoints/*/step_*/tokenizer.json")), *run.glob("start/tokenizer.json")]
+    return files[0] if files else None
 
 
 def token_pieces(file: Path | None) -> Pieces:
-    """Texts of ids by that tokenizer; without one, and for ids it does not know, "<id>"."""
+    """Return a function from ids to texts by that tokenizer; without one, and for unknown ids, the text is "<id>"."""
     if file is None:
         return lambda ids: [f"<{id}>" for id in ids]
     with boundary(RunFolderError, f"{file} is not a tokenizer"):
@@ -155,7 +157,10 @@ def token_pieces(file: Path | None) -> Pieces:
                 texts.append(f"<{id}>")
                 continue
             before = ids[place - 1 : place] if place and 0 <= ids[place - 1] < size else []
-            alone, joined = decode(before), decode([*before, id])  # a space may be a matter of the token before
+            alone, joined = (
+                decode(before),
+                decode([*before, id]),
+            )  # whether there is a space may depend on the token before
             texts.append(
                 joined[len(alone) :] if joined.startswith(alone) and len(joined) > len(alone) else decode([id])
             )

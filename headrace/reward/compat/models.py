@@ -1,6 +1,6 @@
 """The types of `reward_kit` and `eval_protocol` that reward functions take and return, with both packages' fields.
 
-`reward_kit.py` gives them to files that import them. This module imports pydantic, so it is loaded when a file asks.
+`reward_kit.py` makes them importable. This module imports pydantic, so it is loaded when a file imports a name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 OPEN = ConfigDict(extra="allow")
 
 
-class Mapped(BaseModel):
-    """Fields can be read like a mapping's."""
+class MappingModel(BaseModel):
+    """A model whose fields can be read like the items of a mapping."""
 
     model_config = OPEN
 
@@ -56,12 +56,12 @@ class ChatCompletionMessageToolCall(BaseModel):
     function: FunctionCall
 
 
-class ChatCompletionContentPartTextParam(Mapped):
+class ChatCompletionContentPartTextParam(MappingModel):
     text: str
     type: str = "text"
 
 
-class ChatCompletionContentPartImageParam(Mapped):
+class ChatCompletionContentPartImageParam(MappingModel):
     image_url: dict[str, Any]
     type: str = "image_url"
 
@@ -70,7 +70,7 @@ ChatCompletionContentPartParam = ChatCompletionContentPartTextParam | ChatComple
 
 
 class CompatMessage(BaseModel):
-    """A tool call without an id gets one from its place."""
+    """A chat message. A tool call without an id gets one from its place."""
 
     model_config = OPEN
     role: str
@@ -91,7 +91,7 @@ class CompatMessage(BaseModel):
         return self
 
     def dump_mdoel_for_chat_completion_request(self) -> dict[str, Any]:
-        """The fields of a chat API; the name is eval-protocol's own."""
+        """Return the fields of a chat API. The spelling of the name is eval-protocol's."""
         hidden = {"control_plane_step", "reasoning_content", "weight", "logprobs"}
         return self.model_dump(exclude_none=True, exclude=hidden)
 
@@ -99,8 +99,8 @@ class CompatMessage(BaseModel):
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-class MetricResult(Mapped):
-    """`data` is a field, but no item."""
+class MetricResult(MappingModel):
+    """A metric of a result. `data` is a field, but not an item."""
 
     is_score_valid: bool = True
     score: float
@@ -114,7 +114,7 @@ class MetricResult(Mapped):
         return (key for key in self.keys() if key != "data")
 
 
-class StepOutput(Mapped):
+class StepOutput(MappingModel):
     step_index: int | str
     base_reward: float
     terminated: bool = False
@@ -123,7 +123,7 @@ class StepOutput(Mapped):
     reason: str | None = None
 
 
-class EvaluateResult(Mapped):
+class EvaluateResult(MappingModel):
     score: float
     is_score_valid: bool = True
     reason: str | None = None
@@ -151,7 +151,7 @@ class TerminationReason(StrEnum):
 
 
 class Code(IntEnum):
-    """Those of gRPC, and what a rollout may be besides."""
+    """The status codes of gRPC, and those of rollouts."""
 
     OK = 0
     CANCELLED = 1
@@ -228,13 +228,13 @@ class CompatStatus(BaseModel):
         return self.code == Code.SCORE_INVALID
 
     def get_termination_reason(self) -> TerminationReason | None:
-        said = self._said("TERMINATION_REASON")
-        return None if said is None else TerminationReason(said["termination_reason"])
+        metadata = self._metadata("TERMINATION_REASON")
+        return None if metadata is None else TerminationReason(metadata["termination_reason"])
 
     def get_extra_info(self) -> dict[str, Any] | None:
-        return self._said("EXTRA_INFO")
+        return self._metadata("EXTRA_INFO")
 
-    def _said(self, reason: str) -> dict[str, Any] | None:
+    def _metadata(self, reason: str) -> dict[str, Any] | None:
         return next((item.get("metadata", {}) for item in self.details if item.get("reason") == reason), None)
 
 
@@ -292,45 +292,47 @@ class EvaluationRow(BaseModel):
         return len(self.messages)
 
     def get_system_message(self) -> CompatMessage:
-        return next(iter(self._said_by("system")), CompatMessage(role="system", content=""))
+        return next(iter(self._messages_by("system")), CompatMessage(role="system", content=""))
 
     def get_assistant_messages(self) -> list[CompatMessage]:
-        return self._said_by("assistant")
+        return self._messages_by("assistant")
 
     def get_user_messages(self) -> list[CompatMessage]:
-        return self._said_by("user")
+        return self._messages_by("user")
 
     def last_assistant_message(self) -> CompatMessage | None:
-        return next(reversed(self._said_by("assistant")), None)
+        return next(reversed(self._messages_by("assistant")), None)
 
     def get_first_user_message(self) -> CompatMessage | None:
-        return next(iter(self._said_by("user")), None)
+        return next(iter(self._messages_by("user")), None)
 
     def get_input_metadata(self, key: str, default: Any = None) -> Any:
         return getattr(self.input_metadata, key, default)
 
     def get_steps(self) -> int:
-        return len(self._control())
+        return len(self._control_steps())
 
     def get_total_reward(self) -> float:
-        return sum(float(step.get("reward", 0.0)) for step in self._control())
+        return sum(float(step.get("reward", 0.0)) for step in self._control_steps())
 
     def get_terminated(self) -> bool:
-        return any(step.get("terminated", False) for step in self._control())
+        return any(step.get("terminated", False) for step in self._control_steps())
 
     def get_termination_reason(self) -> str:
-        said = (step["termination_reason"] for step in reversed(self._control()) if step.get("termination_reason"))
-        return str(next(said, "unknown"))
+        reasons = (
+            step["termination_reason"] for step in reversed(self._control_steps()) if step.get("termination_reason")
+        )
+        return str(next(reasons, "unknown"))
 
-    def _said_by(self, role: str) -> list[CompatMessage]:
+    def _messages_by(self, role: str) -> list[CompatMessage]:
         return [message for message in self.messages if message.role == role]
 
-    def _control(self) -> Sequence[dict[str, Any]]:
-        """What an environment told beside the messages."""
+    def _control_steps(self) -> Sequence[dict[str, Any]]:
+        """List what environments reported beside the messages."""
         return [message.control_plane_step for message in self.messages if message.control_plane_step]
 
 
-for _model, _name in ((CompatMessage, "Message"), (CompatStatus, "Status")):  # the names that users' code knows them by
+for _model, _name in ((CompatMessage, "Message"), (CompatStatus, "Status")):  # their names in users' code
     _model.__name__ = _model.__qualname__ = _name
 
 PUBLIC: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Stands in for the packages `reward_kit`, `reward_protocol` and `eval_protocol` where they are not installed.
+"""Stand in for the packages `reward_kit`, `reward_protocol` and `eval_protocol` where they are not installed.
 
 Reward functions written for them run unmodified: this module has the public names such files import, as a superset of
-both packages' fields. It is found last, so an installed package is used as it is. What it does not have (the reward
-library, hosted evaluation) raises an ImportError that says what to install. What only says how eval-protocol would play
-and load (rollout processors, data loaders) can be named, made and derived from, and does nothing.
+both packages' fields. It is found last, so an installed package is used as it is. Modules that it lacks (the reward
+library, hosted evaluation) raise an ImportError that says what to install. Classes that only configure how
+eval-protocol rolls out and loads data can be imported, instantiated and subclassed, and do nothing.
 
 Everything pydantic is made when a file first imports one of the names: importing this module costs nothing.
 """
@@ -21,8 +21,8 @@ from typing import Any, Union, get_args, get_origin
 
 PACKAGES = ("reward_kit", "reward_protocol", "eval_protocol")
 _MODULES = ("models", "typed_interface", "reward_function", "common_utils", "pytest", "types", "data_loader")
-_HIDING = {"": ("reward_function",), "pytest": ("evaluation_test",)}  # modules that have the name of a function
-_NOT_HERE = (
+_HIDING = {"": ("reward_function",), "pytest": ("evaluation_test",)}  # modules with the name of a function
+_PLACEHOLDERS = (
     "AgentRolloutProcessor",
     "BackoffConfig",
     "DefaultParameterIdGenerator",
@@ -69,14 +69,14 @@ class _Finder:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """A name that is a module too is the function, as in the packages: importing the module later would hide it."""
+        """Fill the module after submodules with a function's name, which would hide the function if imported later."""
         for name in _HIDING.get(module.__name__.partition(".")[2], ()):
             importlib.import_module(f"{module.__name__}.{name}")
         vars(module).update(_names())
 
 
-class NotHere:
-    """Stands for what says how eval-protocol would play or load; here the run does both."""
+class Placeholder:
+    """Stands in for a class that configures eval-protocol's rollouts or data loading, which the run does here."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
@@ -85,7 +85,7 @@ class NotHere:
 @cache
 def _names() -> dict[str, Any]:
     return {
-        **{name: type(name, (NotHere,), {}) for name in _NOT_HERE},
+        **{name: type(name, (Placeholder,), {}) for name in _PLACEHOLDERS},
         **_models(),
         "reward_function": reward_function,
         "evaluation_test": evaluation_test,
@@ -94,7 +94,7 @@ def _names() -> dict[str, Any]:
 
 
 def _models() -> dict[str, Any]:
-    """Imported when a file asks for them: they bring pydantic along."""
+    """Import the models when a file needs them: they import pydantic."""
     models: dict[str, Any] = importlib.import_module("headrace.reward.compat.models").PUBLIC
     return models
 
@@ -112,8 +112,11 @@ def reward_function(
     concurrency: int | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Messages become `Message`s where the function's annotation says so, and what it returns an EvaluateResult, or a
-    list of them in batch mode. Raises ValueError when it takes no **kwargs or returns something else."""
+    """Decorate a reward function: convert messages to `Message` where its annotation says so, and its result to an
+    EvaluateResult, or a list of them in batch mode.
+
+    Raises ValueError if it takes no **kwargs or returns anything else.
+    """
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(inner).parameters
@@ -133,8 +136,8 @@ def reward_function(
 def _wrapper(inner: Callable[..., Any], mode: str) -> Callable[..., Any]:
     @wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = _bound(inner, args, kwargs)
-        return _validated(inner, mode, inner(*bound.args, **bound.kwargs))
+        bound = _bind_arguments(inner, args, kwargs)
+        return _validate_result(inner, mode, inner(*bound.args, **bound.kwargs))
 
     return call
 
@@ -142,32 +145,32 @@ def _wrapper(inner: Callable[..., Any], mode: str) -> Callable[..., Any]:
 def _async_wrapper(inner: Callable[..., Any], mode: str) -> Callable[..., Any]:
     @wraps(inner)
     async def call(*args: Any, **kwargs: Any) -> Any:
-        bound = _bound(inner, args, kwargs)
-        return _validated(inner, mode, await inner(*bound.args, **bound.kwargs))
+        bound = _bind_arguments(inner, args, kwargs)
+        return _validate_result(inner, mode, await inner(*bound.args, **bound.kwargs))
 
     return call
 
 
-def _bound(inner: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
+def _bind_arguments(inner: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
     signature = inspect.signature(inner, eval_str=True)
     bound = signature.bind_partial(*args, **kwargs)
     for name in ("messages", "rollouts_messages", "ground_truth"):
         if name in bound.arguments:
             value = bound.arguments[name]
-            given = _as_messages(value) if name == "ground_truth" else value
-            made = as_annotated(signature.parameters[name].annotation, given)
-            bound.arguments[name] = value if made is given else made
+            messages = _as_messages(value) if name == "ground_truth" else value
+            converted = as_annotated(signature.parameters[name].annotation, messages)
+            bound.arguments[name] = value if converted is messages else converted
     return bound
 
 
 def _as_messages(truth: Any) -> Any:
-    """A ground truth as the list of messages that an annotation may ask for, as eval-protocol makes it."""
+    """Convert a ground truth to the list of messages that an annotation may ask for, as eval-protocol does."""
     if isinstance(truth, str):
         return [{"role": "system", "content": truth}]
     return [truth] if isinstance(truth, dict) else truth
 
 
-def _validated(inner: Callable[..., Any], mode: str, result: Any) -> Any:
+def _validate_result(inner: Callable[..., Any], mode: str, result: Any) -> Any:
     import pydantic
 
     kind: Any = _models()["EvaluateResult"]
@@ -180,7 +183,7 @@ def _validated(inner: Callable[..., Any], mode: str, result: Any) -> Any:
 
 
 def evaluation_test(*args: Any, mode: str = "pointwise", **options: Any) -> Any:
-    """Keeps the function and its mode; data sets, rollouts and thresholds are the run's own business here."""
+    """Decorate a function with its mode; data sets, rollouts and thresholds are set by the run, and ignored here."""
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(inner)
@@ -199,8 +202,8 @@ def load_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def as_annotated(annotation: Any, value: Any) -> Any:
-    """Messages as the class inside list[Message] or list[list[Message]], or one of them or None; anything else as it
-    is."""
+    """Convert messages to the class inside list[Message], list[list[Message]], or either | None; return anything else
+    as it is."""
     if get_origin(annotation) in (Union, UnionType):
         choices = [choice for choice in get_args(annotation) if choice is not NoneType]
         annotation = choices[0] if len(choices) == 1 else None

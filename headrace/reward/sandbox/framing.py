@@ -1,4 +1,4 @@
-"""Length-prefixed JSON over a socket, for the inside of the walls. Standard library only."""
+"""Send and receive length-prefixed JSON over a socket. Standard library only, because it runs in the sandbox too."""
 
 import json
 import os
@@ -20,16 +20,16 @@ def send(descriptor: int, value: Any) -> None:
 
 
 def receive(descriptor: int) -> Any:
-    """The next value, or None when the other side is gone."""
-    head = _exactly(descriptor, LENGTH.size)
-    return None if head is None else json.loads(_exactly(descriptor, LENGTH.unpack(head)[0]) or b"null")
+    """Read the next value. Returns None if the other side is gone."""
+    head = _read_exactly(descriptor, LENGTH.size)
+    return None if head is None else json.loads(_read_exactly(descriptor, LENGTH.unpack(head)[0]) or b"null")
 
 
-def _exactly(descriptor: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(descriptor, size - len(parts))
-        if not part:
+def _read_exactly(descriptor: int, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = os.read(descriptor, size - len(data))
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        data += chunk
+    return bytes(data)

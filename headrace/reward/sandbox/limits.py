@@ -1,4 +1,4 @@
-"""The vocabulary of the sandbox, on both sides of the wall: limits, outcomes, and what the walls are made of."""
+"""The vocabulary of the sandbox, inside and outside: limits of a call, its outcomes, and the isolation layers."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """What one call may use. `processes` counts threads too, and the call itself; sizes are of each file or stream."""
+    """Resources that one call may use."""
 
     wall_s: float = 10.0
     cpu_s: int = 10  # of each process
     memory_mb: int = 1024  # address space of each process, and resident memory of all of them beyond what was imported
-    processes: int = 16
+    processes: int = 16  # with threads, and the call itself
     open_files: int = 64
-    file_mb: int = 16
+    file_mb: int = 16  # of each file
     scratch_mb: int = 64  # of the private temporary folder
     output_bytes: int = 65_536  # of stdout, and of stderr
     result_bytes: int = 1_000_000
@@ -27,12 +27,12 @@ class CallLimits:
 
 
 class Outcome(StrEnum):
-    """How a call ended. Only RETURNED has a result."""
+    """The ways in which a call can end. Only RETURNED has a result."""
 
     RETURNED = "returned"
     RAISED = "raised"  # any exception, SystemExit and its kind too
-    NO_RESULT = "no result"  # it ended its process without returning
-    CRASHED = "crashed"  # by a signal that nobody sent on purpose
+    NO_RESULT = "no result"  # the process ended without returning
+    CRASHED = "crashed"  # by a signal that the sandbox did not send
     TIMEOUT = "timeout"
     CPU = "cpu"
     MEMORY = "memory"
@@ -43,7 +43,7 @@ class Outcome(StrEnum):
 
 
 class IsolationLayer(StrEnum):
-    """What a wall is made of. A machine may lack any of them, or forbid it."""
+    """A mechanism that isolates a worker. A machine may lack any of them, or forbid it."""
 
     USER = "user namespace"
     MOUNT = "mount namespace"
@@ -60,7 +60,7 @@ EVERY_LAYER = frozenset(IsolationLayer)
 
 
 def isolation_gaps(layers: Collection[IsolationLayer]) -> list[str]:
-    """What the given layers leave open, in words; those that strict mode insists on come first."""
+    """Describe what these layers leave open; the gaps that strict mode refuses come first."""
     gaps = essential_gaps(layers)
     if IsolationLayer.SECCOMP not in layers:
         gaps.append("system calls are not filtered (no seccomp)")
@@ -70,7 +70,7 @@ def isolation_gaps(layers: Collection[IsolationLayer]) -> list[str]:
 
 
 def essential_gaps(layers: Collection[IsolationLayer]) -> list[str]:
-    """Files, network, other processes, and the number of processes: without these it is not a sandbox."""
+    """Describe the gaps that strict mode refuses: files, network, other processes, and the number of processes."""
     gaps = []
     if IsolationLayer.MOUNT not in layers and IsolationLayer.LANDLOCK not in layers:
         gaps.append("files are not isolated (neither a mount namespace nor Landlock)")
@@ -84,7 +84,7 @@ def essential_gaps(layers: Collection[IsolationLayer]) -> list[str]:
 
 
 def may_fork(layers: Collection[IsolationLayer]) -> bool:
-    """Whether a warm worker can fork each call into a PID namespace of its own, whose end is the end of all in it."""
+    """Say whether a warm worker can fork each call into a PID namespace of its own, which ends all processes in it."""
     return IsolationLayer.USER in layers and IsolationLayer.PID in layers
 
 
@@ -94,12 +94,12 @@ RETURNED, RAISED, OUT_OF_MEMORY = b"R", b"E", b"M"  # what follows the nonce of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """One call's end. `result` is JSON text as the code's side wrote it: unverified. The tails are of its output."""
+    """The end of one call."""
 
     outcome: Outcome
     detail: str = ""
-    result: str = ""
-    stdout: str = ""
+    result: str = ""  # JSON text as the sandbox wrote it, unverified
+    stdout: str = ""  # the last characters
     stderr: str = ""
 
 

@@ -1,7 +1,7 @@
-"""What Linux gives for walls, by ctypes: namespaces, mounts, capabilities, Landlock and seccomp.
+"""Call Linux by ctypes: namespaces, mounts, capabilities, Landlock and seccomp.
 
-Standard library only, because it runs inside the walls too. Every function raises OSError when the kernel says no;
-what is done about that is decided in `walls.py`. On other systems `available` is False and nothing here is called.
+Standard library only, because it runs in the sandbox too. Every function raises OSError when the kernel refuses;
+`isolation.py` decides what to do then. On other systems `available` is False and nothing here is called.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def make_read_only(path: str) -> None:
-    """All mounts at and below `path`, also without setuid; `mount_setattr` keeps flags that may not be cleared."""
+    """Make all mounts at and below `path` read-only and nosuid; `mount_setattr` keeps flags that may not be cleared."""
     attributes = struct.pack("=QQQQ", 0x1 | 0x2, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
     _syscall(442, ctypes.c_int(-100), path.encode(), ctypes.c_uint(0x8000), attributes, ctypes.c_size_t(32))
 
@@ -77,7 +77,7 @@ def no_new_privileges() -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the thread that made this process ends. Changing credentials clears it, so it comes after."""
+    """Ask for SIGKILL when the thread that made this process ends. A change of credentials clears it: call it after."""
     _call("prctl", ctypes.c_int(1), *map(ctypes.c_ulong, (9, 0, 0, 0)))
 
 
@@ -85,8 +85,8 @@ def adopt_orphans() -> None:
     _call("prctl", ctypes.c_int(36), *map(ctypes.c_ulong, (1, 0, 0, 0)))
 
 
-def be_dumpable() -> None:
-    """After a change of user, /proc/self would belong to root, and the user map could not be written."""
+def set_dumpable() -> None:
+    """Let this process write its user map: after a change of user, /proc/self would belong to root."""
     _call("prctl", ctypes.c_int(4), *map(ctypes.c_ulong, (1, 0, 0, 0)))
 
 
@@ -102,7 +102,7 @@ def keep_capabilities(mask: int) -> None:
 # --- Landlock --------------------------------------------------------------------------------------------------------
 
 _READ, _EXECUTE, _LIST, _WRITE, _TRUNCATE, _IOCTL = 1 << 2, 1 << 0, 1 << 3, 1 << 1, 1 << 14, 1 << 15
-_OF_FILES = _READ | _EXECUTE | _WRITE | _TRUNCATE | _IOCTL
+_FILE_ACCESS = _READ | _EXECUTE | _WRITE | _TRUNCATE | _IOCTL
 
 
 def landlock_abi() -> int:
@@ -110,7 +110,7 @@ def landlock_abi() -> int:
 
 
 def landlock(*, read: Iterable[str], write: Iterable[str], devices: Iterable[str]) -> int:
-    """From now on this process and its children see only these paths, no TCP, and signal only each other.
+    """Restrict this process and its children to these paths, no TCP, and signals among themselves.
 
     Paths that cannot be reached are skipped. Returns the kernel's ABI: network rules need 4, signals and abstract
     sockets 6.
@@ -139,9 +139,9 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return  # what cannot be reached need not be allowed
+        return  # an unreachable path needs no rule
     try:
-        access = access if Path(path).is_dir() else access & _OF_FILES
+        access = access if Path(path).is_dir() else access & _FILE_ACCESS
         _syscall(445, ctypes.c_int(ruleset), ctypes.c_int(1), struct.pack("=Qi", access, descriptor), ctypes.c_uint(0))
     finally:
         os.close(descriptor)
@@ -219,15 +219,15 @@ _NEW_ANYTHING = 0x7E020000  # every CLONE_NEW* flag that clone takes
 
 
 def seccomp(*, may_nest_pids: bool) -> None:
-    """From now on this process and its children get EPERM from the calls above, and from making namespaces.
+    """Make the system calls above, and new namespaces, fail with EPERM in this process and its children.
 
-    `may_nest_pids` leaves `unshare` and `setns` for a PID namespace alone: what a process needs that forks calls into
-    one of their own. Raises OSError also on an architecture whose numbers are not known here.
+    `may_nest_pids` allows `unshare` and `setns` for a PID namespace, which a process needs to fork calls into one of
+    their own. Raises OSError also on an architecture whose call numbers are not listed here.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(0, f"no seccomp filter for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
-    code = _assembled(column, architecture, may_nest_pids)
+    code = _assemble_filter(column, architecture, may_nest_pids)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     no_new_privileges()
@@ -235,26 +235,28 @@ def seccomp(*, may_nest_pids: bool) -> None:
 
 
 @cache
-def _assembled(column: int, architecture: int, may_nest_pids: bool) -> bytes:
-    """Kept, because every call's process installs it."""
-    return b"".join(struct.pack("=HBBI", *line) for line in _program(column, architecture, may_nest_pids=may_nest_pids))
+def _assemble_filter(column: int, architecture: int, may_nest_pids: bool) -> bytes:
+    """Assemble the BPF program. Cached, because every call's process installs it."""
+    return b"".join(
+        struct.pack("=HBBI", *line) for line in _filter_instructions(column, architecture, may_nest_pids=may_nest_pids)
+    )
 
 
-def warm_up() -> None:
-    """Before forking: what every call's process would have to assemble again."""
+def assemble_call_filter() -> None:
+    """Fill the cache before forking, so that the calls' processes need not assemble their filter."""
     if platform.machine() in _ARCHITECTURES:
-        _assembled(*_ARCHITECTURES[platform.machine()], False)
+        _assemble_filter(*_ARCHITECTURES[platform.machine()], False)
 
 
-def _program(column: int, architecture: int, *, may_nest_pids: bool) -> list[tuple[int, int, int, int]]:
-    """BPF lines (code, jump if true, jump if false, constant), a deny list: what is not named is allowed."""
+def _filter_instructions(column: int, architecture: int, *, may_nest_pids: bool) -> list[tuple[int, int, int, int]]:
+    """List the BPF instructions (code, jump if true, jump if false, constant) of a deny list: others are allowed."""
     unshare, setns, clone, clone3, prctl = ((272, 308, 56, 435, 157), (97, 268, 220, 435, 167))[column]
     lines = [
         _load(4),
         _if_equal(architecture, 1, 0),
         _return(_KILL),
         _load(0),
-        (0x35, 0, 1, 0x40000000),  # x32 calls have other numbers: none of them
+        (0x35, 0, 1, 0x40000000),  # x32 calls have other numbers: deny all of them
         _return(_EPERM),
     ]
     for numbers in _NUMBERS.values():
@@ -278,7 +280,7 @@ def _load(offset: int) -> tuple[int, int, int, int]:
 
 
 def _load_argument(index: int) -> tuple[int, int, int, int]:
-    return _load(16 + 8 * index)  # the low half: the flags asked about are all below 2^32
+    return _load(16 + 8 * index)  # the low half: all flags that are tested are below 2^32
 
 
 def _if_equal(value: int, then: int, otherwise: int) -> tuple[int, int, int, int]:
@@ -290,5 +292,5 @@ def _return(value: int) -> tuple[int, int, int, int]:
 
 
 def id_map_lines(inside: int, user: int, group: int) -> Sequence[tuple[str, str]]:
-    """(file below /proc/self, text): one user and one group, and no others."""
+    """List (file below /proc/self, text) that map one user and one group, and no others."""
     return (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1"))

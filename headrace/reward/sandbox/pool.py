@@ -1,8 +1,8 @@
-"""Workers behind walls, seen from outside: started, asked one call at a time, replaced when they end.
+"""Manage isolated workers from outside: start them, send one call at a time, replace them when they end.
 
 A worker imports the code once and forks each call; where the machine does not allow that, or the import left threads
 behind (a fork would copy their locks and not the threads), each call gets a worker of its own: cold, and ten times
-slower. What the machine cannot isolate is said once, as a warning.
+slower. A warning says once what the machine cannot isolate.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ from headrace.reward.sandbox.limits import (
     essential_gaps,
     isolation_gaps,
 )
-from headrace.reward.sandbox.supervisor import scratch_root, sweep
+from headrace.reward.sandbox.supervisor import remove_leftovers, scratch_root
 
 logger = logging.getLogger(__name__)
 
-_REASON_CHARS = 2000  # of what the inside says
-_GRACE_S = 2.0  # beyond the limit that the worker itself keeps
+_REASON_CHARS = 2000  # of text from inside
+_GRACE_S = 2.0  # beyond the limit that the worker itself enforces
 _STOP_S = 10.0
-_STREAM_ROOM = 65_536  # of a frame, beside the result
+_STREAM_BYTES = 65_536  # of a frame, beside the result
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from headrace.reward.sandbox.worker import main; \
 sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
 _offsets = itertools.count(secrets.randbelow(1 << 20) << 8)
@@ -54,21 +54,20 @@ _offsets = itertools.count(secrets.randbelow(1 << 20) << 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSettings:
-    """`layers` are those to try (fewer: for tests); `python` and `user` start workers with another interpreter or, as
-    root, as another user."""
+    """Settings of the sandbox of one reward function."""
 
     limits: CallLimits = field(default_factory=CallLimits)
-    workers: int = 2
-    strict: bool = False
-    warm: bool = True
-    readable: tuple[str, ...] = ()
-    layers: frozenset[IsolationLayer] = EVERY_LAYER
-    python: str = sys.executable
-    user: int | None = None
+    workers: int = 2  # calls at a time
+    strict: bool = False  # refuse to run where essential isolation is missing
+    warm: bool = True  # import once and fork each call, where the machine allows it
+    readable: tuple[str, ...] = ()  # further paths that the function may read
+    layers: frozenset[IsolationLayer] = EVERY_LAYER  # to try; fewer in tests
+    python: str = sys.executable  # the interpreter of the workers
+    user: int | None = None  # start workers as this user; needs root
 
 
 class SandboxWorker:
-    """One supervisor process and what is inside its walls."""
+    """Handle of one supervisor process and the worker inside its isolation."""
 
     def __init__(self, settings: SandboxSettings, process: "subprocess.Popen[bytes]", lifeline: int) -> None:
         self._settings, self._process, self._lifeline = settings, process, lifeline
@@ -82,7 +81,7 @@ class SandboxWorker:
     async def start(
         cls, settings: SandboxSettings, target: Mapping[str, Any], readable: Sequence[str]
     ) -> "SandboxWorker":
-        """Raises RewardError when the code cannot be imported, ConfigError when strict forbids what is missing."""
+        """Start a worker. Raises RewardError if the code cannot be imported, ConfigError if strict forbids the gaps."""
         ours, theirs = socket.socketpair()
         lifeline_read, lifeline = os.pipe()
         with theirs:
@@ -117,10 +116,10 @@ class SandboxWorker:
             "path": path_entries(),
         }
         await self._send(order)
-        walls = await self._receive()
-        self.layers = frozenset(map(IsolationLayer, walls["walls"]))
-        self.warm = walls["warm"]
-        report_isolation(self.layers, walls["reasons"], strict=self._settings.strict)
+        report = await self._receive()
+        self.layers = frozenset(map(IsolationLayer, report["layers"]))
+        self.warm = report["warm"]
+        report_isolation(self.layers, report["reasons"], strict=self._settings.strict)
         await self._send({"go": True})
         reply = await self._receive()
         if "failed" in reply:
@@ -130,12 +129,12 @@ class SandboxWorker:
         self.about = reply["about"]
 
     async def call(self, argument: Any) -> CallResult:
-        """One call. A worker that does not keep the time limit itself is ended, and `alive` is False afterwards."""
+        """Make one call. A worker that does not enforce the time limit itself is ended, which sets `alive` to False."""
         nonce = secrets.token_hex(16)
         limits = self._settings.limits
-        patience = limits.wall_s + (_GRACE_S if self.warm else 0.0)
+        timeout_s = limits.wall_s + (_GRACE_S if self.warm else 0.0)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout_s):
                 await self._send({"nonce": nonce, "argument": argument})
                 reply = await self._receive()
         except TimeoutError:
@@ -150,16 +149,16 @@ class SandboxWorker:
         except ValueError as exc:
             await self.stop()
             return CallResult(outcome=Outcome.MALFORMED, detail=str(exc))
-        return _answer(reply, nonce)
+        return _check_reply(reply, nonce)
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """PID of the supervisor."""
         return self._process.pid
 
     @property
     def num_threads(self) -> int:
-        """Of the first process inside, counted from outside."""
+        """Number of threads of the first process inside, counted from outside."""
         with suppress(psutil.Error):
             for builder in psutil.Process(self._process.pid).children():
                 for inside in builder.children():
@@ -176,17 +175,17 @@ class SandboxWorker:
         return await asyncio.to_thread(self._wait)
 
     def _wait(self) -> int:
-        """The supervisor's exit status. Blocks."""
+        """Wait for the supervisor and return its exit status. Blocks."""
         try:
             return self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
         finally:
-            sweep(scratch_root(), self._process.pid)
+            remove_leftovers(scratch_root(), self._process.pid)
 
     def abandon(self) -> None:
-        """Cut the lifeline without waiting: for when there is no event loop any more."""
+        """Cut the lifeline without waiting, when there is no event loop any more."""
         if self.alive:
             self.alive = False
             os.close(self._lifeline)
@@ -194,16 +193,16 @@ class SandboxWorker:
     async def _send(self, value: Any) -> None:
         assert self._streams is not None
         self._streams[1].write(framing.pack(value))
-        with suppress(ConnectionError):  # the answer will be missing, and says so
+        with suppress(ConnectionError):  # `_receive` reports the missing answer
             await self._streams[1].drain()
 
     async def _receive(self) -> Any:
-        """The next frame. Raises RewardError when the worker is gone, ValueError when it is not one of ours."""
+        """Receive a frame. Raises RewardError if the worker is gone, ValueError if the frame is not one of ours."""
         assert self._streams is not None
         reader = self._streams[0]
         try:
             (size,) = framing.LENGTH.unpack(await reader.readexactly(framing.LENGTH.size))
-            if size > 6 * self._settings.limits.result_bytes + _STREAM_ROOM:
+            if size > 6 * self._settings.limits.result_bytes + _STREAM_BYTES:
                 raise ValueError("an answer that is longer than any answer can be")
             body = await reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError) as exc:
@@ -219,9 +218,9 @@ class SandboxWorker:
 
 def _spawn(settings: SandboxSettings, inherited: tuple[int, ...]) -> "subprocess.Popen[bytes]":
     root = str(package_folder().parent)
-    as_whom: dict[str, Any] = {}
+    user_options: dict[str, Any] = {}
     if settings.user is not None:
-        as_whom = {"user": settings.user, "group": settings.user, "extra_groups": []}
+        user_options = {"user": settings.user, "group": settings.user, "extra_groups": []}
     process: subprocess.Popen[bytes] = subprocess.Popen(
         [settings.python, "-s", "-P", "-c", _START, root, *map(str, inherited)],
         stdin=subprocess.DEVNULL,
@@ -231,41 +230,41 @@ def _spawn(settings: SandboxSettings, inherited: tuple[int, ...]) -> "subprocess
         cwd="/",
         pass_fds=inherited,
         start_new_session=True,
-        **as_whom,
+        **user_options,
     )
     return process
 
 
-def _answer(reply: Mapping[str, Any], nonce: str) -> CallResult:
-    """What a worker said, believed as far as it can be checked."""
-    shown = {name: str(reply.get(name, "")) for name in ("stdout", "stderr")}
+def _check_reply(reply: Mapping[str, Any], nonce: str) -> CallResult:
+    """Make a CallResult of a worker's reply, which is not trusted."""
+    tails = {name: str(reply.get(name, "")) for name in ("stdout", "stderr")}
     if reply.get("outcome"):
-        known = str(reply["outcome"]) in set(Outcome)
-        return CallResult(outcome=Outcome(reply["outcome"]) if known else Outcome.MALFORMED, **shown)
+        is_outcome = str(reply["outcome"]) in set(Outcome)
+        return CallResult(outcome=Outcome(reply["outcome"]) if is_outcome else Outcome.MALFORMED, **tails)
     payload = str(reply.get("payload", ""))
     if not payload:
-        return CallResult(outcome=Outcome.NO_RESULT, detail="it ended its process without returning", **shown)
+        return CallResult(outcome=Outcome.NO_RESULT, detail="it ended its process without returning", **tails)
     if not payload.startswith(nonce):
-        return CallResult(outcome=Outcome.MALFORMED, detail="what came back does not carry this call's nonce", **shown)
+        return CallResult(outcome=Outcome.MALFORMED, detail="what came back does not carry this call's nonce", **tails)
     kind, body = payload[len(nonce) : len(nonce) + 1].encode(), payload[len(nonce) + 1 :]
     try:
         value = json.loads(body)
-    except (ValueError, RecursionError):  # code that a function runs can find the nonce, and write what it likes
-        return CallResult(outcome=Outcome.MALFORMED, detail="what came back is not JSON", **shown)
+    except (ValueError, RecursionError):  # code that a function runs can find the nonce, and write anything
+        return CallResult(outcome=Outcome.MALFORMED, detail="what came back is not JSON", **tails)
     if kind == RETURNED:
-        return CallResult(outcome=Outcome.RETURNED, result=body, **shown)
+        return CallResult(outcome=Outcome.RETURNED, result=body, **tails)
     if kind in (RAISED, OUT_OF_MEMORY):
         return CallResult(
-            outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value)[:_REASON_CHARS], **shown
+            outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value)[:_REASON_CHARS], **tails
         )
-    return CallResult(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **shown)
+    return CallResult(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **tails)
 
 
-# --- what stands -----------------------------------------------------------------------------------------------------
+# --- gaps ------------------------------------------------------------------------------------------------------------
 
 
 def report_isolation(layers: frozenset[IsolationLayer], reasons: Mapping[str, str], *, strict: bool) -> None:
-    """Say once what this machine cannot isolate; raise ConfigError if strict forbids it."""
+    """Warn once about what this machine cannot isolate; raises ConfigError if strict forbids it."""
     because = "; ".join(f"no {layer}: {reason}" for layer, reason in sorted(reasons.items()))
     gaps = isolation_gaps(layers)
     if strict and essential_gaps(layers):
@@ -279,38 +278,39 @@ def report_isolation(layers: frozenset[IsolationLayer], reasons: Mapping[str, st
 
 @cache
 def warn_once(text: str) -> None:
-    """However many workers have reason for it."""
+    """Log a warning once, however many workers give it."""
     logger.warning("%s", text)
 
 
-# --- what stays readable ---------------------------------------------------------------------------------------------
+# --- readable paths --------------------------------------------------------------------------------------------------
 
 
 def readable_paths(spec: str, extra: Sequence[str]) -> tuple[str, ...]:
-    """The interpreter, installed packages, the code of other folders on the path, and the reward function's own code.
+    """List the interpreter, installed packages, code of other folders on the path, and the reward function's own code.
 
     Beside a file, Python files and packages of its folder can be imported; data files are not visible unless listed.
     """
-    found = {sys.prefix, sys.base_prefix, *interpreter_paths()}
+    paths = {sys.prefix, sys.base_prefix, *interpreter_paths()}
     place = Path(spec if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")[0])
     if place.is_dir():
-        found.add(str(place.resolve()))
+        paths.add(str(place.resolve()))
     elif place.suffix == ".py":
-        found.update((str(place.resolve()), *code_in(place.resolve().parent)))
+        paths.update((str(place.resolve()), *list_code(place.resolve().parent)))
     for entry in path_entries():
-        found.update(code_in(Path(entry)))
-    found.update(str(Path(path).resolve()) for path in extra)
-    return tuple(sorted(found))
+        paths.update(list_code(Path(entry)))
+    paths.update(str(Path(path).resolve()) for path in extra)
+    return tuple(sorted(paths))
 
 
 def path_entries() -> list[str]:
-    """Folders of this process's path that another start of the interpreter would not have."""
+    """List the folders of this process's path that a new interpreter would not have."""
     roots = (sys.prefix, sys.base_prefix, *interpreter_paths())
     folders = [Path(entry).resolve() for entry in sys.path]
     return [str(item) for item in folders if item.is_dir() and not any(item.is_relative_to(root) for root in roots)]
 
 
-def code_in(folder: Path) -> list[str]:
+def list_code(folder: Path) -> list[str]:
+    """List the Python files, extensions and packages of a folder."""
     return [
         str(entry)
         for entry in folder.iterdir()
@@ -323,7 +323,7 @@ def code_in(folder: Path) -> list[str]:
 
 
 class Sandbox:
-    """Calls one piece of code, at most `workers` at a time. Workers start when they are needed and stay."""
+    """Calls one reward function, at most `workers` calls at a time. Workers start when they are needed and stay."""
 
     def __init__(self, target: Mapping[str, Any], settings: SandboxSettings) -> None:
         self._idle: list[SandboxWorker] = []
@@ -333,21 +333,21 @@ class Sandbox:
         self._target = {**target, "alone": True}
         self._settings = settings
         self._readable = readable_paths(target["spec"], settings.readable)
-        self._room = asyncio.Semaphore(settings.workers)
+        self._permits = asyncio.Semaphore(settings.workers)
         self._warm = settings.warm
         self.about: dict[str, Any] = {}
 
     async def call(self, argument: Any) -> CallResult:
-        """A worker that had ended before, by no fault of this call, is replaced once."""
-        async with self._room:
-            answer, worker = await self._tried(argument)
-            if worker is not None and worker.warm and not worker.alive and answer.outcome is Outcome.NO_RESULT:
-                answer, _ = await self._tried(argument)
-            return answer
+        """Make one call. A worker that had already ended, by no fault of this call, is replaced once."""
+        async with self._permits:
+            result, worker = await self._call_once(argument)
+            if worker is not None and worker.warm and not worker.alive and result.outcome is Outcome.NO_RESULT:
+                result, _ = await self._call_once(argument)
+            return result
 
-    async def _tried(self, argument: Any) -> tuple[CallResult, SandboxWorker | None]:
+    async def _call_once(self, argument: Any) -> tuple[CallResult, SandboxWorker | None]:
         try:
-            worker = await self._take()
+            worker = await self._take_worker()
         except RewardError as exc:
             return CallResult(outcome=Outcome.NOT_RUN, detail=str(exc)), None
         self._busy.add(worker)
@@ -358,16 +358,16 @@ class Sandbox:
             await self._put_back(worker)
 
     async def describe(self) -> dict[str, Any]:
-        """What the code said of itself when it was imported; starts the first worker. Raises RewardError."""
+        """Return how the code describes itself; starts the first worker. Raises RewardError."""
         if not self.about:
-            async with self._room:
+            async with self._permits:
                 if not self.about:
-                    self._idle.append(await self._take())
+                    self._idle.append(await self._take_worker())
         return self.about
 
     @property
     def pids(self) -> list[int]:
-        """Of the supervisors."""
+        """PIDs of the supervisors."""
         return [worker.pid for worker in (*self._idle, *self._busy)]
 
     async def close(self) -> None:
@@ -379,7 +379,7 @@ class Sandbox:
         for worker in (*self._idle, *self._busy):
             worker.abandon()
 
-    async def _take(self) -> SandboxWorker:
+    async def _take_worker(self) -> SandboxWorker:
         if self._idle:
             return self._idle.pop()
         worker = await SandboxWorker.start(replace(self._settings, warm=self._warm), self._target, self._readable)
@@ -391,7 +391,7 @@ class Sandbox:
             )
             self._warm = False
             await worker.stop()
-            return await self._take()
+            return await self._take_worker()
         return worker
 
     async def _put_back(self, worker: SandboxWorker) -> None:

@@ -1,8 +1,8 @@
-"""The process outside the walls: builds them around a child, watches its memory, and ends it with everything in it.
+"""Supervise an isolated process from outside: build its isolation, watch its memory, and end everything in it.
 
-Three generations: the supervisor (this file), the builder, which raises the outer walls, and the first process inside,
-which is PID 1 of its namespace where there is one, so that its end is the end of all it started. The supervisor ends
-when its lifeline closes: the other end is in the process that asked for it, so not even a SIGKILL there leaves
+Three generations: the supervisor (this file), the builder, which makes the namespaces, and the first process inside,
+which is PID 1 of its namespace where there is one, so that everything it started ends with it. The supervisor ends
+when its lifeline closes: the other end is in the process that started it, so not even a SIGKILL there leaves
 anything behind. It never runs foreign code. Standard library only.
 """
 
@@ -17,18 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.reward.sandbox import linux
-from headrace.reward.sandbox.isolation import AROUND, Isolation, IsolationPlan, isolate_inside, isolate_outside
+from headrace.reward.sandbox.isolation import LAYERS_VARIABLE, Isolation, IsolationPlan, isolate_inside, isolate_outside
 from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY
 
-_LOOK_EVERY_MS = 50
+_POLL_MS = 50
 
-Body = Callable[[Isolation, str], int]  # gets the walls and the writable folder; returns an exit status
+Body = Callable[[Isolation, str], int]  # takes the isolation and the writable folder, returns an exit status
 
 
 def supervise(plan: IsolationPlan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -> int:
-    """Run `body` inside the walls and return its exit status (above 128: a signal ended it).
+    """Run `body` in isolation and return its exit status (above 128: a signal ended it).
 
-    `keep` are descriptors that only `body` gets; they are closed on this side.
+    `keep` are descriptors for `body` alone; the supervisor closes its own copies.
     """
     if linux.available:
         linux.adopt_orphans()
@@ -41,18 +41,18 @@ def supervise(plan: IsolationPlan, body: Body, *, lifeline: int, keep: tuple[int
     try:
         return _watch(builder, lifeline, memory_bytes=plan.limits.memory_mb << 20)
     finally:
-        _end_all(builder)
+        _kill_all(builder)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def scratch_root() -> str:
-    """Where a worker's temporary folder is made; the same for every user."""
+    """Return the folder in which workers' temporary folders are made; the same for every user."""
     public = ("/tmp", "/var/tmp", "/usr/tmp")
     return next((path for path in public if os.path.isdir(path) and os.access(path, os.W_OK)), tempfile.gettempdir())
 
 
-def sweep(root: str, supervisor: int) -> None:
-    """Remove the folder of a supervisor that this process started and that has ended; one that was killed left it."""
+def remove_leftovers(root: str, supervisor: int) -> None:
+    """Remove the folder that a supervisor leaves if it is killed. This process started it, and it has ended."""
     for left in Path(root).glob(f"{_scratch_prefix(os.getpid(), supervisor)}*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -62,22 +62,24 @@ def _scratch_prefix(owner: int, supervisor: int) -> str:
 
 
 def _build(plan: IsolationPlan, body: Body, lifeline: int) -> None:
-    """Never returns. Passes the status of the first process inside on as its own."""
+    """Build the isolation, fork `body` into it, and exit with the status of that process. Never returns."""
     status = 70
     with _exit_with(lambda: status):
         os.setpgid(0, 0)
         os.close(lifeline)
-        walls, scratch = isolate_outside(plan)
+        isolation, scratch = isolate_outside(plan)
         inside = os.fork()
         if inside == 0:
             with _exit_with(lambda: status):
                 if linux.available:
                     os.setsid()  # a signal to "my group" must not reach the builder
-                isolate_inside(walls, plan, scratch)
+                isolate_inside(isolation, plan, scratch)
                 os.chdir(scratch)
-                os.environ.update({"HOME": scratch, "TMPDIR": scratch, AROUND: ",".join(sorted(walls.standing))})
-                tempfile.tempdir = scratch  # the module remembers the folder it found outside
-                status = body(walls, scratch)
+                os.environ.update(
+                    {"HOME": scratch, "TMPDIR": scratch, LAYERS_VARIABLE: ",".join(sorted(isolation.active))}
+                )
+                tempfile.tempdir = scratch  # the module has cached the folder outside
+                status = body(isolation, scratch)
         if linux.available:
             linux.die_with_parent()
         for descriptor in range(3, 64):
@@ -91,7 +93,7 @@ def _build(plan: IsolationPlan, body: Body, lifeline: int) -> None:
 
 
 class _exit_with:
-    """Leaves the process at the end of the block, whatever comes out of it; what came out goes to stderr."""
+    """Exits the process at the end of the block, also on an exception, which is written to stderr."""
 
     def __init__(self, status: Callable[[], int]) -> None:
         self._status = status
@@ -113,29 +115,29 @@ def _watch(builder: int, lifeline: int, *, memory_bytes: int) -> int:
         done, raw = os.waitpid(builder, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(raw)
-        gone = bool(poll.poll(_LOOK_EVERY_MS)) or os.getppid() != parent
+        gone = bool(poll.poll(_POLL_MS)) or os.getppid() != parent
         if gone:
             return 0
-        if _over(builder, memory_bytes):
+        if _exceeds_memory(builder, memory_bytes):
             return OVER_MEMORY
 
 
-def _over(builder: int, memory_bytes: int) -> bool:
-    """Whether the first process inside uses too much. A call that it forked and that does is ended here."""
+def _exceeds_memory(builder: int, memory_bytes: int) -> bool:
+    """Say whether the first process inside uses too much memory; a forked call that does is killed here."""
     for inside in children(builder):
-        own = resident_bytes(inside)
-        if own > memory_bytes:
+        inherited = resident_bytes(inside)  # by every forked call
+        if inherited > memory_bytes:
             return True
         for call in children(inside):
-            used = sum(max(0, resident_bytes(pid) - own) for pid in (call, *descendants(call)))
+            used = sum(max(0, resident_bytes(pid) - inherited) for pid in (call, *descendants(call)))
             if used > memory_bytes:
                 with suppress(ProcessLookupError):
                     os.kill(call, signal.SIGKILL)
     return False
 
 
-def _end_all(builder: int) -> None:
-    """Kill what is left until nothing is; orphans come to this process, so they are found too."""
+def _kill_all(builder: int) -> None:
+    """Kill all descendants until none is left; orphans become children of this process, so they are among them."""
     while True:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(builder, signal.SIGKILL)
@@ -149,18 +151,18 @@ def _end_all(builder: int) -> None:
 
 
 def children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError, ValueError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
-    found = children(pid)
-    for child in found:
-        found += children(child)
-    return found
+    pids = children(pid)
+    for child in pids:  # grows while it is read
+        pids += children(child)
+    return pids
 
 
 def resident_bytes(pid: int) -> int:

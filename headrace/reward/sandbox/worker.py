@@ -1,4 +1,4 @@
-"""What runs inside the walls: imports the code once, then forks each call into a PID namespace of its own.
+"""Runs inside the isolation: imports the code once, then forks each call into a PID namespace of its own.
 
 A call's process has its own pipes and nothing else: stdin is empty, stdout and stderr are read up to a limit, and the
 result goes over a private descriptor, after a nonce that only this call was given. Functions that matter after foreign
@@ -41,17 +41,17 @@ _MESSAGE_CHARS = 2000
 
 
 class UserCode(Protocol):
-    """Foreign code, imported. `about` tells the other side what to send."""
+    """Foreign code, imported."""
 
     @property
-    def about(self) -> dict[str, Any]: ...
+    def about(self) -> dict[str, Any]: ...  # tells the trainer how to call it
 
     def call(self, argument: Any) -> Any: ...
 
 
 def main(control: int, lifeline: int) -> int:
-    """The first frame is the order: the plan of the walls, what to import, and whether calls are forked."""
-    control, lifeline = _low(control), _low(lifeline)
+    """Receive the order (isolation plan, code to import, whether calls are forked) and serve under a supervisor."""
+    control, lifeline = _renumber(control), _renumber(lifeline)
     order = framing.receive(control)
     if order is None:
         return 0
@@ -66,21 +66,21 @@ def main(control: int, lifeline: int) -> int:
     return supervise(plan, body, lifeline=lifeline, keep=(control,))
 
 
-def _low(descriptor: int) -> int:
-    """The same under the lowest free number: a call closes what is below its limit of open files, and only that."""
+def _renumber(descriptor: int) -> int:
+    """Move a descriptor to the lowest free number, because a call closes only those below its limit of open files."""
     low = os.dup(descriptor)
     os.close(descriptor)
     return low
 
 
-def _serve(walls: Isolation, scratch: str, *, plan: IsolationPlan, order: dict[str, Any], control: int) -> int:
-    """Says what stands, imports, then answers calls until the other side is gone."""
-    warm = bool(order["warm"]) and may_fork(walls.standing)
-    framing.send(control, {"walls": sorted(walls.standing), "reasons": walls.reasons, "warm": warm})
-    if framing.receive(control) is None:  # the other side may not want what stands
+def _serve(isolation: Isolation, scratch: str, *, plan: IsolationPlan, order: dict[str, Any], control: int) -> int:
+    """Report the active layers, import the code, then answer calls until the trainer is gone."""
+    warm = bool(order["warm"]) and may_fork(isolation.active)
+    framing.send(control, {"layers": sorted(isolation.active), "reasons": isolation.reasons, "warm": warm})
+    if framing.receive(control) is None:  # the trainer may refuse these layers
         return 0
     if not warm:
-        isolate_call(plan, walls.standing)
+        isolate_call(plan, isolation.active)
     sys.path += [entry for entry in order["path"] if entry not in sys.path]
     loaded: list[UserCode] = []
     failure = CapturedError(lambda: loaded.append(user_function.load(order["target"])))
@@ -88,24 +88,24 @@ def _serve(walls: Isolation, scratch: str, *, plan: IsolationPlan, order: dict[s
     if not loaded:
         return 0
     if warm:
-        linux.warm_up()
+        linux.assemble_call_filter()
         gc.collect()
         gc.freeze()  # a collection in a call would copy every page that holds an object
-    here = os.pidfd_open(os.getpid()) if warm else -1
+    pidfd = os.pidfd_open(os.getpid()) if warm else -1
     while (request := framing.receive(control)) is not None:
         nonce = request["nonce"].encode()
         if not warm:
-            payload = _answer(loaded[0].call, request["argument"])
+            payload = _call_to_bytes(loaded[0].call, request["argument"])
             framing.send(control, {"outcome": "", "payload": (nonce + payload).decode(errors="replace")})
             return 0
-        answer = _Call(plan, walls, scratch, here).run(loaded[0].call, request["argument"], nonce)
-        _empty(scratch)  # before the answer: a folder that cannot be emptied ends this worker, and is this call's doing
+        answer = _Call(plan, isolation, scratch, pidfd).run(loaded[0].call, request["argument"], nonce)
+        _empty_folder(scratch)  # before replying: a folder that cannot be emptied fails this call and ends this worker
         framing.send(control, answer)
     return 0
 
 
-def _empty(folder: str) -> None:
-    """The next call finds the folder as this one did."""
+def _empty_folder(folder: str) -> None:
+    """Empty the folder, so that the next call finds it as this one did."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -114,7 +114,7 @@ def _empty(folder: str) -> None:
 
 
 class CapturedError:
-    """Runs foreign code; whatever it raises, SystemExit too, is text afterwards. `text` is "" when it returned."""
+    """Runs foreign code and keeps what it raised, also SystemExit, as text. `text` is "" if it returned."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         self.text, self.out_of_memory = "", False
@@ -135,7 +135,7 @@ class CapturedError:
 
 
 class SafeMessage:
-    """str(error), whose `__str__` is foreign code as well."""
+    """Holds str(error), or a fixed text if that raises: `__str__` is foreign code as well."""
 
     def __init__(self, error: BaseException) -> None:
         self.text = "(its message cannot be shown)"
@@ -149,7 +149,7 @@ class SafeMessage:
         return True
 
 
-def _answer(function: Callable[[Any], Any], argument: Any) -> bytes:
+def _call_to_bytes(function: Callable[[Any], Any], argument: Any) -> bytes:
     results: list[bytes] = []
     caught = CapturedError(lambda: results.append(_dumps(function(argument), allow_nan=True).encode()))
     if results and not caught.text:
@@ -159,16 +159,16 @@ def _answer(function: Callable[[Any], Any], argument: Any) -> bytes:
 
 @dataclass(slots=True)
 class _Call:
-    """One call in a process of its own: made, watched, ended, cleared away."""
+    """Runs one call in a process of its own: forks it, watches it, ends it."""
 
     plan: IsolationPlan
-    walls: Isolation
+    isolation: Isolation
     scratch: str
-    here: int  # a descriptor of this process, whose PID namespace the next call's is made in
+    pidfd: int  # of this process: the PID namespace of the next call is made in its namespace
 
     def run(self, function: Callable[[Any], Any], argument: Any, nonce: bytes) -> dict[str, Any]:
         pipes = [os.pipe() for _ in range(3)]  # result, stdout, stderr
-        linux.setns(self.here, linux.NEW_PID)
+        linux.setns(self.pidfd, linux.NEW_PID)
         linux.unshare(linux.NEW_PID)
         pid = _fork()
         if pid == 0:
@@ -183,17 +183,17 @@ class _Call:
                 os.close(read)
 
     def _in_call(self, function: Callable[[Any], Any], argument: Any, nonce: bytes, writes: list[int]) -> None:
-        """Never returns."""
+        """Run the call in the forked process. Never returns."""
         try:
             os.setsid()
             result, out, err = writes
-            spare = os.dup(result)  # the three may be where the others go
+            spare = os.dup(result)  # the pipes may have the numbers that dup2 overwrites
             os.dup2(out, 1)
             os.dup2(err, 2)
             os.dup2(spare, _RESULT)
             os.closerange(_RESULT + 1, self.plan.limits.open_files + 8)
-            isolate_call(self.plan, self.walls.standing)
-            data = memoryview(nonce + _answer(function, argument))
+            isolate_call(self.plan, self.isolation.active)
+            data = memoryview(nonce + _call_to_bytes(function, argument))
             while data:
                 data = data[_write(_RESULT, data) :]
             with suppress(OSError, ValueError):
@@ -205,25 +205,25 @@ class _Call:
     def _watch(self, pid: int, reads: list[int]) -> dict[str, Any]:
         limits = self.plan.limits
         bounds = dict(zip(reads, (limits.result_bytes, limits.output_bytes, limits.output_bytes), strict=True))
-        taken = {read: bytearray() for read in reads}
-        over = _drain(pid, taken, bounds, deadline=time.monotonic() + limits.wall_s)
+        outputs = {read: bytearray() for read in reads}
+        over = _drain(pid, outputs, bounds, deadline=time.monotonic() + limits.wall_s)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         _, raw, used = os.wait4(pid, 0)
         if not over:
-            over = _how_it_died(os.waitstatus_to_exitcode(raw), used, limits.cpu_s)
-        result, out, err = (bytes(taken[read]).decode(errors="replace") for read in reads)
-        shown = {"stdout": out[-_MESSAGE_CHARS:], "stderr": err[-_MESSAGE_CHARS:]}
-        return {"outcome": over, "payload": "" if over else result, **shown}
+            over = _death_outcome(os.waitstatus_to_exitcode(raw), used, limits.cpu_s)
+        result, out, err = (bytes(outputs[read]).decode(errors="replace") for read in reads)
+        tails = {"stdout": out[-_MESSAGE_CHARS:], "stderr": err[-_MESSAGE_CHARS:]}
+        return {"outcome": over, "payload": "" if over else result, **tails}
 
 
-def _drain(pid: int, taken: dict[int, bytearray], bounds: dict[int, int], *, deadline: float) -> str:
-    """Reads until the process has ended or something is over its limit: then that outcome."""
+def _drain(pid: int, outputs: dict[int, bytearray], bounds: dict[int, int], *, deadline: float) -> str:
+    """Read until the process has ended (returns "") or exceeds a limit (returns that outcome)."""
     ended = os.pidfd_open(pid)
     poll = select.poll()
-    for descriptor in (ended, *taken):
+    for descriptor in (ended, *outputs):
         poll.register(descriptor, select.POLLIN)
-    for read in taken:
+    for read in outputs:
         os.set_blocking(read, False)
     try:
         while True:
@@ -232,27 +232,27 @@ def _drain(pid: int, taken: dict[int, bytearray], bounds: dict[int, int], *, dea
             if not ready:
                 return Outcome.TIMEOUT
             for read, event in ready:
-                if read in taken and not _take(read, taken[read], bounds[read]) and event & select.POLLHUP:
+                if read in outputs and not _read_chunk(read, outputs[read], bounds[read]) and event & select.POLLHUP:
                     poll.unregister(read)
-                if read in taken and len(taken[read]) > bounds[read]:
-                    return Outcome.RESULT_SIZE if read == next(iter(taken)) else Outcome.OUTPUT
+                if read in outputs and len(outputs[read]) > bounds[read]:
+                    return Outcome.RESULT_SIZE if read == next(iter(outputs)) else Outcome.OUTPUT
             if any(read == ended for read, _ in ready):
-                return _last_words(taken, bounds)
+                return _drain_rest(outputs, bounds)
     finally:
         os.close(ended)
 
 
-def _last_words(taken: dict[int, bytearray], bounds: dict[int, int]) -> str:
-    """What is still in the pipes of a process that has ended; there is no end of file while an orphan holds them."""
-    for position, (read, data) in enumerate(taken.items()):
-        while len(data) <= bounds[read] and _take(read, data, bounds[read]):
+def _drain_rest(outputs: dict[int, bytearray], bounds: dict[int, int]) -> str:
+    """Read the rest of the pipes of a process that has ended; while an orphan holds them there is no end of file."""
+    for position, (read, data) in enumerate(outputs.items()):
+        while len(data) <= bounds[read] and _read_chunk(read, data, bounds[read]):
             pass
         if len(data) > bounds[read]:
             return Outcome.OUTPUT if position else Outcome.RESULT_SIZE
     return ""
 
 
-def _take(read: int, data: bytearray, bound: int) -> bool:
+def _read_chunk(read: int, data: bytearray, bound: int) -> bool:
     try:
         part = os.read(read, min(65_536, bound + 1 - len(data)))
     except BlockingIOError:
@@ -261,7 +261,7 @@ def _take(read: int, data: bytearray, bound: int) -> bool:
     return bool(part)
 
 
-def _how_it_died(status: int, used: "resource.struct_rusage", cpu_s: int) -> str:
+def _death_outcome(status: int, used: "resource.struct_rusage", cpu_s: int) -> str:
     if status >= 0:
         return ""
     if status == -signal.SIGXCPU or (status == -signal.SIGKILL and used.ru_utime + used.ru_stime > cpu_s - 0.5):

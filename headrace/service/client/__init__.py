@@ -1,11 +1,19 @@
-"""Our own client of the training service: futures that are awaited twice, groups of them, and the two protocols.
+"""Client of the training service, with futures for threads and event loops, and adapters to the package's protocols.
 
     service = ServiceClient("http://127.0.0.1:8765", api_key="tml-...")
     model = service.create_training(rank=8).result()      # or await it
     accepted = await model.forward_backward(data, CROSS_ENTROPY)  # it is in the server's journal
     out = await accepted                                  # it is done
 
-Nothing here knows the server's side but the layout of the wire.
+Of the server, nothing here knows more than the layout of the wire.
+
+- `session`: `ServiceClient`, the session that training and sampling clients share.
+- `training`: `TrainingClient`, one model at the service.
+- `sampling`: `SamplingClient`, which samples from fixed weights.
+- `futures`: futures of requests, and groups of them.
+- `transport`: HTTP with retries, on a thread with an event loop of its own.
+- `codec`: values of the package to bytes of the wire, and back.
+- `backend`: `ServiceBackend` and `ServiceSampler`, which satisfy `TrainBackend` and `Sampler`.
 """
 
 from headrace.service.client.backend import ServiceBackend, ServiceSampler

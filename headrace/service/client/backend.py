@@ -1,8 +1,8 @@
-"""The service as the package's own `TrainBackend` and `Sampler`.
+"""Adapt the service to the package's `TrainBackend` and `Sampler` protocols.
 
-What the protocols promise and the wire does not is made up for here: a step waits until its gradients are known to be
-whole, a state in a folder is a file that names the checkpoint at the server, a version is a snapshot. What cannot be
-made up for is refused by name: functions as losses, reversible updates, scores at a temperature.
+This file adds what the protocols promise and the wire does not: a step waits until its gradients are known to be
+complete, a state in a folder is a file that names the checkpoint at the server, a version is a snapshot. What the
+service cannot do is refused by name: functions as losses, reversible updates, scores at a temperature.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from headrace.errors import BackendError, NoGradientError, SamplerError, boundar
 from headrace.service.client.futures import RequestFuture
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.session import ServiceClient
-from headrace.service.client.training import TrainingClient, failed
+from headrace.service.client.training import TrainingClient, failed_request
 from headrace.service.store.entities import CheckpointKind, checkpoint_path
 from headrace.types import (
     Adam,
@@ -49,8 +49,11 @@ POINTER = SERVICE_STATE
 
 
 class ServiceBackend:
-    """A `TrainBackend`. Where a request fails after others have added to a gradient, the step fails with
-    NoGradientError and the gradient is discarded, also what came after the failure."""
+    """A `TrainBackend` over the service.
+
+    If a request fails after others have added to a gradient, the step fails with NoGradientError and the whole
+    gradient is discarded, also what was added after the failure.
+    """
 
     def __init__(self, client: TrainingClient) -> None:
         self.client = client
@@ -73,11 +76,11 @@ class ServiceBackend:
         if isinstance(update, DiscardGradient):
             return self.client.optim_step(update).finished.future
         if not gradients:
-            return failed(NoGradientError("optim_step needs a forward_backward before it")).finished.future
+            return failed_request(NoGradientError("optim_step needs a forward_backward before it")).finished.future
         return self.client.optim_step(update, after=gradients).finished.future
 
     def save_state(self, folder: Path) -> "Future[None]":
-        """Save the state at the server; the folder gets a file that says where."""
+        """Save the state at the server, and write its path there into a file in the folder."""
         self._num_saved += 1
         name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', folder.name).strip('-')[:80]}-{self._num_saved:06d}"
         saving = self.client.save_state(f"state-{name}")
@@ -88,10 +91,10 @@ class ServiceBackend:
             with boundary(BackendError, f"{folder} cannot be written"):
                 await asyncio.to_thread(_write_pointer, folder, path)
 
-        return self.client.link.spawn(point()).future
+        return self.client.transport.spawn(point()).future
 
     def load_state(self, folder: Path) -> "Future[None]":
-        """Load a state that this client, or another of the same key, has saved there."""
+        """Load a state that this client, or another of the same key, saved into the folder."""
         return self._load(folder, optimizer=True)
 
     def start_from(self, folder: Path) -> "Future[None]":
@@ -102,7 +105,7 @@ class ServiceBackend:
         try:
             path = self._saved.get(folder.resolve()) or read_pointer(folder)
         except BackendError as exc:
-            return failed(exc).finished.future
+            return failed_request(exc).finished.future
         if self._gradients:
             self.optim_step(DiscardGradient())
         loading = self.client.load_state(path, optimizer=optimizer)
@@ -110,7 +113,7 @@ class ServiceBackend:
         async def load() -> None:
             await asyncio.wrap_future(loading.finished.future)
 
-        return self.client.link.spawn(load()).future
+        return self.client.transport.spawn(load()).future
 
     def export_weights(self) -> "Future[WeightsHandle]":
         return cast("Future[WeightsHandle]", self.client.snapshot().finished.future)
@@ -122,7 +125,7 @@ def _write_pointer(folder: Path, path: str) -> None:
 
 
 def read_pointer(folder: Path) -> str:
-    """Read where the server has the state that was saved into this folder; raises BackendError."""
+    """Read the server's path of the state that was saved into this folder; raises BackendError."""
     if not (folder / POINTER).is_file():
         raise BackendError(f"{folder} holds no state of this backend: it has no {POINTER}")
     with boundary(BackendError, f"{folder / POINTER} cannot be read"):
@@ -130,9 +133,9 @@ def read_pointer(folder: Path) -> str:
 
 
 class ServiceSampler:
-    """A `Sampler`: `load` goes on with another snapshot. Belongs to the event loop that calls it.
+    """A `Sampler` over the service; `load` switches to another snapshot. Belongs to the event loop that calls it.
 
-    An interrupted call gives back what it was to continue: the server tells nothing of a sequence it did not finish.
+    An interrupted call returns what it was to continue: the server returns no unfinished sequences.
     """
 
     def __init__(self, service: ServiceClient, client: SamplingClient) -> None:
@@ -152,17 +155,19 @@ class ServiceSampler:
         if request.params.temperature != 1.0:
             raise SamplerError("the service tells log-probs of one distribution only: sample at temperature 1")
         done = request.continue_from
-        given = 0 if done is None else len(done.tokens)
+        num_done = 0 if done is None else len(done.tokens)
         await self._running.wait()
-        if given >= request.params.max_tokens and done is not None:
+        if num_done >= request.params.max_tokens and done is not None:
             return replace(done, stop=StopReason.LENGTH, prefix_logprobs=None)
         prompt = request.prompt if done is None else int_array(np.concatenate([request.prompt, done.tokens]))
-        seed = derive_seed(request.params.seed, given) if given else request.params.seed  # not the same draws again
-        params = replace(request.params, max_tokens=request.params.max_tokens - given, seed=seed)
+        seed = (
+            derive_seed(request.params.seed, num_done) if num_done else request.params.seed
+        )  # not the same draws again
+        params = replace(request.params, max_tokens=request.params.max_tokens - num_done, seed=seed)
         pending = self._client.sample(prompt, params, version=self._version)
-        with self._one_more():
-            drawn = await self._unless_interrupted(pending)
-        return _joined(done, drawn[0] if drawn else None)
+        with self._counted():
+            drawn = await self._result_or_interrupt(pending)
+        return _append(done, drawn[0] if drawn else None)
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
         if temperature != 1.0:
@@ -192,7 +197,7 @@ class ServiceSampler:
         self._running.set()
 
     @contextlib.contextmanager
-    def _one_more(self) -> Iterator[None]:
+    def _counted(self) -> Iterator[None]:
         self._open += 1
         self._idle.clear()
         try:
@@ -202,8 +207,8 @@ class ServiceSampler:
             if not self._open:
                 self._idle.set()
 
-    async def _unless_interrupted(self, pending: RequestFuture[tuple[Completion, ...]]) -> tuple[Completion, ...]:
-        """Return what was sampled, or None when an interrupt came first; the request is then cancelled."""
+    async def _result_or_interrupt(self, pending: RequestFuture[tuple[Completion, ...]]) -> tuple[Completion, ...]:
+        """Return what was sampled, or () if an interrupt came first, which cancels the request."""
         finished: asyncio.Future[Any] = asyncio.wrap_future(pending.finished.future)
         interrupted: asyncio.Future[Any] = asyncio.ensure_future(self._interrupted.wait())
         try:
@@ -216,9 +221,9 @@ class ServiceSampler:
                 pending.cancel()
 
 
-def _joined(done: Completion | None, more: Completion | None) -> Completion:
-    """Append `more` to what it continues; None: return that as an interrupted completion."""
-    tail = more or _nothing(StopReason.INTERRUPTED)
+def _append(done: Completion | None, more: Completion | None) -> Completion:
+    """Append `more` to the completion it continues. If `more` is None, return that completion as interrupted."""
+    tail = more or _empty_completion(StopReason.INTERRUPTED)
     if done is None:
         return tail
     return Completion(
@@ -231,6 +236,6 @@ def _joined(done: Completion | None, more: Completion | None) -> Completion:
     )
 
 
-def _nothing(stop: StopReason) -> Completion:
+def _empty_completion(stop: StopReason) -> Completion:
     none = float_array([])
     return Completion(tokens=int_array([]), sampler_logprobs=none, raw_logprobs=none, versions=int_array([]), stop=stop)

@@ -41,7 +41,7 @@ def write_forward(
         raise BackendError(f"the loss '{loss.name}' is a function, which stays on this machine: give a loss by name")
     if not data:
         raise BackendError("there is nothing to train on: the batch is empty")
-    read = _read_by(loss.fn)
+    read = _arrays_of_loss(loss.fn)
     message = proto.ForwardBackwardRequest(loss_fn=f"{OWN}{loss.fn}", forward_only=not backward)
     for name, value in {**loss.params, **to_config(prepare)}.items():
         if isinstance(value, str):
@@ -60,8 +60,8 @@ def write_forward(
     return message
 
 
-def _read_by(loss: str) -> frozenset[str] | None:
-    """Return the arrays that a loss reads; others may hold NaN. None: only the server knows this loss."""
+def _arrays_of_loss(loss: str) -> frozenset[str] | None:
+    """Return the arrays that a loss reads; others may hold NaN. Returns None if only the server knows this loss."""
     try:
         inputs = loss_inputs(find_loss(loss))
     except ConfigError:
@@ -74,8 +74,8 @@ def _write_datum(message: Any, datum: Datum, arrays: Mapping[str, FloatArray]) -
     untrained = datum.arrays[WEIGHTS] == 0
     _write_tensor(message.loss_fn_inputs[TARGETS], datum.targets, "<i8", proto.INT64)
     for name, array in arrays.items():
-        known = np.where(untrained & np.isnan(array), 0.0, array)  # the loss ignores untrained positions
-        _write_tensor(message.loss_fn_inputs[name], known, "<f4", proto.FLOAT32)
+        finite = np.where(untrained & np.isnan(array), 0.0, array)  # the loss ignores untrained positions
+        _write_tensor(message.loss_fn_inputs[name], finite, "<f4", proto.FLOAT32)
     if datum.unit is not None:
         _write_tensor(message.loss_fn_inputs[UNIT], np.array([datum.unit]), "<i8", proto.INT64)
     if datum.temperature != 1.0:
@@ -172,7 +172,7 @@ def write_sample(prompt: IntArray, params: SamplingParams, *, num_samples: int, 
 def read_samples(body: bytes, *, version: int) -> tuple[Completion, ...]:
     """Read completions; at temperature 1 the server's log-probs are those of both distributions."""
     completions = []
-    for sequence in _sampled(body).sequences:
+    for sequence in _parse_samples(body).sequences:
         tokens, logprobs = np.frombuffer(sequence.tokens, "<i4"), float_array(np.frombuffer(sequence.logprobs, "<f4"))
         completions.append(
             Completion(
@@ -187,10 +187,10 @@ def read_samples(body: bytes, *, version: int) -> tuple[Completion, ...]:
 
 
 def read_scores(body: bytes) -> FloatArray:
-    return float_array(np.frombuffer(_sampled(body).prompt_logprobs, "<f4"))
+    return float_array(np.frombuffer(_parse_samples(body).prompt_logprobs, "<f4"))
 
 
-def _sampled(body: bytes) -> Any:
+def _parse_samples(body: bytes) -> Any:
     message = proto.SampleResponse()
     message.ParseFromString(body)
     return message

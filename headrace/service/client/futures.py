@@ -1,8 +1,8 @@
 """Futures of the service's requests, for threads and event loops alike.
 
-A `Pending` request is awaited twice: first until the server has it in its journal, then until it is done. A
+A `RequestFuture` is awaited twice: first until the server has the request in its journal, then until it is done. A
 `FutureGroup` waits for several. Everything is built on futures of `concurrent.futures` that cannot be cancelled from
-outside, so that a caller who stops waiting changes nothing; `cancel` asks the server.
+outside, so that a caller that stops waiting changes nothing; `cancel` asks the server.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStatus:
-    """`state`: queued, running, done or failed; `position`: requests of the same model before it, while it is open."""
+    """The state of a request."""
 
-    state: str
-    position: int | None = None
+    state: str  # queued, running, done or failed
+    position: int | None = None  # requests of the same model before it, while it is open
     waited_s: float | None = None
 
 
@@ -35,7 +35,7 @@ def promise() -> "Future[Any]":
 
 
 class SyncAsyncFuture(Generic[T]):
-    """A value that will be known: `result` waits on a thread, `await` on an event loop."""
+    """A future value: `result` waits on a thread, `await` on an event loop."""
 
     def __init__(self, future: "Future[T]") -> None:
         self.future = future
@@ -64,7 +64,7 @@ class Accepted(SyncAsyncFuture[T]):
 
 
 class RequestFuture(Generic[T]):
-    """A request on its way. `await` it for the `Accepted`, and that for the result; `result` waits for both."""
+    """A request that was sent. `await` it for the `Accepted`, and that for the result; `result` waits for both."""
 
     def __init__(
         self, accepted: "Future[Accepted[T]]", finished: "Future[T]", cancel: Callable[[], SyncAsyncFuture[bool]]
@@ -174,7 +174,7 @@ class FutureGroup(Generic[T]):
 
 
 class AsCompleted(Generic[T]):
-    """Pairs of a member's place and the member. `timeout_s` is for the next one; then TimeoutError."""
+    """Iterates over pairs of a member's place and the member; raises TimeoutError if none ends in `timeout_s`."""
 
     def __init__(self, members: Sequence[RequestFuture[T]], timeout_s: float | None) -> None:
         self._members, self._timeout_s = members, timeout_s
@@ -204,7 +204,7 @@ class AsCompleted(Generic[T]):
 
 
 def _raised(future: "Future[Any]") -> HeadraceError:
-    """Requests fail with our own errors only."""
+    """Return the error of a failed request, which is always one of ours."""
     error = future.exception()
     assert isinstance(error, HeadraceError)
     return error

@@ -12,32 +12,34 @@ import httpx
 from headrace.errors import SamplerError
 from headrace.service.client.codec import read_samples, read_scores, write_sample
 from headrace.service.client.futures import RequestFuture, RequestStatus, SyncAsyncFuture, promise
-from headrace.service.client.training import failed
+from headrace.service.client.training import failed_request
 from headrace.service.client.transport import API, Transport
 from headrace.types import Completion, FloatArray, IntArray, SamplingParams
 
 T = TypeVar("T")
-CLONE_STRIDE = 1_000_000_000  # numbers of one client of a sampling session
+CLONE_STRIDE = 1_000_000_000  # request numbers for each client of a sampling session
 FIRST_TOKEN = SamplingParams(max_tokens=1, stop_tokens=())
 
 
 class SamplingClient:
-    """Made by `ServiceClient`. `number` tells the clients of one sampling session apart; `context` is the model's."""
+    """Samples from one sampling session. Made by `ServiceClient`."""
 
-    def __init__(self, link: Transport, sampler_id: str, *, number: int, context: int, max_open: int = 256) -> None:
+    def __init__(
+        self, transport: Transport, sampler_id: str, *, number: int, context: int, max_open: int = 256
+    ) -> None:
         assert max_open > 0
         self.sampler_id = sampler_id
-        self.context = context
-        self._link = link
+        self.context = context  # of the model, in tokens
+        self._transport = transport
         self._limit = asyncio.Semaphore(max_open)
         self._lock = threading.Lock()
-        self._seq = number * CLONE_STRIDE
+        self._seq = number * CLONE_STRIDE  # `number` is this client's own within the sampling session
 
     def sample(
         self, prompt: IntArray, params: SamplingParams, *, num_samples: int = 1, version: int = 0
     ) -> RequestFuture[tuple[Completion, ...]]:
         """Sample `num_samples` sequences with seeds from `params.seed` on. They are cut where the context ends."""
-        room = max(self.context - len(prompt), 1)  # a prompt that leaves none is refused by the server, in its words
+        room = max(self.context - len(prompt), 1)  # the server refuses a prompt that leaves none
         fitting = replace(params, max_tokens=min(params.max_tokens, room))
         return self._submit(
             prompt, fitting, num_samples, False, lambda response: read_samples(response.content, version=version)
@@ -58,19 +60,19 @@ class SamplingClient:
         try:
             body = write_sample(prompt, params, num_samples=num_samples, score=score)
         except SamplerError as exc:
-            return failed(exc)
+            return failed_request(exc)
         with self._lock:
             seq, self._seq = self._seq, self._seq + 1
 
         async def send() -> str:
             numbered = {"sampling_session_id": self.sampler_id, "seq_id": seq, **body}
-            return str((await self._link.call(f"{API}/asample", json=numbered)).json()["request_id"])
+            return str((await self._transport.call(f"{API}/asample", json=numbered)).json()["request_id"])
 
-        return self._link.submit(self._limit, send, read, error=SamplerError, status=_status)
+        return self._transport.submit(self._limit, send, read, error=SamplerError, status=_status)
 
 
 def _status(request_id: str, finished: "Future[Any]") -> SyncAsyncFuture[RequestStatus]:
-    """What this side knows."""
+    """Return the state as far as the client knows it."""
     state = "queued" if not finished.done() else "done" if finished.exception() is None else "failed"
     future = promise()
     future.set_result(RequestStatus(state=state))

@@ -1,4 +1,4 @@
-"""A session at the service: what its training and sampling clients share, and what keeps it alive."""
+"""A session at the service: opens it, keeps it alive, and creates its training and sampling clients."""
 
 import asyncio
 import contextlib
@@ -18,20 +18,20 @@ from headrace.types import ServedSnapshot
 
 
 class ServiceClient:
-    """`api_key` as the server printed it; `retry_s`: how long requests are sent again while nobody answers."""
+    """Opens a session at the service, at the first request, and creates clients in it."""
 
     def __init__(
         self,
         url: str,
         *,
-        api_key: str | None = None,
-        retry_s: float = 120.0,
+        api_key: str | None = None,  # as the server printed it
+        retry_s: float = 120.0,  # how long a request is sent again while the server does not answer
         heartbeat_s: float = 30.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,  # replaces the network in tests
     ) -> None:
-        self.link = Transport(url, key=api_key, retry_s=retry_s, transport=transport)
+        self.transport = Transport(url, key=api_key, retry_s=retry_s, network=transport)
         self._heartbeat_s = heartbeat_s
-        self._once = secrets.token_hex(16)  # the session is made once, however often it is asked for
+        self._idempotency_key = secrets.token_hex(16)  # the server opens one session, however often the request arrives
         self._models, self._samplers = itertools.count(), itertools.count()
         self._opening: asyncio.Task[tuple[str, dict[str, int]]] | None = None
 
@@ -41,7 +41,7 @@ class ServiceClient:
         async def ask() -> dict[str, int]:
             return (await self._open())[1]
 
-        return self.link.spawn(ask())
+        return self.transport.spawn(ask())
 
     def create_training(
         self,
@@ -68,13 +68,13 @@ class ServiceClient:
             session, served = await self._open()
             name = base_model or next(iter(served))
             body = {"session_id": session, "model_seq_id": number, "base_model": name, "lora_config": lora}
-            taken = (await self.link.call(f"{API}/create_model", json=body)).json()
-            answer = (await self.link.outcome(taken["request_id"])).json()
+            accepted = (await self.transport.call(f"{API}/create_model", json=body)).json()
+            answer = (await self.transport.outcome(accepted["request_id"])).json()
             return TrainingClient(
-                self.link, answer["model_id"], next_number=lambda: next(self._samplers), max_open=max_open
+                self.transport, answer["model_id"], next_number=lambda: next(self._samplers), max_open=max_open
             )
 
-        return self.link.spawn(make())
+        return self.transport.spawn(make())
 
     def create_sampling(
         self,
@@ -85,13 +85,15 @@ class ServiceClient:
         max_open: int = 256,
     ) -> SyncAsyncFuture[SamplingClient]:
         """Open a sampling client over a snapshot, a saved path, or the base model."""
-        assert sum(each is not None for each in (base_model, path, snapshot)) <= 1, "these are three different weights"
+        assert sum(weights is not None for weights in (base_model, path, snapshot)) <= 1, (
+            "these are three different weights"
+        )
         number = next(self._samplers) if snapshot is None else 0
 
         async def make() -> SamplingClient:
             session, served = await self._open()
             if snapshot is not None:
-                joined = await self.link.call(
+                joined = await self.transport.call(
                     f"{API}/join_sampling_session", json={"sampling_session_id": snapshot.sampler}
                 )
                 id, clone = snapshot.sampler, int(joined.json()["client_counter"])
@@ -99,13 +101,13 @@ class ServiceClient:
                 name = None if path is not None else base_model or next(iter(served))
                 body = {"session_id": session, "sampling_session_seq_id": number}
                 chosen = {"model_path": path} if name is None else {"base_model": name}
-                response = await self.link.call(f"{API}/create_sampling_session", json={**body, **chosen})
+                response = await self.transport.call(f"{API}/create_sampling_session", json={**body, **chosen})
                 id, clone = response.json()["sampling_session_id"], 0
             return SamplingClient(
-                self.link, id, number=clone, context=min(served.values(), default=2**31), max_open=max_open
+                self.transport, id, number=clone, context=min(served.values(), default=2**31), max_open=max_open
             )
 
-        return self.link.spawn(make(), SamplerError)
+        return self.transport.spawn(make(), SamplerError)
 
     def delete_checkpoint(self, path: str) -> SyncAsyncFuture[None]:
         """Delete a saved state or saved weights, if they are there, by the path that saving gave."""
@@ -113,20 +115,20 @@ class ServiceClient:
         async def ask() -> None:
             model, kind, name = split_path(path)
             try:
-                await self.link.delete(f"{API}/training_runs/{model}/checkpoints/{kind}/{name}")
+                await self.transport.delete(f"{API}/training_runs/{model}/checkpoints/{kind}/{name}")
             except RequestRefused as exc:
                 if exc.status != 404:
                     raise
 
-        return self.link.spawn(ask())
+        return self.transport.spawn(ask())
 
     def metrics(self) -> SyncAsyncFuture[str]:
         """Return the server's metrics in the text format of Prometheus."""
 
         async def ask() -> str:
-            return (await self.link.read("/metrics")).text
+            return (await self.transport.read("/metrics")).text
 
-        return self.link.spawn(ask())
+        return self.transport.spawn(ask())
 
     def close(self) -> None:
         """End the session: its snapshots are forgotten, saved states and checkpoints stay."""
@@ -135,11 +137,11 @@ class ServiceClient:
 
             async def finish() -> None:
                 session, _ = await opening
-                await self.link.call(f"{API}/sessions/{session}/finish", json={"reason": {"type": "success"}})
+                await self.transport.call(f"{API}/sessions/{session}/finish", json={"reason": {"type": "success"}})
 
             with contextlib.suppress(HeadraceError, TimeoutError):
-                self.link.spawn(finish()).result(10.0)
-        self.link.close()
+                self.transport.spawn(finish()).result(10.0)
+        self.transport.close()
 
     def __enter__(self) -> "ServiceClient":
         return self
@@ -148,24 +150,26 @@ class ServiceClient:
         self.close()
 
     async def _open(self) -> tuple[str, dict[str, int]]:
-        """Open the session, at the first call; returns its id and what is served."""
+        """Open the session at the first call; returns its id and the served models with their context lengths."""
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            self._opening = asyncio.get_running_loop().create_task(self._begin())
+            self._opening = asyncio.get_running_loop().create_task(self._create_session())
         return await asyncio.shield(self._opening)
 
-    async def _begin(self) -> tuple[str, dict[str, int]]:
+    async def _create_session(self) -> tuple[str, dict[str, int]]:
         body: dict[str, Any] = {"tags": [], "sdk_version": "headrace"}
-        response = await self.link.call(f"{API}/create_session", json=body, headers={"X-Idempotency-Key": self._once})
+        response = await self.transport.call(
+            f"{API}/create_session", json=body, headers={"X-Idempotency-Key": self._idempotency_key}
+        )
         session = str(response.json()["session_id"])
-        served = await self.link.get(f"{API}/get_server_capabilities")
-        names = {each["model_name"]: int(each["max_context_length"]) for each in served["supported_models"]}
+        served = await self.transport.get(f"{API}/get_server_capabilities")
+        names = {model["model_name"]: int(model["max_context_length"]) for model in served["supported_models"]}
         if not names:
-            raise BackendError(f"the service at {self.link.url} serves no model")
-        self.link.spawn(self._stay(session))
+            raise BackendError(f"the service at {self.transport.url} serves no model")
+        self.transport.spawn(self._send_heartbeats(session))
         return session, names
 
-    async def _stay(self, session: str) -> None:
+    async def _send_heartbeats(self, session: str) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            with contextlib.suppress(Unreachable):  # requests say so themselves
-                await self.link.call(f"{API}/session_heartbeat", json={"session_id": session})
+            with contextlib.suppress(Unreachable):  # the requests themselves report it
+                await self.transport.call(f"{API}/session_heartbeat", json={"session_id": session})

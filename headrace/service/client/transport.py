@@ -1,7 +1,7 @@
-"""HTTP to one server from a thread with an event loop of its own, so that sync and async callers share one client.
+"""Send HTTP to one server from a thread with an event loop of its own, so that sync and async callers share a client.
 
-Requests are sent again when the server cannot be reached, is busy (429) or fails (5xx); every request carries its own
-number, so the server runs it once however often it comes. What the server refuses (other 4xx) is raised in its words.
+Requests are sent again if the server cannot be reached, is busy (429) or fails (5xx); every request carries its own
+number, so the server runs it once however often it arrives. A refusal (other 4xx) is raised in the server's words.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ QUICK_S = 0.1  # a poll that ends sooner was not held: the server is closing
 
 
 class RequestRefused(HeadraceError):
-    """The server said no; it has not taken the request."""
+    """The server refused the request."""
 
     def __init__(self, sentence: str, status: int) -> None:
         super().__init__(sentence)
@@ -36,23 +36,20 @@ class RequestRefused(HeadraceError):
 
 
 class Unreachable(HeadraceError):
-    """The server did not answer for as long as it was asked."""
+    """The server did not answer while the request was retried."""
 
 
 class Transport:
-    """`retry_s`: how long a request is sent again before it fails; `timeout_s`: of one answer, above the longest poll.
-
-    `transport` replaces the network in tests.
-    """
+    """Sends requests on a thread of its own, and waits for their outcomes."""
 
     def __init__(
         self,
         url: str,
         *,
         key: str | None = None,
-        retry_s: float = 120.0,
-        timeout_s: float = 60.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        retry_s: float = 120.0,  # how long a request is sent again before it fails
+        timeout_s: float = 60.0,  # of one answer; above the server's longest poll
+        network: httpx.AsyncBaseTransport | None = None,  # replaces the network in tests
     ) -> None:
         self.url = url.rstrip("/")
         self._retry_s = retry_s
@@ -65,7 +62,7 @@ class Transport:
             headers={} if key is None else {"X-API-Key": key},
             timeout=httpx.Timeout(timeout_s, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            transport=transport,
+            transport=network,
         )
         self._thread = threading.Thread(target=self._loop.run_forever, name="headrace-client", daemon=True)
         self._thread.start()
@@ -73,9 +70,9 @@ class Transport:
     def spawn(
         self, work: Coroutine[Any, Any, T], error: type[HeadraceError] = BackendError, out: "Future[T] | None" = None
     ) -> SyncAsyncFuture[T]:
-        """Run on the link's thread; works spawned one after another start in that order. Fails with `error` only.
+        """Run a coroutine on this thread; coroutines start in the order of the calls. Fails with `error` only.
 
-        `out`: a promise to keep; the work may end before this returns.
+        `out`: the future to set; the work may end before this returns.
         """
         out = promise() if out is None else out
 
@@ -111,8 +108,10 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> httpx.Response:
-        """POST until there is an answer, which is 2xx or 408; raises Refused and Unreachable. `timeout_s`: of one
-        answer, if not the link's."""
+        """POST until there is an answer, which is 2xx or 408; raises RequestRefused and Unreachable.
+
+        `timeout_s` is of one answer; None takes the transport's.
+        """
         kind = {} if content is None else {"Content-Type": PROTOBUF}
         limit = {} if timeout_s is None else {"timeout": timeout_s}
         return await self._ask("POST", path, json=json, content=content, headers={**kind, **(headers or {})}, **limit)
@@ -124,7 +123,7 @@ class Transport:
         await self._ask("DELETE", path)
 
     async def get(self, path: str) -> Any:
-        """What a GET says, as JSON."""
+        """GET the path and return the JSON of the answer."""
         return (await self.read(path)).json()
 
     async def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -145,7 +144,7 @@ class Transport:
             raise Unreachable(f"the service at {self.url} did not answer for {self._retry_s:g} s: {exc}") from exc
 
     async def outcome(self, request_id: str, lost: Callable[[], str | None] = lambda: None) -> httpx.Response:
-        """Wait until a request has ended; raises Refused with the sentence it failed with, or what `lost` says."""
+        """Wait until a request has ended. Raises RequestRefused if it failed, Unreachable with the reason of `lost`."""
         while True:
             began = time.monotonic()
             response = await self.call(f"{API}/retrieve_future", json={"request_id": request_id})
@@ -157,9 +156,9 @@ class Transport:
             if time.monotonic() - began < QUICK_S:
                 await asyncio.sleep(QUICK_S)
         if not response.headers.get("content-type", "").startswith(PROTOBUF):
-            told = response.json()
-            if "error" in told:
-                raise RequestRefused(str(told["error"]), 400)
+            answer = response.json()
+            if "error" in answer:
+                raise RequestRefused(str(answer["error"]), 400)
         return response
 
     def submit(
@@ -172,9 +171,9 @@ class Transport:
         status: "Callable[[str, Future[T]], SyncAsyncFuture[RequestStatus]]",
         lost: Callable[[], str | None] = lambda: None,
     ) -> RequestFuture[T]:
-        """Send when `limit` has room, in the order of the calls; `send` gives the id under which the server took it."""
+        """Send when `limit` has room, in the order of the calls; `send` returns the server's id of the request."""
         accepted, finished = promise(), promise()
-        finished.add_done_callback(lambda ended: _never_accepted(accepted, ended))
+        finished.add_done_callback(lambda ended: _fail_unaccepted(accepted, ended))
 
         async def run() -> T:
             async with limit:
@@ -183,15 +182,15 @@ class Transport:
                 return read(await self.outcome(id, lost))
 
         async def stop() -> bool:
-            taken: Accepted[T] = await asyncio.wrap_future(accepted)
-            told = await self.call(f"{API}/cancel_future", json={"request_id": taken.request_id})
-            return bool(told.json()["cancelled"])
+            request: Accepted[T] = await asyncio.wrap_future(accepted)
+            answer = await self.call(f"{API}/cancel_future", json={"request_id": request.request_id})
+            return bool(answer.json()["cancelled"])
 
         self.spawn(run(), error, finished)
         return RequestFuture(accepted, finished, lambda: self.spawn(stop(), error))
 
     def close(self) -> None:
-        """What is open fails here; at the server it goes on."""
+        """Fail all open requests here; at the server they continue."""
         with self._lock:
             if self._closed:
                 return
@@ -210,16 +209,16 @@ class Transport:
 
 
 def translate(exc: HeadraceError, error: type[HeadraceError]) -> HeadraceError:
-    """What happened on the way, under the name that the caller expects; the sentence stays."""
+    """Convert an error of the transport to the type that the caller expects, with the same sentence."""
     if not isinstance(exc, RequestRefused | Unreachable):
         return exc
     gone = isinstance(exc, RequestRefused) and exc.status == 410 and error is SamplerError
-    made = SamplerGoneError(str(exc)) if gone else error(str(exc))
-    made.__cause__ = exc
-    return made
+    translated = SamplerGoneError(str(exc)) if gone else error(str(exc))
+    translated.__cause__ = exc
+    return translated
 
 
-def _never_accepted(accepted: "Future[Any]", ended: "Future[Any]") -> None:
+def _fail_unaccepted(accepted: "Future[Any]", ended: "Future[Any]") -> None:
     error = ended.exception()
     if not accepted.done():
         assert error is not None

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 def data_source(source: SourceConfig) -> DataSource:
-    """Convert a source of the configuration that has rows; a world makes its own tasks."""
-    assert source.type != "world"
+    """Convert a source of the configuration that has rows; an environment makes its own tasks."""
+    assert source.type != "env"
     return DataSource(
         type=source.type,
         path=source.path,
@@ -52,7 +52,7 @@ def data_source(source: SourceConfig) -> DataSource:
 
 def tasks_of(source: SourceConfig) -> list[Task]:
     """Load the tasks of a source, with its system message."""
-    if source.type == "world":
+    if source.type == "env":
         assert source.name is not None
         tasks = environment_tasks(source.name, source.size, source.seed, source.options)
         return [replace(task, messages=with_system(task.messages, source.system)) for task in tasks]
@@ -69,7 +69,7 @@ def _definition(source: SourceConfig) -> TaskDefinition:
 
 def conversations_of(source: SourceConfig) -> list[Conversation]:
     """Load the conversations of a source, with its system message."""
-    if source.type == "world":
+    if source.type == "env":
         assert source.name is not None
         talks = environment_demonstrations(source.name, source.size, source.seed, source.options)
         return [with_system_message(talk, source.system) for talk in _with_tools(source, talks)]
@@ -77,7 +77,7 @@ def conversations_of(source: SourceConfig) -> list[Conversation]:
 
 
 def _with_tools(source: SourceConfig, talks: Sequence[tuple[Message, ...]]) -> Sequence[Conversation]:
-    """Add the tools that a world offers to its conversations, if they have tool calls."""
+    """Add the tools that an environment offers to its conversations, if they have tool calls."""
     if not any(message.tool_calls for talk in talks for message in talk):
         return talks
     assert source.name is not None
@@ -90,7 +90,7 @@ def _with_tools(source: SourceConfig, talks: Sequence[tuple[Message, ...]]) -> S
 
 def pairs_of(source: SourceConfig) -> list[PreferencePair]:
     """Load the pairs of a better and a worse conversation of a source, with its system message."""
-    if source.type == "world":
+    if source.type == "env":
         assert source.name is not None
         pairs = environment_pairs(source.name, source.size, source.seed, source.options)
         return [
@@ -141,9 +141,9 @@ def training_conversations(
 
 
 def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> list[Task]:
-    """Return the task behind each conversation: a world's own tasks, because two of them can begin with the same words;
-    else the prompt."""
-    if source.type == "world":
+    """Return the task behind each conversation: an environment's own tasks, because two of them can begin with the same
+    words; else the prompt."""
+    if source.type == "env":
         assert source.name is not None
         return demonstrated_tasks(source.name, source.size, source.seed, source.options)
     return [Task(id=str(index), messages=prompt_of(known)) for index, known in enumerate(conversations)]
@@ -151,7 +151,7 @@ def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> 
 
 def make_env_of(source: SourceConfig) -> Callable[[], Env]:
     """Return the constructor of the environment that plays the tasks of a source."""
-    if source.type == "world":
+    if source.type == "env":
         assert source.name is not None
         return ENVIRONMENTS[source.name].make_env
     if source.type == "task":

@@ -43,7 +43,7 @@ def make_critic(c: RlConfig, critic: CriticConfig, context: StageContext) -> Cri
             kl_estimator=critic.kl_estimator,
             bootstrap=critic.bootstrap,
             minibatches=c.minibatches,
-            rows=SequenceUnit(c.rows),
+            rows=SequenceUnit(c.sequence_unit),
         ),
         backend=backend,
         updater=updater,
@@ -61,7 +61,7 @@ def _open_trunk(c: RlConfig, critic: CriticConfig, context: StageContext) -> Tra
     return context.runtime.open_critic(path, micro_batch_tokens=c.micro_batch_tokens, state=saved)
 
 
-def make_trust(c: RlConfig, limit: float, context: StageContext, loss: LossSpec) -> KlLimit:
+def make_kl_limit(c: RlConfig, limit: float, context: StageContext, loss: LossSpec) -> KlLimit:
     """Build the limit on how far one training step may take the policy."""
     params = {**loss_inputs(find_loss(loss.fn)).params, **loss.params}
     resumed = context.resumed

@@ -41,12 +41,14 @@ def folder_shape(path: str) -> ModelDims:
 
 
 def tiny_words(config: Config) -> tuple[str, ...]:
-    """List every word of the worlds that the stages learn from; raises ConfigError when there is no such world."""
+    """List every word of the environments that the stages learn from; raises ConfigError when there is none."""
     stages = [stage for stage in (config.sft, config.reward_model) if stage is not None]
     sources = [*(source for stage in stages for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
-    names = [source.name for source in sources if source.type == "world" and source.name]
+    names = [source.name for source in sources if source.type == "env" and source.name]
     if not names:
-        raise ConfigError('model.path = "tiny" knows only the words of a built-in world: use a source of type "world"')
+        raise ConfigError(
+            'model.path = "tiny" knows only the words of built-in environments: add a source of type "env"'
+        )
     return tuple(dict.fromkeys(word for name in dict.fromkeys(names) for word in ENVIRONMENTS[name].vocabulary()))
 
 
@@ -63,7 +65,7 @@ def memory_request(config: Config) -> MemoryRequest:
         lora_targets=() if lora is None else tuple(lora.targets),
         frozen_copies=_frozen_copies(config),
         critic=rl is not None and rl.critic is not None and rl.critic.trunk != "shared",
-        graphs=sampled and config.engine.type == "embedded" and config.engine.graphs is not False,
+        graphs=sampled and config.engine.type == "embedded" and config.engine.cuda_graphs is not False,
     )
 
 
@@ -83,4 +85,4 @@ def _kv_room(config: Config) -> KvBudget:
     if config.engine.kv_tokens is not None:
         return KvBudget(wanted=config.engine.kv_tokens, least=config.engine.kv_tokens)
     longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
-    return default_kv_room(config.engine.max_rows, longest)
+    return default_kv_room(config.engine.max_num_seqs, longest)

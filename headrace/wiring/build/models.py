@@ -16,10 +16,9 @@ from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model import cuda
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.cuda.compile import compile_layers
+from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import (
     LanguageModel,
-    choose_device,
-    choose_dtype,
     load_model,
     model_folder,
     prepare,
@@ -142,19 +141,19 @@ def make_sampler(config: Config, lm: LanguageModel, worker: ComputeThread) -> Em
     separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
     sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
     longest = min(rl.max_episode_tokens if rl is not None else lm.context, lm.context)
-    kv_tokens = engine.kv_tokens or default_kv_tokens(engine.max_rows, longest)
+    kv_tokens = engine.kv_tokens or default_kv_tokens(engine.max_num_seqs, longest)
     return EmbeddedEngine(
         sampled,
-        max_rows=engine.max_rows,
+        max_rows=engine.max_num_seqs,
         kv_tokens=kv_tokens,
-        piece_tokens=engine.piece_tokens,
+        piece_tokens=engine.prefill_chunk_tokens,
         source=lm if separate else None,
         worker=None if separate else worker,
         decoder=graph_decoder(
             sampled,
-            max_rows=engine.max_rows,
+            max_rows=engine.max_num_seqs,
             kv_tokens=kv_tokens,
-            graphs=None if engine.graphs == "auto" else engine.graphs,
+            graphs=None if engine.cuda_graphs == "auto" else engine.cuda_graphs,
             deterministic=config.run.deterministic,
         ),
         hold_in_flight=rl is not None and rl.asynchronous.interrupt == "inflight",

@@ -19,11 +19,10 @@ from headrace.reward.alignment import Alignment
 from headrace.reward.format import SPEC as FORMAT_SPEC
 from headrace.reward.format import matches
 from headrace.reward.judge import JudgeSettings, ask_endpoint, ask_sampler, judge_term
-from headrace.reward.reward_model_term import reward_by_model
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.sandbox.limits import CallLimits
 from headrace.reward.sandbox.pool import SandboxSettings
-from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term, length
+from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term, length, reward_by_model
 from headrace.reward.truncation import TruncatedReward, TruncatedRule
 from headrace.reward.user_term import UserRewardSpec, check_importable, sandboxed_term, trusted_term
 from headrace.train.frozen_model import FrozenScorer
@@ -87,7 +86,7 @@ def make_reward_runner(
 
 def make_truncation(rl: RlConfig) -> TruncatedReward:
     """Build the rule for cut-off episodes in training; evaluation keeps rewards as they are."""
-    return TruncatedReward(rule=TruncatedRule(rl.truncated), penalty=rl.truncated_penalty)
+    return TruncatedReward(rule=TruncatedRule(rl.truncated_reward), penalty=rl.truncated_penalty)
 
 
 def check_rewards(rl: RlConfig) -> None:

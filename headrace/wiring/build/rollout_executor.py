@@ -73,9 +73,9 @@ def make_settings(c: AsyncConfig) -> AsyncSettings:
 
 def make_selection(c: AsyncConfig) -> GroupSelection:
     """Build the rule that chooses a batch among more groups than it needs."""
-    if c.keep == "first":
+    if c.select == "first":
         return TakeFirst()
-    return TakeBest(SCORES[c.score] if c.score in SCORES else load_function(c.score))
+    return TakeBest(SCORES[c.select_score] if c.select_score in SCORES else load_function(c.select_score))
 
 
 def make_filters(c: RlConfig) -> list[Filter]:

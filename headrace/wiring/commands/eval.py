@@ -11,7 +11,7 @@ from headrace.config import Config, RlConfig
 from headrace.config.paths import remote_name
 from headrace.data.demonstrations import Tools, record_tools, write_demonstrations
 from headrace.errors import ConfigError
-from headrace.infer.openai_client import RemoteModel, Where
+from headrace.infer.openai_client import EndpointConfig, RemoteModel
 from headrace.loops.evaluate import EvalResult
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.metrics import metric_values
@@ -137,10 +137,10 @@ async def _remote_player(
     assert name is not None
     rl = config.rl or RlConfig(steps=1, tasks=source)
     c = config.remote
-    where = Where(
+    endpoint = EndpointConfig(
         url=c.url, api_key_env=c.api_key_env, timeout_s=c.timeout_s, deadline_s=c.deadline_s, at_once=c.at_once
     )
-    model = RemoteModel(name, where, make_sampling(rl.sampling, config.eval.temperature))
+    model = RemoteModel(name, endpoint, make_sampling(rl.sampling, config.eval.temperature))
     threads = ThreadPoolExecutor(max_workers=rl.env_threads, thread_name_prefix="environment")
     try:
         yield RemoteGroupPlayer(

@@ -82,7 +82,7 @@ def _reward_terms(request: RecreditRequest) -> tuple[RewardTermConfig, ...]:
     if not request.rewards and not request.weights:
         return ()
     tables = [text if text.lstrip().startswith("{") else f"{{ fn = {json.dumps(text)} }}" for text in request.rewards]
-    text = f"rl = {{ steps = 1, tasks = {{ type = 'world' }}, rewards = [{', '.join(tables)}] }}"
+    text = f"rl = {{ steps = 1, tasks = {{ type = 'env' }}, rewards = [{', '.join(tables)}] }}"
     rl = load_config(text, file="--reward").rl
     assert rl is not None
     terms = rl.rewards if request.rewards else ()
@@ -119,7 +119,7 @@ def _check_term(term: RewardTermConfig) -> None:
 def _config(request: RecreditRequest, terms: tuple[RewardTermConfig, ...]) -> Config:
     """Return the configuration of a run with these rewards."""
     runner = RewardRunnerConfig(type="inprocess" if request.trusted else "process")
-    rl = RlConfig(steps=1, tasks=SourceConfig(type="world"), rewards=terms, reward_runner=runner)
+    rl = RlConfig(steps=1, tasks=SourceConfig(type="env"), rewards=terms, reward_runner=runner)
     return absolute_paths(Config(rl=rl), base=Path.cwd())
 
 
@@ -130,7 +130,7 @@ def _takes_tokens(term: RewardTermConfig, request: RecreditRequest) -> bool:
     assert rl is not None
     user = UserRewardSpec(name=term.fn, spec=rl.rewards[0].fn)
     if request.trusted:
-        return user_function.load(user.target).shape.takes_tokens
+        return user_function.load(user.target).signature.takes_tokens
     with ThreadPoolExecutor(max_workers=1) as thread:  # it has an event loop of its own
         about = thread.submit(check_importable, user, SandboxSettings()).result()
     return signature_from(about).takes_tokens

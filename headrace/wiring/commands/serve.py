@@ -11,7 +11,8 @@ from fastapi import FastAPI
 from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError, boundary
 from headrace.infer.slot_cache import default_kv_tokens
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, no_progress_bars
+from headrace.model.device import choose_device, choose_dtype
+from headrace.model.load import LanguageModel, load_model, no_progress_bars
 from headrace.model.memory import ModelDims, kv_bytes_per_token, model_dims, num_parameters
 from headrace.model.tiny import save_tiny
 from headrace.names import min_kv_tokens
@@ -60,8 +61,8 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
         engine = config.engine
         host = AdapterHost(
             lm,
-            max_rows=engine.max_rows,
-            kv_tokens=engine.kv_tokens or _kv_tokens(lm, engine.max_rows, full=config.model.full),
+            max_rows=engine.max_num_seqs,
+            kv_tokens=engine.kv_tokens or _kv_tokens(lm, engine.max_num_seqs, full=config.model.full),
             micro_batch_tokens=engine.micro_batch_tokens,
             recompute=engine.recompute,
         )

@@ -12,7 +12,8 @@ import torch
 from fastapi import FastAPI
 
 from headrace.errors import ConfigError, ModelError
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, no_progress_bars
+from headrace.model.device import choose_device, choose_dtype
+from headrace.model.load import LanguageModel, load_model, no_progress_bars
 from headrace.model.quantized import Quantization, choose_quantizer
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.user_term import UserRewardSpec, check_importable, sandboxed_term, trusted_term

@@ -15,7 +15,8 @@ from headrace.config import Config, to_mapping
 from headrace.errors import Interrupted
 from headrace.model.compute_thread import limit_torch_threads
 from headrace.model.cuda.determinism import make_deterministic
-from headrace.model.load import choose_device, no_progress_bars
+from headrace.model.device import choose_device
+from headrace.model.load import no_progress_bars
 from headrace.model.tokenizer import TokenizerOnly
 from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder

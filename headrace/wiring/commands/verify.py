@@ -11,14 +11,15 @@ from headrace.config import TinyModelConfig
 from headrace.envs import ENVIRONMENTS
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
-from headrace.model.load import LanguageModel, choose_device, choose_dtype, load_model, no_progress_bars, prepare
+from headrace.model.device import choose_device, choose_dtype
+from headrace.model.load import LanguageModel, load_model, no_progress_bars, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Renderer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, LossSpec
 from headrace.verify import verify as prove
 from headrace.verify.property_result import PropertyResult
-from headrace.verify.subject import WORLD as VERIFY_WORLD
+from headrace.verify.subject import ENVIRONMENT as VERIFY_ENVIRONMENT
 from headrace.verify.subject import VerifySubject
 from headrace.wiring.build.models import fuse_cuda_layers
 
@@ -60,7 +61,7 @@ def _make_engine(lm: LanguageModel) -> EmbeddedEngine:
 def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:
     """Make the demo's model, untrained; on CUDA with wider heads, so that it is decoded in graphs as others are."""
     tiny = TinyModelConfig()
-    tokenizer = make_tokenizer(ENVIRONMENTS[VERIFY_WORLD].vocabulary())
+    tokenizer = make_tokenizer(ENVIRONMENTS[VERIFY_ENVIRONMENT].vocabulary())
     model = make_model(
         vocab_size=len(tokenizer),
         width=tiny.width if device != "cuda" else tiny.heads * CUDA_HEAD_WIDTH,

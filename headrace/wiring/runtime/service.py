@@ -111,17 +111,17 @@ def tokens_of(model: ModelConfig, backend: ServiceBackend) -> TokenizerOnly:
 
 
 def _check_words(config: Config, tokens: TokenizerOnly) -> None:
-    """Raise ConfigError when words of a world are unknown: they would all become the same token."""
+    """Raise ConfigError when words of an environment are unknown: they would all become the same token."""
     unknown = tokens.tokenizer.unk_token_id
     sources = [*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ())]
     for name in dict.fromkeys(
-        source.name for source in sources if source.type == "world" and source.name in ENVIRONMENTS
+        source.name for source in sources if source.type == "env" and source.name in ENVIRONMENTS
     ):
         ids = tokens.tokenizer(list(ENVIRONMENTS[str(name)].vocabulary()), add_special_tokens=False)["input_ids"]
         if unknown is not None and any(unknown in each for each in ids):
             raise ConfigError(
-                f"the model at {config.model.service} does not know all words of the world '{name}': "
-                "use a world that it knows, or serve another model"
+                f"the model at {config.model.service} does not know all words of the environment '{name}': "
+                "use an environment that it knows, or serve another model"
             )
 
 

@@ -1,0 +1,102 @@
+"""`.ci/run` with a `make` that only pretends: which suites run, what the table says, how it ends."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+SCRIPT = ROOT / ".ci/run"
+MAKE = """#!/bin/sh
+echo "$*" >> "$CALLS"
+[ "$*" != "$ENDLESS" ] || sleep 60
+for target in "$@"; do
+    case " $FAILING " in *" $target "*) echo "1 failed, 2 passed in 3.21s"; exit 2 ;; esac
+done
+case "$*" in
+    demo | test-wheel) echo "no tests of pytest" ;;
+    *check*) echo "1503 passed, 4 skipped in 412.05s (0:06:52)" ;;
+    *) echo "============ 12 passed, 1500 deselected in 300.00s (0:05:00) ============" ;;
+esac
+"""
+ALL = ["demo", "-k check test", "test-wheel", "test-slow", "test-cookbook", "test-chaos"]
+
+
+class Ended:
+    """How the script ended: status, calls of make, rows of the table by suite, last line."""
+
+    def __init__(self, status: int, calls: list[str], output: str) -> None:
+        self.status, self.calls = status, calls
+        lines = output.splitlines()
+        self.last = lines[-1]
+        table = lines[next(i for i, line in enumerate(lines) if line.startswith("suite ")) + 1 :]
+        self.rows = {line.split()[0]: line for line in table[: table.index("")]}
+
+
+def ci_run(
+    folder: Path, *, script: Path = SCRIPT, failing: str = "", endless: str = "none", budget_s: int = 4800
+) -> Ended:
+    make = folder / "make"
+    make.write_text(MAKE)
+    make.chmod(0o755)
+    calls = folder / "calls.txt"
+    environment = {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "FAILING": failing,
+        "ENDLESS": endless,
+        "CI_BUDGET_S": str(budget_s),
+    }
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return Ended(done.returncode, calls.read_text().splitlines(), done.stdout)
+
+
+def test_every_suite_runs_and_the_last_line_is_that_of_make_test(tmp_path: Path) -> None:
+    ended = ci_run(tmp_path)
+    assert (ended.status, ended.calls) == (0, ALL)
+    assert ended.last == "1503 passed, 4 skipped in 412.05s (0:06:52)"
+    assert list(ended.rows) == ["demo", "test", "test-wheel", "test-slow", "test-cookbook", "test-chaos"]
+    assert all(" passed " in row for row in ended.rows.values())
+    assert "12 passed, 1500 deselected" in ended.rows["test-slow"]
+
+
+@pytest.mark.parametrize("target", ["demo", "check", "test-slow", "test-chaos"])
+def test_a_failed_suite_hides_no_other_and_fails_the_whole(tmp_path: Path, target: str) -> None:
+    ended = ci_run(tmp_path, failing=target)
+    assert (ended.status, ended.calls) == (1, ALL)
+    row = ended.rows["test" if target == "check" else target]
+    assert " failed " in row
+    assert row.endswith("1 failed, 2 passed in 3.21s")
+
+
+def test_what_no_longer_fits_is_left_out(tmp_path: Path) -> None:
+    ended = ci_run(tmp_path, budget_s=20 * 60 - 1)  # less than test-slow may take, more than the others
+    assert ended.calls == [name for name in ALL if name != "test-slow"]
+    assert " left out " in ended.rows["test-slow"]
+    assert "required; its limit is 20:00 min" in ended.rows["test-slow"]
+    assert ended.status == 1
+    assert ended.last == "1503 passed, 4 skipped in 412.05s (0:06:52)"
+
+
+def test_an_optional_suite_may_be_left_out(tmp_path: Path) -> None:
+    text = SCRIPT.read_text()
+    assert "suite test-slow 20 required" in text
+    changed = tmp_path / "ci/run"
+    changed.parent.mkdir()
+    changed.write_text(text.replace("suite test-slow 20 required", "suite test-slow 20 optional"))
+    ended = ci_run(tmp_path, script=changed, budget_s=20 * 60 - 1)
+    assert " left out " in ended.rows["test-slow"]
+    assert ended.status == 0
+
+
+def test_a_suite_that_does_not_end_is_stopped(tmp_path: Path) -> None:
+    ended = ci_run(tmp_path, endless="demo", budget_s=1)
+    assert ended.calls == ["demo"]
+    assert ended.rows["demo"].endswith("stopped at its limit of 0:01 min")
+    assert " left out " in ended.rows["test"]
+    assert (ended.status, ended.last) == (1, "the tests did not run to their end")

@@ -1,0 +1,570 @@
+"""A run that was killed anywhere and resumed equals the run that was never killed, byte for byte but for the clock.
+
+Real processes and real signals. `forked_headrace.py` forks them from one that has imported torch, and places the
+signal at the n-th call of a function, so every kill hits the same instruction each time.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.observe.sinks.jsonl import read_metrics, reproducible_bytes
+from support.paths import ROOT, TESTS
+
+TAKE = "headrace.rollout.executor:RolloutExecutor.take_batch"
+SAMPLE = "headrace.infer.engine:EmbeddedEngine.sample"
+UPDATE = "headrace.train.optimizer:MasterAdamW.update"
+SAVE_FILE = "headrace.train.trainer_state:save_file"  # the model is written by then, the optimiser is not
+RENAME = "headrace.atomic_files:replace_folder"  # all is written, under a temporary name
+POINT_AT = "headrace.train.checkpoint:CheckpointStore._point"  # the checkpoint stands, `latest` names the one before
+START_RL = "headrace.wiring.stages:make_executor"
+EVALUATE = "headrace.wiring.stage_context:evaluate_tasks"
+
+CONFIG = """
+[run]
+name = "t"
+tensorboard = false
+[model]
+path = "tiny"
+[model.tiny]
+width = 32
+layers = 1
+heads = 2
+kv_heads = 1
+context = 256
+[engine]
+max_num_seqs = 8
+[sft]
+steps = 4
+batch_size = 4
+max_tokens = 200
+sources = [
+    { type = "env", name = "key_door", size = 9, seed = 1 },
+    { type = "env", name = "key_door", size = 5, seed = 4, weight = 0.5 },
+]
+[sft.optimizer]
+learning_rate = 3e-3
+schedule = { type = "cosine", warmup_steps = 1, final = 0.1 }
+[rl]
+steps = 4
+groups = 2
+group_size = 2
+max_turns = 3
+max_prompt_tokens = 64
+max_episode_tokens = 200
+tasks = { type = "env", name = "key_door", size = 5, seed = 2 }
+rewards = [{ fn = "reward.py:score" }, { fn = "env" }]
+reward_runner = { type = "inprocess" }
+[rl.sampling]
+max_tokens = 4
+[rl.optimizer]
+learning_rate = 1e-2
+schedule = { type = "linear", final = 0.1 }
+[eval]
+every = 2
+tasks = 3
+source = { type = "env", name = "key_door", size = 4, seed = 3, options = { split = "held_out" } }
+[checkpoint]
+every = 2
+keep_last = 10
+"""
+# any function of the sampled tokens will do, so long as episodes of a group differ and gradients are not zero
+REWARD = """
+def score(episode):
+    return sum(int(token) for step in episode.steps for token in step.completion.tokens) % 7 / 7
+"""
+
+SANDBOXED = ("--set", "rl.reward_runner.type=process")
+SAID = re.compile(
+    r"(sft|rl) [1-4]/4  |\d\d:\d\d:\d\d INFO headrace\.wiring\.commands\.train: run\.toml: run folder runs/t_"
+)
+
+Points = Sequence[tuple[str, int]]
+Headrace = Callable[..., "Outcome"]
+
+
+class Outcome:
+    """How a command ended and what it said; the run folder it worked in is the newest in its folder."""
+
+    def __init__(self, code: int, folder: Path, said: str) -> None:
+        self.code, self.folder, self.said = code, folder, said
+
+    @property
+    def run(self) -> Path:
+        return max((self.folder / "runs").iterdir())
+
+
+@pytest.fixture(scope="module")
+def headrace() -> Iterator[Headrace]:
+    """Call it with a working folder and the command's arguments."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", str(TESTS / "support" / "forked_headrace.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        to, back = process.stdin, process.stdout
+
+        def call(folder: Path, *argv: str, points: Points = (), number: int = signal.SIGKILL) -> Outcome:
+            output = folder / "output.txt"
+            output.write_text("")
+            request = {
+                "argv": argv,
+                "folder": str(folder),
+                "output": str(output),
+                "points": points,
+                "signal": int(number),
+            }
+            to.write(json.dumps(request) + "\n")
+            to.flush()
+            code = int(back.readline())
+            return Outcome(code, folder, output.read_text())
+
+        yield call
+        to.close()
+
+
+def prepare(folder: Path, config: str = CONFIG) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(config)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happened to, made by the command as a user types it."""
+    folder = prepare(tmp_path_factory.mktemp("whole"))
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "train", "run.toml"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+    )
+    noise = [line for line in done.stderr.decode().splitlines() if not SAID.match(line)]
+    assert noise == [], "a run says where its folder is and one line per step, and nothing else"
+    (run,) = (folder / "runs").iterdir()
+    rl = [record.values for record in read_metrics(run / "metrics.jsonl") if record.stage == "rl"]
+    norms = [values["train/grad_norm"] for values in rl if "train/grad_norm" in values]
+    assert len(norms) == 4
+    assert min(norms) > 0, "without a gradient a resume could not go wrong"
+    return run
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Every file that must be reproducible, by its name in the run folder; rollouts name the run they are of."""
+    files = [path for place in ("checkpoints", "rollouts", "start") for path in sorted((run / place).rglob("*"))]
+    found = {str(path.relative_to(run)): path.read_bytes() for path in files if path.is_file()}
+    named = f'"run":"{run.name}"'.encode()
+    found = {
+        name: text.replace(named, b'"run":""') if name.startswith("rollouts/") else text for name, text in found.items()
+    }
+    return found | {"metrics.jsonl": reproducible_bytes(run / "metrics.jsonl")}
+
+
+def assert_equal(run: Path, other: Path, *, besides: Sequence[str] = ()) -> None:
+    """`besides`: checkpoints that only `run` has, because it was asked to stop there."""
+    mine, its = contents(run), contents(other)
+    extra = {name for name in mine if any(name.startswith(f"checkpoints/{step}/") for step in besides)}
+    assert bool(extra) == bool(besides)
+    assert sorted(mine.keys() - extra) == sorted(its)
+    assert [name for name in its if mine[name] != its[name]] == []
+
+
+KILLS: dict[str, Points] = {
+    "sft": [(UPDATE, 4)],
+    "between the stages": [(START_RL, 1)],
+    "first rollout": [(TAKE, 1), (SAMPLE, 5)],
+    "rollout": [(TAKE, 4), (SAMPLE, 5)],
+    "training": [(TAKE, 3), (UPDATE, 1)],
+    "evaluation": [(TAKE, 4), (EVALUATE, 1), (SAMPLE, 4)],
+    "half a checkpoint": [(TAKE, 4), (SAVE_FILE, 1)],
+    "before the rename": [(TAKE, 4), (RENAME, 1)],
+    "after the rename": [(TAKE, 2), (POINT_AT, 1)],
+}
+
+
+@pytest.mark.parametrize("where", KILLS)
+def test_a_killed_run_resumes_to_the_same_bytes(where: str, headrace: Headrace, whole: Path, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    killed = headrace(tmp_path, "train", "run.toml", points=KILLS[where])
+    assert killed.code == -signal.SIGKILL, killed.said
+    resumed = headrace(tmp_path, "train", "run.toml", "--resume")
+    assert resumed.code == 0, resumed.said
+    assert resumed.run == killed.run
+    assert_equal(resumed.run, whole)
+    assert not list((resumed.run / "checkpoints").rglob(".*")), "nothing half-written is left"
+
+
+def test_a_run_killed_again_and_again_resumes_to_the_same_bytes(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    """Its rewards are judged in sandboxed processes, those of the run it is compared with in the run itself."""
+    prepare(tmp_path)
+    points: list[Points] = [[(UPDATE, 3)], [(TAKE, 1), (UPDATE, 1)], [(TAKE, 3), (SAVE_FILE, 1)], [(TAKE, 2)]]
+    for number, where in enumerate(points):
+        again = () if number == 0 else ("--resume",)
+        killed = headrace(tmp_path, "train", "run.toml", *again, *SANDBOXED, points=where)
+        assert killed.code == -signal.SIGKILL, killed.said
+    resumed = headrace(tmp_path, "train", "run.toml", "--resume", *SANDBOXED)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("where", "saved"),
+    [
+        ([(TAKE, 2), (SAMPLE, 5)], "rl/step_000001"),
+        ([(TAKE, 3), (UPDATE, 1)], "rl/step_000003"),
+        ([(UPDATE, 3)], "sft/step_000003"),
+    ],
+    ids=["rollout", "training", "sft"],
+)
+def test_a_run_that_is_asked_to_stop_saves_and_resumes_to_the_same_bytes(
+    where: Points, saved: str, number: int, headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    stopped = headrace(tmp_path, "train", "run.toml", points=where, number=number)
+    assert stopped.code == 75, stopped.said
+    stage, _, step = saved.partition("/")
+    assert (stopped.run / "checkpoints" / stage / "latest").read_text().strip() == step
+    assert f"stopped on request after step {int(step[-6:])} of 4; go on with  headrace train" in stopped.said
+    resumed = headrace(tmp_path, "train", "run.toml", "--resume")
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, whole, besides=[saved])
+
+
+def test_the_sentence_of_a_stopped_run_is_the_command_that_resumes_it(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    stopped = headrace(tmp_path, "train", "run.toml", points=[(TAKE, 3)], number=signal.SIGTERM)
+    assert stopped.code == 75, stopped.said
+    command = stopped.said.splitlines()[-1].partition("go on with  headrace ")[2].split()
+    resumed = headrace(tmp_path, *command)
+    assert resumed.code == 0, resumed.said
+    assert_equal(stopped.run, whole)
+
+
+def copied(whole: Path, folder: Path) -> Path:
+    """A copy of the finished run to be spoilt; go on with it by `resume_copy`."""
+    return Path(shutil.copytree(whole, folder / "runs" / whole.name))
+
+
+def resume_copy(headrace: Headrace, whole: Path, run: Path, *more: str) -> Outcome:
+    return headrace(run.parent.parent, "train", str(whole.parent.parent / "run.toml"), str(run), "--resume", *more)
+
+
+def truncate(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def alter(checkpoint: Path) -> None:
+    weights = checkpoint / "optimizer.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+def alter_state(checkpoint: Path) -> None:
+    state = checkpoint / "state.json"
+    state.write_text(state.read_text().replace('"seed": 0', '"seed": 1'))
+
+
+def remove_file(checkpoint: Path) -> None:
+    (checkpoint / "trainer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "file"),
+    [
+        (truncate, "model.safetensors"),
+        (alter, "optimizer.safetensors"),
+        (alter_state, "state.json"),
+        (remove_file, "trainer.json"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_refused_by_name_and_the_one_before_it_used(
+    spoil: Callable[[Path], None], file: str, headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    newest = run / "checkpoints" / "rl" / "step_000004"
+    spoil(newest)
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 0, resumed.said
+    (refused,) = [line for line in resumed.said.splitlines() if "refused" in line]
+    assert f"rl/step_000004 is {'truncated' if spoil is truncate else ''}" in refused
+    assert file in refused
+    assert refused[9:] in (run / "log.txt").read_text()
+    assert "rl 3/4" in resumed.said
+    assert "rl 2/4" not in resumed.said, "it went on from step 2"
+    assert_equal(run, whole)
+
+
+def test_when_no_checkpoint_of_a_stage_is_sound_it_starts_again_from_the_stage_before(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    for checkpoint in (run / "checkpoints" / "rl").glob("step_*"):
+        alter(checkpoint)
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 0, resumed.said
+    assert "rl 1/4" in resumed.said
+    assert "sft 1/4" not in resumed.said
+    assert_equal(run, whole)
+
+
+def test_when_no_checkpoint_of_the_first_stage_is_sound_each_is_named(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    shutil.rmtree(run / "checkpoints" / "rl")
+    for checkpoint in (run / "checkpoints" / "sft").glob("step_*"):
+        truncate(checkpoint)
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 1
+    last = resumed.said.splitlines()[-1]
+    assert "no checkpoint in" in last
+    assert "sft/step_000004 is truncated" in last
+    assert "sft/step_000002 is truncated" in last
+
+
+def test_a_stage_that_the_next_one_has_left_behind_is_not_needed_any_more(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    for step in ("sft/step_000004", "rl/step_000004"):
+        alter(run / "checkpoints" / step)
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 0, resumed.said
+    assert "sft 4/4" not in resumed.said
+    mine, its = contents(run), contents(whole)
+    assert [name for name in its if mine[name] != its[name]] == ["checkpoints/sft/step_000004/optimizer.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ("rl.steps=6", "'rl.steps' = 4 and it is now 6"),
+        ("run.seed=1", "'run.seed' = 0 and it is now 1"),
+        ("engine.kv_tokens=9999", "'engine.kv_tokens' = not set and it is now 9999"),
+    ],
+)
+def test_a_changed_configuration_is_refused(
+    changed: str, sentence: str, headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    refused = resume_copy(headrace, whole, run, "--set", changed)
+    assert refused.code == 2
+    (line,) = refused.said.splitlines()
+    assert f"was started with {sentence}: resume with the same file and overrides" in line
+    assert_equal(run, whole)
+
+
+def test_changed_data_are_refused(headrace: Headrace, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"open door {k}", "answer": "go north"}) for k in range(6)]
+    (tmp_path / "talks.jsonl").write_text("\n".join(rows))
+    config = CONFIG.replace('{ type = "env", name = "key_door", size = 5, seed = 4, weight = 0.5 }', JSONL_SOURCE)
+    prepare(tmp_path, config)
+    assert headrace(tmp_path, "train", "run.toml", points=[(UPDATE, 4)]).code == -signal.SIGKILL
+    (tmp_path / "talks.jsonl").write_text("\n".join(rows[:-1]))
+    refused = headrace(tmp_path, "train", "run.toml", "--resume")
+    assert refused.code == 1
+    assert "the conversations or their weights are not those of the checkpoint" in refused.said.splitlines()[-1]
+
+
+JSONL_SOURCE = '{ type = "jsonl", path = "talks.jsonl" }'
+LONGER = ("rl.steps=6", "rl.sampling.max_tokens=12")
+VARIANTS = {
+    "lora": ["model.lora={rank=4, alpha=8.0}"],
+    "weights published every second step": ["rl.sync_every=2", "rl.steps=6", "rl.minibatches=2"],
+    "plain generate": ["engine.type=generate"],
+    "a last step between two publications": ["rl.sync_every=2", "rl.steps=5"],
+    "asynchronous, segment-wise": [
+        "rl.async={max_staleness=2, lockstep_tokens=3, behaviour_weight='one_step', max_running=3}",
+        "rl.loss=decoupled_ppo",
+        *LONGER,
+    ],
+    "asynchronous, with masks": [
+        "rl.async={max_staleness=1, lockstep_tokens=2, stale_action='mask', max_running=3, oversampling=1.5}",
+        *LONGER,
+    ],
+}
+
+
+SLOW = ("lora", "a last step between two publications", "asynchronous, with masks")
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in VARIANTS]
+)
+def test_variants_of_a_run_resume_to_the_same_bytes(
+    variant: str, headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    # from a folder of its own, since a LoRA adapter's file names the model it belongs to
+    only_rl = [f"model.path={json.dumps(str(whole / 'start'))}", *VARIANTS[variant]]
+    config = CONFIG[: CONFIG.index("[sft]")] + CONFIG[CONFIG.index("[rl]\n") :]
+    sets = [part for override in only_rl for part in ("--set", override)]
+    reference = headrace(prepare(tmp_path / "whole", config), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "killed", config)
+    assert headrace(folder, "train", "run.toml", *sets, points=[(TAKE, 4), (UPDATE, 1)]).code == -signal.SIGKILL
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run)
+    assert "Traceback" not in reference.said
+    if variant.startswith("asynchronous"):  # sequences were under way when weights were published
+        assert any(len(versions) > 1 for versions in sampled_versions(reference.run))
+
+
+def test_an_asynchronous_run_stopped_and_killed_again_and_again_resumes_to_the_same_bytes(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    """Asked to stop in the middle of sequences, then killed in sampling, in training and in the middle of saving."""
+    config = CONFIG[: CONFIG.index("[sft]")] + CONFIG[CONFIG.index("[rl]\n") :]
+    options = [f"model.path={json.dumps(str(whole / 'start'))}", *VARIANTS["asynchronous, segment-wise"]]
+    sets = [part for override in options for part in ("--set", override)]
+    reference = headrace(prepare(tmp_path / "whole", config), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "killed", config)
+    stopped = headrace(folder, "train", "run.toml", *sets, points=[(TAKE, 2), (SAMPLE, 5)], number=signal.SIGTERM)
+    assert stopped.code == 75, stopped.said
+    points: list[Points] = [[(TAKE, 2), (SAMPLE, 7)], [(TAKE, 3), (UPDATE, 1)], [(TAKE, 2), (SAVE_FILE, 1)]]
+    for where in points:
+        assert headrace(folder, "train", "run.toml", "--resume", *sets, points=where).code == -signal.SIGKILL
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run, besides=["rl/step_000001"])
+
+
+def test_an_asynchronous_run_in_real_time_is_resumed_soundly(headrace: Headrace, whole: Path, tmp_path: Path) -> None:
+    """Not to the byte: where sequences are cut is a matter of time. But the bound holds, every group is accounted for,
+    and none is trained twice."""
+    config = CONFIG[: CONFIG.index("[sft]")] + CONFIG[CONFIG.index("[rl]\n") :]
+    start = f"model.path={json.dumps(str(whole / 'start'))}"
+    options = (start, "rl.async={max_staleness=2, behaviour_weight='one_step'}", "rl.loss=decoupled_ppo", *LONGER)
+    sets = [part for override in options for part in ("--set", override)]
+    folder = prepare(tmp_path, config)
+    assert headrace(folder, "train", "run.toml", *sets, points=[(TAKE, 4), (UPDATE, 1)]).code == -signal.SIGKILL
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    groups: list[int] = []
+    for path in sorted((resumed.run / "rollouts").glob("step_*.jsonl")):
+        groups += {json.loads(line)["group_id"] for line in path.read_text().splitlines()}
+    assert len(groups) == len(set(groups)) == 6 * 2
+    read = [record.values for record in read_metrics(resumed.run / "metrics.jsonl")]
+    records = [values for values in read if "rollout/lag_max" in values]
+    assert len(records) == 6
+    assert all(values["rollout/lag_max"] <= 2 for values in records)
+    assert all(values["correction/missing_next"] == 0 for values in records)
+    executor = json.loads((resumed.run / "checkpoints" / "rl" / "step_000006" / "state.json").read_text())["state"][
+        "executor"
+    ]
+    ledger = executor["ledger"]
+    assert ledger["started"] == ledger["consumed"] + sum(ledger["dropped"].values()) + len(ledger["live"])
+    assert ledger["consumed"] == 12
+
+
+def sampled_versions(run: Path) -> Iterator[list[list[int]]]:
+    """Runs of (version, count) of every turn that was trained on."""
+    for path in sorted((run / "rollouts").glob("step_*.jsonl")):
+        for line in path.read_text().splitlines():
+            for step in json.loads(line)["steps"]:
+                yield step["tokens"]["versions"]
+
+
+def test_a_lora_run_of_two_stages_resumes_on_the_weights_its_second_stage_started_from(
+    headrace: Headrace, tmp_path: Path
+) -> None:
+    sets = ("--set", "model.lora={rank=4, alpha=8.0}")
+    reference = headrace(prepare(tmp_path / "whole"), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "killed")
+    assert headrace(folder, "train", "run.toml", *sets, points=[(TAKE, 4), (UPDATE, 1)]).code == -signal.SIGKILL
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    mine, its = contents(resumed.run), contents(reference.run)
+    differs = {Path(name).name for name in its if mine[name] != its[name]}
+    assert differs <= {"adapter_config.json", "README.md", "manifest.json"}, "those name the run folder"
+    alter(resumed.run / "checkpoints" / "sft" / "step_000004")
+    alter(resumed.run / "checkpoints" / "rl" / "step_000004")
+    refused = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert refused.code == 1
+    assert "sft/step_000004 is altered: optimizer.safetensors" in refused.said.splitlines()[-1]
+
+
+THREE_STAGES = """
+[reward_model]
+steps = 4
+batch_size = 4
+max_tokens = 480
+sources = [{ type = "env", name = "key_door", size = 9, seed = 5 }]
+[reward_model.optimizer]
+learning_rate = 3e-3
+"""
+
+
+@pytest.mark.slow
+def test_three_stages_with_a_reference_model_resume_to_the_same_bytes(headrace: Headrace, tmp_path: Path) -> None:
+    rewards = 'rl.rewards=[{fn="reward_model"}, {fn="reward.py:score"}]'
+    values = ("rl.loss=ppo + reference_kl_k3", rewards, "model.tiny.context=512")
+    sets = [part for value in values for part in ("--set", value)]
+    reference = headrace(prepare(tmp_path / "whole", CONFIG + THREE_STAGES), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "killed", CONFIG + THREE_STAGES)
+    for again, where in (((), [(UPDATE, 7)]), (("--resume",), [(TAKE, 4), (UPDATE, 1)])):
+        killed = headrace(folder, "train", "run.toml", *again, *sets, points=where)
+        assert killed.code == -signal.SIGKILL, killed.said
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run)
+    alter(resumed.run / "checkpoints" / "rl" / "step_000004")
+    for stage in ("sft", "reward_model"):  # what [rl] was judged by, and compared with, must be what it was
+        checkpoint = resumed.run / "checkpoints" / stage / "step_000004"
+        whole = (checkpoint / "optimizer.safetensors").read_bytes()
+        alter(checkpoint)
+        refused = headrace(folder, "train", "run.toml", "--resume", *sets)
+        assert refused.code == 1
+        assert f"{stage}/step_000004 is altered: optimizer.safetensors" in refused.said.splitlines()[-1]
+        (checkpoint / "optimizer.safetensors").write_bytes(whole)
+
+
+@pytest.mark.parametrize("where", [[(TAKE, 1), (UPDATE, 1)], [(TAKE, 2), (SAMPLE, 2)]], ids=["training", "rollout"])
+def test_a_stop_between_two_publications_waits_for_the_next_one(
+    where: Points, headrace: Headrace, tmp_path: Path
+) -> None:
+    sets = ("--set", "rl.sync_every=2", "--set", "checkpoint.every=0")
+    reference = headrace(prepare(tmp_path / "whole"), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "stopped")
+    stopped = headrace(folder, "train", "run.toml", *sets, points=where, number=signal.SIGTERM)
+    assert stopped.code == 75, stopped.said
+    assert "after step 2 of 4" in stopped.said
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run, besides=["rl/step_000002"])
+
+
+def test_a_run_that_does_not_end_within_its_deadline_ends_without_a_checkpoint(
+    headrace: Headrace, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef score(episode):\n    time.sleep(60)\n    return 0.0\n")
+    prepare(tmp_path)
+    sets = ("--set", "checkpoint.deadline_s=0.2", "--set", 'rl.rewards=[{fn="slow.py:score"}]', *SANDBOXED)
+    stopped = headrace(tmp_path, "train", "run.toml", *sets, points=[(EVALUATE, 1)], number=signal.SIGTERM)
+    assert stopped.code == 75, stopped.said
+    assert "no checkpoint within 0.2 s (checkpoint.deadline_s)" in stopped.said
+    assert (stopped.run / "checkpoints" / "sft" / "latest").exists() is False

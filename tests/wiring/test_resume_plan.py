@@ -1,0 +1,77 @@
+"""Where the stages of a run go on: the rules of resuming, on folders of checkpoints."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Config, load_config
+from headrace.errors import CheckpointError
+from headrace.observe.run_folder import RunFolder
+from headrace.train.checkpoint import CheckpointStore
+from headrace.wiring.resume import plan_resume
+
+SOURCE = '{ type = "env", name = "key_door" }'
+SFT = f"[sft]\nsteps = 2\nsources = [{SOURCE}]\n"
+REWARD_MODEL = f"[reward_model]\nsteps = 3\nsources = [{SOURCE}]\n"
+RL = f"[rl]\nsteps = 4\ntasks = {SOURCE}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "run", datetime(2026, 1, 1, tzinfo=UTC))
+
+
+def config_of(text: str) -> Config:
+    return load_config(text, file="run.toml")
+
+
+def save(folder: RunFolder, stage: str, step: int) -> Path:
+    def write(path: Path) -> None:
+        (path / "weights").write_bytes(b"1234")
+
+    return CheckpointStore(folder.checkpoints / stage, keep_last=9, keep_every=0).save(step, write, {"stage": stage})
+
+
+def test_in_a_new_folder_every_stage_starts_from_the_beginning(folder: RunFolder) -> None:
+    plan = plan_resume(config_of(SFT + REWARD_MODEL + RL), folder)
+    stages = (plan.sft, plan.reward_model, plan.rl)
+    assert [(stage.name, stage.steps, stage.done) for stage in stages if stage] == [
+        ("sft", 2, 0),
+        ("reward_model", 3, 0),
+        ("rl", 4, 0),
+    ]
+    assert (plan.sft_result, plan.reward_model_result) == (None, None)
+
+
+def test_a_stage_goes_on_from_its_newest_checkpoint(folder: RunFolder) -> None:
+    save(folder, "sft", 1)
+    newest = save(folder, "sft", 2)
+    plan = plan_resume(config_of(SFT + RL), folder)
+    assert plan.sft is not None
+    assert plan.sft.newest is not None
+    assert (plan.sft.done, plan.sft.newest.folder) == (2, newest)
+    assert plan.rl is not None
+    assert plan.rl.newest is None
+
+
+def test_once_rl_has_begun_earlier_stages_are_not_looked_at(folder: RunFolder) -> None:
+    sft = save(folder, "sft", 2)
+    (sft / "weights").write_bytes(b"other")  # the stage that uses it will say so
+    save(folder, "rl", 1)
+    plan = plan_resume(config_of(SFT + REWARD_MODEL + RL), folder)
+    assert (plan.sft, plan.reward_model) == (None, None)
+    assert plan.sft_result == sft
+    assert plan.reward_model_result == folder.checkpoints / "reward_model" / "step_000003"
+    assert plan.rl is not None
+    assert plan.rl.done == 1
+
+
+def test_a_stage_without_a_sound_checkpoint_starts_again_only_after_another_stage(folder: RunFolder) -> None:
+    (save(folder, "rl", 1) / "weights").write_bytes(b"other")
+    with pytest.raises(CheckpointError):
+        plan_resume(config_of(RL), folder)
+    plan = plan_resume(config_of(SFT + RL), folder)
+    assert plan.rl is not None
+    assert plan.rl.newest is None
+    assert plan.sft is not None, "its end is where [rl] starts"
