@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib.util
+import json
 import math
 import re
 from collections.abc import Iterator
