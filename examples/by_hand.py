@@ -31,7 +31,7 @@ compares them):
     optimizer = { learning_rate = 5e-4 }
 
     [engine]
-    max_rows = 128
+    max_num_seqs = 128
 """
 
 import argparse

@@ -1,6 +1,15 @@
-"""The worlds by name: what a `type = "env"` source, the demo and the tests play in.
+"""Environments by name, for sources of `type = "env"`, the demo and the tests.
 
-`BUILT_IN` ones need nothing else; those of `ADAPTERS` play the games of other packages, if they are installed.
+`BUILT_IN` environments need no other package; `ADAPTERS` play the games of other packages, if they are installed.
+
+- `key_door`, `frozen_lake`, `sokoban`: mazes told in words, each with a solver; `grid` has what they share.
+- `calculator`, `guess_number`: numbers told digit by digit, each with a solver.
+- `single_turn`: a prompt and one answer; also the task of adding two numbers.
+- `task_generation`: draw different tasks of one split, and demonstrate them with a solver.
+- `tool_env`: describe tools, read calls and answer them, for authors of environments with tools.
+- `task_definitions`: tasks and their environment from a task definition of reward-kit.
+- `resources`: the environments of task definitions: a dictionary or a SQLite database, with tools.
+- `adapters/`: environments of other packages.
 """
 
 import inspect
@@ -22,13 +31,13 @@ from headrace.types import Message, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpec:
-    """The functions that make a world. `generate_tasks(size, seed, **options)` gives different tasks, in which
-    `split = "train"` and `"held_out"` never meet; `vocabulary` is every word the world says or understands."""
+    """The functions of an environment: make it, generate its tasks, demonstrate them, list its words."""
 
     make_env: Callable[[], Env]
+    # (size, seed, **options) -> different tasks; no task is in both `split = "train"` and `"held_out"`
     generate_tasks: Callable[..., list[Task]]
-    demonstrations: Callable[[Sequence[Task], int, float], list[tuple[Message, ...]]]
-    vocabulary: Callable[[], tuple[str, ...]]
+    demonstrations: Callable[[Sequence[Task], int, float], list[tuple[Message, ...]]]  # (tasks, seed, mistake_rate)
+    vocabulary: Callable[[], tuple[str, ...]]  # every word that the environment says or understands
 
 
 def _solved(
@@ -37,7 +46,7 @@ def _solved(
     generate_tasks: Callable[..., list[Task]],
     vocabulary: Callable[[], tuple[str, ...]],
 ) -> EnvSpec:
-    """A world whose environment plays itself."""
+    """Describe an environment that has a solver."""
     return EnvSpec(
         make_env=make_env,
         generate_tasks=generate_tasks,
@@ -47,7 +56,7 @@ def _solved(
 
 
 def _foreign(name: str, make_env: Callable[[], Env], generate_tasks: Callable[..., list[Task]]) -> EnvSpec:
-    """A world that cannot play itself and may say anything."""
+    """Describe an environment that has no solver and may say anything."""
     return EnvSpec(
         make_env=make_env,
         generate_tasks=generate_tasks,
@@ -97,8 +106,8 @@ ENVIRONMENTS: Mapping[str, EnvSpec] = {**BUILT_IN, **ADAPTERS}
 
 
 def environment_tasks(name: str, size: int, seed: int, options: Mapping[str, Any]) -> list[Task]:
-    """Tasks of a world by name; raises ConfigError on an unknown world or option, or a value of another type."""
-    generate = lookup(ENVIRONMENTS, name, "world").generate_tasks
+    """Generate tasks; raises ConfigError on an unknown environment or option, or a value of another type."""
+    generate = lookup(ENVIRONMENTS, name, "environment").generate_tasks
     defaults = {
         option: parameter.default
         for option, parameter in inspect.signature(generate).parameters.items()
@@ -106,16 +115,18 @@ def environment_tasks(name: str, size: int, seed: int, options: Mapping[str, Any
     }
     for option, value in options.items():
         if option not in defaults:
-            raise ConfigError(f"the world {name} has no option {option!r}: {nearest_name_hint(option, defaults)}")
+            hint = nearest_name_hint(option, defaults)
+            raise ConfigError(f"the environment {name} has no option {option!r}: {hint}")
         if type(value) is not type(defaults[option]):
-            raise ConfigError(f"option {option!r} of the world {name} is {value!r}: write {defaults[option]!r}, say")
+            example = repr(defaults[option])
+            raise ConfigError(f"option {option!r} of the environment {name} is {value!r}: write {example}, say")
     return generate(size, seed, **options)
 
 
 def environment_demonstrations(
     name: str, size: int, seed: int, options: Mapping[str, Any]
 ) -> list[tuple[Message, ...]]:
-    """One conversation for each of `size` tasks. `options` are those of the tasks and `mistake_rate` (default 0)."""
+    """Play a conversation for each of `size` tasks; `options` are those of the tasks and `mistake_rate` (default 0)."""
     mistake_rate = options.get("mistake_rate", 0.0)
     if isinstance(mistake_rate, bool) or not isinstance(mistake_rate, int | float):
         raise ConfigError(f"mistake_rate is {mistake_rate!r}: write a number from 0 to 1")
@@ -124,7 +135,7 @@ def environment_demonstrations(
 
 
 def demonstrated_tasks(name: str, size: int, seed: int, options: Mapping[str, Any]) -> list[Task]:
-    """The tasks that `world_demonstrations` solves, one for each conversation."""
+    """Generate the tasks that `environment_demonstrations` solves, one for each conversation."""
     task_options = {option: value for option, value in options.items() if option != "mistake_rate"}
     return environment_tasks(name, size, seed, task_options)
 
@@ -132,10 +143,10 @@ def demonstrated_tasks(name: str, size: int, seed: int, options: Mapping[str, An
 def environment_pairs(
     name: str, size: int, seed: int, options: Mapping[str, Any]
 ) -> list[tuple[tuple[Message, ...], tuple[Message, ...]]]:
-    """A careful and a careless conversation for each of `size` tasks; where both did the same, the task is left out.
+    """Play a careful and a careless conversation for each of `size` tasks; leave out tasks where both are the same.
 
     `options` are those of the tasks, `mistake_rate` of the careful player (default 0) and `rejected_mistake_rate` of
-    the other (default 1).
+    the careless one (default 1).
     """
     shared = {option: value for option, value in options.items() if option != "rejected_mistake_rate"}
     careful = environment_demonstrations(name, size, seed, shared)
@@ -143,5 +154,5 @@ def environment_pairs(
     pairs = zip(careful, environment_demonstrations(name, size, seed, careless), strict=True)
     different = [pair for pair in pairs if pair[0] != pair[1]]
     if not different:
-        raise ConfigError(f"no pair of the world {name} differs: set rejected_mistake_rate above mistake_rate")
+        raise ConfigError(f"no pair of the environment {name} differs: set rejected_mistake_rate above mistake_rate")
     return different

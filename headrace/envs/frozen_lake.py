@@ -1,13 +1,13 @@
-"""Cross a frozen lake without falling into a hole; on slippery ice one may go sideways instead.
+"""Cross a frozen lake without falling into a hole; on slippery ice a move may go sideways instead.
 
 A task's map is in `task.data["map"]`, one text line per row:
 
-    A...        A agent, . ice, O hole, G goal; beyond the edge one cannot go
+    A...        A agent, . ice, O hole, G goal; no move leads beyond the edge
     .O.O
     ...O
     O..G
 
-With probability `task.data["slip"]` a move goes to the left or right of where it was meant to, each as likely
+With probability `task.data["slip"]` a move goes to the left or right of its direction, each as likely
 (2/3 is the classic slippery lake). The slips follow from the seed of `reset` and the number of the turn alone. The
 agent is told where the goal, the holes and the edges are, seen from where it stands. The reward is 1 at the goal.
 """
@@ -37,7 +37,7 @@ from headrace.envs.task_generation import draw_tasks, turn_result, words_of
 from headrace.errors import ConfigError, DataError
 from headrace.types import Message, Observation, StepResult, Task
 
-ACTIONS = tuple(MOVES)  # among equally good ones, the solver takes the first
+ACTIONS = tuple(MOVES)  # among equally good moves, the solver takes the first
 _SIDEWAYS = {
     move: ("go east", "go west") if move in ("go north", "go south") else ("go north", "go south") for move in MOVES
 }
@@ -46,7 +46,7 @@ Value = tuple[float, float]  # probability to reach the goal, and minus the turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lake:
-    """What never changes in an episode."""
+    """The fixed parts of an episode."""
 
     height: int
     width: int
@@ -59,7 +59,7 @@ class Lake:
 
 
 def parse_map(rows: Sequence[str]) -> Lake:
-    """The lake a map shows; raises DataError on an unknown sign or when A or G is not there exactly once."""
+    """Parse a map; raises DataError on an unknown sign or when A or G is not there exactly once."""
     cells = read_map(rows, ".AGO")
     return Lake(
         height=len(rows),
@@ -71,26 +71,26 @@ def parse_map(rows: Sequence[str]) -> Lake:
 
 
 def advance(lake: Lake, cell: Cell, move: str) -> Cell:
-    """Where a move leads that does not slip; at the edge it leads nowhere."""
+    """Return the cell that a move leads to if it does not slip; at the edge it leads nowhere."""
     row, column = neighbour(cell, move)
     return (row, column) if 0 <= row < lake.height and 0 <= column < lake.width else cell
 
 
 def outcomes(lake: Lake, cell: Cell, move: str, slip: float) -> tuple[tuple[float, Cell], ...]:
-    """Where a move may lead, with probabilities: as meant, and to either side."""
-    meant = (1.0 - slip, advance(lake, cell, move))
-    return (meant, *((slip / 2, advance(lake, cell, side)) for side in _SIDEWAYS[move])) if slip else (meant,)
+    """Return where a move may lead, with probabilities: straight, and to either side."""
+    straight = (1.0 - slip, advance(lake, cell, move))
+    return (straight, *((slip / 2, advance(lake, cell, side)) for side in _SIDEWAYS[move])) if slip else (straight,)
 
 
 def describe(lake: Lake, cell: Cell) -> str:
-    """What the agent is told, in the words of `vocabulary`."""
+    """Describe to the agent what it sees, in the words of `vocabulary`."""
     return (
         f"goal {offset(cell, lake.goal)} holes {offsets(cell, lake.holes)} edges {edges(cell, lake.height, lake.width)}"
     )
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word this world says or understands."""
+    """Return every word that the environment says or understands."""
     actions = (word for action in ACTIONS for word in action.split())
     return tuple(dict.fromkeys((*actions, "goal", "holes", "none", "edges", *distance_words())))
 
@@ -99,7 +99,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def fewest_moves(lake: Lake) -> int | None:
-    """Moves to the goal if none of them slips; None if holes are in the way."""
+    """Count the moves to the goal if none of them slips; return None if holes are in the way."""
 
     def after(cell: Cell) -> list[Cell]:
         return [] if cell in lake.holes else [advance(lake, cell, move) for move in ACTIONS]
@@ -108,7 +108,7 @@ def fewest_moves(lake: Lake) -> int | None:
 
 
 def plan(lake: Lake, turns: int, slip: float) -> list[dict[Cell, str]]:
-    """The best move with 0, 1, ..., `turns` turns left, for every cell from which the goal can still be reached.
+    """Compute the best move with 0, 1, ..., `turns` turns left, for every cell from which the goal is reachable.
 
     V_0(s) = [s is the goal], V_n(s) = max_a E[V_(n-1)(s')]: the probability to arrive in time, and among moves that
     are equal in that, the one that arrives in fewer turns.
@@ -134,7 +134,7 @@ def _expected(lake: Lake, cell: Cell, move: str, slip: float, values: dict[Cell,
 
 
 class FrozenLakeEnv:
-    """`valid` means well-formed: an action of `ACTIONS`. Anything else costs a turn and moves nothing."""
+    """Plays the frozen lake. `valid` means an action of `ACTIONS`; anything else costs a turn and moves nothing."""
 
     deterministic = True  # the slips follow from the seed
 
@@ -147,9 +147,11 @@ class FrozenLakeEnv:
         self._plan: list[dict[Cell, str]] | None = None
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task is not one of this world."""
+        """Start an episode; raises DataError when the task is not one of this environment."""
         if not {"map", "max_turns", "slip"} <= task.data.keys():
-            raise DataError(f"task {task.id} is not of the frozen_lake world: its data need `map`, `max_turns`, `slip`")
+            raise DataError(
+                f"task {task.id} is not of the environment frozen_lake: its data need `map`, `max_turns`, `slip`"
+            )
         self._lake = parse_map(task.data["map"])
         self._cell = self._lake.start
         self._slip = float(task.data["slip"])
@@ -163,7 +165,7 @@ class FrozenLakeEnv:
         assert self._turns_left > 0, "the episode is over"
         words = words_of(action)
         valid = words in ACTIONS
-        drawn, side = self._rng.random(), self._rng.randrange(2)  # always two draws, so that turn n has its own
+        drawn, side = self._rng.random(), self._rng.randrange(2)  # always two, so that the draws of turn n are its own
         if valid:
             move = _SIDEWAYS[words][side] if drawn < self._slip else words
             self._cell = advance(self._lake, self._cell, move)
@@ -174,7 +176,7 @@ class FrozenLakeEnv:
         )
 
     def best_action(self) -> str | None:
-        """The move that most likely leads to the goal in the turns that are left."""
+        """Return the move that most likely leads to the goal in the turns that are left."""
         assert self._lake is not None, "reset comes before best_action"
         if self._plan is None:
             self._plan = plan(self._lake, self._turns_left, self._slip)
@@ -202,7 +204,7 @@ def generate_tasks(
     max_turns: int = 12,
     min_optimal: int = 3,
 ) -> list[Task]:
-    """`size` different lakes whose shortest way has at least `min_optimal` moves and can be gone in `max_turns`."""
+    """Draw `size` different lakes whose shortest path has `min_optimal` moves or more, and at most `max_turns`."""
     if not 2 <= side <= MAX_SIDE or not 0 <= holes <= side * side - 2:
         raise ConfigError(f"{holes} holes do not fit into a lake of side {side}: a side is 2 to {MAX_SIDE} long")
     if not 0.0 <= slip < 1.0:

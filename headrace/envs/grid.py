@@ -1,4 +1,4 @@
-"""Cells and directions of the grid worlds, the words they are told in, and shortest ways through any state graph."""
+"""Cells and directions of grids, the words that describe them, and shortest paths through any state graph."""
 
 import random
 from collections import deque
@@ -15,33 +15,34 @@ MAX_SIDE = 10  # of a map: distances are one digit
 
 
 def neighbour(cell: Cell, move: str) -> Cell:
+    """Return the cell that a move leads to."""
     return (cell[0] + MOVES[move][0], cell[1] + MOVES[move][1])
 
 
 def offset(here: Cell, there: Cell) -> str:
-    """Where `there` is, seen from `here`: "1S 2E" is one step south and two east."""
+    """Describe where `there` is, seen from `here`: "1S 2E" is one step south and two east."""
     south, east = there[0] - here[0], there[1] - here[1]
     return f"{abs(south)}{'S' if south > 0 else 'N'} {abs(east)}{'W' if east < 0 else 'E'}"
 
 
 def offsets(here: Cell, cells: Iterable[Cell]) -> str:
-    """All of them, row by row; "none" if there are none."""
+    """Describe where the cells are, row by row; "none" if there are none."""
     return " ".join(offset(here, cell) for cell in sorted(cells)) or "none"
 
 
 def edges(cell: Cell, height: int, width: int) -> str:
-    """How many steps there are to the last cell in each direction, walls or not."""
+    """Describe how many steps it is to the last cell in each direction, walls or not."""
     row, column = cell
     return f"{row}N {height - 1 - row}S {width - 1 - column}E {column}W"
 
 
 def distance_words() -> tuple[str, ...]:
-    """Every word that `offset` and `edges` say."""
+    """Return every word that `offset` and `edges` use."""
     return tuple(f"{n}{way}" for n in range(MAX_SIDE) for way in "NSEW")
 
 
 def read_map(rows: Sequence[str], signs: str) -> dict[Cell, str]:
-    """The sign of every cell; raises DataError on other signs, ragged rows or a map that is too large."""
+    """Return the sign of every cell; raises DataError on other signs, ragged rows or a map that is too large."""
     cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
     unknown = sorted(set(cells.values()) - set(signs))
     if unknown:
@@ -54,14 +55,14 @@ def read_map(rows: Sequence[str], signs: str) -> dict[Cell, str]:
 
 
 def scattered(rng: random.Random, *, signs: str, height: int, width: int) -> str:
-    """A map with each of `signs` in a cell of its own, drawn at random, and "." in all others."""
+    """Draw a map with each of `signs` in a cell of its own, and "." in all others."""
     places = rng.sample([(r, c) for r in range(height) for c in range(width)], len(signs))
     placed = dict(zip(places, signs, strict=True))
     return "\n".join("".join(placed.get((r, c), ".") for c in range(width)) for r in range(height))
 
 
 def the_one(cells: dict[Cell, str], sign: str) -> Cell:
-    """The only cell with that sign; raises DataError when there is none, or more than one."""
+    """Return the only cell with that sign; raises DataError when there is none, or more than one."""
     places = [cell for cell, value in cells.items() if value == sign]
     if len(places) != 1:
         raise DataError(f"the map has {sign} {len(places)} times: put it there exactly once")
@@ -69,9 +70,9 @@ def the_one(cells: dict[Cell, str], sign: str) -> Cell:
 
 
 def distances(start: S, after: Callable[[S], Iterable[S]], is_goal: Callable[[S], bool]) -> dict[S, int]:
-    """Fewest actions to a goal, for every state that can be reached from `start` and from which a goal can be.
+    """Count the fewest actions to a goal, for every state that is reachable from `start` and from which a goal is.
 
-    `after` gives the states that one action leads to; nothing is asked of goals, where episodes end.
+    `after` returns the states that one action leads to; it is not called on goals, where episodes end.
     """
     before: dict[S, list[S]] = {start: []}
     queue = deque([start])
@@ -96,8 +97,10 @@ def distances(start: S, after: Callable[[S], Iterable[S]], is_goal: Callable[[S]
 def shortest_way(
     state: S, to_goal: Mapping[S, int], advance: Callable[[S, str], S], actions: Sequence[str]
 ) -> str | None:
-    """The first of `actions` that brings the goal nearer; None at a goal and where none can be reached any more.
-    `to_goal` is `distances`."""
+    """Return the first of `actions` that brings the goal nearer, or None at a goal and where none is reachable.
+
+    `to_goal` is the result of `distances`.
+    """
     left = to_goal.get(state)
     if not left:
         return None

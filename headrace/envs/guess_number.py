@@ -1,9 +1,9 @@
-"""Guess a number: after every guess one is told whether the number is higher or lower.
+"""Guess a number: the answer to every guess is whether the number is higher or lower.
 
 A task has `low`, `high` and the `secret` number between them. Numbers are told digit by digit ("1 7"), so that a model
-whose words are digits can say any of them; in an action the spaces between digits do not matter. The state is what
-could be known by now, the interval in which the number must be. The reward is 1 when it is found. The seed of `reset`
-plays no part.
+whose words are digits can say any of them; in an action the spaces between digits do not matter. The state is the
+interval in which the number must be, by all answers so far. The reward is 1 when it is found. The seed of `reset` plays
+no part.
 """
 
 import random
@@ -20,34 +20,34 @@ _NUMBER = re.compile(rf"[0-9]{{1,{len(str(MAX_NUMBER))}}}")
 
 
 def spell(number: int) -> str:
-    """The number digit by digit."""
+    """Write a number digit by digit."""
     return " ".join(str(number))
 
 
 def read_number(action: str) -> int | None:
-    """The number that an action is, spaces or not; None if it is anything else."""
+    """Parse the number of an action, spaces or not; return None if it is anything else."""
     digits = "".join(action.split())
     return int(digits) if _NUMBER.fullmatch(digits) else None
 
 
 def best_guess(low: int, high: int) -> int:
-    """The middle: whatever the number, it is found in floor(log2(high - low + 1)) + 1 guesses, and no way is surer."""
+    """Return the middle, which finds any number in floor(log2(high - low + 1)) + 1 guesses; no strategy is surer."""
     assert low <= high
     return (low + high) // 2
 
 
 def fewest_guesses(low: int, high: int) -> int:
-    """How many guesses the best player needs at most."""
+    """Count the guesses that the best player needs at most."""
     return (high - low + 1).bit_length()
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word this world says or understands."""
+    """Return every word that the environment says or understands."""
     return ("number", "from", "to", "higher", "lower", "found", "what", *"0123456789")
 
 
 class GuessNumberEnv:
-    """`valid` means a number. One out of the interval is answered truly and changes nothing; all cost a turn."""
+    """Plays the guessing game. `valid` means a number; one out of the interval is answered and changes nothing."""
 
     deterministic = True
 
@@ -58,10 +58,11 @@ class GuessNumberEnv:
         self._turns_left = 0
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task is not one of this world."""
+        """Start an episode; raises DataError when the task is not one of this environment."""
         if not {"low", "high", "secret", "max_turns"} <= task.data.keys():
             raise DataError(
-                f"task {task.id} is not of the guess_number world: its data need `low`, `high`, `secret`, `max_turns`"
+                f"task {task.id} is not of the environment guess_number: its data need "
+                "`low`, `high`, `secret`, `max_turns`"
             )
         self._low, self._high, self._secret = (int(task.data[key]) for key in ("low", "high", "secret"))
         if not 0 <= self._low <= self._secret <= self._high <= MAX_NUMBER:
@@ -117,14 +118,14 @@ def generate_tasks(
     numbers: int = 15,
     max_turns: int = 6,
 ) -> list[Task]:
-    """`size` different pairs of an interval of `numbers` numbers, none above `max_number`, and the secret in it."""
+    """Draw `size` different pairs of an interval of `numbers` numbers, none above `max_number`, and a secret in it."""
     if not 1 <= max_number <= MAX_NUMBER:
         raise ConfigError(f"max_number is {max_number}: write a number from 1 to {MAX_NUMBER}")
     if not 1 <= numbers <= max_number + 1:
         raise ConfigError(f"numbers is {numbers}: there are only {max_number + 1} from 0 to max_number")
-    needed = fewest_guesses(1, numbers)
-    if max_turns < needed:
-        raise ConfigError(f"max_turns is {max_turns}: one of {numbers} numbers can take {needed} guesses")
+    guesses = fewest_guesses(1, numbers)
+    if max_turns < guesses:
+        raise ConfigError(f"max_turns is {max_turns}: one of {numbers} numbers can take {guesses} guesses")
     return draw_tasks(
         "guess_number",
         size,

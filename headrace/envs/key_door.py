@@ -1,4 +1,4 @@
-"""A text world of two rooms: fetch the key, open the locked door, reach the goal, before the turns run out.
+"""Two rooms told in text: fetch the key, open the locked door, reach the goal, before the turns run out.
 
 A task's map is in `task.data["map"]`, one text line per row:
 
@@ -25,12 +25,12 @@ from headrace.envs.task_generation import draw_tasks, turn_result, words_of
 from headrace.errors import ConfigError, DataError
 from headrace.types import Message, Observation, StepResult, Task
 
-ACTIONS = (*MOVES, "take key", "open door")  # among equally short ways, the solver takes the first
+ACTIONS = (*MOVES, "take key", "open door")  # among equally short solutions, the solver takes the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDoorMap:
-    """What never changes in an episode. The door is a floor cell that is shut at first."""
+    """The fixed parts of an episode. The door is a floor cell that is shut at first."""
 
     floor: frozenset[Cell]
     start: Cell
@@ -41,7 +41,7 @@ class KeyDoorMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDoorState:
-    """What changes: where the agent stands, whether it holds the key, whether the door is open."""
+    """The changing parts of an episode: the agent's cell, whether it holds the key, whether the door is open."""
 
     cell: Cell
     held: bool = False
@@ -49,7 +49,7 @@ class KeyDoorState:
 
     @property
     def name(self) -> str:
-        """The anchor key of this state; states of different maps may share it."""
+        """Anchor key of this state; states of different maps may share it."""
         return f"{self.cell[0]},{self.cell[1]} {'held' if self.held else 'lying'} {'open' if self.opened else 'locked'}"
 
 
@@ -57,15 +57,15 @@ class KeyDoorState:
 
 
 def parse_map(rows: Sequence[str]) -> KeyDoorMap:
-    """The layout a map shows; raises DataError on an unknown sign or when A, K, D or G is not there exactly once."""
+    """Parse a map; raises DataError on an unknown sign or when A, K, D or G is not there exactly once."""
     cells = grid.read_map(rows, "#.AKDG")
-    found = {sign: the_one(cells, sign) for sign in "AKDG"}
+    places = {sign: the_one(cells, sign) for sign in "AKDG"}
     floor = frozenset(cell for cell, sign in cells.items() if sign != "#")
-    return KeyDoorMap(floor=floor, start=found["A"], key=found["K"], door=found["D"], goal=found["G"])
+    return KeyDoorMap(floor=floor, start=places["A"], key=places["K"], door=places["D"], goal=places["G"])
 
 
 def advance(layout: KeyDoorMap, state: KeyDoorState, action: str) -> KeyDoorState:
-    """The state after an action of `ACTIONS`; one that cannot be done here changes nothing."""
+    """Return the state after an action of `ACTIONS`; one that is impossible here changes nothing."""
     if action in MOVES:
         cell = neighbour(state.cell, action)
         return (
@@ -79,7 +79,7 @@ def advance(layout: KeyDoorMap, state: KeyDoorState, action: str) -> KeyDoorStat
 
 
 def describe(layout: KeyDoorMap, state: KeyDoorState) -> str:
-    """What the agent is told, in the words of `vocabulary`."""
+    """Describe to the agent what it sees, in the words of `vocabulary`."""
     key = "held" if state.held else offset(state.cell, layout.key)
     blocked = [move for move in MOVES if not _walkable(layout, state, neighbour(state.cell, move))]
     return " ".join(
@@ -96,7 +96,7 @@ def _walkable(layout: KeyDoorMap, state: KeyDoorState, cell: Cell) -> bool:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word this world says or understands."""
+    """Return every word that the environment says or understands."""
     offsets = (f"{n}{way}" for n in range(MAX_SIDE) for way in "NESW" if n or way in "NE")
     actions = (word for action in ACTIONS for word in action.split())
     return tuple(dict.fromkeys((*actions, "held", "locked", "goal", "blocked", *"NESW", *offsets)))
@@ -106,7 +106,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def distances(layout: KeyDoorMap) -> dict[KeyDoorState, int]:
-    """Fewest actions to the goal from every state that can be reached and from which the goal can be."""
+    """Count the fewest actions to the goal from every reachable state from which the goal is reachable."""
     return grid.distances(
         KeyDoorState(cell=layout.start),
         lambda state: [advance(layout, state, action) for action in ACTIONS],
@@ -115,7 +115,10 @@ def distances(layout: KeyDoorMap) -> dict[KeyDoorState, int]:
 
 
 def solve(layout: KeyDoorMap, state: KeyDoorState, to_goal: dict[KeyDoorState, int] | None = None) -> str | None:
-    """A shortest way's next action; north and south come before east and west. `to_goal` is `distances(layout)`."""
+    """Return the next action of a shortest solution; north and south come before east and west.
+
+    `to_goal` is `distances(layout)`.
+    """
     return grid.shortest_way(
         state, distances(layout) if to_goal is None else to_goal, partial(advance, layout), ACTIONS
     )
@@ -125,7 +128,7 @@ def solve(layout: KeyDoorMap, state: KeyDoorState, to_goal: dict[KeyDoorState, i
 
 
 class KeyDoorEnv:
-    """`valid` means well-formed: an action of `ACTIONS`. Anything else, and what cannot be done here, costs a turn."""
+    """Plays key and door. `valid` means an action of `ACTIONS`; other and impossible actions cost a turn."""
 
     deterministic = True
 
@@ -136,9 +139,9 @@ class KeyDoorEnv:
         self._to_goal: dict[KeyDoorState, int] | None = None
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task is not one of this world."""
+        """Start an episode; raises DataError when the task is not one of this environment."""
         if "map" not in task.data or "max_turns" not in task.data:
-            raise DataError(f"task {task.id} is not of the key_door world: its data need `map` and `max_turns`")
+            raise DataError(f"task {task.id} is not of the environment key_door: its data need `map` and `max_turns`")
         self._layout = parse_map(task.data["map"])
         self._state = KeyDoorState(cell=self._layout.start)
         self._turns_left = int(task.data["max_turns"])
@@ -157,7 +160,7 @@ class KeyDoorEnv:
         return turn_result(self._observe(self._layout), valid=valid, success=success, turns_left=self._turns_left)
 
     def best_action(self) -> str | None:
-        """The next action of a shortest way."""
+        """Return the next action of a shortest solution."""
         assert self._layout is not None, "reset comes before best_action"
         if self._to_goal is None:
             self._to_goal = distances(self._layout)
@@ -186,10 +189,10 @@ def generate_tasks(
     min_optimal: int = 4,
     max_optimal: int = 9,
 ) -> list[Task]:
-    """`size` different maps whose shortest solution takes `min_optimal` to `max_optimal` actions.
+    """Draw `size` different maps whose shortest solution takes `min_optimal` to `max_optimal` actions.
 
-    A map belongs to one split by its hash, whatever the seed, so train and held-out tasks never meet. `walls` floor
-    cells are walled up at random. Raises ConfigError when that many maps cannot be found.
+    A map belongs to one split by its hash, whatever the seed, so no map is in both. `walls` floor cells are walled up
+    at random. Raises ConfigError when that many maps cannot be found.
     """
     if room_width * height < 2 or room_width < 1 or 2 * room_width + 3 > MAX_SIDE or height + 2 > MAX_SIDE:
         raise ConfigError(f"rooms of {room_width} x {height} do not fit into a map of {MAX_SIDE} x {MAX_SIDE}")
@@ -217,13 +220,13 @@ def _data_of(text: str, *, max_turns: int, min_optimal: int, max_optimal: int) -
 
 
 def _at_least(layout: KeyDoorMap) -> int:
-    """A lower bound of the shortest solution, quick to find: the way past key and door if no wall were in between."""
+    """Bound the shortest solution from below, quickly: the way past key and door if there were no walls."""
     ways = ((layout.start, layout.key), (layout.key, layout.door), (layout.door, layout.goal))
     return 2 + sum(abs(a[0] - b[0]) + abs(a[1] - b[1]) for a, b in ways)  # 2: take key, open door
 
 
 def _random_map(rng: random.Random, *, room_width: int, height: int, walls: int) -> str:
-    """Two rooms side by side; the agent and the key are in one of them, west or east, and the goal in the other."""
+    """Draw two rooms side by side; the agent and the key are in one of them, west or east, the goal in the other."""
     wall_column = room_width + 1
     rooms = [
         [(r, c) for r in range(1, height + 1) for c in range(first, first + room_width)]

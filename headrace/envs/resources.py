@@ -1,9 +1,9 @@
-"""What reward-kit's task definitions call resources, as environments with tools: a dictionary, a SQLite database.
+"""Play the resources of reward-kit's task definitions as environments with tools: a dictionary, a SQLite database.
 
 Each episode has a copy of its own, so the episodes of a group start alike. Tools are functions of the author's module,
-with the resource in a parameter of that name; a database has `execute_sql` besides. A turn without a call is the last.
-The environment's reward is 1 while the final state is the expected one and is taken back if that changes, so that an
-episode's sum says how it stood at the end. Tools are the author's own code and run in this process, on threads.
+with the resource in a parameter of that name; a database also has `execute_sql`. A turn without a call is the last.
+The reward is 1 when the state becomes the expected one and -1 when it stops being so, so that an episode's sum is 1 if
+it ends in the expected state. Tools are the author's code and run in this process, on threads.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ Tool = Callable[..., Any]
 
 
 class Resource(Protocol):
-    """What tools change. `key` is equal if and only if the state is."""
+    """The state that tools change. Two keys are equal if and only if the states are."""
 
     def key(self) -> str: ...
 
@@ -68,14 +68,14 @@ class SqliteState:
 
     def _watch_queries(self, on: bool) -> None:
         self._db.set_authorizer(_allowed if on else None)
-        self._db.set_progress_handler(self._tired if on else None, 1000)
+        self._db.set_progress_handler(self._over_limit if on else None, 1000)
 
-    def _tired(self) -> int:
+    def _over_limit(self) -> int:
         self._steps += 1000
         return int(self._steps > MAX_SQL_STEPS)
 
     def execute(self, query: str, parameters: Any = (), fetch_mode: str | None = None) -> Any:
-        """Rows as dicts ("all", "one"), one value ("val"), or how many rows changed."""
+        """Run a query; return rows as dicts ("all", "one"), one value ("val"), or how many rows changed."""
         self._steps = 0
         cursor = self._db.execute(query, parameters or ())
         if fetch_mode is None:
@@ -89,7 +89,7 @@ class SqliteState:
         return dict(zip(names, row, strict=True)) if row else None
 
     async def step(self, action_name: str, action_params: Mapping[str, Any]) -> Any:
-        """As reward-kit's tools ask for it."""
+        """Run a query as reward-kit's tools request it."""
         assert action_name == "execute_sql"
         return self.execute(action_params["query"], action_params.get("parameters"), action_params.get("fetch_mode"))
 
@@ -126,8 +126,11 @@ EXECUTE_SQL = describe_tool(
 
 
 class ResourceEnv:
-    """`open_resource(task)` makes an episode's resource, `achieved(resource, task)` judges it; None: there is nothing
-    to judge by. `tools` are functions by name, with the descriptions that the policy is shown."""
+    """Plays a task with tools that change a resource.
+
+    `open_resource(task)` makes an episode's resource, and `achieved(resource, task)` judges it; it returns None if the
+    task has no criterion. `tools` are functions by name, `described` the descriptions that the policy is shown.
+    """
 
     blocking = True
 
@@ -150,7 +153,7 @@ class ResourceEnv:
         return self._observe()
 
     def step(self, action: str) -> StepResult:
-        """Words, where there are no tools: the answer."""
+        """End the episode: without tools, any text is the answer."""
         return self._result(done=True)
 
     def call(self, action: Action) -> StepResult:
@@ -158,26 +161,26 @@ class ResourceEnv:
             return self._result(Message(role="user", content=action.problem), valid=False)
         if not action.calls:
             return self._result(done=True)
-        made = [self._made(call) for call in action.calls]
-        told = [tool_message(call, text) for call, (text, _) in zip(action.calls, made, strict=True)]
-        return self._result(*told, valid=all(fine for _, fine in made))
+        answers = [self._make_call(call) for call in action.calls]
+        messages = [tool_message(call, text) for call, (text, _) in zip(action.calls, answers, strict=True)]
+        return self._result(*messages, valid=all(possible for _, possible in answers))
 
     def close(self) -> None:
         if self._resource is not None:
             self._resource.close()
         self._resource = None
 
-    def _made(self, call: ToolCall) -> tuple[str, bool]:
-        """What a call returns, as JSON, and whether it could be made; what a tool raises is told to the policy."""
-        tool, given = self._tools[call.name], arguments_of(call)
-        own = {name: self._resource for name in RESOURCE_PARAMETERS if name in inspect.signature(tool).parameters}
+    def _make_call(self, call: ToolCall) -> tuple[str, bool]:
+        """Call a tool; return its result as JSON and whether the arguments fit; an error of the tool is a result."""
+        tool, arguments = self._tools[call.name], arguments_of(call)
+        resources = {name: self._resource for name in RESOURCE_PARAMETERS if name in inspect.signature(tool).parameters}
         try:
-            inspect.signature(tool).bind(**given, **own)
+            inspect.signature(tool).bind(**arguments, **resources)
         except TypeError as exc:
             return json.dumps({"error": str(exc)}), False
         try:
             with boundary(EpisodeError, call.name):
-                returned = tool(**given, **own)
+                returned = tool(**arguments, **resources)
                 if inspect.isawaitable(returned):
                     returned = asyncio.run(_awaited(returned))
         except EpisodeError as exc:
@@ -187,9 +190,9 @@ class ResourceEnv:
     def _result(self, *messages: Message, done: bool = False, valid: bool = True) -> StepResult:
         assert self._task is not None
         achieved = self._achieved(self._resource, self._task)
-        worth = float(bool(achieved))
-        earned, self._paid = worth - self._paid, worth
-        return StepResult(observation=self._observe(*messages), reward=earned, done=done, valid=valid, success=achieved)
+        value = float(bool(achieved))
+        reward, self._paid = value - self._paid, value
+        return StepResult(observation=self._observe(*messages), reward=reward, done=done, valid=valid, success=achieved)
 
     def _observe(self, *messages: Message) -> Observation:
         assert self._resource is not None, "the episode is over"
@@ -204,16 +207,16 @@ async def _awaited(value: Any) -> Any:
 
 
 def module_tools(module: ModuleType) -> tuple[dict[str, Tool], tuple[Mapping[str, Any], ...]]:
-    """The functions of a module that take a resource, or those of a registry in it, by name, and their descriptions.
+    """Return the functions of a module that take a resource, or those of a registry in it, and their descriptions.
 
-    A registry is what has `get_tools` and `get_openai_tools`.
+    A registry is an object that has `get_tools` and `get_openai_tools`.
     """
     for registry in vars(module).values():
         if not isinstance(registry, type) and all(
             hasattr(registry, verb) for verb in ("get_tools", "get_openai_tools")
         ):
             return dict(registry.get_tools()), tuple(map(_as_tool, registry.get_openai_tools()))
-    found: dict[str, Tool] = {
+    tools: dict[str, Tool] = {
         name: value
         for name, value in vars(module).items()
         if inspect.isfunction(value)
@@ -221,11 +224,11 @@ def module_tools(module: ModuleType) -> tuple[dict[str, Tool], tuple[Mapping[str
         and value.__module__ == module.__name__
         and set(RESOURCE_PARAMETERS) & set(inspect.signature(value).parameters)
     }
-    if not found:
+    if not tools:
         raise ConfigError(
             f"{module.__name__} has no tools: let it have functions with a parameter named resource, or a registry"
         )
-    return found, tuple(_described(name, tool) for name, tool in found.items())
+    return tools, tuple(_described(name, tool) for name, tool in tools.items())
 
 
 def _as_tool(described: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -241,10 +244,10 @@ def _described(name: str, tool: Tool) -> Mapping[str, Any]:
     }
     properties = {key: _schema(parameter.annotation) for key, parameter in parameters.items()}
     required = [key for key, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
-    said = (inspect.getdoc(tool) or name).splitlines()[0]
-    return describe_tool(name, said, properties, required=required)
+    summary = (inspect.getdoc(tool) or name).splitlines()[0]
+    return describe_tool(name, summary, properties, required=required)
 
 
 def _schema(annotation: Any) -> dict[str, str]:
-    known = JSON_TYPES.get(getattr(annotation, "__origin__", annotation))
-    return {} if known is None else {"type": known}
+    json_type = JSON_TYPES.get(getattr(annotation, "__origin__", annotation))
+    return {} if json_type is None else {"type": json_type}

@@ -1,6 +1,6 @@
-"""Tasks that are only a prompt: one answer and the episode is over, judged by reward functions.
+"""Play tasks that are only a prompt: one answer ends the episode, and reward functions judge it.
 
-Also a verifiable task that needs no data: adding two numbers, digit by digit ("1 2 + 3 9 =" -> "5 1").
+Also makes a verifiable task that needs no data: adding two numbers, digit by digit ("1 2 + 3 9 =" -> "5 1").
 """
 
 import random
@@ -23,7 +23,7 @@ class SingleTurnEnv:
         self._answered = True
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task has no prompt."""
+        """Start an episode; raises DataError when the task has no prompt."""
         if not task.messages:
             raise DataError(f"task {task.id} has no messages: a single-turn task needs a prompt")
         self._answered = False
@@ -42,13 +42,14 @@ class SingleTurnEnv:
 
 
 def addition_vocabulary() -> tuple[str, ...]:
+    """Return every word of questions and answers."""
     return (*"0123456789", "+", "=")
 
 
 def addition_tasks(
     size: int, seed: int, *, split: Literal["train", "held_out"] = "train", max_number: int = 99
 ) -> list[Task]:
-    """`size` different sums of two numbers up to `max_number`; `data["answer"]` is what `exact_match` compares with.
+    """Draw `size` different sums of two numbers up to `max_number`; `exact_match` compares with `data["answer"]`.
 
     A sum belongs to one split whatever the seed. Raises ConfigError when there are not that many.
     """
@@ -64,7 +65,7 @@ def addition_tasks(
 
 
 def addition_demonstrations(tasks: Sequence[Task], seed: int, mistake_rate: float) -> list[tuple[Message, ...]]:
-    """Question and answer for every task; with probability `mistake_rate` one digit of the answer is random."""
+    """Write question and answer for every task; with probability `mistake_rate` one digit of the answer is random."""
     if not 0.0 <= mistake_rate <= 1.0:
         raise ConfigError(f"mistake_rate is {mistake_rate}: write a number from 0 to 1")
     conversations = []

@@ -1,4 +1,4 @@
-"""Push every box onto a target, before the turns run out; boxes cannot be pulled, so some pushes are for ever.
+"""Push every box onto a target, before the turns run out; boxes cannot be pulled, so some pushes cannot be undone.
 
 A task's map is in `task.data["map"]`, one text line per row:
 
@@ -33,13 +33,13 @@ from headrace.envs.task_generation import draw_tasks, turn_result, words_of
 from headrace.errors import ConfigError, DataError
 from headrace.types import Message, Observation, StepResult, Task
 
-ACTIONS = tuple(MOVES)  # among equally short ways, the solver takes the first
+ACTIONS = tuple(MOVES)  # among equally short solutions, the solver takes the first
 MAX_BOXES = 3  # the solver looks at every state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What never changes in an episode."""
+    """The fixed parts of an episode."""
 
     height: int
     width: int
@@ -50,14 +50,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SokobanState:
-    """What changes: where the agent stands and where the boxes are; boxes are all alike."""
+    """The changing parts of an episode: the cells of the agent and of the boxes, which are all alike."""
 
     cell: Cell
     boxes: frozenset[Cell]
 
     @property
     def name(self) -> str:
-        """The anchor key of this state; states of different maps may share it."""
+        """Anchor key of this state; states of different maps may share it."""
         return " ".join(f"{row},{column}" for row, column in (self.cell, *sorted(self.boxes)))
 
 
@@ -65,7 +65,7 @@ class SokobanState:
 
 
 def parse_map(rows: Sequence[str]) -> Room:
-    """The room a map shows; raises DataError on an unknown sign, or not one A, or not as many boxes as targets."""
+    """Parse a map; raises DataError on an unknown sign, or not one A, or not as many boxes as targets."""
     cells = read_map(rows, "#.ABT")
     of = {sign: frozenset(cell for cell, value in cells.items() if value == sign) for sign in "#BT"}
     if not 0 < len(of["B"]) == len(of["T"]):
@@ -80,7 +80,7 @@ def parse_map(rows: Sequence[str]) -> Room:
 
 
 def advance(room: Room, state: SokobanState, move: str) -> SokobanState:
-    """The state after a move; one against a wall, or a box that cannot be pushed, changes nothing."""
+    """Return the state after a move; one against a wall, or a box that cannot be pushed, changes nothing."""
     cell = neighbour(state.cell, move)
     if not _is_floor(room, cell):
         return state
@@ -93,11 +93,12 @@ def advance(room: Room, state: SokobanState, move: str) -> SokobanState:
 
 
 def is_solved(room: Room, state: SokobanState) -> bool:
+    """Tell whether every box is on a target."""
     return state.boxes == room.targets
 
 
 def describe(room: Room, state: SokobanState) -> str:
-    """What the agent is told, in the words of `vocabulary`."""
+    """Describe to the agent what it sees, in the words of `vocabulary`."""
     here = state.cell
     return (
         f"boxes {offsets(here, state.boxes)} targets {offsets(here, room.targets)} "
@@ -110,13 +111,13 @@ def _is_floor(room: Room, cell: Cell) -> bool:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word this world says or understands."""
+    """Return every word that the environment says or understands."""
     actions = (word for action in ACTIONS for word in action.split())
     return tuple(dict.fromkeys((*actions, "boxes", "targets", "walls", "none", "edges", *distance_words())))
 
 
 def pushes_left(room: Room) -> dict[SokobanState, int]:
-    """Fewest moves to the end from every state that can be reached and from which the room can be solved."""
+    """Count the fewest moves to the end from every reachable state from which the room can be solved."""
     return distances(
         room.start,
         lambda state: [advance(room, state, move) for move in ACTIONS],
@@ -128,7 +129,7 @@ def pushes_left(room: Room) -> dict[SokobanState, int]:
 
 
 class SokobanEnv:
-    """`valid` means well-formed: an action of `ACTIONS`. Anything else, and what cannot be done here, costs a turn."""
+    """Plays Sokoban. `valid` means an action of `ACTIONS`; other and impossible actions cost a turn."""
 
     deterministic = True
 
@@ -139,9 +140,9 @@ class SokobanEnv:
         self._left: dict[SokobanState, int] | None = None
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task is not one of this world."""
+        """Start an episode; raises DataError when the task is not one of this environment."""
         if not {"map", "max_turns"} <= task.data.keys():
-            raise DataError(f"task {task.id} is not of the sokoban world: its data need `map` and `max_turns`")
+            raise DataError(f"task {task.id} is not of the environment sokoban: its data need `map` and `max_turns`")
         self._room = parse_map(task.data["map"])
         self._state = self._room.start
         self._turns_left = int(task.data["max_turns"])
@@ -160,7 +161,7 @@ class SokobanEnv:
         return turn_result(self._observe(self._room), valid=valid, success=success, turns_left=self._turns_left)
 
     def best_action(self) -> str | None:
-        """The first move of a shortest solution; None once a box is stuck."""
+        """Return the first move of a shortest solution, or None once a box is stuck."""
         assert self._room is not None, "reset comes before best_action"
         if self._left is None:
             self._left = pushes_left(self._room)
@@ -190,7 +191,7 @@ def generate_tasks(
     min_optimal: int = 2,
     max_optimal: int = 10,
 ) -> list[Task]:
-    """`size` different rooms whose shortest solution takes `min_optimal` to `max_optimal` moves."""
+    """Draw `size` different rooms whose shortest solution takes `min_optimal` to `max_optimal` moves."""
     if not 1 <= height <= MAX_SIDE or not 1 <= width <= MAX_SIDE or height * width < 2 * boxes + walls + 1:
         raise ConfigError(f"{boxes} boxes and {walls} walls do not fit into a room of {height} x {width}")
     if not 1 <= boxes <= MAX_BOXES or walls < 0:

@@ -1,7 +1,7 @@
-"""Task definitions in the shape of reward-kit's TaskDefinitionModel, from TOML or JSON, as tasks and their environment.
+"""Load task definitions of reward-kit (its TaskDefinitionModel), from TOML or JSON, as tasks and their environment.
 
-`resource_type` says what is played in: "PythonStateResource" and "SQLResource" (`worlds/resources.py`), the name of one
-of our worlds, or nothing (a question and an answer). What is not known is refused by name.
+`resource_type` names the environment: "PythonStateResource" or "SQLResource" (`envs/resources.py`), the name of one of
+our environments, or nothing (a question and an answer). Unknown fields are refused by name.
 """
 
 import ast
@@ -43,7 +43,7 @@ class CriteriaIn(_Shape):
 
 
 class DefinitionIn(_Shape):
-    """The fields of reward-kit's model. Its `resource_server` is known and refused: nothing is started here."""
+    """The fields of reward-kit's model. Its `resource_server` is refused: nothing is started here."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -64,90 +64,98 @@ class DefinitionIn(_Shape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDefinition:
-    """`reward` names a function as `rl.rewards` does; None: what the environment gives. `rollouts` is of each task."""
+    """A task definition that was loaded."""
 
     name: str
     tasks: tuple[Task, ...]
     make_env: Callable[[], Env]
-    reward: str | None
-    rollouts: int
+    reward: str | None  # a function as `rl.rewards` names it; None: what the environment gives
+    rollouts: int  # of each task
     max_turns: int
 
 
 def load_task_definition(path: Path) -> TaskDefinition:
-    """Raises ConfigError with the file and the field that has to change. Imports the tools' module, if there is one."""
-    read = read_definition(path)
+    """Load a task definition; imports the tools' module, if there is one.
+
+    Raises ConfigError with the file and the field that has to change.
+    """
+    definition = read_definition(path)
     base = path.absolute().parent
-    with_data = read.dataset_path is not None
-    make_env, config = _environment(read, base, str(path))
+    with_data = definition.dataset_path is not None
+    make_env, config = _environment(definition, base, str(path))
     return TaskDefinition(
-        name=read.name,
-        tasks=_tasks(read, config, base, str(path)),
+        name=definition.name,
+        tasks=_tasks(definition, config, base, str(path)),
         make_env=make_env,
-        reward=_reward(read, base),
-        rollouts=read.num_rollouts_per_sample if with_data else read.num_rollouts,
-        max_turns=read.poc_max_turns,
+        reward=_reward(definition, base),
+        rollouts=definition.num_rollouts_per_sample if with_data else definition.num_rollouts,
+        max_turns=definition.poc_max_turns,
     )
 
 
 def definition_defaults(path: Path) -> dict[str, Any]:
-    """What a definition says that [rl] may leave out: group_size, max_turns, rewards. Imports nothing."""
-    read = read_definition(path)
-    rollouts = read.num_rollouts_per_sample if read.dataset_path is not None else read.num_rollouts
-    reward = _reward(read, path.absolute().parent)
+    """Return the keys that [rl] may leave out because the definition sets them: group_size, max_turns, rewards.
+
+    Imports nothing.
+    """
+    definition = read_definition(path)
+    rollouts = definition.num_rollouts_per_sample if definition.dataset_path is not None else definition.num_rollouts
+    reward = _reward(definition, path.absolute().parent)
     return {
-        "max_turns": read.poc_max_turns,
+        "max_turns": definition.poc_max_turns,
         **({"group_size": rollouts} if rollouts > 1 else {}),
         **({} if reward is None else {"rewards": [{"fn": reward}]}),
     }
 
 
 def task_defaults(rl: Mapping[str, Any], *, base: Path) -> dict[str, Any]:
-    """Of the table [rl]: what it may leave out because its tasks are a definition; nothing, if they are not."""
+    """Return the keys that the table [rl] may leave out because its tasks are a definition, if they are one."""
     tasks = rl.get("tasks")
     if not isinstance(tasks, Mapping) or tasks.get("type") != "task" or not isinstance(tasks.get("path"), str):
         return {}
-    found = find_path(tasks["path"], base)
-    return {} if found is None else definition_defaults(found)
+    file = find_path(tasks["path"], base)
+    return {} if file is None else definition_defaults(file)
 
 
 def read_definition(path: Path) -> DefinitionIn:
-    """The file as it is; TOML or JSON by its ending."""
+    """Read and validate a definition, TOML or JSON by its ending."""
     readers: Mapping[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
     if path.suffix not in readers:
         raise ConfigError(f"{path}: a task definition is a .toml or a .json file")
     with boundary(ConfigError, f"{path} cannot be read"):
         fields = readers[path.suffix](path.read_text(encoding="utf-8"))
     try:
-        read = DefinitionIn.model_validate(fields)
+        definition = DefinitionIn.model_validate(fields)
     except ValidationError as exc:
         raise ConfigError(f"{path}: {_problem(exc)}") from exc
-    if read.resource_server is not None:
+    if definition.resource_server is not None:
         raise ConfigError(
             f"{path}: resource_server is not supported: start the server, and write an environment for it"
         )
-    if read.resource_type == "SQLResource":
-        for key in read.base_resource_config:
+    if definition.resource_type == "SQLResource":
+        for key in definition.base_resource_config:
             if key not in SQL_KEYS:
                 raise ConfigError(f"{path}: base_resource_config has no {key!r}: it may have {', '.join(SQL_KEYS)}")
-    if unused := _unused(read):
-        raise ConfigError(f"{path}: {unused} means nothing with resource_type {read.resource_type!r}: leave it out")
-    return read
+    if unused := _unused(definition):
+        raise ConfigError(
+            f"{path}: {unused} means nothing with resource_type {definition.resource_type!r}: leave it out"
+        )
+    return definition
 
 
-def _unused(read: DefinitionIn) -> str | None:
-    """A field that says something nobody would hear."""
-    criteria = read.evaluation_criteria or CriteriaIn()
-    asks = criteria.final_state_query or criteria.expected_query_result_transform
-    if read.resource_type in ENVIRONMENTS:
-        given = {
-            "tools_module_path": read.tools_module_path,
-            "dataset_path": read.dataset_path,
+def _unused(definition: DefinitionIn) -> str | None:
+    """Return a field that is set and has no effect, if there is one."""
+    criteria = definition.evaluation_criteria or CriteriaIn()
+    queries = criteria.final_state_query or criteria.expected_query_result_transform
+    if definition.resource_type in ENVIRONMENTS:
+        unused = {
+            "tools_module_path": definition.tools_module_path,
+            "dataset_path": definition.dataset_path,
             "evaluation_criteria": criteria != CriteriaIn(),
         }
-        return next((name for name, value in given.items() if value), None)
-    without = read.resource_type in (None, "PythonStateResource")  # a database
-    return "evaluation_criteria.final_state_query" if asks and without else None
+        return next((name for name, value in unused.items() if value), None)
+    no_database = definition.resource_type in (None, "PythonStateResource")
+    return "evaluation_criteria.final_state_query" if queries and no_database else None
 
 
 def _problem(exc: ValidationError) -> str:
@@ -155,58 +163,60 @@ def _problem(exc: ValidationError) -> str:
     field = ".".join(map(str, error["loc"]))
     if error["type"] != "extra_forbidden":
         return f"{field}: {error['msg']}"
-    known = CriteriaIn if error["loc"][0] == "evaluation_criteria" else DefinitionIn
-    near = get_close_matches(str(error["loc"][-1]), known.model_fields, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(known.model_fields)}"
+    names = (CriteriaIn if error["loc"][0] == "evaluation_criteria" else DefinitionIn).model_fields
+    near = get_close_matches(str(error["loc"][-1]), names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(names)}"
     return f"there is no field {field}; {hint}"
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _tasks(read: DefinitionIn, config: Mapping[str, Any], base: Path, file: str) -> tuple[Task, ...]:
-    if read.resource_type is not None and read.resource_type in ENVIRONMENTS:
-        options = {key: value for key, value in read.base_resource_config.items() if key not in ("size", "seed")}
-        made = environment_tasks(read.resource_type, int(config.get("size", 1)), int(config.get("seed", 0)), options)
-        own = _messages(read.messages, read.initial_user_prompt, file)
-        return tuple(replace(task, messages=(*own, *task.messages)) for task in made)
-    criteria = read.evaluation_criteria or CriteriaIn()
+def _tasks(definition: DefinitionIn, config: Mapping[str, Any], base: Path, file: str) -> tuple[Task, ...]:
+    if definition.resource_type is not None and definition.resource_type in ENVIRONMENTS:
+        options = {key: value for key, value in definition.base_resource_config.items() if key not in ("size", "seed")}
+        size, seed = int(config.get("size", 1)), int(config.get("seed", 0))
+        generated = environment_tasks(definition.resource_type, size, seed, options)
+        opening = _messages(definition.messages, definition.initial_user_prompt, file)
+        return tuple(replace(task, messages=(*opening, *task.messages)) for task in generated)
+    criteria = definition.evaluation_criteria or CriteriaIn()
     truth = {
         "function_calls": criteria.ground_truth_function_calls,
         "comparable_state": criteria.ground_truth_comparable_state,
     }
     data = {
-        "task_definition_name": read.name,
+        "task_definition_name": definition.name,
         "ground_truth": truth,
         "ground_truth_function_calls": criteria.ground_truth_function_calls,
         "ground_truth_comparable_state": criteria.ground_truth_comparable_state,
         **config,
     }
-    own = _messages(read.messages, read.initial_user_prompt, file)
-    if read.dataset_path is None:
-        return (Task(id=read.name, messages=_asked(own, file), data=data),)
+    opening = _messages(definition.messages, definition.initial_user_prompt, file)
+    if definition.dataset_path is None:
+        return (Task(id=definition.name, messages=_check_prompt(opening, file), data=data),)
     tasks: list[Task] = []
-    seen: set[str] = set()
-    for index, row in enumerate(_read_rows(base / read.dataset_path)):
-        said = _messages(
+    ids: set[str] = set()
+    for index, row in enumerate(_read_rows(base / definition.dataset_path)):
+        messages = _messages(
             row.get("messages"), row.get("prompt") or row.get("initial_user_prompt"), f"{file}, row {index}"
         )
-        kept = {key: value for key, value in row.items() if key not in ("messages", "prompt", "initial_user_prompt")}
-        id = f"{read.name}/{row.get('id', index)}"
-        if id in seen:
+        columns = {key: value for key, value in row.items() if key not in ("messages", "prompt", "initial_user_prompt")}
+        id = f"{definition.name}/{row.get('id', index)}"
+        if id in ids:
             raise DataError(f"{file}: dataset_path has two rows with the id {id}: make ids unique, or leave them out")
-        seen.add(id)
-        tasks.append(Task(id=id, messages=_asked(said or own, f"{file}, row {index}"), data={**data, **kept}))
+        ids.add(id)
+        prompt = _check_prompt(messages or opening, f"{file}, row {index}")
+        tasks.append(Task(id=id, messages=prompt, data={**data, **columns}))
     return tuple(tasks)
 
 
 def _messages(messages: Any, prompt: Any, place: str) -> tuple[Message, ...]:
-    """Both may be a text or a conversation, as in any file of tasks."""
-    found = messages or prompt
-    return parse_prompt(found, place) if found else ()
+    """Parse the messages, else the prompt; both may be a text or a conversation, as in any file of tasks."""
+    value = messages or prompt
+    return parse_prompt(value, place) if value else ()
 
 
-def _asked(messages: tuple[Message, ...], file: str) -> tuple[Message, ...]:
+def _check_prompt(messages: tuple[Message, ...], file: str) -> tuple[Message, ...]:
     if not messages:
         raise ConfigError(f"{file}: there is nothing to ask: add messages or initial_user_prompt")
     if messages[-1].role == "assistant":
@@ -223,15 +233,15 @@ def _read_rows(path: Path) -> list[Mapping[str, Any]]:
     return [row.columns for row in rows_of(rows, str(path))]
 
 
-def _reward(read: DefinitionIn, base: Path) -> str | None:
-    """ "package.module.function", "package.module:function", "file.py:function", as `rl.rewards` takes them."""
-    path = read.reward_function_path
+def _reward(definition: DefinitionIn, base: Path) -> str | None:
+    """Write "package.module.function", "package.module:function" or "file.py:function" as `rl.rewards` takes them."""
+    path = definition.reward_function_path
     if path is None:
         return None
     if ".py" in path or "/" in path:
         place, _, function = path.partition(":")
-        found = base / place
-        return f"{found if found.exists() else place}:{function}" if function else str(found)
+        file = base / place
+        return f"{file if file.exists() else place}:{function}" if function else str(file)
     module, _, function = path.rpartition(".")
     return path if ":" in path or not module else f"{module}:{function}"
 
@@ -239,23 +249,23 @@ def _reward(read: DefinitionIn, base: Path) -> str | None:
 # --- environments ----------------------------------------------------------------------------------------------------
 
 
-def _environment(read: DefinitionIn, base: Path, file: str) -> tuple[Callable[[], Env], Mapping[str, Any]]:
-    """What makes an episode's environment, and what its tasks have to carry for it."""
-    config = read.base_resource_config
-    if read.resource_type is None:
-        if read.tools_module_path is not None:
+def _environment(definition: DefinitionIn, base: Path, file: str) -> tuple[Callable[[], Env], Mapping[str, Any]]:
+    """Return the constructor of an episode's environment, and the data that its tasks need."""
+    config = definition.base_resource_config
+    if definition.resource_type is None:
+        if definition.tools_module_path is not None:
             raise ConfigError(f'{file}: tools_module_path needs a resource_type: write "PythonStateResource"')
         return SingleTurnEnv, {}
-    if read.resource_type in ENVIRONMENTS:
-        return ENVIRONMENTS[read.resource_type].make_env, config
-    if read.resource_type not in RESOURCES:
-        known = ", ".join((*RESOURCES, *ENVIRONMENTS))
-        raise ConfigError(f"{file}: resource_type {read.resource_type!r} is not supported: it may be {known}")
+    if definition.resource_type in ENVIRONMENTS:
+        return ENVIRONMENTS[definition.resource_type].make_env, config
+    if definition.resource_type not in RESOURCES:
+        supported = ", ".join((*RESOURCES, *ENVIRONMENTS))
+        raise ConfigError(f"{file}: resource_type {definition.resource_type!r} is not supported: it may be {supported}")
     tools: dict[str, Tool] = {}
     described: tuple[Mapping[str, Any], ...] = ()
-    if read.tools_module_path is not None:
-        tools, described = module_tools(load_module(read.tools_module_path, base=base))
-    if read.resource_type == "PythonStateResource":
+    if definition.tools_module_path is not None:
+        tools, described = module_tools(load_module(definition.tools_module_path, base=base))
+    if definition.resource_type == "PythonStateResource":
         return (
             partial(
                 ResourceEnv,
@@ -270,7 +280,7 @@ def _environment(read: DefinitionIn, base: Path, file: str) -> tuple[Callable[[]
         partial(
             ResourceEnv,
             open_resource=_open_database,
-            achieved=_sql_criterion(read.evaluation_criteria or CriteriaIn(), file),
+            achieved=_sql_criterion(definition.evaluation_criteria or CriteriaIn(), file),
             tools={"execute_sql": _execute_sql, **tools},
             described=(EXECUTE_SQL, *described),
         ),
@@ -291,11 +301,11 @@ def _execute_sql(query: str, resource: SqliteState, parameters: Any = (), fetch_
 
 
 def _state_achieved(resource: PythonState, task: Task) -> bool | None:
-    """Whether every expected entry is there; other entries may be as they are."""
-    wanted = task.data.get("ground_truth_comparable_state")
-    if wanted is None:
+    """Tell whether every expected entry is there, whatever the other entries; return None if none is expected."""
+    expected = task.data.get("ground_truth_comparable_state")
+    if expected is None:
         return None
-    return all(key in resource.state and resource.state[key] == value for key, value in wanted.items())
+    return all(key in resource.state and resource.state[key] == value for key, value in expected.items())
 
 
 def _script(config: Mapping[str, Any], base: Path, file: str) -> str:
@@ -311,8 +321,10 @@ def _script(config: Mapping[str, Any], base: Path, file: str) -> str:
 
 
 def _sql_criterion(criteria: CriteriaIn, file: str) -> Callable[[SqliteState, Task], bool | None]:
-    """`final_state_query` and the lambda that judges its rows, which is the author's own code; without one, the value
-    that it finds has to be true."""
+    """Return the function that judges a database: `final_state_query` and the author's lambda, which judges its rows.
+
+    Without a lambda, the value of the query has to be true.
+    """
     query = criteria.final_state_query
     if query is None:
         return lambda database, task: None

@@ -1,4 +1,4 @@
-"""What the worlds share: drawing different tasks that belong to one split, and demonstrating them with a solver."""
+"""Draw different tasks that belong to one split, and demonstrate them with a solver."""
 
 import hashlib
 import random
@@ -12,21 +12,21 @@ from headrace.protocols import Env, ToolEnv
 from headrace.types import Message, Observation, StepResult, Task
 
 HELD_OUT_SHARE = 0.2
-MAX_MISSES = 5000  # draws in a row that give no new task before the search ends
+MAX_MISSES = 5000  # the search ends after so many draws in a row without a new task
 
 
 class SolvableEnv(Env, Protocol):
-    """An environment that knows how to play itself."""
+    """An environment that has a solver."""
 
     def best_action(self) -> str | None:
-        """The next action of a best player, who knows the whole task; None where nothing helps any more.
+        """Return the next action of a best player that knows the whole task, or None where the task is lost.
 
-        After an observation with tools it is a call, as `actions.write_call` writes it.
+        After an observation with tools it is a call, as `tool_env.write_call` writes it.
         """
 
 
 def draw_tasks(
-    world: str,
+    env_name: str,
     size: int,
     seed: int,
     *,
@@ -36,27 +36,28 @@ def draw_tasks(
     what: str,
     remedy: str,
 ) -> list[Task]:
-    """`size` different tasks. `draw` makes a text, which is the task's identity, and `data_of` its data, or None.
+    """Draw `size` different tasks. `draw` makes a text, which identifies the task; `data_of` makes its data, or returns
+    None to reject it.
 
-    A text belongs to one split by its hash, whatever the seed, so train and held-out tasks never meet. Raises
-    ConfigError ("only 3 of 50 different maps were found: ...") when the draws bring nothing new.
+    A text belongs to one split by its hash, whatever the seed, so no task is in both. Raises ConfigError ("only 3 of
+    50 different maps were found: ...") when the draws bring nothing new.
     """
     check_split(split)
-    rng = random.Random(derive_seed(world, seed))
+    rng = random.Random(derive_seed(env_name, seed))
     tasks: list[Task] = []
-    tried: set[str] = set()
+    digests: set[str] = set()
     misses = 0
     while len(tasks) < size and misses < MAX_MISSES:
         misses += 1
         text = draw(rng)
         digest = digest_of(text)
-        if digest in tried or is_held_out(digest) != (split == "held_out"):
+        if digest in digests or is_held_out(digest) != (split == "held_out"):
             continue
-        tried.add(digest)
+        digests.add(digest)
         data = data_of(text)
         if data is None:
             continue
-        tasks.append(Task(id=f"{world}/{digest}", data=data))
+        tasks.append(Task(id=f"{env_name}/{digest}", data=data))
         misses = 0
     if len(tasks) < size:
         raise ConfigError(f"only {len(tasks)} of {size} different {what} were found: {remedy}")
@@ -64,30 +65,33 @@ def draw_tasks(
 
 
 def digest_of(text: str) -> str:
+    """Hash a text to 16 hex digits."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def is_held_out(digest: str) -> bool:
+    """Tell whether a hash belongs to the held-out split."""
     return int(digest, 16) < HELD_OUT_SHARE * 2**64
 
 
 def check_split(split: str) -> None:
+    """Raise ConfigError unless there is a split of that name."""
     if split not in ("train", "held_out"):
         raise ConfigError(f'split is {split!r}: write "train" or "held_out"')
 
 
 def demonstrate(
-    world: str, make_env: Callable[[], SolvableEnv], tasks: Sequence[Task], seed: int, mistake_rate: float
+    env_name: str, make_env: Callable[[], SolvableEnv], tasks: Sequence[Task], seed: int, mistake_rate: float
 ) -> list[tuple[Message, ...]]:
-    """One conversation per task by the solver, which with probability `mistake_rate` does something at random.
+    """Play one conversation per task with the solver, which acts at random with probability `mistake_rate`.
 
-    It does so too where nothing helps any more. Episodes that failed are kept: whoever imitates these learns the
+    It also acts at random where the task is lost. Episodes that failed are kept: a model that imitates them learns the
     format, and the mistakes.
     """
     if not 0.0 <= mistake_rate <= 1.0:
         raise ConfigError(f"mistake_rate is {mistake_rate}: write a number from 0 to 1")
     return [
-        _play(make_env(), task, derive_seed(f"{world} demonstration", seed, task.id), mistake_rate) for task in tasks
+        _play(make_env(), task, derive_seed(f"{env_name} demonstration", seed, task.id), mistake_rate) for task in tasks
     ]
 
 
@@ -97,7 +101,7 @@ def _play(env: SolvableEnv, task: Task, seed: int, mistake_rate: float) -> tuple
     messages = [*task.messages]
     turns = 0
     while True:
-        assert observation.actions, "a world that demonstrates offers actions"
+        assert observation.actions, "an environment with a solver offers actions"
         mistaken = rng.random() < mistake_rate
         best = None if mistaken else env.best_action()
         action = rng.choice(observation.actions) if best is None else best
@@ -111,14 +115,14 @@ def _play(env: SolvableEnv, task: Task, seed: int, mistake_rate: float) -> tuple
 
 
 def words_of(action: str) -> str:
-    """What the policy wrote, with single spaces."""
+    """Write an action with single spaces."""
     return " ".join(action.split())
 
 
 def turn_result(
     observation: Observation, *, valid: bool, success: bool, turns_left: int, failed: bool = False
 ) -> StepResult:
-    """Of a world with one reward, 1 for success, and a limit of turns; `failed`: nothing can be won any more."""
+    """Make the result of a turn where success is rewarded by 1 and turns are limited; `failed` is a lost episode."""
     done = success or failed
     return StepResult(
         observation=observation,
@@ -131,9 +135,9 @@ def turn_result(
 
 
 def play_action(env: Env, observation: Observation, action: str, *, turn: int) -> tuple[Message, StepResult]:
-    """The message that an action is, in words or as calls, and what the environment answers."""
+    """Take an action, in words or as calls; return its message and the environment's answer."""
     if not observation.tools:
         return Message(role="assistant", content=action), env.step(action)
     tool_env: ToolEnv = env  # type: ignore[assignment]  # it offered tools
-    read = read_action(action, observation.tools, number=turn)
-    return Message(role="assistant", content=read.content, tool_calls=read.calls), tool_env.call(read)
+    parsed = read_action(action, observation.tools, number=turn)
+    return Message(role="assistant", content=parsed.content, tool_calls=parsed.calls), tool_env.call(parsed)

@@ -1,4 +1,4 @@
-"""For authors of environments with tools: describing tools, reading calls, and telling what came of them."""
+"""Describe tools, read calls and answer them, for authors of environments with tools."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,35 +16,36 @@ def describe_tool(
     *,
     required: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """A tool as OpenAI describes it; `properties` are JSON schemas of its arguments, all required unless said."""
+    """Describe a tool as OpenAI does; `properties` are JSON schemas of its arguments, by default all required."""
     arguments = dict(properties or {})
-    wanted = list(arguments if required is None else required)
-    schema = {"type": "object", "properties": arguments, "required": wanted}
+    required_names = list(arguments if required is None else required)
+    schema = {"type": "object", "properties": arguments, "required": required_names}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """
+    """Parse the arguments of a call.
+
     >>> arguments_of(ToolCall(name="add", arguments='{"a": 1}'))
     {'a': 1}
     """
-    found = json.loads(call.arguments)
-    assert isinstance(found, dict), "an Action's calls have a JSON object for arguments"
-    return found
+    arguments = json.loads(call.arguments)
+    assert isinstance(arguments, dict), "an Action's calls have a JSON object for arguments"
+    return arguments
 
 
 def tool_message(call: ToolCall, content: str) -> Message:
-    """What came of a call, under its id."""
+    """Make the message that answers a call, under its id."""
     return Message(role="tool", content=content, name=call.name, tool_call_id=call.id)
 
 
 def write_call(name: str, **arguments: Any) -> str:
-    """A call as JSON, the form in which `Observation.actions` lists calls and solvers make them."""
+    """Write a call as JSON, the form in which `Observation.actions` lists calls and solvers make them."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
 def read_action(text: str, tools: Tools, *, number: int = 0) -> Action:
-    """The action that a text of JSON calls stands for, without a model; `number` is that of the turn."""
+    """Parse a text of JSON calls into an action, without a model; `number` is that of the turn."""
     names = tool_names(tools)
     parsed = parse_reply(text, None, names)
     calls = with_ids(parsed.calls, 0, number)

@@ -278,7 +278,7 @@ def test_every_new_name_is_a_key_and_no_old_one_is() -> None:
 
 
 def test_the_document_has_every_old_name() -> None:
-    documented = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    documented = (DOCS / "configuration.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)`(?: \(.*\))? \|$", documented, flags=re.MULTILINE)
     assert dict(rows) == OLD_KEYS
 

@@ -101,7 +101,7 @@ def test_a_map_that_is_wrong_is_refused_with_a_reason(rows: list[str], says: str
 
 
 def test_a_task_of_another_world_is_refused() -> None:
-    with pytest.raises(DataError, match="not of the key_door world"):
+    with pytest.raises(DataError, match="not of the environment key_door"):
         KeyDoorEnv().reset(Task(id="x"), seed=0)
 
 

@@ -278,7 +278,7 @@ def test_options_that_are_wrong_are_refused_with_a_reason(name: str, options: di
 
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
 def test_a_task_of_another_world_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=f"not of the {name} world"):
+    with pytest.raises(DataError, match=f"not of the environment {name}"):
         ENVIRONMENTS[name].make_env().reset(Task(id="x"), seed=0)
 
 

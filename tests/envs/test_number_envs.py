@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers
 
 from headrace.envs import ENVIRONMENTS, calculator, environment_tasks, guess_number
-from headrace.envs.calculator import CalculatorEnv, Known, read_answer, read_call, read_question
+from headrace.envs.calculator import CalculatorEnv, Numbers, read_answer, read_call, read_question
 from headrace.envs.guess_number import GuessNumberEnv
 from headrace.envs.tool_env import read_action
 from headrace.errors import ConfigError, DataError
@@ -137,7 +137,7 @@ def test_other_questions_are_refused(question: str) -> None:
         read_question(question)
 
 
-def fewest_turns(known: Known, value: int) -> int:
+def fewest_turns(known: Numbers, value: int) -> int:
     """Level by level over sets of known numbers."""
     level, turns = {known}, 1
     while not any(value in numbers for numbers in level):
@@ -255,5 +255,5 @@ def test_options_that_are_wrong_are_refused_with_a_reason(name: str, options: di
 
 @pytest.mark.parametrize("name", ["calculator", "guess_number"])
 def test_a_task_of_another_world_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=f"not of the {name} world"):
+    with pytest.raises(DataError, match=f"not of the environment {name}"):
         ENVIRONMENTS[name].make_env().reset(Task(id="x"), seed=0)

@@ -62,17 +62,19 @@ def test_a_session_that_prints_something_else_is_noticed() -> None:
     assert not check("[1, 2] -0.51\n", "[1, 2] -0.61\n", 0)
 
 
-@pytest.mark.parametrize("document", sorted([ROOT / "README.md", *DOCS.glob("*.md")]), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "document", sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]), ids=lambda p: p.name
+)
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     targets = LINK.findall(document.read_text(encoding="utf-8"))
     missing = [target for target in targets if not (document.parent / target).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", DOCS / "tour.md", DOCS / "design.md"])
-def test_files_that_a_document_names_exist(document: Path) -> None:
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/tour.md", "docs/design.md"])
+def test_files_that_a_document_names_exist(document: str) -> None:
     """`headrace/...`, `tests/...` and their like in backticks are paths from the root of the repository."""
-    text = document.read_text(encoding="utf-8")
+    text = (ROOT / document).read_text(encoding="utf-8")
     named = re.findall(r"`((?:headrace|tests|bench|docs|examples)/[\w./-]*)`", text)
     assert named
     assert not [name for name in named if not (ROOT / name).exists()]

@@ -1,7 +1,7 @@
-"""gymnasium's toy-text games (FrozenLake, CliffWalking, Taxi, Blackjack) and others with discrete actions and states.
+"""Play gymnasium's toy-text games (FrozenLake, CliffWalking, Taxi, Blackjack) and other discrete games.
 
 A task's seed decides how the game starts; the seed of `reset` decides its luck from then on, so all episodes of a
-group have the same of both. Rewards are the game's own. What is shown is written here, in few words.
+group have the same of both. Rewards are the game's. Observations are written here, in few words.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,43 +20,44 @@ MAX_ACTIONS = 20  # of a game whose actions have no names here
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game:
-    """How a game is told. `describe` gets the unwrapped environment and what it shows."""
+    """Words for a game's actions and observations."""
 
     actions: tuple[str, ...]
-    describe: Callable[[Any, Any], str]
-    won: Callable[[float], bool]  # by the reward of the step that ended it
+    describe: Callable[[Any, Any], str]  # of the unwrapped environment and its observation
+    won: Callable[[float], bool]  # by the reward of the last step
     first_action: int = 0  # the number of the first of `actions`
 
 
 def spell(number: int) -> str:
+    """Write a number digit by digit."""
     return " ".join(str(number))
 
 
-def _frozen_lake(env: Any, shown: Any) -> str:
+def _frozen_lake(env: Any, observed: Any) -> str:
     cells = [sign.decode() for sign in env.desc.flatten()]
-    cells[int(shown)] = "A"
+    cells[int(observed)] = "A"
     width = env.desc.shape[1]
     return " , ".join(" ".join(cells[start : start + width]) for start in range(0, len(cells), width))
 
 
-def _cliff(env: Any, shown: Any) -> str:
-    row, column = divmod(int(shown), 12)
+def _cliff(env: Any, observed: Any) -> str:
+    row, column = divmod(int(observed), 12)
     return f"row {spell(row)} column {spell(column)}"
 
 
-def _taxi(env: Any, shown: Any) -> str:
-    row, column, passenger, destination = env.decode(int(shown))
+def _taxi(env: Any, observed: Any) -> str:
+    row, column, passenger, destination = env.decode(int(observed))
     where = "inside" if passenger == len(COLOURS) else COLOURS[passenger]
     return f"row {row} column {column} passenger {where} destination {COLOURS[destination]}"
 
 
-def _blackjack(env: Any, shown: Any) -> str:
-    total, dealer, ace = (int(part) for part in shown)
+def _blackjack(env: Any, observed: Any) -> str:
+    total, dealer, ace = (int(part) for part in observed)
     return f"hand {spell(total)} dealer {spell(dealer)} ace {'yes' if ace else 'no'}"
 
 
-def _numbers(env: Any, shown: Any) -> str:
-    parts = shown if isinstance(shown, tuple) else (shown,)
+def _numbers(env: Any, observed: Any) -> str:
+    parts = observed if isinstance(observed, tuple) else (observed,)
     return f"state {' , '.join(spell(int(part)) for part in parts)}"
 
 
@@ -71,35 +72,36 @@ GAMES: Mapping[str, Game] = {
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word that is said or understood in any of the games."""
+    """Return every word that any of the games says or understands."""
     names = (name for game in GAMES.values() for name in game.actions)
     words = "row column passenger inside destination hand dealer ace yes no state , A S F H G"
     return tuple(dict.fromkeys((*names, *words.split(), *COLOURS, "-", *"0123456789")))
 
 
 class GymnasiumEnv:
-    """`valid` means one of the game's actions. Anything else costs a turn and the game does not see it."""
+    """Plays a gymnasium game. `valid` means one of its actions; the game does not see others, which cost a turn."""
 
     deterministic = True  # the luck follows from the seed
 
     def __init__(self) -> None:
         self._env: Any = None
         self._game = Game(actions=(), describe=_numbers, won=lambda last: last > 0)
-        self._shown = Observation(messages=())
+        self._observation = Observation(messages=())
         self._turns_left = 0
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task is not one of this world, or the game cannot be made."""
+        """Start an episode; raises DataError when the task is of another environment, or the game cannot be made."""
         if not {"env", "settings", "seed", "max_turns"} <= task.data.keys():
             raise DataError(
-                f"task {task.id} is not of the gymnasium world: its data need `env`, `settings`, `seed`, `max_turns`"
+                f"task {task.id} is not of the environment gymnasium: its data need "
+                "`env`, `settings`, `seed`, `max_turns`"
             )
         self.close()
         self._env, self._game = make_game(task.data["env"], task.data["settings"])
-        shown, _ = self._env.reset(seed=int(task.data["seed"]))
+        observed, _ = self._env.reset(seed=int(task.data["seed"]))
         self._env.np_random = np.random.default_rng(seed)
         self._turns_left = int(task.data["max_turns"])
-        return self._observe(shown)
+        return self._observe(observed)
 
     def step(self, action: str) -> StepResult:
         assert self._env is not None, "reset comes before step"
@@ -108,8 +110,8 @@ class GymnasiumEnv:
         word = " ".join(action.split())
         if word not in self._game.actions:
             return self._result(reward=0.0, done=False, valid=False)
-        shown, reward, done, _, _ = self._env.step(self._game.first_action + self._game.actions.index(word))
-        self._observe(shown)
+        observed, reward, done, _, _ = self._env.step(self._game.first_action + self._game.actions.index(word))
+        self._observe(observed)
         return self._result(reward=float(reward), done=bool(done), valid=True)
 
     def _result(self, *, reward: float, done: bool, valid: bool) -> StepResult:
@@ -118,17 +120,17 @@ class GymnasiumEnv:
             self._turns_left = 0
         won = done and self._game.won(reward)
         return StepResult(
-            observation=self._shown, reward=reward, done=done, truncated=truncated, valid=valid, success=won
+            observation=self._observation, reward=reward, done=done, truncated=truncated, valid=valid, success=won
         )
 
-    def _observe(self, shown: Any) -> Observation:
-        parts = shown if isinstance(shown, tuple) else (shown,)
-        self._shown = Observation(
-            messages=(Message(role="user", content=self._game.describe(self._env, shown)),),
+    def _observe(self, observed: Any) -> Observation:
+        parts = observed if isinstance(observed, tuple) else (observed,)
+        self._observation = Observation(
+            messages=(Message(role="user", content=self._game.describe(self._env, observed)),),
             state=" ".join(str(int(part)) for part in parts),
             actions=self._game.actions,
         )
-        return self._shown
+        return self._observation
 
     def close(self) -> None:
         if self._env is not None:
@@ -137,7 +139,7 @@ class GymnasiumEnv:
 
 
 def make_game(name: str, settings: Mapping[str, Any]) -> tuple[Any, Game]:
-    """The environment without its time limit, and how it is told; raises ConfigError if it cannot be played here."""
+    """Make the game without its time limit, with its words; raises ConfigError if it cannot be played here."""
     gymnasium = require("gymnasium", "gymnasium")
     with boundary(ConfigError, f"gymnasium cannot make {name}"):
         env = gymnasium.make(name, **settings).unwrapped
@@ -145,8 +147,8 @@ def make_game(name: str, settings: Mapping[str, Any]) -> tuple[Any, Game]:
     if game is not None:
         return env, game
     spaces = gymnasium.spaces
-    shown = env.observation_space
-    parts = shown.spaces if isinstance(shown, spaces.Tuple) else (shown,)
+    space = env.observation_space
+    parts = space.spaces if isinstance(space, spaces.Tuple) else (space,)
     if not isinstance(env.action_space, spaces.Discrete) or env.action_space.n > MAX_ACTIONS:
         raise ConfigError(f"{name} has no short list of actions: take a game with discrete ones, Taxi-v4 say")
     if not all(isinstance(part, spaces.Discrete) for part in parts):
@@ -165,7 +167,7 @@ def generate_tasks(
     settings: dict[str, Any] = {},  # noqa: B006 - never changed; its type says what the option takes
     max_turns: int = 30,
 ) -> list[Task]:
-    """`size` seeds of the game `env`, made with the keyword arguments `settings`."""
+    """Draw `size` seeds of the game `env`, made with the keyword arguments `settings`."""
     game, _ = make_game(env, settings)
     game.close()
     return seed_tasks(

@@ -1,7 +1,7 @@
 """Connect to tool servers of the Model Context Protocol (MCP): a process on its standard streams, or a URL.
 
 The `mcp` package speaks the protocol, on one event loop thread for all connections. This file owns what the package
-leaves open: a deadline for every wait, the server's exit status and its last words on stderr for the error message,
+leaves open: a deadline for every wait, the server's exit status and the end of its stderr for the error message,
 and ending the server with all its children. A client may be used from several threads at once. Knows no episodes.
 """
 
@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 import httpx
 import pydantic
 
+from headrace.envs.adapters.loop_thread import LoopThread
 from headrace.envs.adapters.optional_package import require
 from headrace.errors import EpisodeError, boundary
-from headrace.rollout.worlds.adapters.loop_thread import LoopThread
 
 PIP = "'mcp>=1.24,<2'"
 START_TIMEOUT_S = 60.0  # until the tools are known
 END_GRACE_S = 2.0  # between closing stdin, which asks a server to end, and killing it
-STDERR_BYTES = 1000  # kept of the server's last words
+STDERR_BYTES = 1000  # kept of the end of the server's stderr
 MAX_LINE_BYTES = 16 * 2**20  # of one message on stdout
 MAX_TOOL_PAGES = 100
 HTTP_CONNECT_TIMEOUT_S = 30.0
@@ -50,7 +50,7 @@ class ConnectionEnded(Exception):
 
 
 class McpClient:
-    """One connection to a server. `start_server` and `connect_server` make it."""
+    """Holds one connection to a server; made by `start_server` and `connect_server`."""
 
     def __init__(self, server: str, streams: AbstractAsyncContextManager[tuple[Any, Any]], stderr: bytearray) -> None:
         self._server, self._streams = server, streams
@@ -100,7 +100,7 @@ class McpClient:
                 self.tools = await _list_tools(session)
                 self._session = session
                 ready.set_result(None)
-                await asyncio.Event().wait()  # for ever
+                await asyncio.Event().wait()  # until cancelled
 
     async def _call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
         mcp = require("mcp", PIP)
@@ -136,15 +136,15 @@ class McpClient:
     async def _close(self) -> None:
         if self._connection is None:
             return
-        for _ in range(2):  # the second time cuts short a farewell that takes too long
+        for _ in range(2):  # the second time cuts short a shutdown that takes too long
             self._connection.cancel()
             await asyncio.wait({self._connection}, timeout=3 * END_GRACE_S)
         if self._connection.done() and not self._connection.cancelled():
-            self._connection.exception()  # seen, so asyncio need not log it
+            self._connection.exception()  # retrieved, so that asyncio does not log it
 
     def _sentence(self, what: str) -> str:
-        last_words = " ".join(bytes(self._stderr).decode(errors="replace").split())
-        return f"the MCP server `{self._server}` {what}" + (f"; it said: {last_words}" if last_words else "")
+        stderr_tail = " ".join(bytes(self._stderr).decode(errors="replace").split())
+        return f"the MCP server `{self._server}` {what}" + (f"; it said: {stderr_tail}" if stderr_tail else "")
 
 
 def start_server(
@@ -262,7 +262,7 @@ async def _read_messages(process: Process, received: Any, listening: "asyncio.Ta
             continue
         await received.send(envelope(message))
     status = await _end_process(process)
-    await asyncio.wait({listening}, timeout=END_GRACE_S)  # for its last words
+    await asyncio.wait({listening}, timeout=END_GRACE_S)  # for the end of its stderr
     if status is None:
         raise ConnectionEnded("closed its stdout")
     raise ConnectionEnded(f"was ended by signal {-status}" if status < 0 else f"ended with status {status}")
@@ -282,8 +282,8 @@ async def _write_messages(process: Process, to_send: Any) -> None:
 
 async def _keep_stderr(process: Process, stderr: bytearray) -> None:
     assert process.stderr is not None
-    while piece := await process.stderr.read(4096):
-        stderr += piece
+    while chunk := await process.stderr.read(4096):
+        stderr += chunk
         del stderr[:-STDERR_BYTES]
 
 

@@ -1,10 +1,10 @@
-"""Tool servers of the Model Context Protocol (MCP) as a world: questions from a file, answered with the server's tools.
+"""Play with tool servers of the Model Context Protocol (MCP): questions from a file, answered with the server's tools.
 
 Each episode has a server process of its own, or a session of its own with the server at a URL, so what a server keeps
 belongs to one episode; `shared = true` gives all episodes of this process one server or session, which is right for a
 server that keeps nothing. A turn without a call is the answer and ends the episode. A server gives no rewards and shows
-no state, unless tools of it do so: `reward_tool` and `state_tool` are called by the world and never offered to the
-model.
+no state, unless tools of it do so: `reward_tool` and `state_tool` are called by the environment and never offered to
+the model.
 """
 
 import atexit
@@ -26,8 +26,11 @@ from headrace.types import Action, Message, Observation, StepResult, Task, ToolC
 
 
 class McpEnv:
-    """`valid` means calls of tools there are, with arguments that fit them; others cost a turn, and the server does not
-    see them. What a tool refuses or fails to do is told to the model."""
+    """Answers questions with the tools of a server.
+
+    `valid` means calls of existing tools with arguments that fit them; others cost a turn, and the server does not see
+    them. The model is told what a tool refuses or fails to do.
+    """
 
     deterministic = False  # nothing is known of what a server does
     blocking = True
@@ -44,10 +47,10 @@ class McpEnv:
         """Start the server, with HEADRACE_SEED and HEADRACE_TASK (the task's data as JSON) in its environment, or
         connect to its URL.
 
-        Raises DataError when the task is not one of this world, EpisodeError when the server cannot be started.
+        Raises DataError when the task is not one of this environment, EpisodeError when the server cannot be started.
         """
         if "mcp" not in task.data:
-            raise DataError(f"task {task.id} is not of the mcp world: its data need `mcp`")
+            raise DataError(f"task {task.id} is not of the environment mcp: its data need `mcp`")
         self.close()
         closed_count = self._closed_count
         self._settings = task.data["mcp"]
@@ -68,13 +71,13 @@ class McpEnv:
         return self._observe(())
 
     def step(self, action: str) -> StepResult:
-        """An action where there is no tool: the answer."""
+        """End the episode: where there is no tool, any action is the answer."""
         return self.call(Action(text=action, content=action))
 
     def call(self, action: Action) -> StepResult:
         assert self._turns_left > 0, "the episode is over"
         self._turns_left -= 1
-        messages, valid = self._answered(action)
+        messages, valid = self._make_calls(action)
         done = valid and not action.calls
         truncated = not done and self._turns_left == 0
         reward = self._reward(action.content) if done or truncated else None
@@ -87,35 +90,35 @@ class McpEnv:
             success=None if reward is None else done and reward >= 1.0,
         )
 
-    def _answered(self, action: Action) -> tuple[tuple[Message, ...], bool]:
-        """What comes of the calls, and whether they are well-formed; one that is not, and none of them is made."""
+    def _make_calls(self, action: Action) -> tuple[tuple[Message, ...], bool]:
+        """Make the calls; return the answers and whether all calls are well-formed. If one is not, none is made."""
         if action.problem is not None:
             return (Message(role="user", content=action.problem),), False
         problems = [self._problem(call) for call in action.calls]
         if any(problems):
             other = "not called, because another call of this turn is wrong"
-            told = zip(action.calls, problems, strict=True)
-            return tuple(tool_message(call, problem or other) for call, problem in told), False
-        return tuple(self._made(call) for call in action.calls), True
+            answers = zip(action.calls, problems, strict=True)
+            return tuple(tool_message(call, problem or other) for call, problem in answers), False
+        return tuple(self._make_call(call) for call in action.calls), True
 
     def _problem(self, call: ToolCall) -> str | None:
         return argument_problem(self._offered[call.name].schema, arguments_of(call))
 
-    def _made(self, call: ToolCall) -> Message:
-        return tool_message(call, self._ask(call.name, arguments_of(call)))
+    def _make_call(self, call: ToolCall) -> Message:
+        return tool_message(call, self._call_tool(call.name, arguments_of(call)))
 
-    def _ask(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         assert self._server is not None, "reset comes before call"
         return self._server.call(name, arguments, float(self._settings["call_timeout_s"]))
 
     def _reward(self, answer: str) -> float | None:
-        """What the server's own judge says of the episode, if there is one; it may ask for the answer."""
+        """Call the server's reward tool, with the answer if the tool takes it; return None if there is no such tool."""
         name = self._settings["reward_tool"]
         if not name:
             return None
         assert self._server is not None
         schema = next(tool.schema for tool in self._server.tools if tool.name == name)
-        text = self._ask(name, {"answer": answer} if "answer" in schema.get("properties", {}) else {})
+        text = self._call_tool(name, {"answer": answer} if "answer" in schema.get("properties", {}) else {})
         with boundary(EpisodeError, f"the reward tool {name} answered {text[:60]!r}, which is not a number"):
             return float(text)
 
@@ -123,7 +126,7 @@ class McpEnv:
         name = self._settings["state_tool"]
         return Observation(
             messages=messages,
-            state=digest_of(self._ask(name, {})) if name else None,
+            state=digest_of(self._call_tool(name, {})) if name else None,
             tools=tuple(_described(tool) for tool in self._offered.values()),
         )
 
@@ -136,7 +139,7 @@ class McpEnv:
 
 
 class SharedServers:
-    """Keep one server for each command or URL, opened when first asked for and again if it has ended."""
+    """Keeps one server for each command or URL, opened when first used and again if it has ended."""
 
     def __init__(self) -> None:
         self._servers: dict[str | tuple[str, ...], McpClient] = {}
@@ -170,13 +173,13 @@ def open_server(settings: Mapping[str, Any], env: Mapping[str, str] | None = Non
 
 
 def offered_tools(tools: Sequence[Tool], settings: Mapping[str, Any]) -> dict[str, Tool]:
-    """The tools that the model may call; raises ConfigError if one that the settings name is not there."""
-    own = [settings[key] for key in ("reward_tool", "state_tool") if settings[key]]
+    """Return the tools that the model may call; raises ConfigError if one that the settings name is missing."""
+    private = [settings[key] for key in ("reward_tool", "state_tool") if settings[key]]
     names = [tool.name for tool in tools]
-    for name in own:
+    for name in private:
         if name not in names:
             raise ConfigError(f"the MCP server has no tool {name}: it has {', '.join(names) or 'none'}")
-    return {tool.name: tool for tool in tools if tool.name not in own}
+    return {tool.name: tool for tool in tools if tool.name not in private}
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -190,7 +193,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with a call's arguments by their names and plain types; the rest is the server's to judge.
+    """Say what is wrong with a call's arguments by their names and plain types; the server checks the rest.
 
     >>> add = {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
     >>> [argument_problem(add, call) for call in ({"a": 1, "b": "x"}, {"b": 1}, {"a": True})]
@@ -203,12 +206,12 @@ def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) ->
     for name, value in arguments.items():
         if name not in properties:
             return f"there is no argument {name}: there are {', '.join(properties) or 'none'}"
-        wanted = properties[name].get("type")
-        allowed = _TYPES.get(wanted) if isinstance(wanted, str) else None
+        json_type = properties[name].get("type")
+        allowed = _TYPES.get(json_type) if isinstance(json_type, str) else None
         if allowed is not None and (
             not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)
         ):
-            return f"the argument {name} must be of type {wanted}"
+            return f"the argument {name} must be of type {json_type}"
     return None
 
 
@@ -237,15 +240,15 @@ def generate_tasks(
     """
     if not (command or url) or not tasks:
         raise ConfigError(
-            'the world mcp needs the options command (or url) and tasks: command = ["python", "server.py"], '
+            'the environment mcp needs the options command (or url) and tasks: command = ["python", "server.py"], '
             'tasks = "questions.jsonl", say'
         )
     if command and url:
-        raise ConfigError("the world mcp has both command and url: leave one of the two options out")
+        raise ConfigError("the environment mcp has both command and url: leave one of the two options out")
     if command and shutil.which(command[0]) is None:
-        raise ConfigError(f"there is no program {command[0]}: correct the option command of the world mcp")
+        raise ConfigError(f"there is no program {command[0]}: correct the option command of the environment mcp")
     if url and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"the option url of the world mcp is {url!r}: write http://HOST:PORT/mcp, say")
+        raise ConfigError(f"the option url of the environment mcp is {url!r}: write http://HOST:PORT/mcp, say")
     settings = {
         **({"url": url} if url else {"command": command}),
         "shared": shared,
@@ -257,9 +260,11 @@ def generate_tasks(
     try:
         server = open_server(settings)
     except EpisodeError as exc:
-        remedy = "correct the option url of the world mcp" if url else f"try the command {shlex.join(command)} by hand"
+        remedy = (
+            "correct the option url of the environment mcp" if url else f"try the command {shlex.join(command)} by hand"
+        )
         raise ConfigError(f"{exc}: {remedy}") from exc
     server.close()
     offered_tools(server.tools, settings)
-    known = load_tasks(DataSource(type="jsonl", path=tasks))
-    return choose_tasks("mcp", known, size, seed, split=split, settings=settings, what=tasks)
+    questions = load_tasks(DataSource(type="jsonl", path=tasks))
+    return choose_tasks("mcp", questions, size, seed, split=split, settings=settings, what=tasks)

@@ -1,9 +1,9 @@
-"""TextArena's games for one player: GuessTheNumber, FrozenLake, TowerOfHanoi, Sokoban, Mastermind and more.
+"""Play TextArena's games for one player: GuessTheNumber, FrozenLake, TowerOfHanoi, Sokoban, Mastermind and more.
 
 A task's seed decides how the game starts; the seed of `reset` decides its luck from then on, so all episodes of a
-group have the same of both. The model sees what the game says since its last action, and answers as the game asks
-("[5]"). A move the game refuses costs a turn and nothing else. The reward is the game's, at its end: 1 for a win, and
-often a part of it for a part of the way. The state is all that the game itself keeps, histories included.
+group have the same of both. The model sees what the game says since its last action, and answers in the format that
+the game wants ("[5]"). A move the game refuses costs a turn and nothing else. The reward is the game's, at its end: 1
+for a win, and often a part of it for a part of the way. The state is all that the game keeps, histories included.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from headrace.types import Message, Observation, StepResult, Task
 
 
 class TextArenaEnv:
-    """`valid` means that the game took the action."""
+    """Plays a TextArena game. `valid` means that the game accepted the action."""
 
     deterministic = True  # the luck follows from the seed
 
@@ -28,10 +28,14 @@ class TextArenaEnv:
         self._turns_left = 0
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task is not one of this world, and ConfigError when the game cannot be made."""
+        """Start an episode.
+
+        Raises DataError when the task is not one of this environment, ConfigError when the game cannot be made.
+        """
         if not {"env", "settings", "seed", "max_turns"} <= task.data.keys():
             raise DataError(
-                f"task {task.id} is not of the textarena world: its data need `env`, `settings`, `seed`, `max_turns`"
+                f"task {task.id} is not of the environment textarena: its data need "
+                "`env`, `settings`, `seed`, `max_turns`"
             )
         self._game = start_game(task.data["env"], task.data["settings"], int(task.data["seed"]))
         self._turns_left = int(task.data["max_turns"])
@@ -58,9 +62,9 @@ class TextArenaEnv:
         )
 
     def _observe(self) -> Observation:
-        """What was said since the last time, without the player's own words."""
-        _, said = self._game.get_observation()
-        lines = [text for speaker, text, kind in said if kind.name != "PLAYER_ACTION"]
+        """Collect the game's messages since the last time, without the player's own."""
+        _, messages = self._game.get_observation()
+        lines = [text for speaker, text, kind in messages if kind.name != "PLAYER_ACTION"]
         text = "\n".join(lines) or str((self._game.state.game_info.get(0) or {}).get("reason") or "")
         return Observation(messages=(Message(role="user", content=text),), state=state_key(self._game.state.game_state))
 
@@ -69,9 +73,9 @@ class TextArenaEnv:
 
 
 def start_game(name: str, settings: Mapping[str, Any], seed: int) -> Any:
-    """The game after its reset; raises ConfigError if it cannot be made, or not for one player."""
+    """Make a game and reset it; raises ConfigError if it cannot be made, or not for one player."""
     arena = require("textarena", "textarena")
-    game = name if name.endswith("-raw") else f"{name}-raw"  # without wrappers, which repeat all that was said before
+    game = name if name.endswith("-raw") else f"{name}-raw"  # without wrappers, which repeat all earlier messages
     with IsolatedGlobalRng(seed).drawing():
         with boundary(ConfigError, f"TextArena cannot make {name}"):
             env = arena.make(game, **settings)
@@ -83,7 +87,7 @@ def start_game(name: str, settings: Mapping[str, Any], seed: int) -> Any:
 
 
 def state_key(game_state: Any) -> str:
-    """A short name of all that the game keeps; equal states have equal names, in any process.
+    """Hash all that a game keeps; equal states have equal hashes, in any process.
 
     >>> state_key({"seen": {2, 1}, "at": (0, 1)}) == state_key({"at": [0, 1], "seen": {1, 2}})
     True
@@ -114,7 +118,7 @@ def generate_tasks(
     settings: dict[str, Any] = {},  # noqa: B006 - never changed; its type says what the option takes
     max_turns: int = 20,
 ) -> list[Task]:
-    """`size` seeds of the game `env`, made with the keyword arguments `settings`."""
+    """Draw `size` seeds of the game `env`, made with the keyword arguments `settings`."""
     start_game(env, settings, seed=0)
     return seed_tasks(
         "textarena", size, seed, split=split, data={"env": env, "settings": settings, "max_turns": max_turns}

@@ -1,9 +1,9 @@
-"""Text adventures that TextWorld generates: rooms, things, and a quest that is told at the start.
+"""Play text adventures that TextWorld generates: rooms, things, and a quest that is told at the start.
 
 A task's seed decides the game; the seed of `reset` plays no part. The state is the set of all facts of the game, the
 actions are the commands that are possible. Games are played by their logic, without compiling them: the text is
 written here, from the facts that the player can see. The reward is 1 when the quest is done. The game knows the next
-command of a way to the end, wherever one is; that gives demonstrations.
+command of a solution from every state that has one, which gives demonstrations.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _MAKING = threading.Lock()  # TextWorld's generator keeps global state
 
 
 class TextWorldGameEnv:
-    """`valid` means a command that is possible here. Anything else costs a turn and changes nothing."""
+    """Plays a TextWorld game. `valid` means a possible command; anything else costs a turn and changes nothing."""
 
     deterministic = True
     blocking = True  # a game takes tenths of a second to make
@@ -35,11 +35,11 @@ class TextWorldGameEnv:
         self._turns_left = 0
 
     def reset(self, task: Task, seed: int) -> Observation:
-        """Raises DataError when the task is not one of this world."""
+        """Start an episode; raises DataError when the task is not one of this environment."""
         keys = ("seed", "rooms", "objects", "quest_length")
         if not {*keys, "max_turns"} <= task.data.keys():
             raise DataError(
-                f"task {task.id} is not of the textworld world: its data need {', '.join(keys)} and max_turns"
+                f"task {task.id} is not of the environment textworld: its data need {', '.join(keys)} and max_turns"
             )
         self._play = start_game(*(int(task.data[key]) for key in keys))
         self._state = self._play.reset()
@@ -65,7 +65,7 @@ class TextWorldGameEnv:
         )
 
     def best_action(self) -> str | None:
-        """The next command of the game's own way to the end."""
+        """Return the next command of the game's own solution, or None if it has none."""
         way = self._state["policy_commands"]
         return str(way[0]) if way else None
 
@@ -85,12 +85,12 @@ class TextWorldGameEnv:
 
 
 def commands(state: Any) -> tuple[str, ...]:
-    """The commands that do something here."""
+    """Return the possible commands that change something."""
     return tuple(command for command in state["admissible_commands"] if not command.startswith(_IDLE))
 
 
 def describe(state: Any) -> str:
-    """The room, what is in it, the ways out, what is carried and what can be done."""
+    """Describe the room, what is in it, the ways out, what is carried and what can be done."""
     facts = [(fact.name, tuple(variable.name for variable in fact.arguments)) for fact in state["_facts"]]
     names = state["game"].infos
     [here] = [places[1] for name, places in facts if name == "at" and places[0] == "P"]
@@ -107,43 +107,43 @@ def describe(state: Any) -> str:
 
 
 def _visible(facts: list[tuple[str, tuple[str, ...]]], here: str) -> list[str]:
-    """Things and doors of the room, and what lies on them, or in them if they are open."""
-    seen = [places[0] for name, places in facts if name == "at" and places[1] == here and places[0] != "P"]
-    seen += [places[1] for name, places in facts if name == "link" and places[0] == here]
+    """List the things and doors of the room, and the things on them, or in them if they are open."""
+    in_room = [places[0] for name, places in facts if name == "at" and places[1] == here and places[0] != "P"]
+    in_room += [places[1] for name, places in facts if name == "link" and places[0] == here]
     opened = {places[0] for name, places in facts if name == "open"}
-    inside = [places[0] for name, places in facts if name == "in" and places[1] in seen and places[1] in opened]
-    return [*seen, *inside, *(places[0] for name, places in facts if name == "on" and places[1] in seen)]
+    inside = [places[0] for name, places in facts if name == "in" and places[1] in in_room and places[1] in opened]
+    return [*in_room, *inside, *(places[0] for name, places in facts if name == "on" and places[1] in in_room)]
 
 
 def _listing(facts: list[tuple[str, tuple[str, ...]]], names: Any, things: Iterable[str]) -> str:
-    def told(thing: str) -> str:
+    def describe_thing(thing: str) -> str:
         marks = [name for name, places in facts if places == (thing,) and name in ("open", "closed", "locked")]
         lies = [(name, p[1]) for name, p in facts if name in ("in", "on") and p[0] == thing and p[1] != "I"]
         return " ".join([*marks, names[thing].name, *(f"{where} the {names[place].name}" for where, place in lies)])
 
-    return ", ".join(sorted(told(thing) for thing in things)) or "nothing"
+    return ", ".join(sorted(describe_thing(thing) for thing in things)) or "nothing"
 
 
 # --- games and tasks -------------------------------------------------------------------------------------------------
 
 
 def start_game(seed: int, rooms: int, objects: int, quest_length: int) -> Any:
-    """The game of a seed, to be reset and played; raises ConfigError when TextWorld cannot make it."""
+    """Make the game of a seed, to be reset and played; raises ConfigError when TextWorld cannot make it."""
     with _MAKING:
-        return _made_game(seed, rooms, objects, quest_length).copy()
+        return _make_game(seed, rooms, objects, quest_length).copy()
 
 
 @lru_cache(maxsize=64)
-def _made_game(seed: int, rooms: int, objects: int, quest_length: int) -> Any:
+def _make_game(seed: int, rooms: int, objects: int, quest_length: int) -> Any:
     textworld = require("textworld", "textworld")
     options = textworld.GameOptions()
     options.nb_rooms, options.nb_objects, options.quest_length, options.seeds = rooms, objects, quest_length, seed
-    wanted = textworld.EnvInfos(policy_commands=True, admissible_commands=True)
-    told = f"TextWorld cannot make a game of {rooms} rooms, {objects} objects and {quest_length} commands"
-    with boundary(ConfigError, told), tempfile.TemporaryDirectory() as folder:
+    infos = textworld.EnvInfos(policy_commands=True, admissible_commands=True)
+    problem = f"TextWorld cannot make a game of {rooms} rooms, {objects} objects and {quest_length} commands"
+    with boundary(ConfigError, problem), tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "game.json"
         textworld.generator.make_game(options).save(str(file))
-        play = textworld.start(str(file), wanted)
+        play = textworld.start(str(file), infos)
         play.reset()
         return play
 
@@ -158,7 +158,7 @@ def generate_tasks(
     quest_length: int = 3,
     max_turns: int = 12,
 ) -> list[Task]:
-    """`size` seeds of games with so many rooms and objects, whose quest takes `quest_length` commands."""
+    """Draw `size` seeds of games with so many rooms and objects, whose quest takes `quest_length` commands."""
     if min(rooms, objects, quest_length) < 1 or max_turns < quest_length:
         raise ConfigError("rooms, objects and quest_length must be at least 1, and max_turns at least quest_length")
     start_game(0, rooms, objects, quest_length)

@@ -89,7 +89,7 @@ def test_a_package_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_task_of_another_world_is_refused(name: str) -> None:
-    with pytest.raises(DataError, match=f"not of the {name} world"):
+    with pytest.raises(DataError, match=f"not of the environment {name}"):
         ENVIRONMENTS[name].make_env().reset(Task(id="x"), seed=0)
 
 

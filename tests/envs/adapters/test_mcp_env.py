@@ -486,7 +486,10 @@ def test_questions_are_split_and_ordered_by_their_seed() -> None:
     [
         ({}, r"needs the options command \(or url\) and tasks"),
         (quick(url="http://127.0.0.1:1/mcp"), "has both command and url: leave one of the two options out"),
-        (quick(command=[], url="127.0.0.1/mcp"), "the option url of the world mcp is '127.0.0.1/mcp': write http://"),
+        (
+            quick(command=[], url="127.0.0.1/mcp"),
+            "the option url of the environment mcp is '127.0.0.1/mcp': write http://",
+        ),
         (
             quick(command=[], url="http://127.0.0.1:1/mcp"),
             r"the MCP server `http://127.0.0.1:1/mcp` failed with ConnectError: .* starting up: correct the option url",

@@ -201,7 +201,7 @@ def test_a_service_that_does_not_answer_is_said_before_the_run(file: Path, monke
 def test_what_the_service_refuses_is_said_before_the_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(file, BackendError, "rank", "model.lora.rank=1000")
     refused(file, ConfigError, "'sft.max_tokens' is 100, but the model's context is 64", "sft.max_tokens=100")
-    refused(file, ConfigError, "does not know all words of the world 'key_door'", "sft.sources.0.name=key_door")
+    refused(file, ConfigError, "does not know all words of the environment 'key_door'", "sft.sources.0.name=key_door")
     save_tiny(Path("other"), words=("a", "b"), width=32, layers=1, heads=2, kv_heads=1, context=64, seed=0)
     refused(file, ConfigError, "is not that of the model at", "model.path=other")
     monkeypatch.setenv("TINKER_API_KEY", "tml-of-nobody")

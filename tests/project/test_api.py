@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,8 +15,7 @@ import headrace
 from headrace.errors import ConfigError
 from headrace.reward.reward_runner import InProcessRewardRunner
 from headrace.reward.terms import Term, as_term, exact_match
-
-ROOT = Path(__file__).parent.parent
+from support.paths import ROOT
 
 
 def generator() -> ModuleType:

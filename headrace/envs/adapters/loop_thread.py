@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Own one event loop, started when it is first used; its thread does not keep the process alive."""
+    """Owns one event loop, started when it is first used; its thread does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -18,6 +18,7 @@ class LoopThread:
         self._starting = threading.Lock()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Start `work` on the loop and return its future."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -25,5 +26,5 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for as long as `work` takes."""
+        """Run `work` on the loop and wait for it, for as long as it takes."""
         return self.submit(work).result()

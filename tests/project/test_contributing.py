@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from support.paths import ROOT
+
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 TESTS = re.compile(r"^\.venv/bin/pytest ([^-\n]+?)(?: -k (?:\"([^\"]+)\"|(\S+)))?$", re.MULTILINE)
