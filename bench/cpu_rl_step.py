@@ -102,7 +102,7 @@ class Ours:
         lm = prepare(model, tokenizer, source="bench")
         self.worker = ComputeThread(threads=threads)
         self.backend = TorchBackend(lm, worker=self.worker)
-        self.engine = EmbeddedEngine(lm, max_rows=PROMPTS * SAMPLES, worker=self.worker)
+        self.engine = EmbeddedEngine(lm, max_num_seqs=PROMPTS * SAMPLES, worker=self.worker)
         tasks = [Task(id=str(i), messages=(Message(role="user", content=text),)) for i, text in enumerate(prompts(64))]
         self.source = TaskSource(tasks, seed=0)
         self.updater = Updater(backend=self.backend, adam=lambda _: Adam(learning_rate=LEARNING_RATE), max_skips=1)

@@ -203,7 +203,7 @@ async def _train_rl(seed: int, method: str, start: Weights, budget: Budget) -> T
     began_s = time.monotonic()
     c, lm = DEMO["rl"], demo_model(start, seed=seed)
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
-    engine = EmbeddedEngine(lm, max_rows=DEMO["engine"]["max_num_seqs"])
+    engine = EmbeddedEngine(lm, max_num_seqs=DEMO["engine"]["max_num_seqs"])
     publisher = Publisher([engine])
     player = demo_player(lm, engine, group_size=budget.group_size, run_seed=seed)
     before = await held_out_success(player, budget)

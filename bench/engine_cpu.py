@@ -91,7 +91,7 @@ def main() -> None:
         "equal": [MEAN] * REQUESTS,
         "geometric": np.minimum(rng.geometric(1 / MEAN, REQUESTS), LONGEST).tolist(),
     }
-    engine = EmbeddedEngine(prepare(make_model("eager"), None, source="bench"), max_rows=ROWS)
+    engine = EmbeddedEngine(prepare(make_model("eager"), None, source="bench"), max_num_seqs=ROWS)
     model = make_model("sdpa")
     ours(engine, prompts[:ROWS], [4] * ROWS)
     plain(model, prompts[:ROWS], [4] * ROWS)

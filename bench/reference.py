@@ -63,7 +63,7 @@ def save_random(folder: str, width: int) -> None:
 
 
 def own_texts(lm: LanguageModel, count: int, tokens: int) -> list[Datum]:
-    engine = EmbeddedEngine(lm, max_rows=8, kv_tokens=16 * (tokens + 64))
+    engine = EmbeddedEngine(lm, max_num_seqs=8, kv_tokens=16 * (tokens + 64))
     rng = np.random.default_rng(0)
     prompts = [int_array(rng.integers(0, lm.vocabulary, 4)) for _ in range(count)]
 

@@ -210,7 +210,7 @@ def _wire_verbs(server: Server, data: Sequence[Datum]) -> Verbs:
 def _host_verbs(server: Server, data: Sequence[Datum]) -> Verbs:
     lm = load_model(str(server.folder / "data" / "tiny"))
     fuse_cuda_layers(lm)
-    host = AdapterHost(lm, max_rows=32, kv_tokens=32 * 512)
+    host = AdapterHost(lm, max_num_seqs=32, kv_tokens=32 * 512)
     host.create("m", AdapterSpec(rank=RANK, seed=0)).result()
     host.snapshot("m", "s").result()
     params = SamplingParams(max_tokens=1, seed=1, stop_tokens=())
@@ -435,7 +435,7 @@ class Wire:
 def tenants(repeats: int) -> dict[str, float]:
     lm = tenants_sampling.make(argparse.Namespace(model=None, width=256, layers=6, vocabulary=8192))
     rows = tenants_sampling.ROWS
-    host = AdapterHost(lm, max_rows=rows, kv_tokens=2 * rows * 128)
+    host = AdapterHost(lm, max_num_seqs=rows, kv_tokens=2 * rows * 128)
     found = tenants_sampling.compare(host, "equal", tenants_sampling.EQUAL, lm.vocabulary, repeats)
     host.close()
     return {f"tenants_{name}": value for name, value in found.items()}

@@ -115,7 +115,7 @@ async def _train_rl(seed: int, eta: int, variant: str, start: Weights, budget: B
     c, lm = DEMO["rl"], demo_model(start, seed=seed)
     backend = TorchBackend(lm, micro_batch_tokens=c["micro_batch_tokens"])
     sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source)  # keeps its version until a publish
-    engine = EmbeddedEngine(sampled, source=lm, max_rows=DEMO["engine"]["max_num_seqs"])
+    engine = EmbeddedEngine(sampled, source=lm, max_num_seqs=DEMO["engine"]["max_num_seqs"])
     player = demo_player(lm, engine, group_size=budget.group_size, run_seed=seed)
     behaviour = VARIANTS[variant]
     executor = build_executor(

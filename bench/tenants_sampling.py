@@ -137,7 +137,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     lm = make(options)
-    host = AdapterHost(lm, max_rows=ROWS, kv_tokens=2 * ROWS * 128)
+    host = AdapterHost(lm, max_num_seqs=ROWS, kv_tokens=2 * ROWS * 128)
     host.open_sampler("base", None).result()
     base = median([measure(host, ["base"], lm.vocabulary, run) for run in range(options.repeats + 1)])
     cases = {

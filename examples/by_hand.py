@@ -69,7 +69,7 @@ async def train_reinforced(
     lm: hr.LanguageModel, rows: list[dict[str, str]], *, reward: str, steps: int, learning_rate: float
 ) -> list[float]:
     """Reinforce what the reward likes, print a line per step, and return the loss of every step."""
-    engine = hr.EmbeddedEngine(lm, max_rows=128)  # samples with the very tensors that are trained
+    engine = hr.EmbeddedEngine(lm, max_num_seqs=128)  # samples with the very tensors that are trained
     backend = hr.TorchBackend(lm)  # a new optimiser state on the same weights
     publisher = hr.Publisher([engine])
     tasks = hr.TaskSource(hr.tasks_from_rows(rows))

@@ -56,7 +56,9 @@ async def main(sizes: Sizes) -> dict[str, float]:
     lm, renderer = made_model()
     backend = TorchBackend(lm)
     imitate(backend, renderer, steps=sizes.sft_steps)
-    engine = EmbeddedEngine(lm, max_rows=sizes.groups * sizes.group_size)  # samples with the tensors that are trained
+    engine = EmbeddedEngine(
+        lm, max_num_seqs=sizes.groups * sizes.group_size
+    )  # samples with the tensors that are trained
     publisher = Publisher([engine])
     term = sandboxed_term(UserRewardSpec(name="turns", spec=REWARD), SandboxSettings(), fork_groups=True)
     player = GroupPlayer(

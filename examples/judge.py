@@ -27,7 +27,7 @@ async def main(path: str) -> tuple[ScoredEpisode | FailedEpisode, ...]:
     """Judge three answers to one question, each in a request of its own; prints and returns what came of it."""
     lm = load_model(path)
     renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
-    engine = EmbeddedEngine(lm, max_rows=JUDGE.at_once)
+    engine = EmbeddedEngine(lm, max_num_seqs=JUDGE.at_once)
     ask = ask_sampler(engine, renderer, SamplingParams(max_tokens=64, temperature=0.3))
     runner = GroupRewardRunner([judge_term("judge", ask, JUDGE)])
     try:

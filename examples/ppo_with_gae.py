@@ -43,7 +43,7 @@ def own_service() -> Iterator[str]:
     model = make_model(vocab_size=len(tokenizer), width=32, layers=1, heads=2, kv_heads=1, context=32, seed=0)
     lm = prepare(model, tokenizer, source="made on the spot")
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        host = stack.enter_context(contextlib.closing(AdapterHost(lm, max_rows=32, kv_tokens=1024)))
+        host = stack.enter_context(contextlib.closing(AdapterHost(lm, max_num_seqs=32, kv_tokens=1024)))
         journal = stack.enter_context(contextlib.closing(Journal(str(Path(name) / "journal.sqlite"))))
         card = ModelCard(name="tiny", context=lm.context, vocabulary=lm.vocabulary)
         yield stack.enter_context(serving(make_app(Service(host, card, journal, Path(name)), Access([]))))

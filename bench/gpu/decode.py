@@ -97,8 +97,8 @@ def ours(prompts: np.ndarray, lengths: np.ndarray, rows: int, repeats: int) -> t
     longest = PROMPT + int(lengths.max())
     kv_tokens = rows * -(-(longest + 1) // 64) * 64
     began = time.perf_counter()
-    decoder = graph_decoder(lm, max_rows=rows, kv_tokens=kv_tokens, graphs=True)
-    engine = EmbeddedEngine(lm, max_rows=rows, kv_tokens=kv_tokens, decoder=decoder)
+    decoder = graph_decoder(lm, max_num_seqs=rows, kv_tokens=kv_tokens, graphs=True)
+    engine = EmbeddedEngine(lm, max_num_seqs=rows, kv_tokens=kv_tokens, decoder=decoder)
     completions = sample(engine, prompts, np.minimum(lengths, 20), 0)
     sample(engine, prompts, lengths, 0)
     print(f"ours: ready after {time.perf_counter() - began:.1f} s, two warm-up runs included", flush=True)

@@ -150,10 +150,10 @@ class Ours:
         room = rows * -(-(PROMPT_TOKENS + COMPLETION_TOKENS + 1) // 64) * 64
         self.make_engine = lambda: EmbeddedEngine(
             lm,
-            max_rows=rows,
+            max_num_seqs=rows,
             kv_tokens=room,
             worker=self.worker,
-            decoder=graph_decoder(lm, max_rows=rows, kv_tokens=room, graphs=True),
+            decoder=graph_decoder(lm, max_num_seqs=rows, kv_tokens=room, graphs=True),
         )
         self.lm = lm
 

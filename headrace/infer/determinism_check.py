@@ -99,7 +99,7 @@ def _adapters(lm: LanguageModel, table: AdapterTable) -> list[int]:
 
 @contextmanager
 def _engine(lm: LanguageModel, table: AdapterTable, *, kv_tokens: int | None = None) -> Iterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(lm, max_rows=ROWS, kv_tokens=kv_tokens, piece_tokens=32, adapters=table)
+    engine = EmbeddedEngine(lm, max_num_seqs=ROWS, kv_tokens=kv_tokens, prefill_chunk_tokens=32, adapters=table)
     try:
         yield engine
     finally:

@@ -41,7 +41,7 @@ CLOSED = "the engine is closed"
 
 
 class EmbeddedEngine:
-    """Sample up to `max_rows` sequences at once, with `kv_tokens` cached positions in all; further requests queue.
+    """Sample up to `max_num_seqs` sequences at once, with `kv_tokens` cached positions in all; further requests queue.
 
     `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
     `worker`: the trainer's compute thread when `lm` is its own model; None starts a thread of the engine's own.
@@ -55,9 +55,9 @@ class EmbeddedEngine:
         self,
         lm: LanguageModel,
         *,
-        max_rows: int = 32,
+        max_num_seqs: int = 32,
         kv_tokens: int | None = None,
-        piece_tokens: int = 128,
+        prefill_chunk_tokens: int = 128,
         prefill_tokens: int = 512,
         source: LanguageModel | None = None,
         worker: ComputeThread | None = None,
@@ -65,10 +65,10 @@ class EmbeddedEngine:
         hold_in_flight: bool = False,
         adapters: AdapterTable | None = None,
     ) -> None:
-        assert piece_tokens > 0
+        assert prefill_chunk_tokens > 0
         self.lm = lm
         self.holds_in_flight = hold_in_flight
-        self._limits = slot_limits(max_rows, kv_tokens, lm.context)
+        self._limits = slot_limits(max_num_seqs, kv_tokens, lm.context)
         self._runner = ModelRunner(lm, source=source, adapters=adapters)
         self._returns_hidden = decoder is None  # so that log-probs of prompt tokens can be read off
         kv = SlotCache(
@@ -88,8 +88,10 @@ class EmbeddedEngine:
             self._inbox,
             self._replies,
             decoder=decoder,
-            chunk_tokens=piece_tokens if decoder is None else decoder.prompt_tokens,  # a decoder reads a prompt whole
-            prefill_tokens=max(prefill_tokens, piece_tokens) if decoder is None else decoder.prompt_tokens,
+            chunk_tokens=prefill_chunk_tokens
+            if decoder is None
+            else decoder.prompt_tokens,  # a decoder reads a prompt whole
+            prefill_tokens=max(prefill_tokens, prefill_chunk_tokens) if decoder is None else decoder.prompt_tokens,
         )
         self._arrivals = itertools.count()
         self._failure: str | None = None

@@ -20,7 +20,7 @@ FIRST_SLOT_TOKENS = 128
 class SlotLimits:
     """Sizes of slots under a KV budget. Slots come in multiples of ALIGN, their lengths in multiples of ROUND."""
 
-    max_rows: int  # most slots, a multiple of ALIGN
+    max_num_seqs: int  # most slots, a multiple of ALIGN
     kv_tokens: int  # cached positions in all slots together
     context: int  # of the model
 
@@ -36,27 +36,27 @@ class SlotLimits:
 
     @property
     def even_slot(self) -> int:
-        """Positions of a slot when `max_rows` of them share the whole budget from the start."""
-        return max(self.first_slot, min(self.longest_slot, self.kv_tokens // self.max_rows // ROUND * ROUND))
+        """Positions of a slot when `max_num_seqs` of them share the whole budget from the start."""
+        return max(self.first_slot, min(self.longest_slot, self.kv_tokens // self.max_num_seqs // ROUND * ROUND))
 
     def rows_for(self, tokens: int) -> int:
         """Number of slots of `tokens` positions that the budget allows."""
-        return min(self.max_rows, self.kv_tokens // tokens // ALIGN * ALIGN)
+        return min(self.max_num_seqs, self.kv_tokens // tokens // ALIGN * ALIGN)
 
 
-def slot_limits(max_rows: int, kv_tokens: int | None, context: int) -> SlotLimits:
+def slot_limits(max_num_seqs: int, kv_tokens: int | None, context: int) -> SlotLimits:
     """Round the limits up; without `kv_tokens`, every slot may hold a whole context. Raises SamplerError."""
-    assert max_rows > 0
-    rows = -(-max_rows // ALIGN) * ALIGN
+    assert max_num_seqs > 0
+    rows = -(-max_num_seqs // ALIGN) * ALIGN
     kv_tokens = kv_tokens or rows * _round_up(context + 1)
     if kv_tokens < ALIGN * ROUND:
         raise SamplerError(f"engine.kv_tokens must be at least {ALIGN * ROUND}, not {kv_tokens}")
     return SlotLimits(rows, kv_tokens, context)
 
 
-def default_kv_tokens(max_rows: int, longest: int) -> int:
-    """Return the budget of twice `max_rows` sequences of `longest` tokens, because slots grow by doubling."""
-    return max(2 * max_rows * longest, min_kv_tokens(longest))
+def default_kv_tokens(max_num_seqs: int, longest: int) -> int:
+    """Return the budget of twice `max_num_seqs` sequences of `longest` tokens, because slots grow by doubling."""
+    return max(2 * max_num_seqs * longest, min_kv_tokens(longest))
 
 
 class SlotCache:
@@ -101,7 +101,7 @@ class SlotCache:
         tokens = slots.tokens
         while tokens < needed:
             tokens = min(tokens * 2, self._limits.longest_slot)
-        if tokens == slots.tokens and slots.rows < self._limits.max_rows and slots.waiting:
+        if tokens == slots.tokens and slots.rows < self._limits.max_num_seqs and slots.waiting:
             longest = max(len(sequence.tokens) + 1 for sequence in [*active, *first])
             while tokens // 2 >= max(longest + ROUND, FIRST_SLOT_TOKENS):
                 tokens //= 2

@@ -272,9 +272,9 @@ class KvBudget:
     least: int  # in any case
 
 
-def default_kv_room(max_rows: int, longest: int) -> KvBudget:
-    """Budget twice `max_rows` sequences of the longest length, because slots grow by doubling; at least eight slots."""
-    tokens = 2 * max_rows * longest
+def default_kv_room(max_num_seqs: int, longest: int) -> KvBudget:
+    """Budget twice `max_num_seqs` sequences of the longest length, because slots grow by doubling; at least eight slots."""
+    tokens = 2 * max_num_seqs * longest
     if not tokens:
         return KvBudget(wanted=0, least=0)
     least = KV_SLOTS * -(-(longest + 1) // KV_ROUND) * KV_ROUND

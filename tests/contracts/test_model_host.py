@@ -32,7 +32,7 @@ SPEC, STEP = AdapterSpec(rank=4), Adam(learning_rate=0.01)
 
 def tiny_adapters() -> AdapterHost:
     model = make_model(vocab_size=16, width=32, layers=1, heads=4, kv_heads=2, context=64, seed=0)
-    return AdapterHost(prepare(model, make_tokenizer(()), source="tiny"), max_rows=8, kv_tokens=1024)
+    return AdapterHost(prepare(model, make_tokenizer(()), source="tiny"), max_num_seqs=8, kv_tokens=1024)
 
 
 @pytest.fixture(params=[FakeHost, tiny_adapters], ids=["fake", "adapters"])

@@ -77,7 +77,7 @@ def test_training_on_cuda_follows_the_cpu() -> None:
 @pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
 def test_sampled_log_probs_agree_with_the_trainer(dtype: torch.dtype, mean: float) -> None:
     lm = model_on("cuda", dtype)
-    engine = EmbeddedEngine(lm, max_rows=32)
+    engine = EmbeddedEngine(lm, max_num_seqs=32)
     rng = np.random.default_rng(0)
     requests = [
         SampleRequest(

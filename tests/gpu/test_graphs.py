@@ -62,11 +62,11 @@ def model_of(kind: str = "qwen2", dtype: torch.dtype = torch.float32, *, spread:
 
 @contextmanager
 def opened(
-    lm: LanguageModel, *, graphs: bool, max_rows: int = 32, kv_tokens: int = KV_TOKENS, **options: Any
+    lm: LanguageModel, *, graphs: bool, max_num_seqs: int = 32, kv_tokens: int = KV_TOKENS, **options: Any
 ) -> Iterator[EmbeddedEngine]:
-    decoder = graph_decoder(lm, max_rows=max_rows, kv_tokens=kv_tokens, graphs=graphs, **options)
+    decoder = graph_decoder(lm, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens, graphs=graphs, **options)
     assert (decoder is not None) == graphs
-    engine = EmbeddedEngine(lm, max_rows=max_rows, kv_tokens=kv_tokens, decoder=decoder)
+    engine = EmbeddedEngine(lm, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens, decoder=decoder)
     try:
         yield engine
     finally:
@@ -151,7 +151,7 @@ def unexplained(
 
 def test_a_visit_behind_a_visit_goes_on_and_what_is_shared_is_read_in_the_donors_slot() -> None:
     lm = model_of(dtype=torch.bfloat16)
-    decoder = graph_decoder(lm, max_rows=8, kv_tokens=8 * 256, graphs=True)
+    decoder = graph_decoder(lm, max_num_seqs=8, kv_tokens=8 * 256, graphs=True)
     assert decoder is not None
     cache = decoder.cache(8, 256)
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, 151).tolist()
@@ -200,7 +200,7 @@ def distance_to_float32(lm: LanguageModel, requests: Sequence[SampleRequest], go
     whole = [int_array(np.concatenate([r.prompt, c.tokens])) for r, c in zip(requests, got, strict=True)]
     scored = []
     for model in (lm, exact):
-        engine = EmbeddedEngine(model, max_rows=8)
+        engine = EmbeddedEngine(model, max_num_seqs=8)
         scored.append(asyncio.run(engine.score(whole)))
         engine.close()
     pairs = zip(*scored, requests, strict=True)
@@ -228,7 +228,7 @@ def test_in_bfloat16_the_log_probs_are_those_of_the_trainer(kind: str, spread: f
 @pytest.mark.parametrize("rows", [64, 256])  # attention has other programs than with few rows; those of 64 are split
 def test_many_rows_have_the_log_probs_of_the_trainer_too(rows: int) -> None:
     lm, requests = model_of(dtype=torch.bfloat16), requests_of(rows, temperature=1.0)
-    with opened(lm, graphs=True, max_rows=rows, kv_tokens=rows * 128) as engine:
+    with opened(lm, graphs=True, max_num_seqs=rows, kv_tokens=rows * 128) as engine:
         assert mean_difference(engine, requests, sample_all(engine, requests)) < 0.01
 
 
@@ -270,7 +270,7 @@ def test_preempted_sequences_go_on() -> None:
         )
         for seed in range(20)
     ]
-    with opened(lm, graphs=True, max_rows=16, kv_tokens=2048) as engine:
+    with opened(lm, graphs=True, max_num_seqs=16, kv_tokens=2048) as engine:
         tight = sample_all(engine, requests)
         assert engine.counters.preempted >= 8
         assert engine.counters.decoded == 20 * 60
@@ -284,8 +284,8 @@ def test_graphs_survive_a_weight_update_in_flight() -> None:
     lm = model_of(dtype=torch.bfloat16, spread=0.02)
     source = prepare(copy.deepcopy(lm.model), None, source="test")
     requests = requests_of(24, tokens=200, temperature=1.0)
-    decoder = graph_decoder(lm, max_rows=32, kv_tokens=KV_TOKENS, graphs=True)
-    engine = EmbeddedEngine(lm, max_rows=32, kv_tokens=KV_TOKENS, source=source, decoder=decoder)
+    decoder = graph_decoder(lm, max_num_seqs=32, kv_tokens=KV_TOKENS, graphs=True)
+    engine = EmbeddedEngine(lm, max_num_seqs=32, kv_tokens=KV_TOKENS, source=source, decoder=decoder)
 
     async def run() -> list[Completion]:
         calls = [asyncio.ensure_future(engine.sample(request)) for request in requests]
@@ -387,5 +387,5 @@ def test_what_cannot_be_graphed_is_said() -> None:
     lm = model_of()
     lm.model.config.model_type = "olmo2"
     with pytest.raises(SamplerError, match="olmo2"):
-        graph_decoder(lm, max_rows=8, kv_tokens=4096, graphs=True)
-    assert graph_decoder(lm, max_rows=8, kv_tokens=4096) is None
+        graph_decoder(lm, max_num_seqs=8, kv_tokens=4096, graphs=True)
+    assert graph_decoder(lm, max_num_seqs=8, kv_tokens=4096) is None

@@ -79,7 +79,7 @@ async def train_meanwhile(engine: EmbeddedEngine, backend: TorchBackend) -> list
 
 def scores_by(lm: LanguageModel, weights: Weights, sequences: list[np.ndarray]) -> tuple[FloatArray, ...]:
     lm.model.load_state_dict(weights)
-    engine = EmbeddedEngine(lm, max_rows=8)
+    engine = EmbeddedEngine(lm, max_num_seqs=8)
     try:
         return asyncio.run(engine.score([int_array(sequence) for sequence in sequences]))
     finally:
@@ -90,8 +90,8 @@ def test_sampling_goes_on_beside_training_and_every_token_has_the_version_that_s
     trained = model()
     own = prepare(copy.deepcopy(trained.model), None, source="test")
     kv_tokens = 32 * 512
-    decoder = graph_decoder(own, max_rows=32, kv_tokens=kv_tokens, graphs=True)
-    engine = EmbeddedEngine(own, max_rows=32, kv_tokens=kv_tokens, source=trained, decoder=decoder)
+    decoder = graph_decoder(own, max_num_seqs=32, kv_tokens=kv_tokens, graphs=True)
+    engine = EmbeddedEngine(own, max_num_seqs=32, kv_tokens=kv_tokens, source=trained, decoder=decoder)
     backend = TorchBackend(trained, micro_batch_tokens=1200)
     rng = np.random.default_rng(0)
     requests = [

@@ -350,7 +350,7 @@ def test_no_room_says_what_to_lower() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_sampled_log_probs_are_the_trainers(fused: bool) -> None:
     lm = model_on("cuda", torch.bfloat16, fused=fused)
-    engine = EmbeddedEngine(lm, max_rows=16)
+    engine = EmbeddedEngine(lm, max_num_seqs=16)
     backend = TorchBackend(lm)
     rng = np.random.default_rng(0)
     prompts = [int_array(rng.integers(0, VOCABULARY, 20)) for _ in range(24)]

@@ -43,7 +43,7 @@ OWN = SharedWeights(fingerprint=fingerprint(LM.model.named_parameters()))
 
 @pytest.fixture
 def engine() -> Iterator[EmbeddedEngine]:
-    with opened(LM, max_rows=8) as engine:
+    with opened(LM, max_num_seqs=8) as engine:
         yield engine
 
 
@@ -96,15 +96,15 @@ async def play(engine: EmbeddedEngine, arrivals: list[Arrival]) -> list[Completi
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     arrivals=workloads(),
-    max_rows=st.sampled_from([1, 8, 16, 32]),
+    max_num_seqs=st.sampled_from([1, 8, 16, 32]),
     kv_tokens=st.sampled_from([2048, 2560, 4096, None]),
-    piece_tokens=st.sampled_from([1, 5, 16, 128]),
+    prefill_chunk_tokens=st.sampled_from([1, 5, 16, 128]),
     prefill_tokens=st.sampled_from([16, 512]),
 )
 def test_a_request_has_the_bits_it_has_alone(
-    arrivals: list[Arrival], max_rows: int, kv_tokens: int | None, piece_tokens: int, prefill_tokens: int
+    arrivals: list[Arrival], max_num_seqs: int, kv_tokens: int | None, prefill_chunk_tokens: int, prefill_tokens: int
 ) -> None:
-    options = {"max_rows": max_rows, "kv_tokens": kv_tokens, "piece_tokens": piece_tokens}
+    options = {"max_num_seqs": max_num_seqs, "kv_tokens": kv_tokens, "prefill_chunk_tokens": prefill_chunk_tokens}
     with opened(LM, **options, prefill_tokens=prefill_tokens) as engine:
         together = asyncio.run(play(engine, arrivals))
     for (request, _), completion in zip(arrivals, together, strict=True):
@@ -116,7 +116,7 @@ def test_other_shapes_of_heads_keep_their_bits(width: int, heads: int, kv_heads:
     model = make_model(vocab_size=1000, width=width, layers=2, heads=heads, kv_heads=kv_heads, context=CONTEXT, seed=1)
     lm = prepare(model, None, source="tests")
     requests = [request_of(prompt_of(3 + 9 * seed, seed % 5), 20, seed=seed) for seed in range(20)]
-    with opened(lm, max_rows=16, kv_tokens=4096, piece_tokens=32) as engine:
+    with opened(lm, max_num_seqs=16, kv_tokens=4096, prefill_chunk_tokens=32) as engine:
         together = sample_all(engine, requests)
     for index in (0, 7, 19):
         assert bits(together[index]) == bits(alone(lm, requests[index]))
@@ -130,7 +130,7 @@ def test_two_threads_of_arithmetic_keep_the_bits_of_a_crowd() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with opened(LM, max_rows=16) as engine:
+        with opened(LM, max_num_seqs=16) as engine:
             together = sample_all(engine, requests)
         assert [bits(together[index]) for index in (0, 11)] == [bits(alone(LM, requests[index])) for index in (0, 11)]
     finally:
@@ -141,7 +141,7 @@ def test_two_threads_of_arithmetic_keep_the_bits_of_a_crowd() -> None:
 def test_preempted_sequences_go_on_and_keep_their_bits() -> None:
     # 16 slots of 128 tokens fit; at 120 + 60 tokens slots must have 256, of which 8 fit: 8 of 16 are preempted
     requests = [request_of(prompt_of(100, seed), 60, seed=seed) for seed in range(20)]
-    with opened(LM, max_rows=16, kv_tokens=2048) as engine:
+    with opened(LM, max_num_seqs=16, kv_tokens=2048) as engine:
         together = sample_all(engine, requests)
         assert engine.counters.preempted >= 8
         assert engine.counters.decoded == 20 * 60
@@ -154,7 +154,7 @@ def test_slots_become_short_again_and_what_they_hold_stays_right() -> None:
     # begins like the long sequence finds at most 127 of its tokens, the last position being everybody's scratch.
     long = request_of(prompt_of(100), 90, seed=1)
     short = [request_of(prompt_of(6, 50 + seed), 40, seed=seed) for seed in range(3)]
-    with opened(LM, max_rows=16, kv_tokens=2048) as engine:
+    with opened(LM, max_num_seqs=16, kv_tokens=2048) as engine:
         [first] = sample_all(engine, [long])
         sample_all(engine, short)
         again = request_of([*long.prompt.tolist(), *first.tokens.tolist()], 8, seed=3)
@@ -201,7 +201,7 @@ def test_the_prompt_of_a_group_is_prefilled_once(engine: EmbeddedEngine) -> None
 
 async def test_groups_that_arrive_together_are_prefilled_together() -> None:
     groups = [request_of(prompt_of(40, seed // 4), 5, seed=seed) for seed in range(16)]
-    with opened(LM, max_rows=16) as engine:
+    with opened(LM, max_num_seqs=16) as engine:
         await engine.pause(interrupt=True)  # or it would begin with those that are there first
         calls = [asyncio.create_task(engine.sample(request)) for request in groups]
         await asyncio.sleep(0)
@@ -231,7 +231,7 @@ def test_a_later_turn_reuses_what_its_slot_holds(engine: EmbeddedEngine) -> None
 @on_both_weights
 def test_nothing_from_before_a_load_is_used(tmp_path: Path) -> None:
     lm, request = small_model(seed=3), request_of(prompt_of(50), 20, seed=1)
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         [before] = sample_all(engine, [request])
         twice_as_sharp(lm)
         printed = asyncio.run(engine.load(SharedWeights(fingerprint=""), 1))
@@ -245,7 +245,7 @@ def test_nothing_from_before_a_load_is_used(tmp_path: Path) -> None:
 @on_both_weights
 def test_a_copy_of_the_model_takes_the_source_s_weights_on_load_only() -> None:
     source, copy, request = small_model(seed=3), small_model(seed=3), request_of(prompt_of(50), 20, seed=1)
-    with opened(copy, max_rows=8, source=source) as engine:
+    with opened(copy, max_num_seqs=8, source=source) as engine:
         [before] = sample_all(engine, [request])
         twice_as_sharp(source)
         assert bits(sample_all(engine, [request])[0]) == bits(before)
@@ -262,7 +262,7 @@ def test_weights_come_from_a_folder_whole_or_not_at_all(tmp_path: Path) -> None:
     make_model(vocab_size=VOCABULARY, width=64, layers=2, heads=4, kv_heads=2, context=CONTEXT, seed=0).save_pretrained(
         tmp_path / "wider"
     )
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         [before] = sample_all(engine, [request])
         for name, message in (("fewer", "lack"), ("wider", "shape"), ("nothing", "safetensors")):
             with pytest.raises(SamplerError, match=message):
@@ -309,7 +309,7 @@ def test_no_stop_tokens_given_means_the_models_own_list() -> None:
     model = make_model(vocab_size=VOCABULARY, width=32, layers=1, heads=2, kv_heads=1, context=CONTEXT, seed=0)
     model.generation_config.eos_token_id = list(range(10, 40))
     lm = prepare(model, make_tokenizer(WORDS), source="tests")
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         requests = [request_of(prompt_of(9), 200, seed=seed, stop_tokens=None) for seed in range(30)]
         ends = {int(completion.tokens[-1]) for completion in sample_all(engine, requests)}
     assert ends <= {2, *range(10, 40)}  # 2 is the tokenizer's own
@@ -344,7 +344,7 @@ def test_a_stop_string_in_the_prompt_does_not_count(engine: EmbeddedEngine) -> N
 
 def test_a_full_context_ends_a_sequence() -> None:
     lm = small_model(context=64)
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         short, exact = sample_all(engine, [request_of(prompt_of(60), 100), request_of(prompt_of(63), 100)])
     assert [(len(item.tokens), item.stop) for item in (short, exact)] == [
         (4, StopReason.LENGTH),
@@ -401,13 +401,13 @@ async def test_what_newer_weights_began_is_not_continued_by_older_ones(engine: E
 
 async def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     model = make_model(vocab_size=50, width=16, layers=1, heads=2, kv_heads=1, context=64, seed=0)
-    with opened(prepare(model, None, source="tests"), max_rows=8) as engine:
+    with opened(prepare(model, None, source="tests"), max_num_seqs=8) as engine:
         with pytest.raises(SamplerError, match="tokenizer"):
             await engine.sample(request_of([1], 3, stop_strings=("x",)))
 
 
 async def test_a_prompt_longer_than_the_key_value_space_is_refused() -> None:
-    with opened(LM, max_rows=8, kv_tokens=8 * 64) as engine:
+    with opened(LM, max_num_seqs=8, kv_tokens=8 * 64) as engine:
         with pytest.raises(SamplerError, match="context of 63"):
             await engine.sample(request_of([1] * 63, 3))
         assert len((await engine.sample(request_of([1] * 60, 300))).tokens) == 3
@@ -465,7 +465,7 @@ async def test_a_call_cancelled_while_paused_is_forgotten(engine: EmbeddedEngine
 
 async def test_a_model_that_fails_fails_every_open_call_with_the_cause() -> None:
     lm = small_model(seed=5, dtype=torch.float64)
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         tasks = [asyncio.create_task(engine.sample(request)) for request in long_requests(12)]
         await decoded(engine, 8)
         pausing = asyncio.create_task(engine.pause(interrupt=False))
@@ -490,7 +490,7 @@ async def test_a_failed_score_leaves_the_engine_usable() -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("too large")
 
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         hook = lm.model.model.layers[1].register_forward_pre_hook(fail)
         with pytest.raises(SamplerError, match="too large"):
             await engine.score([int_array([1, 2])])
@@ -505,7 +505,7 @@ async def test_a_broken_tokenizer_fails_the_call_it_was_for_as_well() -> None:
         raise ValueError("no such token")
 
     lm.tokenizer.decode = fail
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(SamplerError, match="no such token"):
                 await engine.sample(request_of([1], 3, stop_strings=("x",)))
@@ -515,13 +515,13 @@ async def test_damaged_weights_are_named() -> None:
     lm = small_model(seed=5)
     with torch.no_grad():
         lm.model.model.norm.weight[0] = torch.nan
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         with pytest.raises(SamplerError, match="not finite"):
             await engine.sample(request_of([1], 3))
 
 
 async def test_closing_fails_whoever_waits() -> None:
-    engine = EmbeddedEngine(LM, max_rows=8)
+    engine = EmbeddedEngine(LM, max_num_seqs=8)
     open_calls = [asyncio.create_task(engine.sample(request)) for request in long_requests(12)]
     await decoded(engine, 8)
     pausing = asyncio.create_task(engine.pause(interrupt=False))
@@ -537,7 +537,7 @@ async def test_closing_fails_whoever_waits() -> None:
 
 
 async def test_a_call_cancelled_after_closing_is_cancelled() -> None:
-    engine = EmbeddedEngine(LM, max_rows=8)
+    engine = EmbeddedEngine(LM, max_num_seqs=8)
     await engine.pause(interrupt=True)
     task = asyncio.create_task(engine.sample(request_of([1], 3)))
     await asyncio.sleep(0)
@@ -549,7 +549,7 @@ async def test_a_call_cancelled_after_closing_is_cancelled() -> None:
 
 async def test_a_worker_that_is_closed_fails_whoever_waits_for_it_now_and_later() -> None:
     worker = ComputeThread()
-    with opened(LM, max_rows=8, worker=worker) as engine:
+    with opened(LM, max_num_seqs=8, worker=worker) as engine:
         open_calls = [asyncio.create_task(engine.sample(request)) for request in long_requests(12)]
         await decoded(engine, 8)
         await asyncio.to_thread(worker.close)
@@ -563,7 +563,7 @@ async def test_a_worker_that_is_closed_fails_whoever_waits_for_it_now_and_later(
 
 async def test_a_worker_closed_under_an_idle_engine_fails_every_call() -> None:
     worker = ComputeThread()
-    with opened(LM, max_rows=8, worker=worker) as engine:
+    with opened(LM, max_num_seqs=8, worker=worker) as engine:
         worker.close()
         for _ in range(2):
             with pytest.raises(SamplerError, match="this worker is closed"):
@@ -576,7 +576,7 @@ async def test_every_request_of_a_flood_is_answered() -> None:
         request_of(prompt_of(int(rng.integers(1, 150)), int(rng.integers(0, 9))), int(rng.integers(1, 30)), seed=seed)
         for seed in range(150)
     ]
-    with opened(LM, max_rows=24, kv_tokens=3072, piece_tokens=16) as engine:
+    with opened(LM, max_num_seqs=24, kv_tokens=3072, prefill_chunk_tokens=16) as engine:
         async with asyncio.timeout(LIMIT_S):
             done = await asyncio.gather(*(engine.sample(request) for request in requests))
         assert engine.counters.decoded == sum(request.params.max_tokens for request in requests)

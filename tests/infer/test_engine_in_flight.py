@@ -11,7 +11,7 @@ from support.engines import alone, bits, decoded, opened, prompt_of, request_of,
 
 async def interrupted_by_new_weights(lm: LanguageModel, request: SampleRequest, *, hold: bool) -> tuple:
     """(completion, prompt tokens computed for its second half, what a newcomer with the same prompt samples)."""
-    with opened(lm, max_rows=8, hold_in_flight=hold) as engine:
+    with opened(lm, max_num_seqs=8, hold_in_flight=hold) as engine:
         first = asyncio.create_task(engine.sample(request))
         await decoded(engine, 20)
         await engine.pause(interrupt=True)

@@ -58,7 +58,7 @@ async def test_the_weights_of_an_update_are_those_that_sample_next() -> None:
     data = [
         Datum(inputs=row[:-1], targets=row[1:], arrays={"weights": float_array(np.ones(len(row) - 1))}) for row in rows
     ]
-    with opened(lm, max_rows=8, worker=backend.worker) as sharing:
+    with opened(lm, max_num_seqs=8, worker=backend.worker) as sharing:
         before = await sharing.score(rows)
         for version in (1, 2):
             backend.forward_backward(data, CROSS_ENTROPY).result()
@@ -79,7 +79,7 @@ async def test_the_weights_of_an_update_are_those_that_sample_next() -> None:
 def test_weights_that_changed_unseen_are_those_that_sample_after_a_load() -> None:
     """`.data` does not raise torch's version of a tensor, by which packed copies are known to be old."""
     lm, request = small_model(seed=3), request_of(list(range(20)), 20, seed=1)
-    with opened(lm, max_rows=8) as sharing:
+    with opened(lm, max_num_seqs=8) as sharing:
         [before] = sample_all(sharing, [request])
         for parameter in lm.model.parameters():
             parameter.data.mul_(1.5)
@@ -95,6 +95,6 @@ def test_weights_that_changed_unseen_are_those_that_sample_after_a_load() -> Non
 def test_a_worker_that_is_closed_first_leaves_nobody_waiting() -> None:
     lm = small_model()
     backend = TorchBackend(lm)
-    with opened(lm, max_rows=8, worker=backend.worker) as sharing:
+    with opened(lm, max_num_seqs=8, worker=backend.worker) as sharing:
         assert len(sample_all(sharing, long_requests(2, max_tokens=4))) == 2
         backend.close()

@@ -103,7 +103,7 @@ def test_sampler_and_trainer_agree_over_ten_thousand_tokens(temperature: float) 
         request_of(rng.integers(0, VOCABULARY, 5 + seed).tolist(), 100, seed=seed, temperature=temperature)
         for seed in range(100)
     ]
-    with opened(lm, max_rows=64) as engine:
+    with opened(lm, max_num_seqs=64) as engine:
         sequences = sample(engine, requests)
     ours, theirs, exact = [item.logprobs for item in sequences], trained(lm, sequences), in_float64(lm, sequences)
     differences = errors(ours, theirs)
@@ -126,7 +126,7 @@ def test_sampler_and_trainer_agree_on_a_real_model() -> None:
         for question in questions
     ]
     requests = [request_of(prompts[seed % len(prompts)], 250, seed=seed) for seed in range(40)]
-    with opened(lm, max_rows=40) as engine:
+    with opened(lm, max_num_seqs=40) as engine:
         sequences = sample(engine, requests, limit_s=3000)
         assert engine.counters.prefilled < 4 * 60
     ours, theirs = [item.logprobs for item in sequences], trained(lm, sequences)
@@ -173,7 +173,7 @@ def test_engine_and_plain_generation_draw_the_same_tokens(make: Callable[[], Lan
         )
         for seed in range(12)
     ]
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         ours = sample_all(engine, requests)
         scores = asyncio.run(engine.score([request.prompt for request in requests], 0.8))
 

@@ -140,8 +140,8 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCABULARY, size).tolist()
 
 
-def multistep_engine(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_rows: int = ROWS) -> Any:
-    return opened(lm, max_rows=max_rows, kv_tokens=kv_tokens, decoder=StepDecoder(lm, kv_tokens=kv_tokens))
+def multistep_engine(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_num_seqs: int = ROWS) -> Any:
+    return opened(lm, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens, decoder=StepDecoder(lm, kv_tokens=kv_tokens))
 
 
 @pytest.mark.parametrize("share_sampled", [True, False])
@@ -151,7 +151,7 @@ def test_a_second_turn_reads_anew_what_was_sampled_if_the_decoder_asks_for_it(sh
 
     Strict.share_sampled = share_sampled
     prompt = prompt_of(20)
-    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Strict(LM, kv_tokens=8192)) as engine:
+    with opened(LM, max_num_seqs=ROWS, kv_tokens=8192, decoder=Strict(LM, kv_tokens=8192)) as engine:
         [first] = sample_all(engine, [request_of(prompt, max_tokens=12)])
         assert engine.counters.prefilled == 19
         longer = [*prompt, *first.tokens.tolist(), *prompt_of(5, 1)]
@@ -175,7 +175,7 @@ def test_few_steps_are_decoded_when_a_sequence_has_just_joined() -> None:
             asked.append(("start_next", steps))
             return super().start_next(steps)
 
-    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
+    with opened(LM, max_num_seqs=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
         sample_all(engine, [request_of(prompt_of(5, 1), 4 * STEPS)])
     # one request: just admitted, so few steps, then one decode behind the other; this decoder takes 5 steps at most
     assert asked == [("start", 8), ("start", 16), ("start_next", 16), ("start_next", 16), ("start_next", 16)]
@@ -209,7 +209,7 @@ def test_the_first_requests_wait_for_those_that_come_with_them(monkeypatch: pyte
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
+        with opened(LM, max_num_seqs=ROWS, kv_tokens=8192, decoder=Watched(LM, kv_tokens=8192)) as engine:
             completions = run()
             assert started[0] == len(requests)
             assert pauses == [scheduler_module.QUIET_S] * 4  # the last of them in vain
@@ -235,7 +235,7 @@ def test_whoever_shares_the_worker_does_not_wait_for_the_end_of_a_sequence() -> 
                 worker.submit(lambda: seen.append(engine.counters.decoded))
             return super().start_next(steps)
 
-    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=Asking(LM, kv_tokens=8192), worker=worker) as engine:
+    with opened(LM, max_num_seqs=ROWS, kv_tokens=8192, decoder=Asking(LM, kv_tokens=8192), worker=worker) as engine:
         [whole] = sample_all(engine, [request_of(prompt_of(5, 1), 12 * STEPS)])
         assert len(whole.tokens) == engine.counters.decoded == 12 * STEPS
     worker.close()
@@ -272,7 +272,7 @@ def test_a_worker_that_is_closed_is_not_kept_until_the_sequences_end() -> None:
                     pass
             return super().start_next(steps)
 
-    engine = EmbeddedEngine(LM, max_rows=ROWS, kv_tokens=8192, decoder=Closing(LM, kv_tokens=8192), worker=worker)
+    engine = EmbeddedEngine(LM, max_num_seqs=ROWS, kv_tokens=8192, decoder=Closing(LM, kv_tokens=8192), worker=worker)
     with pytest.raises(SamplerError, match="closed"):
         sample_all(engine, [request_of(prompt_of(5, 1), 40 * STEPS)])
     closing[0].join()
@@ -321,7 +321,7 @@ def test_a_crowd_has_the_bits_of_each_alone() -> None:
         )
     ]
     decoder = StepDecoder(LM, kv_tokens=8192)
-    with opened(LM, max_rows=ROWS, kv_tokens=8192, decoder=decoder) as engine:
+    with opened(LM, max_num_seqs=ROWS, kv_tokens=8192, decoder=decoder) as engine:
         together = sample_all(engine, requests)
         assert engine.counters.shared > 0
         assert decoder.shared > 100  # a device can read the prompt of a group in one slot
@@ -422,7 +422,7 @@ async def test_log_probs_that_are_not_finite_are_an_error() -> None:
             result.logprobs[0, 0] = np.nan
             return result
 
-    engine = EmbeddedEngine(LM, max_rows=8, kv_tokens=2048, decoder=Broken(LM, kv_tokens=2048))
+    engine = EmbeddedEngine(LM, max_num_seqs=8, kv_tokens=2048, decoder=Broken(LM, kv_tokens=2048))
     with pytest.raises(SamplerError, match="not finite"):
         await engine.sample(request_of([1, 2], 3))
     engine.close()

@@ -48,7 +48,7 @@ def told(completion: Completion) -> FloatArray:
 def test_read_off_and_sampled_are_the_same_bits(size: int, length: int, starts: list[int], temperature: float) -> None:
     """Members of a group share what they may; from the first token that is asked for on, each is computed."""
     requests = [request_of(prompt_of(size), length, seed=n, temperature=temperature) for n in range(len(starts))]
-    with opened(LM, max_rows=8) as engine:
+    with opened(LM, max_num_seqs=8) as engine:
         done = sample_all(engine, requests)
         published(engine)  # the same weights
         asked = [min(start, size + length) for start in starts]
@@ -64,7 +64,7 @@ def test_read_off_and_sampled_are_the_same_bits(size: int, length: int, starts: 
 def test_they_are_of_the_weights_that_go_on_and_agree_with_scores(temperature: float) -> None:
     lm = small_model(seed=3)
     requests = [request_of(prompt_of(9, n), 20, seed=n, temperature=temperature) for n in range(10)]
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         done = sample_all(engine, requests)
         lm.head_weight().data.mul_(2.0)
         published(engine)
@@ -80,7 +80,7 @@ def test_they_are_of_the_weights_that_go_on_and_agree_with_scores(temperature: f
 def test_what_was_preempted_is_told_whole() -> None:
     """16 slots of 128 tokens become 8 of 256 while 20 sequences are being read or go on."""
     requests = [request_of(prompt_of(100, n), 20, seed=n) for n in range(20)]
-    with opened(LM, max_rows=16, kv_tokens=2048) as engine:
+    with opened(LM, max_num_seqs=16, kv_tokens=2048) as engine:
         done = sample_all(engine, requests)
         published(engine)
         again = sample_all(engine, [going_on(*each, 100, more=40) for each in zip(requests, done, strict=True)])
@@ -92,7 +92,7 @@ def test_what_was_preempted_is_told_whole() -> None:
 def test_beginnings_are_shared_up_to_the_first_token_that_is_asked_for() -> None:
     """Twelve continue the same 30 + 10 tokens. Of the 39 to be cached, 34 tell nothing that is asked for."""
     request = request_of(prompt_of(30), 10, seed=1)
-    with opened(LM, max_rows=16) as engine:
+    with opened(LM, max_num_seqs=16) as engine:
         [done] = sample_all(engine, [request])
         published(engine)
         before = replace(engine.counters)
@@ -108,7 +108,7 @@ def test_beginnings_are_shared_up_to_the_first_token_that_is_asked_for() -> None
 
 async def test_nothing_is_told_of_what_was_not_read_or_asked_for() -> None:
     request = request_of(prompt_of(12), 6, seed=4)
-    with opened(LM, max_rows=8) as engine:
+    with opened(LM, max_num_seqs=8) as engine:
         done = await engine.sample(request)
         assert done.prefix_logprobs is None
         assert (await engine.sample(going_on(request, done, None))).prefix_logprobs is None
@@ -126,5 +126,5 @@ async def test_nothing_is_told_of_what_was_not_read_or_asked_for() -> None:
 @pytest.mark.parametrize(("score_from", "temperature"), [(0, 1.0), (-1, 1.0), (2, 0.0)])
 async def test_what_has_no_score_is_not_asked_for(score_from: int, temperature: float) -> None:
     request = replace(request_of([1, 2, 3], 2, temperature=temperature), score_from=score_from)
-    with opened(LM, max_rows=8) as engine, pytest.raises(SamplerError, match="score_from must be 1 or more"):
+    with opened(LM, max_num_seqs=8) as engine, pytest.raises(SamplerError, match="score_from must be 1 or more"):
         await engine.sample(request)

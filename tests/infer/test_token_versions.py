@@ -39,7 +39,7 @@ async def through_updates(versions: int) -> list[Completion]:
     trained = small_model()
     write_version(trained, 0)
     own = prepare(copy.deepcopy(trained.model), trained.tokenizer, source="tests")
-    with opened(own, max_rows=8, source=trained) as engine:
+    with opened(own, max_num_seqs=8, source=trained) as engine:
         publisher = Publisher([engine])
         prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
         requests = [request_of(prompt, LONG) for prompt in prompts]

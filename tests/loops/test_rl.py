@@ -74,7 +74,7 @@ def player(lm: LanguageModel, engine: EmbeddedEngine) -> Callable[[Task, int], A
 async def by_hand(model_folder: Path, state: Path) -> None:
     """Three steps of synchronous GRPO with PPO, without a loop of ours, an executor or a publisher."""
     lm = load_model(str(model_folder))
-    backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_rows=8, kv_tokens=2048)
+    backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_num_seqs=8, kv_tokens=2048)
     play, source = player(lm, engine), TaskSource(environment_tasks(WORLD, 10, 2, {}), SEED)
     for number in range(STEPS):
         tasks = source.get_prompts(GROUPS)
@@ -94,7 +94,7 @@ async def by_hand(model_folder: Path, state: Path) -> None:
 
 async def by_loop(model_folder: Path, state: Path) -> MemorySink:
     lm = load_model(str(model_folder))
-    backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_rows=8, kv_tokens=2048)
+    backend, engine = TorchBackend(lm), EmbeddedEngine(lm, max_num_seqs=8, kv_tokens=2048)
     executor = RolloutExecutor(
         play=player(lm, engine),
         next_task=TaskSource(environment_tasks(WORLD, 10, 2, {}), SEED).next,

@@ -57,7 +57,7 @@ def test_the_engine_samples_and_scores_with_transformers_own_logprobs(variant: s
     prompts = [SEQUENCES[0], SEQUENCES[1], SEQUENCES[2], SEQUENCES[2], SEQUENCES[3]]
 
     async def play() -> tuple[list[Completion], tuple[Any, ...]]:
-        engine = EmbeddedEngine(ours(variant), max_rows=8, piece_tokens=16, prefill_tokens=32)
+        engine = EmbeddedEngine(ours(variant), max_num_seqs=8, prefill_chunk_tokens=16, prefill_tokens=32)
         try:
             requests = [
                 SampleRequest(

@@ -74,7 +74,7 @@ def test_the_numbers_of_a_run() -> None:
     config = load_config(TEXT, file="run.toml")
     planned = plan(config, CPU)
     assert (planned.parameters, planned.trainable) == (388, 388)
-    assert planned.kv_tokens == 2 * 8 * 200  # twice max_rows sequences of the longest episode
+    assert planned.kv_tokens == 2 * 8 * 200  # twice max_num_seqs sequences of the longest episode
     assert planned.memory.activations == 300 * 2 * 80 * 4  # the larger micro-batch; 80 numbers per token and layer
     assert max_checkpoints(config) == 2 + 1 + (30 // 7) + (20 // 7)  # last two, best, and every seventh step's
     assert planned.checkpoint_bytes == 388 * 4 * 3  # weights and two moments

@@ -36,7 +36,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> LanguageModel:
 
 @contextmanager
 def opened(lm: LanguageModel | None = None, **options: Any) -> Iterator[AdapterHost]:
-    host = AdapterHost(lm or small_model(), **{"max_rows": 8, "kv_tokens": 4096, **options})
+    host = AdapterHost(lm or small_model(), **{"max_num_seqs": 8, "kv_tokens": 4096, **options})
     try:
         yield host
     finally:

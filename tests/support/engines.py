@@ -60,7 +60,7 @@ def sample_all(
 
 def alone(lm: LanguageModel, request: SampleRequest) -> Completion:
     """The request in an engine of its own with room to spare."""
-    with opened(lm, max_rows=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         return sample_all(engine, [request])[0]
 
 

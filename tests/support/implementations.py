@@ -81,7 +81,7 @@ async def _fake_sampler() -> AsyncIterator[Sampler]:
 
 @asynccontextmanager
 async def _embedded_engine() -> AsyncIterator[Sampler]:
-    engine = EmbeddedEngine(tiny_model(), max_rows=8)
+    engine = EmbeddedEngine(tiny_model(), max_num_seqs=8)
     yield engine
     engine.close()
 

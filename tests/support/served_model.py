@@ -39,7 +39,7 @@ def serve_model(lm: LanguageModel) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         context, vocabulary = lm.model.config.max_position_embeddings, lm.model.config.vocab_size
-        host = AdapterHost(lm, max_rows=8, kv_tokens=8 * context, micro_batch_tokens=64)
+        host = AdapterHost(lm, max_num_seqs=8, kv_tokens=8 * context, micro_batch_tokens=64)
         journal = Journal(str(folder / "journal.sqlite"))
         card = ModelCard(name="tiny", context=context, vocabulary=vocabulary)
         service = Service(host, card, journal, folder, limits=Limits(poll_s=5.0))

@@ -63,7 +63,7 @@ def rig() -> Iterator[Rig]:
     tokenizer = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
     model = make_model(vocab_size=len(tokenizer), width=32, layers=2, heads=2, kv_heads=1, context=256, seed=3)
     lm = prepare(model, tokenizer, source="made on the spot")
-    engine = Telling(replace(lm, model=copy.deepcopy(lm.model)), max_rows=8, source=lm)
+    engine = Telling(replace(lm, model=copy.deepcopy(lm.model)), max_num_seqs=8, source=lm)
     backend = TorchBackend(lm)
     player = GroupPlayer(
         group_size=2,

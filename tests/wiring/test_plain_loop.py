@@ -45,7 +45,7 @@ class Bench:
         tokenizer = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
         model = make_model(vocab_size=len(tokenizer), width=32, layers=1, heads=2, kv_heads=1, context=256, seed=3)
         lm = prepare(model, tokenizer, source="made on the spot")
-        self.engine = EmbeddedEngine(lm, max_rows=8)
+        self.engine = EmbeddedEngine(lm, max_num_seqs=8)
         self.backend = TorchBackend(lm)
         self.tasks = TaskSource(environment_tasks("key_door", 5, 1, {}), 7)
         self.player = GroupPlayer(

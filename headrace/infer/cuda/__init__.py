@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def graph_decoder(
-    lm: LanguageModel, *, max_rows: int, kv_tokens: int, graphs: bool | None = None, deterministic: bool = False
+    lm: LanguageModel, *, max_num_seqs: int, kv_tokens: int, graphs: bool | None = None, deterministic: bool = False
 ) -> Decoder | None:
     """Return a decoder for this model, or None if the engine should decode with the model's own modules.
 
@@ -36,4 +36,4 @@ def graph_decoder(
         return None
     from headrace.infer.cuda.graphs import GraphDecoder  # needs Triton
 
-    return GraphDecoder(lm, max_rows=max_rows, kv_tokens=kv_tokens, deterministic=deterministic)
+    return GraphDecoder(lm, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens, deterministic=deterministic)

@@ -32,7 +32,7 @@ TOKEN, POSITION, SLOT, DONOR, SHARED, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(
 
 
 class GraphDecoder:
-    """Decode up to `max_rows` rows over `kv_tokens` cached positions; prefill up to `prompt_tokens` at a time.
+    """Decode up to `max_num_seqs` rows over `kv_tokens` cached positions; prefill up to `prompt_tokens` at a time.
 
     `deterministic`: every matrix product has the same number of rows, so that a row's bits do not depend on the others;
     and sampled tokens that become part of a prompt are prefilled again, so that bits do not depend on what was cached.
@@ -42,7 +42,7 @@ class GraphDecoder:
         self,
         lm: LanguageModel,
         *,
-        max_rows: int,
+        max_num_seqs: int,
         kv_tokens: int,
         prompt_tokens: int = PROMPT_TOKENS,
         deterministic: bool = False,
@@ -52,28 +52,28 @@ class GraphDecoder:
         self._weights = DenseWeights(lm, positions=lm.context)
         shape, device = self._weights.shape, lm.device
         self.prompt_tokens = prompt_tokens
-        self._max_rows = bucket_for(max_rows)
-        self._workspace = Workspace.make(self._weights, self._max_rows)
+        self._max_num_seqs = bucket_for(max_num_seqs)
+        self._workspace = Workspace.make(self._weights, self._max_num_seqs)
         self._prompt_workspace: Workspace | None = None
-        self._attention = DecodeAttention(self._weights, self._max_rows)
+        self._attention = DecodeAttention(self._weights, self._max_num_seqs)
         kv = (shape.layers, 2, kv_tokens * shape.H * shape.W)
         self._storage = torch.zeros(kv, dtype=self._weights.dtype, device=device)
         self._slot_tokens = torch.zeros(1, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
-        state = self._max_rows * (FIELDS + STOPS)
+        state = self._max_num_seqs * (FIELDS + STOPS)
         pinned = device.type == "cuda"
         self._state = torch.zeros(state, dtype=torch.int64, device=device)
-        self._state[self._max_rows * POSITION : self._max_rows * (POSITION + 1)] = -1
+        self._state[self._max_num_seqs * POSITION : self._max_num_seqs * (POSITION + 1)] = -1
         self._host_state = torch.zeros(state, dtype=torch.int64, pin_memory=pinned)
-        self._temperatures = torch.ones(self._max_rows, dtype=torch.float32, device=device)
-        self._host_temperatures = torch.ones(self._max_rows, dtype=torch.float32, pin_memory=pinned)
-        self._out = torch.zeros((3, self._max_rows, MAX_STEPS), dtype=torch.int32, device=device)
-        self._host_copies = [_HostCopy.make(self._max_rows, pinned=pinned) for _ in range(2)]
+        self._temperatures = torch.ones(self._max_num_seqs, dtype=torch.float32, device=device)
+        self._host_temperatures = torch.ones(self._max_num_seqs, dtype=torch.float32, pin_memory=pinned)
+        self._out = torch.zeros((3, self._max_num_seqs, MAX_STEPS), dtype=torch.int32, device=device)
+        self._host_copies = [_HostCopy.make(self._max_num_seqs, pinned=pinned) for _ in range(2)]
         self._unfinished: deque[_HostCopy] = deque()
         self._count = self._bucket = 0  # rows that are decoded, and rows of their graph
         self._most = 0  # tokens that a row can still have
-        self._logits = torch.zeros((self._max_rows, shape.V), dtype=torch.float32, device=device)
-        self._blocks = torch.zeros((4, self._max_rows * triton.cdiv(shape.V, BLOCK)), device=device)
+        self._logits = torch.zeros((self._max_num_seqs, shape.V), dtype=torch.float32, device=device)
+        self._blocks = torch.zeros((4, self._max_num_seqs * triton.cdiv(shape.V, BLOCK)), device=device)
         self._graphs: dict[int, Any] = {}
         self._pool: Any = None
 
@@ -130,10 +130,10 @@ class GraphDecoder:
 
     def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
         """Start to decode up to `steps` tokens of every row."""
-        assert 0 < len(rows) <= self._max_rows
+        assert 0 < len(rows) <= self._max_num_seqs
         self._unfinished.clear()
         self._count = len(rows)
-        self._bucket = self._max_rows if self._deterministic else bucket_for(len(rows))
+        self._bucket = self._max_num_seqs if self._deterministic else bucket_for(len(rows))
         self._most = max(row.limit - row.position - 1 for row in rows)
         self._upload(rows)
         started = self._launch(steps)
@@ -168,8 +168,8 @@ class GraphDecoder:
         return True
 
     def _upload(self, rows: Sequence[DecodeRow]) -> None:
-        fields = self._host_state.numpy()[: FIELDS * self._max_rows].reshape(FIELDS, -1)
-        stops = self._host_state.numpy()[FIELDS * self._max_rows :].reshape(-1, STOPS)
+        fields = self._host_state.numpy()[: FIELDS * self._max_num_seqs].reshape(FIELDS, -1)
+        stops = self._host_state.numpy()[FIELDS * self._max_num_seqs :].reshape(-1, STOPS)
         count = len(rows)
         fields[TOKEN, :count] = [row.token for row in rows]
         fields[POSITION, :count] = [row.position for row in rows]
@@ -190,7 +190,7 @@ class GraphDecoder:
         self._temperatures.copy_(self._host_temperatures, non_blocking=True)
 
     def _field(self, name: int) -> Tensor:
-        return self._state[name * self._max_rows : (name + 1) * self._max_rows]
+        return self._state[name * self._max_num_seqs : (name + 1) * self._max_num_seqs]
 
     def _capture(self, bucket: int) -> Any:
         """Capture a graph of one step, after a step with all rows idle that compiles kernels and sets up libraries."""
@@ -238,7 +238,7 @@ class GraphDecoder:
             self._field(COUNT),
             self._field(DRAWN),
             self._field(LIMIT),
-            self._state[FIELDS * self._max_rows :],
+            self._state[FIELDS * self._max_num_seqs :],
             self._out[0],
             self._out[1].view(torch.float32),
             self._out[2].view(torch.float32),

@@ -65,7 +65,7 @@ class OpenSampler:
 class AdapterHost:
     """Train and sample adapters over one base model; see `ModelHost`.
 
-    `lm` is the base, which nothing changes; one full model may be trained beside the adapters. `max_rows` sequences are
+    `lm` is the base, which nothing changes; one full model may be trained beside the adapters. `max_num_seqs` sequences are
     sampled at once, with `kv_tokens` cached positions in all; more wait, and samplers take turns. `micro_batch_tokens`:
     of one forward and backward pass. Training and sampling have the worker for equal times while both have something to
     do, measured by `clock`.
@@ -75,7 +75,7 @@ class AdapterHost:
         self,
         lm: LanguageModel,
         *,
-        max_rows: int = 32,
+        max_num_seqs: int = 32,
         kv_tokens: int | None = None,
         micro_batch_tokens: int = 8192,
         recompute: bool = False,
@@ -84,7 +84,7 @@ class AdapterHost:
     ) -> None:
         lm.model.requires_grad_(False)
         self._lm = lm
-        self._rows: dict[str, int | None] = {"max_rows": max_rows, "kv_tokens": kv_tokens}
+        self._rows: dict[str, int | None] = {"max_num_seqs": max_num_seqs, "kv_tokens": kv_tokens}
         self._micro_batch_tokens, self._recompute = micro_batch_tokens, recompute
         self._worker = worker or ComputeThread()
         self._owns_worker = worker is None
@@ -103,7 +103,7 @@ class AdapterHost:
     def _make_engine(self, lm: LanguageModel, table: AdapterTable | None = None) -> EmbeddedEngine:
         return EmbeddedEngine(
             lm,
-            max_rows=self._rows["max_rows"] or 32,
+            max_num_seqs=self._rows["max_num_seqs"] or 32,
             kv_tokens=self._rows["kv_tokens"],
             worker=self._worker,
             adapters=table,

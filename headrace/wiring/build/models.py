@@ -144,14 +144,14 @@ def make_sampler(config: Config, lm: LanguageModel, worker: ComputeThread) -> Em
     kv_tokens = engine.kv_tokens or default_kv_tokens(engine.max_num_seqs, longest)
     return EmbeddedEngine(
         sampled,
-        max_rows=engine.max_num_seqs,
+        max_num_seqs=engine.max_num_seqs,
         kv_tokens=kv_tokens,
-        piece_tokens=engine.prefill_chunk_tokens,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
         source=lm if separate else None,
         worker=None if separate else worker,
         decoder=graph_decoder(
             sampled,
-            max_rows=engine.max_num_seqs,
+            max_num_seqs=engine.max_num_seqs,
             kv_tokens=kv_tokens,
             graphs=None if engine.cuda_graphs == "auto" else engine.cuda_graphs,
             deterministic=config.run.deterministic,

@@ -157,7 +157,7 @@ def _judge_term(term: RewardTermConfig, model: ModelConfig) -> GroupTerm:
             return judge_term(term_name(term), ask_endpoint(**rest), JudgeSettings(**judge), weight=term.weight)
         chosen, params = JudgeSettings(**judge), SamplingParams(**{"max_tokens": 512, "temperature": 0.3, **rest})
     lm = load_policy(replace(model, lora=None, recompute=False), whole(term.path), seed=0)
-    engine = EmbeddedEngine(lm, max_rows=chosen.at_once)
+    engine = EmbeddedEngine(lm, max_num_seqs=chosen.at_once)
     ask = ask_sampler(engine, Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), params)
 
     async def close() -> None:

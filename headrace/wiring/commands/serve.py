@@ -61,7 +61,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
         engine = config.engine
         host = AdapterHost(
             lm,
-            max_rows=engine.max_num_seqs,
+            max_num_seqs=engine.max_num_seqs,
             kv_tokens=engine.kv_tokens or _kv_tokens(lm, engine.max_num_seqs, full=config.model.full),
             micro_batch_tokens=engine.micro_batch_tokens,
             recompute=engine.recompute,
@@ -115,9 +115,9 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     return lm, str(tokenizer)
 
 
-def _kv_tokens(lm: LanguageModel, max_rows: int, *, full: bool) -> int:
+def _kv_tokens(lm: LanguageModel, max_num_seqs: int, *, full: bool) -> int:
     """Return the size of the cache: for contexts as long as the model's, on a GPU within its free memory."""
-    wanted = default_kv_tokens(max_rows, lm.context)
+    wanted = default_kv_tokens(max_num_seqs, lm.context)
     if lm.device.type != "cuda":
         return wanted
     free_bytes = torch.cuda.mem_get_info(lm.device)[0]

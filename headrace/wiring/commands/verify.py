@@ -54,8 +54,8 @@ def verify_parts(lm: LanguageModel) -> VerifySubject:
 def _make_engine(lm: LanguageModel) -> EmbeddedEngine:
     """Build the engine as a run does: in half precision on CUDA it decodes in graphs, not with the trainer's code."""
     kv_tokens = ROWS * -(-min(lm.context + 1, LONGEST) // 64) * 64
-    decoder = graph_decoder(lm, max_rows=ROWS, kv_tokens=kv_tokens)
-    return EmbeddedEngine(lm, max_rows=ROWS, kv_tokens=kv_tokens, decoder=decoder)
+    decoder = graph_decoder(lm, max_num_seqs=ROWS, kv_tokens=kv_tokens)
+    return EmbeddedEngine(lm, max_num_seqs=ROWS, kv_tokens=kv_tokens, decoder=decoder)
 
 
 def _small_model(device: str, dtype: torch.dtype) -> LanguageModel:

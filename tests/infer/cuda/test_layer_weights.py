@@ -86,10 +86,10 @@ def test_adapters_are_merged_into_copies() -> None:
 def test_models_that_are_not_on_cuda_are_decoded_plainly_and_an_explicit_wish_is_refused() -> None:
     lm = qwen()
     assert unsupported_reason(lm) == ON_CPU
-    assert graph_decoder(lm, max_rows=8, kv_tokens=512) is None
-    assert graph_decoder(lm, max_rows=8, kv_tokens=512, graphs=False) is None
+    assert graph_decoder(lm, max_num_seqs=8, kv_tokens=512) is None
+    assert graph_decoder(lm, max_num_seqs=8, kv_tokens=512, graphs=False) is None
     with pytest.raises(SamplerError, match=ON_CPU):
-        graph_decoder(lm, max_rows=8, kv_tokens=512, graphs=True)
+        graph_decoder(lm, max_num_seqs=8, kv_tokens=512, graphs=True)
 
 
 @pytest.mark.parametrize(

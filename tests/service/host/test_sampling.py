@@ -31,7 +31,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Trained adapters of mixed ranks with a sampler each, and one over the base; weights packed by oneDNN, or not."""
     if request.param == "packed":
         monkeypatch.setattr(packed_linear, "SMALLEST", 1)
-    with opened(max_rows=16) as made:
+    with opened(max_num_seqs=16) as made:
         for name, spec in SPECS.items():
             made.create(name, spec)
             train(made, name, [spec.seed])
@@ -58,7 +58,7 @@ def test_a_request_has_the_bits_that_it_has_alone(host: AdapterHost) -> None:
 
 def test_two_threads_of_arithmetic_keep_the_bits_of_a_crowd() -> None:
     worker = ComputeThread(threads=2)
-    with opened(max_rows=32, kv_tokens=8192, worker=worker) as host:
+    with opened(max_num_seqs=32, kv_tokens=8192, worker=worker) as host:
         for seed in range(6):
             host.create(f"{seed}", AdapterSpec(rank=(8, 8, 8, 2, 2, 32)[seed], seed=seed))
             train(host, f"{seed}", [seed])

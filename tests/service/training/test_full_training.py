@@ -237,7 +237,7 @@ def test_our_client_says_that_it_is_gone(server: Served) -> None:
 # --- what every host promises ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[FakeHost, lambda: AdapterHost(small_model(), max_rows=8, kv_tokens=4096)])
+@pytest.fixture(params=[FakeHost, lambda: AdapterHost(small_model(), max_num_seqs=8, kv_tokens=4096)])
 def host(request: pytest.FixtureRequest) -> Iterator[Any]:
     made = request.param()
     yield made
