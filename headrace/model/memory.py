@@ -273,7 +273,7 @@ class KvBudget:
 
 
 def default_kv_room(max_num_seqs: int, longest: int) -> KvBudget:
-    """Budget twice `max_num_seqs` sequences of the longest length, because slots grow by doubling; at least eight slots."""
+    """Budget twice `max_num_seqs` sequences of the longest length, because slots double; at least eight slots."""
     tokens = 2 * max_num_seqs * longest
     if not tokens:
         return KvBudget(wanted=0, least=0)
