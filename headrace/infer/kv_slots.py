@@ -96,7 +96,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class SlotAssignment:
-    """A sequence was given a slot, and the cache has to follow."""
+    """The assignment of a slot to a sequence, which the cache has to follow."""
 
     row: int  # the slot
     donor: int  # the slot to copy from, if it is another
