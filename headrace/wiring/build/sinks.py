@@ -119,7 +119,7 @@ def stage_source(config: Config, folder: Path, *, stage: str, start: int) -> Met
 def model_sink(outputs: MetricOutputs, folder: Path, source: TelemetrySource) -> MetricSink:
     """Open the sink of a served model, or of the server itself: a file in `folder`/metrics, and what [metrics] names.
 
-    Logs a warning for a sink of [metrics] that cannot be opened.
+    If a sink of [metrics] cannot be opened, logs an error and returns the file alone.
     """
     file = folder / "metrics" / f"{source.name.replace(':', '_')}.jsonl"
     described = MetricSource(run=folder.name, stage=source.name, folder=folder, labels=source.labels, config={})
