@@ -31,6 +31,20 @@ so `import headrace` costs nothing. One step of reinforcement learning:
 >>> save_tiny(folder, words=["yes", "no"], width=32, layers=1)
 >>> asyncio.run(train_one_step(folder, [{"prompt": "yes", "answer": "no"}, {"prompt": "no", "answer": "yes"}]))
 (32, True, 1)
+
+Packages, from the command line down:
+- `cli` is the command line, which `start` enters; `wiring` builds the parts of a run from its `config`.
+- `loops` has the training loops; `service` serves training and sampling over HTTP; `verify` checks properties.
+- `rollout` plays episodes of `envs` and `data` with a sampler of `infer`; `reward` scores them.
+- `algo` has credit and losses as pure functions; `train` computes gradients; `model` loads and runs models.
+- `observe` records runs and shows them.
+
+Modules that all of them may use:
+- `types` has the values that pass between stages, `protocols` the interfaces of the stages, `errors` every failure.
+- `render` converts messages to tokens and back; `tool_calls` parses tool calls in a model's text.
+- `metrics` has metrics that carry their reduction; `names` lists the names that a configuration may use.
+- `atomic_files` writes files whole or not at all; `retry` repeats requests; `user_code` loads a user's functions.
+- `testing` has a public fake for each protocol.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The command line: reads files and arguments, calls `wiring`, prints. Logging is configured here and nowhere else.
+"""Run the command line: read files and arguments, call `wiring`, print. Only this module configures logging.
 
 Nothing heavy is imported until a command needs it, so that `headrace --help` answers at once.
 Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 75 interrupted after a checkpoint
@@ -48,7 +48,7 @@ Overrides = Annotated[
 
 
 def main() -> None:
-    """Entry point: one red sentence and an exit code for every failure that is not our bug."""
+    """Run a command; print one red sentence and exit with a code for every failure that is not our bug."""
     try:
         app()
     except HeadraceError as exc:
@@ -68,8 +68,8 @@ def exit_code(exc: HeadraceError) -> int:
             return EXIT_FAILED
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"headrace {__version__}")
         raise typer.Exit
 
@@ -77,12 +77,12 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def configure(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     debug = os.environ.get("HEADRACE_DEBUG") == "1"
     terminal = logging.StreamHandler()
-    if not debug:  # what is said of every group is for log.txt
+    if not debug:  # messages about every group are for log.txt
         terminal.setLevel(logging.INFO)
         terminal.addFilter(lambda record: record.name != "headrace.loops.credit_log")
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -92,12 +92,12 @@ def configure(
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(min=0, help="Of the model, the world and the sampling.")] = 0,
-    folder: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the environment and the sampling.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Folder in which the run folder is made.")] = Path("runs"),
 ) -> None:
-    """Train a small model on a text world; no download.
+    """Train a small model on a text environment; no download.
 
-    It is taught by examples, then by reward, in a few minutes on 2 cores.
+    The model learns from examples, then from reward, in a few minutes on 2 cores.
     """
     from headrace import wiring
 
@@ -110,16 +110,18 @@ def demo(
 def train(
     file: File,
     run: Annotated[
-        Path | None, typer.Argument(help="With --resume: the run folder; else the newest of that name.")
+        Path | None, typer.Argument(help="The run folder to resume; by default the newest run of that name.")
     ] = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume a run that was stopped.")] = False,
     log_level: Annotated[
         Literal["debug", "info", "warning"],
-        typer.Option(help="Of log.txt: debug has every step of every episode and how its advantage came to be."),
+        typer.Option(
+            help="Level of log.txt; debug adds every step of every episode and how its advantage is computed."
+        ),
     ] = "info",
 ) -> None:
-    """Run the stages the file has: [sft], [reward_model], [rl]."""
+    """Run the stages of a file: [sft], [reward_model], [rl]."""
     if os.environ.get("HEADRACE_DEBUG") != "1":
         logging.getLogger("headrace").setLevel(log_level.upper())
     if run is not None and not resume:
@@ -141,7 +143,7 @@ def evaluate(
     file: File,
     overrides: Overrides = None,
 ) -> None:
-    """Play held-out tasks with a checkpoint: the file's [eval.source]."""
+    """Play the held-out tasks of [eval.source] with a checkpoint."""
     from headrace.wiring.checked_config import load_checked, model_override
 
     config = load_checked(file, [*(overrides or []), model_override(checkpoint)], command="eval")
@@ -154,13 +156,13 @@ def evaluate(
 def demonstrate(
     policy: Player,
     file: File,
-    out: Annotated[Path, typer.Option(help='The file that is written; type = "jsonl" reads it.')],
-    tasks: Annotated[int, typer.Option(min=1, help="How many of the file's [rl.tasks] are played.")] = 100,
-    samples: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
+    out: Annotated[Path, typer.Option(help='The file to write; a source of type = "jsonl" reads it.')],
+    tasks: Annotated[int, typer.Option(min=1, help="Number of the file's [rl.tasks] to play.")] = 100,
+    samples: Annotated[int, typer.Option(min=1, help="Number of episodes per task.")] = 1,
     keep_all: Annotated[bool, typer.Option("--all", help="Write failures as well as successes.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Write conversations for [sft]: what a model says when it plays the file's [rl.tasks]."""
+    """Write a model's episodes of [rl.tasks] as data for [sft]."""
     from headrace.wiring.checked_config import load_checked, model_override
 
     config = load_checked(file, [*(overrides or []), model_override(policy)], command="demonstrate")
@@ -174,9 +176,9 @@ def demonstrate(
 def explain(
     file: Annotated[Path | None, typer.Argument(help="The run's TOML file.")] = None,
     overrides: Overrides = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Print the table of every key there is, and end.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="Print the table of all keys and exit.")] = False,
 ) -> None:
-    """Say what a file would do, and how large it is; loads no weights."""
+    """Explain what a run would do and its size; loads no weights."""
     if keys:
         from headrace.config.docs_table import key_table
 
@@ -194,9 +196,9 @@ def explain(
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has and what would run on it.
+    """Describe this machine and what would run on it.
 
-    Ends with a check that sampling on it does not depend on what else is in the batch.
+    Ends with a check that sampling does not depend on the other requests in the batch.
     """
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
@@ -204,14 +206,14 @@ def doctor() -> None:
     from headrace.wiring.commands.doctor import check_sampling, describe_machine
 
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        checking = pool.submit(check_sampling)  # under way while packages are looked at
+        checking = pool.submit(check_sampling)  # runs while packages are listed
         for text in describe_machine(checking, waiting):
             print(text)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is being waited for; the function that is yielded changes the text."""
+    """Show a status line on a terminal while something runs; the function that is yielded changes its text."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -224,13 +226,14 @@ def waiting(what: str) -> Iterator[Callable[[str], None]]:
 @app.command()
 def verify(
     model: Annotated[
-        str | None, typer.Option(help="A Hugging Face folder or smollm2-135m; else a small model made on the spot.")
+        str | None,
+        typer.Option(help="A Hugging Face folder or smollm2-135m; by default a small model made on the spot."),
     ] = None,
-    device: Annotated[Device, typer.Option(help="auto takes CUDA when it is there.")] = "auto",
+    device: Annotated[Device, typer.Option(help="auto uses CUDA if it is available.")] = "auto",
 ) -> None:
-    """Prove on this machine and your model that training is right.
+    """Check on your machine and model that training is correct.
 
-    Losses, gradients, log-probs, masks, groups and restarts are measured; a failed one is named and the exit code is 1.
+    Measures losses, gradients, log-probs, masks, groups and restarts; names what fails, and then exits with code 1.
     """
     from headrace.names import NAMED_MODELS
 
@@ -252,7 +255,7 @@ def verify(
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Write report.html of a run folder anew."""
+    """Rewrite report.html of a run folder."""
     from headrace.observe.report.run_report import write_report
     from headrace.observe.run_folder import RunFolder
 
@@ -263,24 +266,27 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
 def view(
     path: Annotated[Path, typer.Argument(help="A rollout file, a rollouts folder or a run folder.")],
     step: Annotated[int | None, typer.Option(help="The training step; by default the latest.")] = None,
-    task: Annotated[str | None, typer.Option(help="Only this task: its id, or the beginning of it.")] = None,
-    episode: Annotated[str | None, typer.Option(help="This episode, step by step.")] = None,
-    group: Annotated[bool, typer.Option("--group", help="The episodes of a group side by side.")] = False,
+    task: Annotated[str | None, typer.Option(help="Show only this task: its id, or the beginning of it.")] = None,
+    episode: Annotated[str | None, typer.Option(help="Show this episode step by step.")] = None,
+    group: Annotated[bool, typer.Option("--group", help="Show the episodes of a group side by side.")] = False,
     anchor: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Every action taken in the states whose key begins like this.")
+        str | None, typer.Option(metavar="KEY", help="Show every action taken in states whose key begins with this.")
     ] = None,
     tokens: Annotated[
-        Literal["logprob", "advantage", "mask", "version"] | None, typer.Option(help="Tokens, coloured by this.")
+        Literal["logprob", "advantage", "mask", "version"] | None,
+        typer.Option(help="Show tokens, coloured by this value."),
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="For texts of tokens; by default the run's own.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write one page with all of this instead.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer that decodes tokens; by default the run's own.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an HTML page to this file instead of printing.")] = None,
 ) -> None:
-    """Look at the rollouts of a training step."""
+    """Show the rollouts of a training step."""
     from headrace.observe.viewer.query import ViewQuery, write_page
-    from headrace.observe.viewer.query import view as shown
+    from headrace.observe.viewer.query import view as view_parts
     from headrace.observe.viewer.tokens import ColorBy
 
-    asked = ViewQuery(
+    query = ViewQuery(
         path=path,
         step=step,
         task=task,
@@ -291,11 +297,11 @@ def view(
         tokenizer=tokenizer,
     )
     if html is not None:
-        print(f"{html}: {write_page(asked, html)} episodes")
+        print(f"{html}: {write_page(query, html)} episodes")
         return
     console = _console()
     colour = console.is_terminal and not console.no_color
-    for part in shown(asked, width=console.width, colour=colour):
+    for part in view_parts(query, width=console.width, colour=colour):
         console.print(part, soft_wrap=False)
 
 
@@ -305,22 +311,28 @@ def recredit(
     reward: Annotated[
         list[str] | None,
         typer.Option(
-            help="file.py, file.py:function, a built-in one, or a table as in [[rl.rewards]]; several add up."
+            help="file.py, file.py:function, a built-in reward, or a table as in [[rl.rewards]]; several are added."
         ),
     ] = None,
     weight: Annotated[
         list[str] | None, typer.Option(metavar="NAME=NUMBER", help="The factor of a reward in the sum; 1 by default.")
     ] = None,
-    credit: Annotated[str | None, typer.Option(help="The credit method; by default the file's own.")] = None,
+    credit: Annotated[
+        str | None, typer.Option(help="The credit method; by default the one that the rollouts were credited with.")
+    ] = None,
     param: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A number of the method, such as gamma=0.9.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A parameter of the credit method, such as gamma=0.9.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="The training step; by default the latest.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write; by default recredited_<name> beside it.")] = None,
-    inprocess: Annotated[bool, typer.Option("--inprocess", help="Trust the functions: no sandbox.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Compare groups that were not saved whole.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; by default recredited_<name> beside the old.")
+    ] = None,
+    inprocess: Annotated[bool, typer.Option("--inprocess", help="Run the functions without a sandbox.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Accept groups of which not all episodes were saved.")
+    ] = False,
 ) -> None:
-    """Score and credit saved rollouts anew, without a model."""
+    """Score and credit saved rollouts again, without a model."""
     from headrace.observe.viewer.catalog import method_text
     from headrace.observe.viewer.recredit_tables import tables
     from headrace.wiring.commands.recredit import RecreditRequest
@@ -346,14 +358,16 @@ def recredit(
 
 @app.command()
 def serve(
-    file: Annotated[Path | None, typer.Argument(help="The service's TOML file; without one the tiny model.")] = None,
-    port: Annotated[int | None, typer.Option(help="Instead of the file's, which is 8765 by default.")] = None,
-    new_key: Annotated[bool, typer.Option("--new-key", help="Make another key, and print it once.")] = False,
+    file: Annotated[
+        Path | None, typer.Argument(help="The service's TOML file; by default the tiny model is served.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; by default the file's, or 8765.")] = None,
+    new_key: Annotated[bool, typer.Option("--new-key", help="Make another key and print it once.")] = False,
     reference: Annotated[
-        bool, typer.Option("--reference", help="Only score: the file's frozen models, for trainers elsewhere.")
+        bool, typer.Option("--reference", help="Only score with the file's frozen models, for remote trainers.")
     ] = False,
 ) -> None:
-    """Serve a model to the public tinker SDK: training and sampling."""
+    """Serve training and sampling to the public tinker SDK."""
     from dataclasses import replace
 
     from headrace.service.http.server import listen, make_server
@@ -391,20 +405,20 @@ def _serve_references(config: "ServeConfig") -> None:
 
 @app.command()
 def key(
-    owner: Annotated[str, typer.Argument(help="Whose key it is; what is made with it belongs to this name.")],
+    owner: Annotated[str, typer.Argument(help="Owner of the key; models made with the key belong to this name.")],
 ) -> None:
-    """Make a key for a service: the key itself, and what its TOML file needs."""
+    """Make a key for a service, with the lines for its TOML file."""
     from headrace.service.http.auth import hash_key, new_key
 
-    made = new_key()
-    print(f'the key, shown this once: {made}\n\n[[keys]]\nowner = {json.dumps(owner)}\nsha256 = "{hash_key(made)}"')
+    secret = new_key()
+    print(f'the key, shown this once: {secret}\n\n[[keys]]\nowner = {json.dumps(owner)}\nsha256 = "{hash_key(secret)}"')
 
 
-# --- what several commands do ----------------------------------------------------------------------------------------
+# --- helpers of several commands -------------------------------------------------------------------------------------
 
 
 def _numbers(texts: list[str]) -> dict[str, float | str]:
-    """Parse KEY=VALUE, with a number where it is one."""
+    """Parse KEY=VALUE, converting values that are numbers."""
     numbers: dict[str, float | str] = {}
     for text in texts:
         key, separator, value = text.partition("=")

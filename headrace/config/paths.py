@@ -35,7 +35,7 @@ def is_url(path: str) -> bool:
 
 
 def remote_name(path: str) -> str | None:
-    """Return the name of a remote model, or None if `path` is one that is loaded here.
+    """Return the name of a remote model, or None if `path` is one that is loaded in this process.
 
     >>> remote_name("openai:gpt-5-mini"), remote_name("tiny")
     ('gpt-5-mini', None)

@@ -185,11 +185,11 @@ class RewardModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardTermConfig:
-    """One term of the reward: a built-in reward or a user's function, with its weight."""
+    """A term of the reward: a built-in reward or a user's function, with its weight."""
 
     # env, exact_match, reasoning_gym, reward_model, judge, length, format, valid_actions, or "file.py:function"
     fn: str
-    # reward_model: a saved one; unset: the one that [reward_model] trains; judge: a model that is sampled here
+    # reward_model: a saved one; unset: the one that [reward_model] trains; judge: a model sampled in this process
     path: str | None = None
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its metric; unset: that of the function
@@ -205,7 +205,7 @@ class RewardTermConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardRunnerConfig:
-    """How users' reward functions are run: in sandboxed processes, or, if they are trusted, in this process."""
+    """Runner of users' reward functions: in sandboxed processes, or, if they are trusted, in this process."""
 
     type: Literal["process", "inprocess"] = "process"  # sandboxed processes (docs/sandbox.md), or this process
     strict: Flag = False  # refuse to run where files, network or processes cannot be isolated
@@ -263,7 +263,7 @@ class AsyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SamplingConfig:
-    """How turns are sampled."""
+    """Sampling of turns."""
 
     temperature: Temperature = 1.0  # of sampling, and so of the distribution that is trained
     top_p: Nucleus = 1.0  # needs `rl.allow_truncated_sampling` when below 1
@@ -391,7 +391,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class CheckpointConfig:
-    """When checkpoints are written, and which are kept."""
+    """Schedule and retention of checkpoints."""
 
     every: NonNegative = 0  # training steps between checkpoints; 0: only at the end of a stage
     keep_last: Positive = 2  # newest checkpoints that are kept
@@ -441,7 +441,7 @@ class AlertConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class MetricsConfig:
-    """Metric sinks besides metrics.jsonl, and alerts. Nothing here changes what is trained."""
+    """Metric sinks besides metrics.jsonl, and alerts. They do not change what is trained."""
 
     # a sink that is listed must work: its package is checked before training starts
     sinks: tuple[Literal["tensorboard", "wandb", "prometheus", "datadog"], ...] = ()

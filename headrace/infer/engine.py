@@ -178,7 +178,7 @@ class EmbeddedEngine:
     # --- requests to sequences ---
 
     def _make_sequence(self, request: SampleRequest, adapter: int) -> SequenceState:
-        """Raises SamplerError on a request that can never be served."""
+        """Make the sequence of a request. Raises SamplerError on a request that can never be served."""
         params, prompt = request.params, len(request.prompt)
         room = min(self.lm.context, self._limits.longest_slot - 1)
         check_request(request, context=room, vocabulary=self.lm.vocabulary, decodes=self.lm.tokenizer is not None)

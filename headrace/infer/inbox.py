@@ -1,4 +1,4 @@
-"""Tasks that event loops hand to the compute thread, which runs them between two steps. Knows no model."""
+"""Queue the tasks that event loops hand to the compute thread, which runs them between two steps. Knows no model."""
 
 from collections import deque
 from collections.abc import Callable
@@ -42,11 +42,11 @@ class Inbox:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the compute thread should come back soon: a task waits here, a request waits for the thread, or the
-        engine is closing."""
+        """True if the compute thread should come back soon: a task waits in the inbox, a request waits for the thread,
+        or the engine is closing."""
         return bool(self._tasks) or self.closed or self._worker.is_wanted
 
     @property
     def must_yield(self) -> bool:
-        """Whether the engine is closing or another user of the compute thread waits for it."""
+        """True if the engine is closing or another user of the compute thread waits for it."""
         return self.closed or self._worker.is_wanted

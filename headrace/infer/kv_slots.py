@@ -32,7 +32,7 @@ SequenceKey = tuple[int, int, bytes]  # adapter, seed and prompt: identifies a s
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One request while it is sampled."""
+    """A request while it is sampled."""
 
     request: SampleRequest
     future: "Future[Completion]"
@@ -96,7 +96,7 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class SlotAssignment:
-    """A sequence was given a slot, and the cache has to follow."""
+    """The assignment of a slot to a sequence, which the cache has to follow."""
 
     row: int  # the slot
     donor: int  # the slot to copy from, if it is another
@@ -182,68 +182,69 @@ class Slots:
             if self._still_waits(sequence):
                 delayed.append(sequence)
                 continue
-            wanted = np.array(sequence.tokens[:-1], dtype=np.int32)
-            key = (sequence.adapter, wanted.tobytes())
+            prefix = np.array(sequence.tokens[:-1], dtype=np.int32)
+            key = (sequence.adapter, prefix.tobytes())
             sequence.waits_for = alike.get(key)
             assignment = None
             if sequence.waits_for is None:
-                assignment = self._place(sequence, wanted, free, whole.get(key))
+                assignment = self._place(sequence, prefix, free, whole.get(key))
             if assignment is None:
                 assert sequence.waits_for is not None
                 alike[key] = sequence.waits_for
                 delayed.append(sequence)
             else:
                 assignments.append(assignment)
-                if assignment.shared == len(wanted) and self._earlier_weights[assignment.row] is None:
+                if assignment.shared == len(prefix) and self._earlier_weights[assignment.row] is None:
                     whole[key] = assignment.row
                 self._turn = max(self._turn, sequence.turn)
         self.waiting.extendleft(reversed(delayed))
         return assignments
 
     def _still_waits(self, sequence: SequenceState) -> bool:
-        """Whether the prefix that the sequence waits for is still being prefilled. Searching the best donor of hundreds
-        of waiting sequences again at every step would take longer than the step."""
+        """Return whether the prefix that the sequence waits for is still being prefilled. Searching the best donor of
+        hundreds of waiting sequences again at every step would take longer than the step."""
         if sequence.waits_for is None:
             return False
         other, needed = sequence.waits_for
         return other.row is not None and self.filled[other.row] < needed
 
     def _place(
-        self, sequence: SequenceState, wanted: IntArray, free: list[int], whole: int | None
+        self, sequence: SequenceState, prefix: IntArray, free: list[int], whole: int | None
     ) -> SlotAssignment | None:
         """Assign the donor's slot if it can be taken over, else the last of the `free` slots; return None if the
         sequence has to wait for another. `whole`: a slot that is known to hold the whole prefix."""
         if whole is not None and sequence.num_sampled == 0 and sequence.unscored is None:
-            donor, shared, own = whole, len(wanted), False
+            donor, shared, resumed = whole, len(prefix), False
         else:
-            choice = self._donor(sequence, wanted)
+            choice = self._donor(sequence, prefix)
             if choice is None:
                 return None
-            donor, shared, own = choice
-        if shared and (own or (self.occupants[donor] is None and 2 * shared >= self.filled[donor])):
+            donor, shared, resumed = choice
+        if shared and (resumed or (self.occupants[donor] is None and 2 * shared >= self.filled[donor])):
             row = donor  # take the slot over as it is; one that holds much more is kept for its own continuation
             free.remove(row)
         else:
             row = free.pop()
-        self._earlier_weights[row] = sequence.key if own else None
+        self._earlier_weights[row] = sequence.key if resumed else None
         return SlotAssignment(row, donor, shared, self._assign(sequence, row, shared, donor=donor))
 
-    def _donor(self, sequence: SequenceState, wanted: IntArray) -> tuple[int, int, bool] | None:
+    def _donor(self, sequence: SequenceState, prefix: IntArray) -> tuple[int, int, bool] | None:
         """Find the slot that holds most of the prefix, how much, and whether it is the sequence's own from before an
         interruption. Return None, and set `waits_for`, if another slot will soon hold more."""
-        differs = self._cached_tokens[:, : len(wanted)] != wanted
-        common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(wanted)) if len(wanted) else 0
+        differs = self._cached_tokens[:, : len(prefix)] != prefix
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(prefix)) if len(prefix) else 0
         common = np.where(self._slot_adapters == sequence.adapter, common, 0)
         filled, old = np.array(self.filled), np.array([key is not None for key in self._earlier_weights])
         coming = np.array([0 if other is None else len(other.tokens) - 1 for other in self.occupants])
         coming[old] = 0
         empty = np.array([other is None for other in self.occupants])
-        known = np.array([key is not None and key == sequence.key for key in self._earlier_weights])
-        own = known & empty & (common >= filled) & (sequence.num_sampled > 0)  # its slot before it was interrupted
+        same_key = np.array([key is not None and key == sequence.key for key in self._earlier_weights])
+        # the sequence's own slot from before it was interrupted
+        resumed = same_key & empty & (common >= filled) & (sequence.num_sampled > 0)
         if sequence.unscored is not None:  # from there on positions have to be computed
             common = np.minimum(common, sequence.unscored)
         sharable = filled if self._share_sampled else np.minimum(filled, np.array(self._prefilled))
-        shares = np.where(old & ~own, 0, np.minimum(common, sharable))
+        shares = np.where(old & ~resumed, 0, np.minimum(common, sharable))
         donor = int(shares.argmax())
         shared = int(shares[donor])
         promised = np.where(coming > filled, np.minimum(common, coming), 0)
@@ -252,7 +253,7 @@ class Slots:
             assert filling is not None
             sequence.waits_for = filling, int(promised.max())
             return None
-        return donor, shared, bool(own[donor])
+        return donor, shared, bool(resumed[donor])
 
     def _assign(self, sequence: SequenceState, row: int, filled: int, *, donor: int) -> bool:
         """Put the sequence into a slot; return whether another adapter used the slot before."""
@@ -299,9 +300,9 @@ class Slots:
     def forget(self, *, hold: bool = False) -> None:
         """Invalidate the cache for new weights, except, with `hold`, the slots of interrupted sequences."""
         assert not any(True for _ in self.active())
-        kept = self._interrupted if hold else {}
-        self.filled = [filled if row in kept else 0 for row, filled in enumerate(self.filled)]
-        self._earlier_weights = [kept.get(row) for row in range(self.rows)]
+        held = self._interrupted if hold else {}
+        self.filled = [filled if row in held else 0 for row, filled in enumerate(self.filled)]
+        self._earlier_weights = [held.get(row) for row in range(self.rows)]
 
     def move(self, source: int, target: int) -> SlotAssignment:
         """Move the sequence of `source` into the free slot `target`."""
@@ -325,10 +326,10 @@ class Slots:
         """
         assert all(sequence is None for sequence in self.occupants[rows:])
         assert all(len(sequence.tokens) < tokens for _, sequence in self.active())
-        kept, new = min(rows, self.rows), max(0, rows - self.rows)
+        old, new = min(rows, self.rows), max(0, rows - self.rows)
         cached = np.zeros((rows, tokens), dtype=np.int32)
         width = min(tokens, self.tokens)
-        cached[:kept, :width] = self._cached_tokens[:kept, :width]
+        cached[:old, :width] = self._cached_tokens[:old, :width]
         self._cached_tokens, self.tokens = cached, tokens
         self.occupants = self.occupants[:rows] + [None] * new
         self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new

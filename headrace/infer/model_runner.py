@@ -30,7 +30,7 @@ from headrace.model.load import LanguageModel, copy_weights, read_weights
 from headrace.model.multi_lora import BASE, HEAD, AdapterTable, apply_adapters, use_adapters
 from headrace.types import WeightsFolder, WeightsHandle
 
-NO_ADAPTER = "the adapter to sample with is not loaded here, or no longer"
+NO_ADAPTER = "the adapter to sample with is not loaded, or no longer"
 READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
 
 

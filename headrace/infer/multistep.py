@@ -3,7 +3,7 @@
 A decoder owns the cache's storage, prefills prompts into it, and decodes sequences until they stop, reach their limit
 or have taken the steps of the call. Sequences join and leave between calls. While none waits or is being prefilled, the
 scheduler starts the next call for the same sequences before it reads the results of the last, so that the device does
-not idle. Nothing here touches a device.
+not idle. This module touches no device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ class Decoder(Protocol):
 
 
 def decodable(sequence: SequenceState) -> bool:
-    """Whether a decoder can sample for this request: no truncated distribution, not too many stop tokens."""
+    """Return whether a decoder can sample for this request: no truncated distribution, not too many stop tokens."""
     return not sequence.request.params.truncated and len(sequence.stop_tokens) <= STOPS
 
 

@@ -1,4 +1,4 @@
-"""Prompt log-probs: the log-probs of a sequence's prefix, read off the forward pass that prefills it.
+"""Read the log-probs of a sequence's prefix off the forward pass that prefills it.
 
 A sequence that continues under new weights has its prefix prefilled again, and the hidden state of each token gives the
 log-prob of the next one. The bits are those that sampling these tokens under these weights would have recorded.
@@ -21,7 +21,7 @@ CHUNK = 64  # rows whose probabilities over the vocabulary are in memory at a ti
 
 @dataclass(frozen=True, slots=True)
 class LogprobRow:
-    """One requested log-prob."""
+    """A requested log-prob."""
 
     row: int  # of the step's hidden states
     token: int  # whose log-prob that row gives

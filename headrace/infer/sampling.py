@@ -50,7 +50,7 @@ def check_request(request: SampleRequest, *, context: int, vocabulary: int, deco
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One sampled token per row."""
+    """The sampled token of each row."""
 
     tokens_B: Tensor
     logprobs_B: Tensor  # under the tempered distribution before any truncation

@@ -1,7 +1,7 @@
-"""Continuous batching: which sequences are computed in the next step, and what becomes of the tokens they get.
+"""Batch continuously: choose the sequences of the next step, and process the tokens that they get.
 
 `Scheduler.run_step` is the engine's loop body. A sequence is enqueued, admitted to a KV slot, prefilled in chunks,
-decoded, and finished; it may be preempted (back to the queue) or interrupted on the way. Everything here runs on the
+decoded, and finished; it may be preempted (back to the queue) or interrupted on the way. The scheduler runs on the
 compute thread. It must not know event loops, threads or where weights come from.
 
 Shape letters: B decode rows, T rows of the step, D width.
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a sequence waits for a slot or is in one."""
+        """True if a sequence waits for a slot or is in one."""
         return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.occupants)
 
     def _receive_messages(self, *, wait: bool) -> None:
@@ -221,11 +221,11 @@ class Scheduler:
                         self._append(row, sequence, *tokens)
 
     def _can_run_ahead(self, decoding: list[tuple[int, SequenceState]]) -> bool:
-        """Whether nothing waits, most of the sequences go on, and none needs a longer slot."""
+        """Return whether nothing waits, most of the sequences go on, and none needs a longer slot."""
         left = [sequence for _, sequence in decoding if sequence.row is not None]
-        wanted = self._slots.waiting or self._inbox.is_wanted
+        work_waits = self._slots.waiting or self._inbox.is_wanted
         full = any(len(sequence.tokens) >= self._slots.tokens for sequence in left)
-        return not wanted and not full and 4 * len(left) > 3 * len(decoding)
+        return not work_waits and not full and 4 * len(left) > 3 * len(decoding)
 
     # --- sequences ---
 
@@ -317,7 +317,7 @@ class Scheduler:
             self._finish(sequence, StopReason.LENGTH)
 
     def _stop_string_at_end(self, sequence: SequenceState) -> bool:
-        """Whether the newest token completed a stop string."""
+        """Return whether the newest token completed a stop string."""
         stops = sequence.request.params.stop_strings
         window = max(len(stop.encode()) for stop in stops) + 1  # a token is a byte at least
         sampled = sequence.tokens[max(len(sequence.request.prompt), len(sequence.tokens) - window) :]

@@ -1,4 +1,4 @@
-"""The KV cache and its slots: how many slots of what length, who is in them, and the copies that keep both in step.
+"""Keep the KV cache and its slots in step: number and length of slots, the sequences in them, and copies of prefixes.
 
 `SlotLimits` derives slot sizes from the KV budget; `SlotCache` admits sequences, grows and shrinks slots, preempts and
 compacts. It runs on the compute thread and must not know requests' parameters or the model.
@@ -130,10 +130,10 @@ class SlotCache:
         for row in [row for row, _ in slots.active() if row >= rows]:
             target = free.pop(0)
             self._apply(slots.move(row, target))
-        kept = min(rows, slots.rows)
+        rows_kept = min(rows, slots.rows)
         slots.resize(rows, tokens)
         before, self.cache = self.cache, self._make_cache(slots.rows, slots.tokens)
-        self.cache.adopt(before, kept)
+        self.cache.adopt(before, rows_kept)
         return len(evicted)
 
     def _apply(self, assignment: SlotAssignment) -> None:

@@ -6,7 +6,7 @@ A run, in the order of what happens:
 - `checked_config` loads and checks the TOML file.
 - `commands/train` makes the run folder and runs the stages; `resume` decides where each goes on; `signals` stops it.
 - `preflight` loads the data and functions of all stages once, as `inputs`.
-- `stage_context` opens what a stage needs; `runtime/` is where its model is trained and sampled.
+- `stage_context` opens what a stage needs; `runtime/` trains and samples its model.
 - `stages` runs the loops; `build/` makes their parts from sections of the configuration.
 
 The other commands are in `commands/`, one file each.
@@ -50,7 +50,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of one of the names above. A module here must not have the name of one of them."""
+    """Import the module of one of the names above. A module of this package must not have the name of one of them."""
     if name not in _MODULES:
         raise AttributeError(f"module 'headrace.wiring' has no attribute '{name}'")
     return getattr(import_module(_MODULES[name]), name)

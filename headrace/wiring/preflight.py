@@ -27,7 +27,7 @@ def preflight(config: Config, tokens: TokenizerOnly) -> RunInputs:
     """Load everything that the stages train on; `tokens` measures prompts.
 
     Raises ConfigError or DataError that names what cannot work. Functions that objects of a stage are built from later
-    (filters, environments, programs) are imported here too, and found loaded then.
+    (filters, environments, programs) are imported now too, so that their failures show before training.
     """
     functions = None if config.rl is None else _load_functions(config.rl)
     pairs = None if config.reward_model is None else _load_pairs(config.reward_model)

@@ -132,5 +132,5 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str 
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            shown = ["not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
-            yield f"'{prefix}{key}' = {shown[0]} and it is now {shown[1]}"
+            values = ["not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
+            yield f"'{prefix}{key}' = {values[0]} and it is now {values[1]}"

@@ -187,8 +187,8 @@ def _served_problems(config: Config, base: Path) -> Iterator[str]:
 def _vocabulary_problems(config: Config) -> Iterator[str]:
     staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
     sources = (*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ()))
-    here = config.model.service is None
-    if here and config.model.path == "tiny" and not any(source.type == "env" for source in sources):
+    is_local = config.model.service is None
+    if is_local and config.model.path == "tiny" and not any(source.type == "env" for source in sources):
         yield (
             "'model.path' is \"tiny\", which knows only the words of built-in environments: give a model folder for "
             "other data"
@@ -439,19 +439,19 @@ def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str
                 yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kinds}'
 
 
-def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]:
-    if name not in known:
-        close = get_close_matches(name, known, n=1, cutoff=0.5)
-        instead = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(sorted(known))}"
+def _name_problems(key: str, name: str, names: Collection[str]) -> Iterator[str]:
+    if name not in names:
+        close = get_close_matches(name, names, n=1, cutoff=0.5)
+        instead = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(sorted(names))}"
         yield f"'{key}' is \"{name}\", which is not known; {instead}"
 
 
-def _function_problems(key: str, text: str, base: Path, known: Collection[str]) -> Iterator[str]:
+def _function_problems(key: str, text: str, base: Path, names: Collection[str]) -> Iterator[str]:
     """Check a known name, "file.py:function" or "module:function"; files are parsed, not run."""
-    if text in known:
+    if text in names:
         return
-    if ":" not in text and ".py" not in text and known:
-        yield from _name_problems(key, text, known)
+    if ":" not in text and ".py" not in text and names:
+        yield from _name_problems(key, text, names)
         return
     place, function = split_function(text)
     if not place or not function.isidentifier():

@@ -1,12 +1,12 @@
 """Multi-step decoding on CUDA: a dense transformer in Triton kernels and matrix products, captured in CUDA graphs.
 
-- `weights.py` reads the weights of a model, joined and merged where that is faster, and says which models it supports.
-- `layout.py` chooses tile sizes: how rows, prompts and keys are divided among programs.
-- `kernels.py` has the Triton kernels of a layer, `draw.py` those that sample a token.
+- `layer_weights.py` reads the weights of a model, joined and merged where faster, and says which models it supports.
+- `tiling.py` chooses tile sizes: how rows, prompts and keys are divided among programs.
+- `kernels.py` has the Triton kernels of a layer, `sampling_kernels.py` those that sample a token.
 - `forward.py` runs one forward pass over rows of tokens.
-- `decoder.py` implements `Decoder`: state on the device, and a CUDA graph per number of rows.
+- `graphs.py` implements `Decoder`: state on the device, and a CUDA graph per number of rows.
 
-The last four need Triton; `graph_decoder` looks whether it is installed.
+The last four need Triton; `graph_decoder` checks that it is installed.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Decode in CUDA graphs: several steps per call, sampling included, over slots that rows join and leave between calls.
 
 The decoder owns everything a graph points to: the rows' state, intermediate buffers, keys and values, and copies of
-weights. A graph is one decode step for a fixed number of rows (`layout.BUCKETS`); it is captured when first needed and
+weights. A graph is one decode step for a fixed number of rows (`tiling.BUCKETS`); it is captured when first needed and
 replayed from then on. Rows that stop are skipped on the device. The decoder must not know requests, queues or versions.
 """
 

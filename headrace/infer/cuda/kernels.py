@@ -2,7 +2,7 @@
 
 Each rounds where the trainer's kernels round (`model/cuda/layers.py`), to as many bits: once, at its end, and the
 residual stream not at all, so that sampling differs from training by the order of sums only. Weights are read from
-where they are; nothing here allocates, so every launch can be captured in a graph.
+where they are; no kernel allocates, so every launch can be captured in a graph.
 
 A slot's keys are [heads, positions, width], contiguous; how many positions a slot has is read from device memory, so
 a captured launch stays valid when the slots get longer.
@@ -94,11 +94,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One new token of each row against its slot: rotate, write key and value, attend. Grid (rows, H, SPLITS).
+    """Attend with one new token of each row to its slot: rotate, write key and value, attend. Grid (rows, H, SPLITS).
 
     The filled part of a slot is cut into at most SPLITS chunks, each a program; the new token's own key is part of the
     first chunk and never read back. The last program of a row to arrive joins the chunks, in their order, so the sum
-    does not depend on who was last; `arrivals` are zero before and after. A row at position -1 is skipped.
+    does not depend on which was last; `arrivals` are zero before and after. A row at position -1 is skipped.
 
     Blocks within the first `shared` positions are read from the donor's slot, which has the same numbers: where a whole
     group reads them there, they come through memory once.
@@ -139,9 +139,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q2 = _scaled(q2, inverse[:, None], tl.load(query_norm + HALF + half)[None, :])
         g1 = k1.to(tl.float32)
         g2 = k2.to(tl.float32)
-        own = 1.0 / tl.sqrt((tl.sum(g1 * g1, 0) + tl.sum(g2 * g2, 0)) / W + epsilon)
-        k1 = _scaled(k1, own, tl.load(key_norm + half))
-        k2 = _scaled(k2, own, tl.load(key_norm + HALF + half))
+        inverse_key = 1.0 / tl.sqrt((tl.sum(g1 * g1, 0) + tl.sum(g2 * g2, 0)) / W + epsilon)
+        k1 = _scaled(k1, inverse_key, tl.load(key_norm + half))
+        k2 = _scaled(k2, inverse_key, tl.load(key_norm + HALF + half))
     cosine = tl.load(cosines + position * HALF + half)
     sine = tl.load(sines + position * HALF + half)
     q1, q2 = _turn(q1, q2, cosine[None, :], sine[None, :])
@@ -157,11 +157,11 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     highest = tl.where(first, own_score * scale, float("-inf"))
     total = tl.where(first, tl.full((GP,), 1.0, tl.float32), 0.0)
     mixed = tl.zeros((GP, W), tl.float32) + tl.where(first, value.to(tl.float32), 0.0)[None, :]
-    elsewhere = (donor * H + head) * length * W
+    donor_origin = (donor * H + head) * length * W
     for at in range(start, end, BLOCK):
         j = at + tl.arange(0, BLOCK)
         filled = j < end
-        begin = tl.where(at + BLOCK <= common, elsewhere, origin)
+        begin = tl.where(at + BLOCK <= common, donor_origin, origin)
         where = keys + begin + j[:, None] * W + half[None, :]
         c1 = tl.load(where, mask=filled[:, None], other=0.0)
         c2 = tl.load(where + HALF, mask=filled[:, None], other=0.0)

@@ -120,7 +120,7 @@ class DenseWeights:
         return DecoderLayer(
             input_norm=layer.input_layernorm.weight.detach(),
             qkv=self._joined(projections),
-            qkv_bias=self._joined([_linear(each) for each in projections], "bias") if biased else None,
+            qkv_bias=self._joined([_linear(module) for module in projections], "bias") if biased else None,
             query_norm=None if norms[0] is None else norms[0].weight.detach(),
             key_norm=None if norms[1] is None else norms[1].weight.detach(),
             out=self._joined([attention.o_proj]),

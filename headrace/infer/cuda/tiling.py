@@ -20,8 +20,8 @@ def bucket_for(rows: int) -> int:
 
 def splits_for(rows: int, heads: int) -> int:
     """Return into how many parts a row's keys are split at most, so that few rows use the whole card: a power of 2."""
-    wanted = max(1, FULL // (rows * heads))
-    return min(MOST_SPLITS, 1 << (wanted - 1).bit_length())
+    splits = max(1, FULL // (rows * heads))
+    return min(MOST_SPLITS, 1 << (splits - 1).bit_length())
 
 
 def prompt_blocks(chunks: Sequence[PromptChunk]) -> npt.NDArray[np.int32]:

@@ -1,8 +1,9 @@
 """An OpenAI-compatible API in front of any sampler, for agent programs that call the model themselves.
 
-- `wire.py` parses chat requests and defines `ApiError`; `text.py` has text completions, requests and replies.
-- `record.py` turns the messages of one episode into tokens and records every call.
-- `replies.py` writes chat replies, whole or streamed; `live.py` streams text while it is being sampled.
+- `chat_requests.py` parses chat requests and defines `ApiError`; `chat_responses.py` writes replies, whole or streamed.
+- `text_completions.py` parses requests for text completions and writes their replies.
+- `session.py` turns the messages of one episode into tokens and records every call.
+- `streaming.py` streams text while it is being sampled.
 - `app.py` has the routes, and `server.py` opens the socket.
 """
 

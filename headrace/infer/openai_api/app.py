@@ -87,7 +87,7 @@ class OpenAIEndpoint:
         async def refuse(request: Request, exc: Exception) -> Response:
             assert isinstance(exc, ApiError | HTTPException)
             error = exc if isinstance(exc, ApiError) else ApiError(str(exc.detail), status=exc.status_code)
-            # failures are deterministic here, and a client that retries would only fail later
+            # failures of this endpoint are deterministic, and a client that retries would only fail later
             return JSONResponse(error.body(), status_code=error.status, headers={"x-should-retry": "false"})
 
         app.add_api_route("/episodes/{id}/v1/chat/completions", chat, methods=["POST"])

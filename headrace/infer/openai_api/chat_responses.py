@@ -18,7 +18,7 @@ LAST_EVENT = "data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice of a reply."""
+    """A choice of a chat reply."""
 
     call: Call
     tops: Sequence[Mapping[int, float]] = ()  # the most likely tokens at each position, if requested

@@ -1,4 +1,4 @@
-"""One episode of an agent program: turn its messages into tokens, sample replies, and record both.
+"""Turn the messages of an agent program's episode into tokens, sample replies, and record both.
 
 A call whose messages begin with those of an earlier call and its reply continues from the very tokens of that call.
 Where the messages were rewritten, or the chat template renders the past differently, the call starts from a prompt of
@@ -42,7 +42,7 @@ class SampleFn(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One answered call."""
+    """An answered call."""
 
     number: int
     messages: tuple[Message, ...]  # as the program sent them
@@ -103,7 +103,7 @@ class ChatSession:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """One step for each call: exactly what the sampler was given, and what it returned."""
+        """A step for each call: exactly what the sampler was given, and what it returned."""
         return tuple(
             Step(prompt=call.prompt, completion=call.completion, action=self._renderer.decode(call.completion.tokens))
             for call in self.calls
@@ -131,7 +131,7 @@ class ChatSession:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit ended the episode: the last reply was truncated, or a call was refused because of a limit."""
+        """True if a limit ended the episode: the last reply was truncated, or a call was refused because of a limit."""
         return self.limit is not None or (bool(self._calls) and self.calls[-1].completion.stop is StopReason.LENGTH)
 
     # --- calls -------------------------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class ChatSession:
             before = self._before(messages, tools)
             if before is not None:
                 new = messages[len(before.messages) + 1 :]
-                seen = int_array(np.concatenate([before.prompt, before.completion.tokens]))
+                past = int_array(np.concatenate([before.prompt, before.completion.tokens]))
                 # as it was sampled; else as the template writes it, which may be the same tokens under another name
                 replies = (Message(role="assistant", content=before.text), before.reply)
-                extended = extended_prompt(self._renderer, seen, before.rendered, replies, new, tools)
+                extended = extended_prompt(self._renderer, past, before.rendered, replies, new, tools)
                 if extended is not None:
                     return extended
             prompt = self._renderer.prompt(messages, tools)

@@ -19,7 +19,7 @@ class ChunkedSampler:
     """Sample a sequence in chunks."""
 
     draw: Callable[[SampleRequest], Awaitable[Completion]]  # samples one chunk
-    heard: Callable[[Completion], None]  # called with the completion so far after each chunk but the last
+    on_chunk: Callable[[Completion], None]  # called with the completion so far after each chunk but the last
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Return what the sampler behind would return for the whole request."""
@@ -32,7 +32,7 @@ class ChunkedSampler:
             if completion.stop is not StopReason.LENGTH or len(completion.tokens) < limit or limit == max_tokens:
                 return completion
             so_far = completion
-            self.heard(completion)
+            self.on_chunk(completion)
 
 
 class StreamedText:

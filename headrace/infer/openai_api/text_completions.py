@@ -1,4 +1,4 @@
-"""OpenAI's text completions: parse requests, and write replies as bodies and events. Pure functions.
+"""Parse requests for OpenAI's text completions, and write replies as bodies and events. Pure functions.
 
 A prompt is text or tokens, one or several of them. With `echo` the prompt and its log-probs are repeated before the
 sampled text, and `max_tokens` may be 0, which is how programs score texts.
@@ -85,7 +85,7 @@ def _clamped(tokens: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAnswer:
-    """One choice of a reply."""
+    """A choice of a text reply."""
 
     prompt: IntArray
     completion: Completion | None  # None if nothing was sampled

@@ -1,12 +1,12 @@
 """Build objects from sections of the configuration.
 
 - `models`: load models as [model] says; build the sampler as [engine] says.
-- `model_sizes`: the size of a model and what its stages ask of memory.
+- `model_sizes`: the size of a model and the memory that its stages need.
 - `extra_models`: critic, reference and teacher models, the KL limit.
 - `data`: tasks, conversations, pairs and environments.
 - `rewards`: reward terms and the runner that scores groups.
 - `loss`: loss, correction of stale tokens, Adam settings.
-- `executor`: the rollout executor.
+- `rollout_executor`: the executor that plays groups, from [rl] and [rl.async].
 - `episodes`: sampling parameters, end rules, the player of held-out groups.
 - `agent_endpoint`: agent programs and environment threads.
 - `sinks`: metric sinks of [metrics].

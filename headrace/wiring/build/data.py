@@ -128,7 +128,9 @@ def training_conversations(
     loaded = [conversations_of(source) for source in c.sources]
     if held_out_tasks or held_out:
         answered = [
-            task for source, known in zip(c.sources, loaded, strict=True) for task in answered_by(source, known)
+            task
+            for source, conversations in zip(c.sources, loaded, strict=True)
+            for task in answered_by(source, conversations)
         ]
         shared = find_overlap(answered, held_out_tasks)
         if shared:
@@ -137,7 +139,7 @@ def training_conversations(
             shared = find_overlap(answered, answered_by(c.held_out, held_out))
             if shared:
                 logger.warning("%d prompts of sft.held_out are also in sft.sources: their loss says little", shared)
-    return [(known, source.weight) for source, known in zip(c.sources, loaded, strict=True)]
+    return [(conversations, source.weight) for source, conversations in zip(c.sources, loaded, strict=True)]
 
 
 def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> list[Task]:
@@ -146,7 +148,7 @@ def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> 
     if source.type == "env":
         assert source.name is not None
         return demonstrated_tasks(source.name, source.size, source.seed, source.options)
-    return [Task(id=str(index), messages=prompt_of(known)) for index, known in enumerate(conversations)]
+    return [Task(id=str(index), messages=prompt_of(conversation)) for index, conversation in enumerate(conversations)]
 
 
 def make_env_of(source: SourceConfig) -> Callable[[], Env]:

@@ -76,12 +76,12 @@ def make_kl_limit(c: RlConfig, limit: float, context: StageContext, loss: LossSp
 
 def make_scorers(c: RlConfig, context: StageContext, functions: RlFunctions) -> dict[str, Score]:
     """Build what computes the log-probs that the loss needs besides the sampler's."""
-    wanted = required_arrays(find_loss(functions.loss.fn), correction=functions.correction)
+    required = required_arrays(find_loss(functions.loss.fn), correction=functions.correction)
     scorers: dict[str, Score] = {}
-    if "proximal_logprobs" in wanted or c.kl_limit is not None:
+    if "proximal_logprobs" in required or c.kl_limit is not None:
         scorers["proximal_logprobs"] = backend_scorer(context.backend)
     for name, path in (("reference_logprobs", c.reference), ("teacher_logprobs", c.teacher)):
-        if name in wanted:
+        if name in required:
             scorers[name] = _open_frozen(c, context, path)
     return scorers
 

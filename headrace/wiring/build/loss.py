@@ -27,14 +27,14 @@ def make_loss(c: RlConfig) -> LossSpec:
     Raises ConfigError when it needs arrays that cannot be provided.
     """
     terms = split_sum(c.loss)
-    known = all(term in LOSSES for term in terms)
+    all_named = all(term in LOSSES for term in terms)
     fn = sum_losses([LOSSES[term] if term in LOSSES else own_loss(term) for term in terms])
     check_objective(fn, c.loss_params, available=available_arrays(fn, teacher=c.teacher is not None))
     if c.critic is None or c.critic.trunk == "own":
-        return LossSpec(fn=c.loss if known else fn, params=c.loss_params)
+        return LossSpec(fn=c.loss if all_named else fn, params=c.loss_params)
     params = {"value_coef": c.critic.value_coef, "value_clip": c.critic.value_clip}
     return LossSpec(
-        fn=f"{c.loss} + {VALUE_TERM}" if known else sum_losses([fn, LOSSES[VALUE_TERM]]),
+        fn=f"{c.loss} + {VALUE_TERM}" if all_named else sum_losses([fn, LOSSES[VALUE_TERM]]),
         params={**c.loss_params, **params},
     )
 

@@ -110,7 +110,7 @@ def starting_model(config: Config, folder: RunFolder) -> str:
     target, writing = folder.path / "start", folder.path / ".writing-start"
     if not target.is_dir():
         tiny = config.model.tiny
-        shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed while writing
         save_tiny(
             writing,
             words=tiny_words(config),

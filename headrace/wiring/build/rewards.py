@@ -38,13 +38,13 @@ def make_terms(config: Config, reward_model_path: str | None) -> list[Term | Gro
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     runner = RewardRunnerConfig() if config.rl is None else config.rl.reward_runner
     return [
-        _term(term, config.model, reward_model_path, tokens) if _is_own(term) else _user_term(term, runner)
+        _term(term, config.model, reward_model_path, tokens) if _runs_in_process(term) else _user_term(term, runner)
         for term in _usable_terms(config, reward_model_path)
     ]
 
 
 def has_terms(config: Config, reward_model_path: str | None) -> bool:
-    """Whether `make_terms` would build any."""
+    """Return whether `make_terms` would build any term."""
     return bool(_usable_terms(config, reward_model_path))
 
 
@@ -53,8 +53,8 @@ def _usable_terms(config: Config, reward_model_path: str | None) -> list[RewardT
     return [term for term in rewards if term.fn != REWARD_MODEL or (term.path or reward_model_path) is not None]
 
 
-def _is_own(term: RewardTermConfig) -> bool:
-    """Whether a built-in reward runs in this process; "format" reads text as a user's function does."""
+def _runs_in_process(term: RewardTermConfig) -> bool:
+    """Return whether a built-in reward runs in this process; "format" reads text as a user's function does."""
     return term.fn in (REWARD_MODEL, JUDGE, LENGTH, *BUILTIN)
 
 
@@ -92,7 +92,7 @@ def make_truncation(rl: RlConfig) -> TruncatedReward:
 def check_rewards(rl: RlConfig) -> None:
     """Raise ConfigError when a user's reward function cannot be found or imported."""
     for term in reward_terms(rl):
-        if not _is_own(term):
+        if not _runs_in_process(term):
             _user_term(term, rl.reward_runner)
 
 
@@ -148,9 +148,9 @@ def _check_format(term: RewardTermConfig) -> None:
 
 def _judge_term(term: RewardTermConfig, model: ModelConfig) -> GroupTerm:
     """Build a judge. Keys of `kwargs` that are not the judge's go to its endpoint, or to sampling if it is local."""
-    own = {field.name for field in fields(JudgeSettings)}
-    judge = {key: value for key, value in term.kwargs.items() if key in own}
-    rest = {key: value for key, value in term.kwargs.items() if key not in own}
+    judge_keys = {field.name for field in fields(JudgeSettings)}
+    judge = {key: value for key, value in term.kwargs.items() if key in judge_keys}
+    rest = {key: value for key, value in term.kwargs.items() if key not in judge_keys}
     needs = "url, model and rubric" if term.path is None else "rubric, maybe max_tokens and temperature"
     with boundary(ConfigError, f'a reward with fn = "judge" needs kwargs {needs}, and these are wrong'):
         if term.path is None:

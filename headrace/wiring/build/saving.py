@@ -29,8 +29,8 @@ def make_record(c: RlConfig, folder: RunFolder) -> Record:
         if not selection.takes_step(step + 1):
             return
         failed = [episode for group in groups for episode in group.failed] if selection.takes_failed else []
-        kept: list[Saved] = [*select_episodes(episodes, selection), *failed]
-        if kept:
+        selected: list[Saved] = [*select_episodes(episodes, selection), *failed]
+        if selected:
             about = RolloutFileInfo(
                 run=folder.path.name,
                 training_step=step + 1,
@@ -38,7 +38,7 @@ def make_record(c: RlConfig, folder: RunFolder) -> Record:
                 params=c.credit_params if c.critic is None else _critic_params(c.critic),
                 group_sizes=Counter(episode.group_id for episode in episodes),
             )
-            save_trajectories(folder.step_rollouts(step + 1), kept, lean=c.save.lean, about=about)
+            save_trajectories(folder.step_rollouts(step + 1), selected, lean=c.save.lean, about=about)
 
     return record
 

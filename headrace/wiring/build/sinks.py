@@ -108,16 +108,18 @@ class MetricOutputs:
 
 
 def stage_source(config: Config, folder: Path, *, stage: str, start: int) -> MetricSource:
-    """Describe one stage of a run. W&B is not shown [metrics], which may name secrets."""
-    shown = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
+    """Describe one stage of a run. [metrics] is left out of what W&B shows: it may name secrets."""
+    visible = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
     labels = (("run", folder.name), ("stage", stage))
-    return MetricSource(run=folder.name, stage=stage, folder=folder, labels=labels, config=shown, purge_step=start + 1)
+    return MetricSource(
+        run=folder.name, stage=stage, folder=folder, labels=labels, config=visible, purge_step=start + 1
+    )
 
 
 def model_sink(outputs: MetricOutputs, folder: Path, source: TelemetrySource) -> MetricSink:
     """Open the sink of a served model, or of the server itself: a file in `folder`/metrics, and what [metrics] names.
 
-    What cannot be opened besides the file is said in the log.
+    If a sink of [metrics] cannot be opened, logs an error and returns the file alone.
     """
     file = folder / "metrics" / f"{source.name.replace(':', '_')}.jsonl"
     described = MetricSource(run=folder.name, stage=source.name, folder=folder, labels=source.labels, config={})

@@ -1,4 +1,4 @@
-"""Run `headrace demo`: SFT and RL on a text world, made on the spot, and the text about the result."""
+"""Run `headrace demo`: SFT and RL on a text environment, made on the spot, and the text about the result."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from headrace.wiring.commands.train import RunResult, train
 
 
 def demo(*, seed: int, folder: Path) -> RunResult:
-    """Train on imperfect demonstrations of a text world, then by RL; no download. `figures` is for programs."""
+    """Train on imperfect demonstrations of a text environment, then by RL; no download. `figures` is for programs."""
     began_s = time.monotonic()
     config = demo_config(seed=seed, folder=folder)
     result = train(config, config_text_path=Path("demo.toml"), resume=None)
@@ -28,7 +28,7 @@ def demo(*, seed: int, folder: Path) -> RunResult:
     }
     write_report(result.folder, {"success_sft": before, "success_rl": after, "seconds": seconds})
     text = f"""
-A small model learned to find a key, unlock a door and reach a goal, in a text world made on the spot.
+A small model learned to find a key, unlock a door and reach a goal, in a text environment made on the spot.
 Held-out rooms it has never seen, {config.eval.tasks} of them:
 
     after SFT on imperfect demonstrations   {before:6.1%} solved

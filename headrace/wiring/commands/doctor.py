@@ -19,7 +19,7 @@ Waiting = Callable[[str], AbstractContextManager[Callable[[str], None]]]  # show
 def describe_machine(checking: "Future[SamplingCheck]", waiting: Waiting) -> Iterator[str]:
     """Yield the texts to print. `checking` is asked for last: what it needs may be what is broken.
 
-    Raises HeadraceError when nothing can run here, or sampling is not reproducible.
+    Raises HeadraceError when nothing can run on this machine, or sampling is not reproducible.
     """
     with waiting("looking at this machine") as tell:
         facts = machine.machine_facts(tell=lambda name: tell(f"importing {name}"))

@@ -10,7 +10,7 @@ from headrace.wiring.build.model_sizes import memory_request, model_shape
 
 
 def explain_config(config: Config, *, file: str) -> str:
-    """Return what a run of `config` would do here, and how large it is."""
+    """Return what a run of `config` would do on this machine, and how large it is."""
     if config.model.service is not None:
         return explain_served(config, file=file)
     facts = machine_facts(("torch",), cwd=_existing(Path(config.run.folder)))

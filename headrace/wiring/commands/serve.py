@@ -42,7 +42,7 @@ class ServiceHandle:
 
     app: FastAPI
     card: ModelCard
-    new_key: str | None  # shown once, here; only its hash is kept
+    new_key: str | None  # shown once; only its hash is kept
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
     with contextlib.closing(journal), folder_lock(folder), contextlib.ExitStack() as stack:
         stack.enter_context(no_progress_bars())
-        keys, made = _keys(config, journal, make_key=make_key)
+        keys, fresh_key = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)
         engine = config.engine
         host = AdapterHost(
@@ -94,7 +94,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
         with contextlib.closing(host), contextlib.closing(outputs), contextlib.closing(telemetry):
             renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
             app = make_app(service, access, flags=dict(config.flags), renderer=renderer)
-            yield ServiceHandle(app=app, card=card, new_key=made)
+            yield ServiceHandle(app=app, card=card, new_key=fresh_key)
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
@@ -117,13 +117,13 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
 
 def _kv_tokens(lm: LanguageModel, max_num_seqs: int, *, full: bool) -> int:
     """Return the size of the cache: for contexts as long as the model's, on a GPU within its free memory."""
-    wanted = default_kv_tokens(max_num_seqs, lm.context)
+    default = default_kv_tokens(max_num_seqs, lm.context)
     if lm.device.type != "cuda":
-        return wanted
+        return default
     free_bytes = torch.cuda.mem_get_info(lm.device)[0]
     shape, size = model_dims(lm.model.config.to_dict()), next(lm.model.parameters()).element_size()
     room = kv_room(shape, size, free_bytes=free_bytes, full=full)
-    return min(wanted, max(room, min_kv_tokens(lm.context)))
+    return min(default, max(room, min_kv_tokens(lm.context)))
 
 
 def kv_room(shape: ModelDims, size: int, *, free_bytes: int, full: bool) -> int:
@@ -137,12 +137,12 @@ def kv_room(shape: ModelDims, size: int, *, free_bytes: int, full: bool) -> int:
 def _keys(config: ServeConfig, journal: Journal, *, make_key: bool) -> tuple[list[HashedKey], str | None]:
     if config.keys:
         return list(config.keys), None
-    known = [HashedKey(owner=owner, sha256=hashed) for hashed, owner in journal.records(KEY_KIND).items()]
-    if known and not make_key:
-        return known, None
+    stored = [HashedKey(owner=owner, sha256=hashed) for hashed, owner in journal.records(KEY_KIND).items()]
+    if stored and not make_key:
+        return stored, None
     key = new_key()
     journal.write([put(KEY_KIND, hash_key(key), FIRST_OWNER)]).result()
-    return [*known, HashedKey(owner=FIRST_OWNER, sha256=hash_key(key))], key
+    return [*stored, HashedKey(owner=FIRST_OWNER, sha256=hash_key(key))], key
 
 
 def _raise_file_limit() -> None:

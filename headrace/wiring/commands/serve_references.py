@@ -1,4 +1,4 @@
-"""Frozen models and reward functions of a serve.toml by name, and the process that only scores."""
+"""Open the frozen models and reward functions of a serve.toml by name, and the process that only scores."""
 
 import contextlib
 import os
@@ -30,32 +30,32 @@ from headrace.wiring.build.models import fuse_cuda_layers
 
 @contextlib.contextmanager
 def open_references(config: ServeConfig, *, vocabulary: int = 0) -> Iterator[dict[str, Score]]:
-    """Who scores under which name. Models load when they are first asked for; one that knows fewer tokens than
-    `vocabulary` is refused then. Raises ConfigError."""
-    here = {each.name: each for each in config.references if each.path}
-    _check_quantizers(config, here)
+    """Yield the scoring function of each reference by name. A model loads when it is first used; one that has fewer
+    tokens than `vocabulary` is refused then. Raises ConfigError."""
+    local = {reference.name: reference for reference in config.references if reference.path}
+    _check_quantizers(config, local)
     models = ReferenceModels(
-        partial(_load, config, here, vocabulary),
+        partial(_load, config, local, vocabulary),
         limit=config.engine.reference_models,
         room_bytes=config.engine.reference_bytes or None,
         micro_batch_tokens=config.engine.micro_batch_tokens,
     )
-    named: dict[str, Score] = {name: partial(models.score, name) for name in here}
+    named: dict[str, Score] = {name: partial(models.score, name) for name in local}
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_progress_bars())
-        for each in config.references:
-            if each.url:
-                remote = RemoteReference(each.url, key=os.environ.get(each.key_env))
+        for reference in config.references:
+            if reference.url:
+                remote = RemoteReference(reference.url, key=os.environ.get(reference.key_env))
                 stack.callback(remote.close)
-                named[each.name] = remote.score
+                named[reference.name] = remote.score
         yield named
 
 
-def _check_quantizers(config: ServeConfig, known: Mapping[str, ReferenceModel]) -> None:
-    """Refuse a quantizer that is not installed or cannot work here, before the server starts. Raises ConfigError."""
+def _check_quantizers(config: ServeConfig, references: Mapping[str, ReferenceModel]) -> None:
+    """Raise ConfigError before the server starts if a quantizer is not installed or cannot work on this machine."""
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    for name, reference in known.items():
+    for name, reference in references.items():
         if (quantization := _quantization(reference)) is not None:
             try:
                 choose_quantizer(quantization, device=torch.device(device), dtype=dtype)
@@ -63,8 +63,8 @@ def _check_quantizers(config: ServeConfig, known: Mapping[str, ReferenceModel]) 
                 raise ConfigError(f"reference '{name}': {exc}") from exc
 
 
-def _load(config: ServeConfig, known: Mapping[str, ReferenceModel], vocabulary: int, name: str) -> LanguageModel:
-    reference, device = known[name], choose_device(config.model.device)
+def _load(config: ServeConfig, references: Mapping[str, ReferenceModel], vocabulary: int, name: str) -> LanguageModel:
+    reference, device = references[name], choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     lm = load_model(reference.path, device=device, dtype=dtype, quantization=_quantization(reference))
     if lm.vocabulary < vocabulary:
@@ -82,18 +82,17 @@ def _quantization(reference: ReferenceModel) -> Quantization | None:
 
 
 def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, RewardRule]:
-    """The functions of [[rewards]]; they read what the tokenizer makes of tokens. Raises ConfigError when one cannot be
-    imported."""
+    """Load the functions of [[rewards]], which read decoded tokens. Raises ConfigError if one cannot be imported."""
     judges = {}
-    for each in config.rewards:
-        user = UserRewardSpec(name=each.name, spec=each.fn, kwargs=each.kwargs)
-        if each.trusted:
+    for reward in config.rewards:
+        user = UserRewardSpec(name=reward.name, spec=reward.fn, kwargs=reward.kwargs)
+        if reward.trusted:
             term = trusted_term(user)
         else:
             with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
                 aside.submit(check_importable, user, SandboxSettings()).result()
             term = sandboxed_term(user, SandboxSettings())
-        judges[each.name] = reward_rule(term, partial(_decoded, lm))
+        judges[reward.name] = reward_rule(term, partial(_decoded, lm))
     return judges
 
 
@@ -103,7 +102,7 @@ def _decoded(lm: LanguageModel, tokens: object) -> str:
 
 @contextlib.contextmanager
 def open_reference_server(config: ServeConfig) -> Iterator[tuple[FastAPI, tuple[str, ...]]]:
-    """The application that scores, and the names of its models: those of [[references]], or the one of [model]."""
+    """Yield the application that scores, and the names of its models: those of [[references]], or that of [model]."""
     check_reach(config.serve.host, has_keys=bool(config.keys))
     if not config.references:
         if config.model.path == "tiny":

@@ -1,4 +1,4 @@
-"""Run `headrace verify`: hand the parts that runs are made of, and a model, to `loops.verify`."""
+"""Run `headrace verify`: hand the parts that runs are made of, and a model, to `headrace.verify`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,12 +23,12 @@ from headrace.verify.subject import ENVIRONMENT as VERIFY_ENVIRONMENT
 from headrace.verify.subject import VerifySubject
 from headrace.wiring.build.models import fuse_cuda_layers
 
-ROWS, LONGEST = 16, 4096  # of the engine that is looked at
+ROWS, LONGEST = 16, 4096  # of the engine under test
 CUDA_HEAD_WIDTH = 64
 
 
 def verify(*, model: str | None, device: str) -> Iterator[PropertyResult]:
-    """Yield the proofs of `loops.verify` on a model folder; without one, on a small model made on the spot."""
+    """Yield the results of `headrace.verify` for a model folder, or by default for a small model made on the spot."""
     with no_progress_bars():
         place = choose_device(device)
         dtype = choose_dtype("auto", place)
@@ -38,7 +38,7 @@ def verify(*, model: str | None, device: str) -> Iterator[PropertyResult]:
 
 
 def verify_parts(lm: LanguageModel) -> VerifySubject:
-    """Return the parts that runs are made of, for `loops.verify` to test."""
+    """Return the parts that runs are made of, for `headrace.verify` to test."""
     return VerifySubject(
         lm=lm,
         renderer=Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens),

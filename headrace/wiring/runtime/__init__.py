@@ -1,6 +1,6 @@
-"""Where the model of a stage is trained and sampled.
+"""Run the model of a stage, in this process or at a service.
 
 - `protocol`: the `Runtime` protocol.
-- `local`: in this process, on one compute thread.
-- `service`: at a training service, over HTTP.
+- `local`: trains and samples in this process, on one compute thread.
+- `service`: trains and samples at a training service, over HTTP.
 """

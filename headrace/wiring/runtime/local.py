@@ -102,7 +102,7 @@ class LocalRuntime:
         return store
 
     def check_memory(self) -> None:
-        """On a GPU, compute the largest micro-batch beside the engine's cache."""
+        """Compute the largest micro-batch on a GPU beside the engine's cache."""
         if self.lm.device.type == "cuda":
             self.backend.check_memory(self._longest).result()
 

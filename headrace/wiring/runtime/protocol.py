@@ -1,5 +1,5 @@
-"""The runtime of a stage: where its model is trained and sampled. In this process (`here.py`), or at a service
-(`remote.py`)."""
+"""Define the runtime of a stage, which trains and samples its model: in this process (`local.py`) or at a service
+(`service.py`)."""
 
 from pathlib import Path
 from typing import Protocol

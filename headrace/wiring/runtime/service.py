@@ -1,4 +1,4 @@
-"""The service runtime: the model of a stage at [model] service = "http://...". Nothing of it is computed here.
+"""The service runtime: the model of a stage at [model] service = "http://...". None of it is computed in this process.
 
 A stage is a session with an adapter of its own. Its states are kept by the service under names that the checkpoints in
 the run folder point at; what the store of checkpoints forgets is deleted there too.
@@ -42,8 +42,8 @@ def starting_state(model: ModelConfig) -> str:
 def check_service(config: Config) -> TokenizerOnly:
     """Return the tokenizer of the model at the service.
 
-    Raises ConfigError or BackendError for what would fail later: nobody answers, the key is refused, the adapter
-    cannot be made, lengths, a tokenizer that is not here or not the model's.
+    Raises ConfigError or BackendError for what would fail later: no answer, a refused key, an adapter that cannot be
+    made, lengths, a tokenizer that is not on this machine or not the model's.
     """
     model = config.model
     assert model.service is not None
@@ -60,8 +60,12 @@ def check_service(config: Config) -> TokenizerOnly:
             return tokens
     except BackendError as exc:
         if isinstance(exc.__cause__, RequestRefused) and exc.__cause__.status == DENIED:
-            given = f"the key in ${model.service_key_env}" if _key(model) else f"no key (${model.service_key_env})"
-            raise ConfigError(f"the service at {model.service} does not let in {given}: set one of its keys") from exc
+            credentials = (
+                f"the key in ${model.service_key_env}" if _key(model) else f"no key (${model.service_key_env})"
+            )
+            raise ConfigError(
+                f"the service at {model.service} does not let in {credentials}: set one of its keys"
+            ) from exc
         raise
 
 
@@ -118,7 +122,7 @@ def _check_words(config: Config, tokens: TokenizerOnly) -> None:
         source.name for source in sources if source.type == "env" and source.name in ENVIRONMENTS
     ):
         ids = tokens.tokenizer(list(ENVIRONMENTS[str(name)].vocabulary()), add_special_tokens=False)["input_ids"]
-        if unknown is not None and any(unknown in each for each in ids):
+        if unknown is not None and any(unknown in word_ids for word_ids in ids):
             raise ConfigError(
                 f"the model at {config.model.service} does not know all words of the environment '{name}': "
                 "use an environment that it knows, or serve another model"
@@ -176,7 +180,7 @@ class ServiceRuntime:
 
 
 class RemoteCheckpointStore:
-    """Saves checkpoints that point at states of the service; deletes there what it deletes here."""
+    """Saves checkpoints that point at states of the service; a state is deleted together with its checkpoint."""
 
     def __init__(self, store: CheckpointWriter, folder: Path, service: ServiceClient) -> None:
         self._store, self._folder, self._service = store, folder, service
