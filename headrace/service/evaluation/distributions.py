@@ -45,7 +45,7 @@ class Distributions:
         self._vocabulary = vocabulary
 
     async def entropy(self, sampler: str, request: Evaluate, samples: PolicySamples) -> Measured | None:
-        """The mean entropy of whole distributions, or minus the mean log-prob of what was sampled."""
+        """Return the mean entropy of whole distributions, or minus the mean log-prob of the sampled tokens."""
         spans = _spans(request, samples)
         if self._are_small(spans):
             entropies = [np.zeros(0)]
