@@ -52,7 +52,7 @@ class ProgramRecord(Protocol):
 
 
 class ChatEndpoint(Protocol):
-    """Give each episode a base URL (`infer.endpoint.Endpoint`)."""
+    """Give each episode a base URL (`infer.openai_api.app.OpenAIEndpoint`)."""
 
     def open(
         self, *, sampler: ProgramSampler, sampling: SamplingParams, seed: int, max_calls: int, max_tokens: int

@@ -19,13 +19,13 @@ def log_episode(episode: Episode) -> None:
     if not logger.isEnabledFor(logging.DEBUG):
         return
     answers = answers_of(episode)
-    for index, (step, seen) in enumerate(zip(episode.steps, observations(episode), strict=True)):
+    for index, (step, observation) in enumerate(zip(episode.steps, observations(episode), strict=True)):
         logger.debug(
             "episode %s, step %d: state %s, saw %s, did %s (%d tokens, log-prob %.4f, %s), reward %g, answer %s",
             episode.id,
             index,
             _quoted(step.state),
-            _tail(seen),
+            _tail(observation),
             _quoted(step.action),
             len(step.completion.tokens),
             float(step.completion.sampler_logprobs.sum()),

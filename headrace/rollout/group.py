@@ -229,8 +229,8 @@ def start_hash(episode: Episode) -> str:
     tokens, played by a remote model, is hashed by its messages before the first reply."""
     first = episode.steps[0]
     opening = tuple(takewhile(lambda message: message.role != "assistant", episode.messages))
-    shown = first.prompt.tobytes() if len(first.prompt) else repr(opening).encode()
-    return hashlib.blake2b(repr(first.state).encode() + b"\0" + shown, digest_size=16).hexdigest()
+    content = first.prompt.tobytes() if len(first.prompt) else repr(opening).encode()
+    return hashlib.blake2b(repr(first.state).encode() + b"\0" + content, digest_size=16).hexdigest()
 
 
 # --- a user's own rollout --------------------------------------------------------------------------------------------

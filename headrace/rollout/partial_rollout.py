@@ -149,8 +149,10 @@ class PartialEpisode:
             await self._gate.enter(self)
             before = turn.completion
             round_request, version = self._limit_to_round(request, before), sampler.version
-            wanted = self._next_logprobs and request.params.temperature > 0  # a greedy choice has no distribution
-            start = first_missing(self._prefixes(round_request), version=version) if wanted else None
+            scores_prefix = (
+                self._next_logprobs and request.params.temperature > 0
+            )  # a greedy choice has no distribution
+            start = first_missing(self._prefixes(round_request), version=version) if scores_prefix else None
             try:
                 after = await sampler.sample(
                     round_request if round_request.score_from == start else replace(round_request, score_from=start)
@@ -171,7 +173,7 @@ class PartialEpisode:
         return turn.completion
 
     def ended_with(self, result: R) -> R:
-        """Store the result, and wake whoever waits for all episodes to be idle: this one may end long after its last
+        """Store the result, and wake the waiters for all episodes to be idle: this one may end long after its last
         token."""
         self.result = result
         self._gate.changed()

@@ -113,10 +113,10 @@ class SampledPolicy:
         self._messages += [last.reply, *new]
         extended = None
         if tuple(tools) == tuple(self._tools):
-            seen = int_array(np.concatenate([last.prompt, last.completion.tokens]))
+            tokens = int_array(np.concatenate([last.prompt, last.completion.tokens]))
             sampled = Message(role="assistant", content=last.action.text)
             ways = (sampled, last.reply) if last.reply != sampled else (sampled,)
-            extended = extended_prompt(self._renderer, seen, self._rendered, ways, new, tools or None)
+            extended = extended_prompt(self._renderer, tokens, self._rendered, ways, new, tools or None)
         if extended is None:
             self._render_prompt(tools)
         else:

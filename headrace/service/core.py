@@ -154,7 +154,7 @@ class Service:
         oldest_result = int((time.time() - self.limits.keep_results_s) * 1e6)
         await self.checkpoints.delete_expired()
         await self.sessions.expire()
-        await self.sessions.drop_old_snapshots(kept=self.limits.snapshots_per_model)
+        await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)
         await self._write(forget_results(before=oldest_result))
 
     async def _expire_often(self) -> None:

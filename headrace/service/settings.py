@@ -210,12 +210,12 @@ def _check_keys(tree: Any, kind: Any, file: str, before: str) -> None:
     if not is_dataclass(kind) or not isinstance(tree, dict):
         return
     assert isinstance(kind, type)
-    known = [entry.name for entry in fields(kind)]
+    names = [entry.name for entry in fields(kind)]
     types = get_type_hints(kind)
     for name, value in tree.items():
-        if name not in known:
+        if name not in names:
             old_names = {old: new.rpartition(".")[2] for old, new in old_names_in(before.removesuffix(".")).items()}
-            close = get_close_matches(name, [*known, *old_names], n=1, cutoff=0.5)
+            close = get_close_matches(name, [*names, *old_names], n=1, cutoff=0.5)
             meant = old_names[close[0]] if close and close[0] in old_names else str(name)
-            raise ConfigError(f"{file}: unknown key '{before}{name}'; {nearest_name_hint(meant, known)}")
+            raise ConfigError(f"{file}: unknown key '{before}{name}'; {nearest_name_hint(meant, names)}")
         _check_keys(value, types[name], file, f"{before}{name}.")

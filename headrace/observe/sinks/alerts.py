@@ -74,7 +74,7 @@ class AlertSink:
     """Applies alert rules to the records of one stage.
 
     Every message contains `about`. The caller closes the webhooks. The rules' metrics that occur in records are added
-    to `seen`, which sinks of other stages may share.
+    to `seen_metrics`, which sinks of other stages may share.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class AlertSink:
         *,
         stage: str,
         about: Mapping[str, str],
-        seen: set[str],
+        seen_metrics: set[str],
     ) -> None:
         assert all(rule.webhook is None or rule.webhook in webhooks for rule in rules)
         self._rules, self._webhooks, self._stage, self._about = tuple(rules), webhooks, stage, dict(about)
         self._states = [AlertState() for _ in rules]
-        self._seen = seen
+        self._seen_metrics = seen_metrics
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for number, rule in enumerate(self._rules):
             if rule.metric in values:
-                self._seen.add(rule.metric)
+                self._seen_metrics.add(rule.metric)
                 value = float(values[rule.metric])
                 self._states[number], fires = judge(rule, self._states[number], value)
                 if fires:

@@ -44,7 +44,7 @@ class PageStep:
     state: str
     key: str | None
     anchor_slug: str | None
-    seen: tuple[MessageRecord, ...]  # since the turn before
+    observation: tuple[MessageRecord, ...]  # since the turn before
     action: str
     brief: str
     valid: bool
@@ -115,7 +115,7 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
     script = (package / "view.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["seen"] = visible
+    environment.filters["visible"] = visible
     played = [summary for summary in catalog.summaries if summary.failed is None]
     budget = TokenBudget(MAX_TOKENS)
     grouped: dict[str, list[EpisodeRecord]] = {}
@@ -254,7 +254,7 @@ def _step(
         state=short_key(key, 28),
         key=None if key is None else visible(key),
         anchor_slug=None if key is None else slugs.get(key),
-        seen=messages,
+        observation=messages,
         action=visible(step.action.strip()[:MAX_CHARACTERS]) or "(nothing)",
         brief=one_line(last_line(step.action), 60) or "(nothing)",
         valid=step.valid,

@@ -8,12 +8,12 @@
     ready_buffer.py   finished groups that wait to be trained
     replay_buffer.py  trained groups that may be trained again
     admission.py      decide how many groups may start now
-    runner.py         run each group as an asyncio task and turn every ending into an outcome
+    task_runner.py    run each group as an asyncio task and turn every ending into an outcome
     selection.py      choose the batch when more groups are ready than needed
     drops.py          consecutive drops, slow tasks, and the text of errors about groups that do not end
     stats.py          metrics since the last report, and sampler utilisation
 
-Three kinds of tasks, and who wakes whom (`~~>` wakes, `-->` starts or cancels):
+Three kinds of tasks, and which wakes which (`~~>` wakes, `-->` starts or cancels):
 
     trainer's task                      settler task, one loop              one task per running group
     ---------------------------------   ---------------------------------   ------------------------------------

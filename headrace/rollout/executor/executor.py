@@ -186,7 +186,7 @@ class RolloutExecutor:
         if not self._settings.max_staleness:
             try:
                 await self._drop_surplus()
-            except asyncio.CancelledError:  # nobody will train on them
+            except asyncio.CancelledError:  # they will not be trained on
                 for group in groups:
                     self._state.drop(group.id, Drop.CANCELLED)
                 raise

@@ -42,9 +42,9 @@ class ReadyBuffer:
 
     def take(self, ids: Iterable[int]) -> tuple[Group, ...]:
         """Remove and return these groups, oldest first."""
-        wanted = set(ids)
-        assert wanted <= self._groups.keys(), f"groups {sorted(wanted - self._groups.keys())} are not here"
-        taken = tuple(group for group in self if group.id in wanted)
+        chosen = set(ids)
+        assert chosen <= self._groups.keys(), f"groups {sorted(chosen - self._groups.keys())} are not here"
+        taken = tuple(group for group in self if group.id in chosen)
         for group in taken:
             del self._groups[group.id]
         return taken

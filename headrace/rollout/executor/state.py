@@ -244,7 +244,7 @@ class ExecutorState:
                 raise CheckpointError(f"the ledger lists the ready groups {ready} and other groups are stored")
 
     def drop_unresumable(self, partial_rollouts: PartialRollouts | None) -> None:
-        """After a restart, drop groups that were in training, or that ran and cannot be resumed."""
+        """Drop, after a restart, groups that were in training, or that ran and cannot be resumed."""
         for entry in self._ledger.entries(GroupState.RUNNING, GroupState.TRAINING):
             resumable = partial_rollouts is not None and partial_rollouts.resumable(entry.id)
             if entry.state is GroupState.TRAINING or not resumable:

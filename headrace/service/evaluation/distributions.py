@@ -45,7 +45,7 @@ class Distributions:
         self._vocabulary = vocabulary
 
     async def entropy(self, sampler: str, request: Evaluate, samples: PolicySamples) -> Measured | None:
-        """The mean entropy of whole distributions, or minus the mean log-prob of what was sampled."""
+        """Return the mean entropy of whole distributions, or minus the mean log-prob of the sampled tokens."""
         spans = _spans(request, samples)
         if self._are_small(spans):
             entropies = [np.zeros(0)]
@@ -61,7 +61,7 @@ class Distributions:
     async def kl_to_sampler(
         self, sampler: str, other: str, request: Evaluate, samples: PolicySamples
     ) -> Measured | None:
-        """KL(sampler || other) at positions of the sampler's own samples; `other` is an open sampler."""
+        """Measure KL(sampler || other) at positions of the sampler's own samples; `other` is an open sampler."""
         spans = _spans(request, samples)
         if self._are_small(spans):
             return await self._exact_kl(sampler, other, spans, request.temperature)
@@ -73,7 +73,7 @@ class Distributions:
     async def kl_to_reference(
         self, sampler: str, reference: str, owner: str, request: Evaluate, samples: PolicySamples
     ) -> Measured | None:
-        """KL(sampler || reference); the reference is named as `References` names it, and may be a frozen model."""
+        """Measure KL(sampler || reference); the reference has a name of `References`, and may be a frozen model."""
         spans = _spans(request, samples)
         if self._are_small(spans) and reference not in self._references.named:
             async with self._samplers.using(self._references.policy(reference, owner)) as other:
@@ -96,7 +96,7 @@ class Distributions:
         return Measured(value=mean(np.concatenate(divergences)), method=EXACT)
 
     async def _logprobs(self, sampler: str, span: Span, temperature: float) -> Floats:
-        """Log-probs of every token at the span's positions, [n, V]."""
+        """Return the log-probs of every token at the span's positions, [n, V]."""
         assert isinstance(self._host, TopLogprobsHost)
         top = await self._host.top_logprobs(sampler, span.tokens, self._vocabulary)
         return await asyncio.to_thread(_normalised, top.tokens[span.start :], top.logprobs[span.start :], temperature)
@@ -137,7 +137,7 @@ def _datum(span: Span, temperature: float) -> Datum:
 
 
 def _normalised(tokens: IntArray, logprobs: FloatArray, temperature: float) -> Floats:
-    """Log-probs at a temperature in the order of the vocabulary, from those of all tokens in any order."""
+    """Return log-probs at a temperature in the order of the vocabulary, from those of all tokens in any order."""
     table_nV = np.empty(logprobs.shape)
     np.put_along_axis(table_nV, tokens.astype(np.int64), logprobs, axis=1)
     table_nV /= temperature

@@ -217,8 +217,8 @@ class Evaluator:
         if count > self._max_sequences:
             raise RequestError(f"{count} sequences are more than the {self._max_sequences} of one request here")
         if request.reward is not None and request.reward not in self.rewards:
-            known = ", ".join(sorted(self.rewards)) or "it has none"
-            raise RequestError(f"this server has no reward '{request.reward[:80]}': {known}")
+            available = ", ".join(sorted(self.rewards)) or "it has none"
+            raise RequestError(f"this server has no reward '{request.reward[:80]}': {available}")
         if request.reward is not None and not request.prompts:
             raise RequestError("a reward judges completions: give prompts")
         for place, prompt in enumerate(request.prompts):

@@ -18,14 +18,14 @@ MAX_EXPONENT = 700.0  # e to a larger one overflows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySamples:
-    """What a policy sampled and scored for a request."""
+    """The completions and scores of a policy for one request."""
 
     completions: tuple[tuple[Completion, ...], ...]  # of each prompt
-    scores: tuple[FloatArray, ...]  # log-probs of the given sequences; entry 0 of each is NaN
+    scores: tuple[FloatArray, ...]  # log-probs of the request's sequences; entry 0 of each is NaN
 
 
 def sample_metrics(request: Evaluate, samples: PolicySamples) -> dict[str, float]:
-    """Perplexity of the given sequences; number, length and diversity of the completions."""
+    """Compute the perplexity of the request's sequences; number, length and diversity of the completions."""
     metrics: dict[str, float] = {}
     if request.sequences:
         metrics |= _sequence_metrics(request, samples)
@@ -65,7 +65,7 @@ def _completion_metrics(samples: PolicySamples) -> dict[str, float]:
 def paired_differences(
     request: Compare, this: tuple[Evaluation, PolicySamples], other: tuple[Evaluation, PolicySamples]
 ) -> dict[str, Estimate]:
-    """Differences, this minus the other, over prompts and sequences; samples of a prompt are averaged first."""
+    """Estimate differences, this minus other, over prompts and sequences; samples of a prompt are averaged first."""
     paired: dict[str, Estimate] = {}
     if request.sequences:
         means = [_nll_means(request, samples) for _, samples in (this, other)]
@@ -79,7 +79,7 @@ def paired_differences(
 
 
 def _nll_means(request: Evaluate, samples: PolicySamples) -> list[float]:
-    """The mean of each sequence that has weights."""
+    """Return the mean over each sequence that has weights."""
     pairs = zip(samples.scores, _sequence_weights(request), strict=True)
     return [_nll(scores, weights_T) / weights_T.sum() for scores, weights_T in pairs if weights_T.sum()]
 
@@ -91,12 +91,13 @@ def _mean_lengths(samples: PolicySamples) -> list[float]:
 def _paired_rewards(
     this: Sequence[Sequence[float | None]], other: Sequence[Sequence[float | None]]
 ) -> dict[str, Estimate]:
-    """The difference of mean rewards, and how often this policy's completion has the higher one (a tie: one half)."""
-    rows = [(_known(mine), _known(theirs)) for mine, theirs in zip(this, other, strict=True)]
-    rows = [(mine, theirs) for mine, theirs in rows if mine and theirs]
-    differences = [sum(mine) / len(mine) - sum(theirs) / len(theirs) for mine, theirs in rows]
+    """Estimate the difference of mean rewards, and how often this policy's reward is higher (a tie counts one half)."""
+    prompts = [(_drop_failed(mine), _drop_failed(theirs)) for mine, theirs in zip(this, other, strict=True)]
+    prompts = [(mine, theirs) for mine, theirs in prompts if mine and theirs]
+    differences = [sum(mine) / len(mine) - sum(theirs) / len(theirs) for mine, theirs in prompts]
     wins = [
-        sum((x > y) + 0.5 * (x == y) for x in mine for y in theirs) / (len(mine) * len(theirs)) for mine, theirs in rows
+        sum((x > y) + 0.5 * (x == y) for x in mine for y in theirs) / (len(mine) * len(theirs))
+        for mine, theirs in prompts
     ]
     return {
         "reward": _estimate(t_interval(differences)),
@@ -109,12 +110,12 @@ def mean(values: Floats) -> float:
 
 
 def only_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what is not known."""
+    """Leave out metrics that are NaN or infinite."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _sequence_weights(request: Evaluate) -> list[Floats]:
-    """Weights of all tokens but the first, which has no log-prob."""
+    """Return the weights of all tokens but the first, which has no log-prob."""
     return [
         np.ones(len(sequence.tokens) - 1)
         if sequence.weights is None
@@ -131,16 +132,16 @@ def _token_lists(completions: Sequence[Completion]) -> list[list[int]]:
     return [completion.tokens.tolist() for completion in completions]
 
 
-def _known(rewards: Sequence[float | None]) -> list[float]:
+def _drop_failed(rewards: Sequence[float | None]) -> list[float]:
     return [reward for reward in rewards if reward is not None]
 
 
 def _estimate(interval: Interval) -> Estimate:
-    """Of a single pair no interval is known."""
-    known = math.isfinite(interval.low)
+    """Convert an interval; a single pair has no bounds."""
+    has_bounds = math.isfinite(interval.low)
     return Estimate(
         value=interval.value if math.isfinite(interval.value) else 0.0,
-        low=interval.low if known else None,
-        high=interval.high if known else None,
+        low=interval.low if has_bounds else None,
+        high=interval.high if has_bounds else None,
         count=interval.count,
     )

@@ -11,19 +11,19 @@ NORMAL = NormalDist().inv_cdf(0.5 + LEVEL / 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """`low` and `high` are NaN where nothing can be said."""
+    """A mean or a share with its 95 % interval."""
 
     value: float
-    low: float
-    high: float
+    low: float  # NaN without an interval
+    high: float  # likewise
     count: int
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """The mean, plus and minus Student's t times its standard error.
+    """Return the mean, plus and minus Student's t times its standard error.
 
-    >>> found = t_interval([1.0, 3.0])  # 2 +- 12.706 * sqrt(2) / sqrt(2)
-    >>> found.value, round(found.low, 3), round(found.high, 3)
+    >>> interval = t_interval([1.0, 3.0])  # 2 +- 12.706 * sqrt(2) / sqrt(2)
+    >>> interval.value, round(interval.low, 3), round(interval.high, 3)
     (2.0, -10.706, 14.706)
     """
     if not values:
@@ -34,7 +34,7 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def wilson_interval(share: float, count: int) -> Interval:
-    """A share of `count` trials; stays within 0 and 1, and is no point where all went one way (Wilson 1927)."""
+    """Return a share of `count` trials with Wilson's interval (1927): within 0 and 1, and no point if all agree."""
     assert 0.0 <= share <= 1.0
     if not count:
         return Interval(value=math.nan, low=math.nan, high=math.nan, count=0)
@@ -45,7 +45,7 @@ def wilson_interval(share: float, count: int) -> Interval:
 
 
 def t_quantile(freedom: int) -> float:
-    """The two-sided 95 % point of Student's t, by bisection of its distribution function.
+    """Compute the two-sided 95 % point of Student's t, by bisection of its distribution function.
 
     >>> round(t_quantile(1), 3), round(t_quantile(7), 3), round(t_quantile(30), 3)
     (12.706, 2.365, 2.042)
@@ -59,7 +59,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """P(|T| < t), the finite sums of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Compute P(|T| < t) by the finite sums of Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan2(t, math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     odd = freedom % 2

@@ -1,8 +1,8 @@
 """Score data under reference models, by name: the base, saved and sampled weights of this server, and frozen models
 that its owner named.
 
-The base and its adapters are scored by the host, which has them already; frozen models by whoever loads them
-(`train/frozen_cache.py`), on threads of their own, or in another process (`reference_client.py`).
+The base and its adapters are scored by the host, which has them already; frozen models by the cache that loads them
+(`train/frozen_cache.py`), on threads of their own, or in another process (`reference/scoring_client.py`).
 """
 
 import asyncio
@@ -86,10 +86,10 @@ class References:
             )
         if name in self._registry.samplers:
             return self._registry.sampler(name, owner)
-        known = ", ".join(sorted(self.named)) or "none are named here"
+        names = ", ".join(sorted(self.named)) or "none are named here"
         raise NotFound(
             f"there is no model '{name[:200]}' to compare with: give base, a tinker:// path, a sampling session, "
-            f"or a frozen model of this server ({known})"
+            f"or a frozen model of this server ({names})"
         )
 
     def close(self) -> None:

@@ -1,1 +1,9 @@
-"""The host that computes: adapters of many tenants trained and sampled over one base model."""
+"""The host that computes: adapters of many tenants trained and sampled over one base model.
+
+- `model_host`: `ModelHost`, the protocol that the service talks to.
+- `adapter_host`: the host on one device.
+- `hosted_model`: one trained model, an adapter or a full copy.
+- `model_files`: write and read a model's folder.
+- `time_share`: share one thread between training and sampling.
+- `fake_host`: a public fake for tests, a bigram table in numpy.
+"""

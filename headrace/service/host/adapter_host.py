@@ -2,7 +2,7 @@
 together in one batch.
 
 One worker thread computes everything, so training requests run in submission order and engine steps come between
-them. Every model has tensors, optimiser and counters of its own (`tenant.py`); samplers are copies in an
+them. Every model has tensors, optimiser and counters of its own (`hosted_model.py`); samplers are copies in an
 `AdapterTable`, which later updates of the model do not touch. A full model's samplers are full copies with an engine
 each, of which only the newest are kept.
 """
@@ -50,7 +50,7 @@ from headrace.types import (
 )
 
 R = TypeVar("R")
-REMEMBERED = 1000  # of those that made room
+REMEMBERED = 1000  # evicted samplers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class OpenSampler:
 class AdapterHost:
     """Train and sample adapters over one base model; see `ModelHost`.
 
-    `lm` is the base, which nothing changes; one full model may be trained beside the adapters. `max_num_seqs` sequences are
-    sampled at once, with `kv_tokens` cached positions in all; more wait, and samplers take turns. `micro_batch_tokens`:
-    of one forward and backward pass. Training and sampling have the worker for equal times while both have something to
-    do, measured by `clock`.
+    `lm` is the base, which nothing changes; one full model may be trained beside the adapters. `max_num_seqs` sequences
+    are sampled at once, with `kv_tokens` cached positions in all; more wait, and samplers take turns. One forward and
+    backward pass has at most `micro_batch_tokens`. Training and sampling have the worker for equal times, measured by
+    `clock`, while both have something to do.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AdapterHost:
         self._written: Future[None] | None = None  # the last save that was asked for
         self._models: dict[str, HostedModel] = {}
         self._samplers: dict[str, OpenSampler] = {}
-        self._gone: dict[str, str] = {}  # full copies that made room, and why
+        self._gone: dict[str, str] = {}  # evicted full copies, and why
         self._base: str | None = None
         self._share = TimeShare(self._sample_for, clock)
         sampled = shared_view(lm)
@@ -227,7 +227,7 @@ class AdapterHost:
         if model in self._models:
             raise BackendError(f"there is a model '{model}' already: choose another name, or drop it first")
         if isinstance(spec, FullFinetune) and any(
-            isinstance(each.spec, FullFinetune) for each in self._models.values()
+            isinstance(hosted.spec, FullFinetune) for hosted in self._models.values()
         ):
             raise BackendError("all parameters of one model only can be trained here: drop that one, or ask for a rank")
         self._models[model] = make_hosted_model(
@@ -332,7 +332,7 @@ class AdapterHost:
 
 
 def _wait_for(written: "Future[None] | None") -> None:
-    """Wait for an earlier save; whether it failed is reported to whoever asked for it."""
+    """Wait for an earlier save; whether it failed is reported by its own future."""
     if written is not None:
         wait([written])
 

@@ -95,7 +95,7 @@ class FakeHost:
     def create(self, model: str, spec: AdapterSpec | FullFinetune) -> "Future[None]":
         def run() -> None:
             if isinstance(spec, FullFinetune) and any(
-                isinstance(each.spec, FullFinetune) for each in self._models.values()
+                isinstance(other.spec, FullFinetune) for other in self._models.values()
             ):
                 raise BackendError("all parameters of one model only can be trained here: drop that one")
             empty = np.zeros_like(self.base)
@@ -136,11 +136,11 @@ class FakeHost:
         out = call_loss(loss, logprobs, entropy if loss.inputs.wants_entropy else None, arrays)
         (gradient,) = torch.autograd.grad(out.loss, [logprobs], materialize_grads=True)
         ends = np.cumsum([len(datum.targets) for datum in data])[:-1]
-        found = tuple(float_array(part) for part in np.split(logprobs.detach().numpy(), ends))
+        logprobs_by_datum = tuple(float_array(part) for part in np.split(logprobs.detach().numpy(), ends))
         total = float(out.loss.detach())
         if not np.isfinite(total):
             raise BackendError("the loss is not finite")
-        return ForwardOut(loss=total, logprobs=found, metrics=out.metrics), _table_gradient(
+        return ForwardOut(loss=total, logprobs=logprobs_by_datum, metrics=out.metrics), _table_gradient(
             table_VV, inputs_T, targets, gradient.numpy()
         )
 
@@ -302,12 +302,12 @@ def _log_sum_exp(table: Table) -> Table:
 
 def _table_gradient(table_VV: Table, inputs_T: IntArray, targets: IntArray, gradient: Table) -> Table:
     """Return dL/dtable: each target adds dL/dlogp (onehot - p) to the row of the token before it."""
-    found = np.zeros_like(table_VV)
+    table_gradient = np.zeros_like(table_VV)
     wide, weights = targets.reshape(len(inputs_T), -1), gradient.reshape(len(inputs_T), -1)
     for alternative in range(wide.shape[1]):
-        np.add.at(found, (inputs_T, wide[:, alternative]), weights[:, alternative])
-        np.add.at(found, inputs_T, -weights[:, alternative, None] * np.exp(table_VV[inputs_T]))
-    return found
+        np.add.at(table_gradient, (inputs_T, wide[:, alternative]), weights[:, alternative])
+        np.add.at(table_gradient, inputs_T, -weights[:, alternative, None] * np.exp(table_VV[inputs_T]))
+    return table_gradient
 
 
 def _read(folder: Path) -> tuple[dict[str, Table], dict[str, Any]]:

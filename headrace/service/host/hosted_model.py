@@ -1,4 +1,4 @@
-"""One trained model: an adapter over the shared base, or a copy of all of its parameters.
+"""Make one trained model: an adapter over the shared base, or a copy of all of its parameters.
 
 An adapter's model is a view of the base: modules of its own over the same parameters, with LoRA layers put in. So the
 ordinary backend trains it, on tensors that no other model can reach.
@@ -36,8 +36,8 @@ class HostedModel:
         state = self.backend.read_state().result()
         if state.weights[VALUE_HEAD].any():
             return state
-        weights = {name: each for name, each in state.weights.items() if name != VALUE_HEAD}
-        moments = {name: each for name, each in state.moments.items() if not name.startswith(f"{VALUE_HEAD}/")}
+        weights = {name: tensor for name, tensor in state.weights.items() if name != VALUE_HEAD}
+        moments = {name: tensor for name, tensor in state.moments.items() if not name.startswith(f"{VALUE_HEAD}/")}
         return replace(state, weights=weights, moments=moments)
 
     def load_state(self, state: TrainedState) -> None:
@@ -90,7 +90,7 @@ def targets_of(spec: AdapterSpec) -> tuple[str, ...]:
 
 
 def adapter_of(hosted: HostedModel) -> Adapter:
-    """Return the adapter's tensors themselves; whoever keeps them copies them."""
+    """Return the adapter's tensors themselves, which the next update changes: copy them to keep them."""
     assert isinstance(hosted.spec, AdapterSpec)
     layers = dict(lora_layers(hosted.backend.lm.model))
     return Adapter(
@@ -107,8 +107,8 @@ def adapter_of_state(spec: AdapterSpec, state: TrainedState) -> Adapter:
     return Adapter(
         rank=spec.rank,
         alpha=spec.alpha,
-        down={name.removesuffix(DOWN): each[0] for name, each in state.weights.items() if name.endswith(DOWN)},
-        up={name.removesuffix(UP): each[0] for name, each in state.weights.items() if name.endswith(UP)},
+        down={name.removesuffix(DOWN): tensor[0] for name, tensor in state.weights.items() if name.endswith(DOWN)},
+        up={name.removesuffix(UP): tensor[0] for name, tensor in state.weights.items() if name.endswith(UP)},
         version=state.num_updates,
     )
 
@@ -117,8 +117,8 @@ def on_cpu(state: TrainedState) -> TrainedState:
     """Copy a state into main memory."""
     return replace(
         state,
-        weights={name: each.cpu() for name, each in state.weights.items()},
-        moments={name: each.cpu() for name, each in state.moments.items()},
+        weights={name: tensor.cpu() for name, tensor in state.weights.items()},
+        moments={name: tensor.cpu() for name, tensor in state.moments.items()},
     )
 
 
@@ -135,5 +135,5 @@ def with_weights(base: LanguageModel, state: TrainedState, folder: Path) -> Lang
 
 def weights_of(adapter: Adapter) -> Mapping[str, Tensor]:
     """Return an adapter's tensors by the names of the parameters; the inverse of `adapter_of_state`."""
-    down = {name + DOWN: each[None] for name, each in adapter.down.items()}
-    return down | {name + UP: each[None] for name, each in adapter.up.items()}
+    down = {name + DOWN: tensor[None] for name, tensor in adapter.down.items()}
+    return down | {name + UP: tensor[None] for name, tensor in adapter.up.items()}

@@ -1,4 +1,4 @@
-"""A tenant's model on disk: whole or absent, in the layout that other programs read.
+"""Write and read a tenant's model: whole or absent, in the layout that other programs read.
 
 An adapter is what `peft` loads (adapter_config.json, adapter_model.safetensors), a full model what transformers loads.
 Beside it lie `model.json` (the spec, the count of updates, which base it was trained over), `value_head.safetensors`
@@ -34,16 +34,16 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    """What lies in a folder. `optimizer`: whether the moments are among the state; `base`: fingerprint of the base."""
+    """A model as it is saved in a folder."""
 
     spec: AdapterSpec | FullFinetune
     state: TrainedState
-    optimizer: bool
-    base: str
+    optimizer: bool  # the state includes the moments
+    base: str  # fingerprint of the base
 
 
 def write_model(folder: Path, saved: SavedModel, lm: LanguageModel) -> None:
-    """`lm`: the base, or the full model itself. Raises CheckpointError; what was there before is then untouched."""
+    """Write a model; `lm` is the base, or the full model itself. Raises CheckpointError and leaves what was there."""
     writing = folder.with_name(f".writing-{uuid.uuid4().hex}-{folder.name}")
     with boundary(CheckpointError, f"{folder} cannot be written; what was there before is untouched"):
         try:
@@ -72,7 +72,7 @@ def write_model(folder: Path, saved: SavedModel, lm: LanguageModel) -> None:
 
 
 def read_model(folder: Path, *, optimizer: bool) -> SavedModel:
-    """What `write_model` wrote; without `optimizer`, no moments and no updates. Raises CheckpointError."""
+    """Read what `write_model` wrote; without `optimizer`, no moments and no updates. Raises CheckpointError."""
     if not (folder / STATE).is_file():
         raise CheckpointError(f"{folder} holds no model of this service: it has no {STATE}")
     if optimizer and not (folder / OPTIMIZER).is_file():
@@ -95,8 +95,8 @@ def read_model(folder: Path, *, optimizer: bool) -> SavedModel:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """A LoRA adapter in PEFT's layout, ours or another program's; its version is the count of updates, if that is
-    known. Raises CheckpointError, also on what peft can do and we cannot."""
+    """Read a LoRA adapter in PEFT's layout, ours or another program's; its version is the count of updates, if that is
+    saved. Raises CheckpointError, also for features of peft that we lack."""
     for name in (ADAPTER_CONFIG, ADAPTER):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no adapter: it has no {name}")
@@ -118,12 +118,12 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether a folder holds a full model rather than an adapter."""
+    """Say whether a folder holds a full model rather than an adapter."""
     return (folder / "config.json").is_file() and not (folder / ADAPTER_CONFIG).is_file()
 
 
 def base_of(folder: Path) -> str | None:
-    """Fingerprint of the base that a model was trained over; None where nobody wrote it down."""
+    """Return the fingerprint of the base that a model was trained over, or None if it was not saved."""
     if not (folder / STATE).is_file():
         return None
     with boundary(CheckpointError, f"{folder / STATE} cannot be read"):
@@ -132,8 +132,8 @@ def base_of(folder: Path) -> str | None:
 
 def _write_adapter(folder: Path, spec: AdapterSpec, state: TrainedState, base: str) -> None:
     adapter = adapter_of_state(spec, state)
-    tensors = {PREFIX + name + A: each.cpu().contiguous() for name, each in adapter.down.items()}
-    tensors |= {PREFIX + name + B: each.cpu().contiguous() for name, each in adapter.up.items()}
+    tensors = {PREFIX + name + A: tensor.cpu().contiguous() for name, tensor in adapter.down.items()}
+    tensors |= {PREFIX + name + B: tensor.cpu().contiguous() for name, tensor in adapter.up.items()}
     save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -150,8 +150,8 @@ def _write_adapter(folder: Path, spec: AdapterSpec, state: TrainedState, base: s
 
 
 def _write_full(folder: Path, state: TrainedState, lm: LanguageModel) -> None:
-    own = {name: each for name, each in state.weights.items() if name != VALUE_HEAD}
-    lm.model.save_pretrained(folder, state_dict=own)
+    weights = {name: tensor for name, tensor in state.weights.items() if name != VALUE_HEAD}
+    lm.model.save_pretrained(folder, state_dict=weights)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(folder)
 
@@ -171,5 +171,8 @@ def _check_plain(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _by_layer(tensors: Mapping[str, Tensor], suffix: str) -> dict[str, Tensor]:
-    found = {name: each for name, each in tensors.items() if name.endswith(suffix)}
-    return {name.removeprefix(PREFIX).removesuffix(suffix): each for name, each in found.items()}
+    return {
+        name.removeprefix(PREFIX).removesuffix(suffix): tensor
+        for name, tensor in tensors.items()
+        if name.endswith(suffix)
+    }

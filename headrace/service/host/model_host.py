@@ -43,7 +43,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullFinetune:
-    """Every parameter is trained; its snapshots are full copies."""
+    """A model of which every parameter is trained; its snapshots are full copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def resolve_data(data: Data) -> Sequence[Datum]:
 
 
 class ModelHost(Protocol):
-    """One base model, and the adapters trained and sampled over it.
+    """Computes: one base model, and the adapters trained and sampled over it.
 
     Training verbs return futures at once and run in submission order on one worker; a request that fails leaves every
     other model as it was. A failed `forward_backward` discards what it accumulated itself and nothing that earlier ones
@@ -113,7 +113,7 @@ class ModelHost(Protocol):
         """Copy the model's weights as they are now into an immutable sampler of this name."""
 
     def open_sampler(self, sampler: str, folder: Path | None) -> "Future[None]":
-        """Open a sampler over a saved adapter; None: the base model as it is."""
+        """Open a sampler over a saved adapter, or over the base model itself if `folder` is None."""
 
     def close_sampler(self, sampler: str) -> "Future[None]":
         """Forget a sampler, if it is there."""

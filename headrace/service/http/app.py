@@ -279,7 +279,7 @@ def _parse(kind: type[B], raw: bytes) -> B:
 
 
 def _accepted(pending: PendingRequest) -> dict[str, object]:
-    """Acknowledge a request: the id by which its outcome can be asked for."""
+    """Acknowledge a request with the id by which its outcome can be asked for."""
     return {"request_id": pending.row.id, "model_id": pending.row.target}
 
 

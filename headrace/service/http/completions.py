@@ -107,7 +107,8 @@ class Completions:
         named = [(name, self._service.started) for name in card.names]
         saved = [c for c in registry.checkpoints.values() if c.kind is CheckpointKind.SAMPLER and c.owner == user.name]
         live = [s for s in registry.samplers.values() if s.owner == user.name and s.gone is None]
-        named += [(found.path, found.created) for found in saved] + [(each.id, each.created) for each in live]
+        named += [(checkpoint.path, checkpoint.created) for checkpoint in saved]
+        named += [(sampler.id, sampler.created) for sampler in live]
         return [{"id": id, "object": "model", "created": int(when), "owned_by": "headrace"} for id, when in named]
 
     async def chat(self, user: ApiUser, chat_request: ChatRequest, progress: Progress | None = None) -> list[Answer]:
@@ -150,10 +151,10 @@ class Completions:
             derive_seed(i, "asked", text_request.seed) if text_request.seed is not None else once + i
             for i in range(count)
         ]
-        wanted = TEXT_TOKENS if text_request.max_tokens is None else text_request.max_tokens
+        max_tokens = TEXT_TOKENS if text_request.max_tokens is None else text_request.max_tokens
         context = self._service.card.context
         for prompt in prompts:
-            if len(prompt) + min(wanted, 1) > context:
+            if len(prompt) + min(max_tokens, 1) > context:
                 raise ApiError(
                     f"a prompt of {len(prompt)} tokens does not fit into the context of {context}",
                     param="prompt",
@@ -162,14 +163,14 @@ class Completions:
 
         async def answer(index: int, prompt: IntArray, seed: int) -> TextAnswer:
             params = SamplingParams(
-                max_tokens=min(wanted, context - len(prompt)),
+                max_tokens=min(max_tokens, context - len(prompt)),
                 temperature=1.0 if text_request.temperature is None else text_request.temperature,
                 top_p=1.0 if text_request.top_p is None else text_request.top_p,
                 stop_strings=text_request.stops,
                 seed=seed,
             )
             request = SampleRequest(prompt=prompt, params=params)
-            sampled = await policy.telling(progress, index).sample(request) if wanted else None
+            sampled = await policy.telling(progress, index).sample(request) if max_tokens else None
             k, echoed = text_request.logprobs or 0, bool(text_request.echo) and text_request.logprobs is not None
             scores: FloatArray | None = None
             if echoed:  # the first token has no score, and with it alone there is nothing to compute
@@ -254,7 +255,7 @@ async def _together(work: Sequence[Any]) -> list[Any]:
     """Wait for all results; the first failure ends the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except ExceptionGroup as exc:
         raise exc.exceptions[0] from exc.exceptions[0].__cause__
     return [task.result() for task in tasks]

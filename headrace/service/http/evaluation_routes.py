@@ -20,15 +20,15 @@ def evaluation_routes(evaluator: Evaluator, access: Access, rate_limit: Callable
 
     @routes.post("/runs/{run}/evaluate")
     async def evaluate(request: Request, run: str, body: Evaluate, user: ApiUser = limited_user) -> Evaluation:
-        """Perplexity of given sequences; of completions sampled for prompts their entropy, KL to a reference,
-        diversity (distinct-n, self-BLEU) and reward. Of the run's weights after its last saved update."""
+        """Evaluate the run's weights after its last saved update: perplexity of sequences; entropy, KL to a reference,
+        diversity (distinct-n, self-BLEU) and reward of completions sampled for prompts."""
         with access.polling(user):
             return await while_connected(request, evaluator.evaluate(user.name, run, body))
 
     @routes.post("/runs/{run}/compare")
     async def compare(request: Request, run: str, body: Compare, user: ApiUser = limited_user) -> Comparison:
-        """Two policies on one set, with the same random numbers: paired differences with 95 % intervals, the win rate
-        under the reward, and the KL between them."""
+        """Compare two policies on one set, with the same random numbers: paired differences with 95 % intervals, the
+        win rate under the reward, and the KL between them."""
         with access.polling(user):
             return await while_connected(request, evaluator.compare(user.name, run, body))
 

@@ -104,10 +104,10 @@ class RewardEstimate(Strict):
         return cls(rewards=[list(group) for group in judged])
 
     def metrics(self) -> dict[str, float]:
-        """The standard error is over prompts: samples of one prompt are alike."""
-        known = [[reward for reward in group if reward is not None] for group in self.rewards]
-        means = [mean(group) for group in known if group]
-        failed = sum(len(group) for group in self.rewards) - sum(map(len, known))
+        """Return means and counts; the standard error is over prompts, because samples of one prompt are alike."""
+        successful = [[reward for reward in group if reward is not None] for group in self.rewards]
+        means = [mean(group) for group in successful if group]
+        failed = sum(len(group) for group in self.rewards) - sum(map(len, successful))
         return {
             "reward_mean": mean(means) if means else math.nan,
             "reward_se": stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan,

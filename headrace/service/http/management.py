@@ -66,8 +66,8 @@ def _run_routes(routes: APIRouter, service: Service, user: Any) -> None:
     async def training_runs(limit: Limit = 20, offset: Offset = 0, user: ApiUser = user) -> dict[str, object]:
         owned = [model for model in registry.models.values() if model.owner == user.name]
         owned.sort(key=lambda model: model.created, reverse=True)
-        shown = [_run_json(service, model) for model in owned[offset : offset + limit]]
-        return {"training_runs": shown, "cursor": _cursor(offset, limit, len(owned))}
+        page = [_run_json(service, model) for model in owned[offset : offset + limit]]
+        return {"training_runs": page, "cursor": _cursor(offset, limit, len(owned))}
 
     @routes.get("/api/v1/training_runs/{run}")
     async def training_run(run: str, user: ApiUser = user) -> dict[str, object]:
@@ -82,8 +82,8 @@ def _run_routes(routes: APIRouter, service: Service, user: Any) -> None:
     async def checkpoints(limit: Limit = 100, offset: Offset = 0, user: ApiUser = user) -> dict[str, object]:
         owned = [checkpoint for checkpoint in registry.checkpoints.values() if checkpoint.owner == user.name]
         owned.sort(key=lambda checkpoint: checkpoint.created, reverse=True)
-        shown = [_checkpoint_json(checkpoint) for checkpoint in owned[offset : offset + limit]]
-        return {"checkpoints": shown, "cursor": _cursor(offset, limit, len(owned))}
+        page = [_checkpoint_json(checkpoint) for checkpoint in owned[offset : offset + limit]]
+        return {"checkpoints": page, "cursor": _cursor(offset, limit, len(owned))}
 
     @routes.post("/api/v1/weights_info")
     async def weights_info(body: schemas.WeightsInfo, user: ApiUser = user) -> dict[str, object]:

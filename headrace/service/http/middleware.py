@@ -1,4 +1,4 @@
-"""What the service's HTTP applications share: status codes of errors, and a limit of bodies.
+"""Answer errors with status codes and limit request bodies, for all HTTP applications of the service.
 
 Status codes steer the public SDK's retries: 408 says "ask again at once", 429 "slow down", 410 "lost", 400 and 404 are
 final, 409 and 402 are never sent.

@@ -1,4 +1,4 @@
-"""The service's figures for Prometheus: of the whole server, and the last values of its models."""
+"""Collect the service's metrics for Prometheus: of the whole server, and the last values of its models."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -26,12 +26,12 @@ HELP = {
 
 
 class ServiceCollector(Collector):
-    """Collect the figures of a service at each scrape; `shown` chooses models by their labels `model` and `owner`."""
+    """Collect the metrics of a service at each scrape; `select` chooses models by their labels `model` and `owner`."""
 
     def __init__(
-        self, service: Service, access: Access, shown: Callable[[Mapping[str, str]], bool] = lambda labels: True
+        self, service: Service, access: Access, select: Callable[[Mapping[str, str]], bool] = lambda labels: True
     ) -> None:
-        self._service, self._access, self._shown = service, access, shown
+        self._service, self._access, self._select = service, access, select
 
     def collect(self) -> Iterator[Metric]:
         service, access = self._service, self._access
@@ -48,7 +48,7 @@ class ServiceCollector(Collector):
         seconds = CounterMetricFamily(
             f"{PREFIX}training_seconds_total", "time that training requests took, by kind", labels=["kind"]
         )
-        for kind, spent in sorted(service.trainer.seconds.items()):
-            seconds.add_metric([kind], spent)
+        for kind, duration_s in sorted(service.trainer.seconds.items()):
+            seconds.add_metric([kind], duration_s)
         yield seconds
-        yield from service.telemetry.gauges.families(self._shown)
+        yield from service.telemetry.gauges.families(self._select)

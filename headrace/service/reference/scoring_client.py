@@ -1,4 +1,4 @@
-"""A frozen model in another process (`headrace serve --reference`), scored over HTTP from whichever thread asks."""
+"""A frozen model in another process (`headrace serve --reference`), scored over HTTP from any thread."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -39,14 +39,14 @@ class RemoteReference:
         )
 
     def score(self, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
-        """Log-probs of the targets where weights are not 0. Raises ModelError, and RequestError for data that the
-        server's model cannot read."""
-        found: list[FloatArray] = []
+        """Return log-probs of the targets where weights are not 0. Raises ModelError, and RequestError for data that
+        the server's model cannot read."""
+        logprobs: list[FloatArray] = []
         for indices in consecutive_batches([datum.num_tokens for datum in data], budget=self._batch_tokens):
             batch = [data[index] for index in indices]
             body = bytes(write_forward(batch, CROSS_ENTROPY, backward=False).SerializeToString())
-            found += read_forward(self._ask(body)).logprobs
-        return tuple(found)
+            logprobs += read_forward(self._ask(body)).logprobs
+        return tuple(logprobs)
 
     def close(self) -> None:
         self._http.close()

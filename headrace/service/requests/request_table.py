@@ -1,6 +1,6 @@
 """Keep every request that was acknowledged, from its journal entry to its outcome.
 
-A request is journalled, then acknowledged; its outcome is journalled, then whoever waits is notified. Lives on one
+A request is journalled, then acknowledged; its outcome is journalled, then its waiters are notified. Lives on one
 event loop. A poll that waits is one future in a list, so thousands of them cost their memory only.
 """
 
@@ -57,7 +57,7 @@ class PendingRequest:
 
 
 class RequestTable:
-    """Look requests up by id, journal them and their outcomes, and wake whoever waits for an outcome.
+    """Look requests up by id, journal them and their outcomes, and wake the waiters for an outcome.
 
     Outcomes beyond `keep_bytes` are read from the journal again.
     """
@@ -72,7 +72,7 @@ class RequestTable:
         self._open_by_owner: Counter[str] = Counter()
         self._bytes_by_owner: Counter[str] = Counter()
         self._watchers: dict[str, list[asyncio.Future[None]]] = {}
-        self.closed = False  # nobody waits any longer
+        self.closed = False  # no call waits any longer
 
     # --- quotas ---
 
@@ -131,17 +131,17 @@ class RequestTable:
         self, row: JournalRow, operation: Operation | SampleJob, *also: Statement
     ) -> tuple[PendingRequest, bool]:
         """Journal a request and return it, and whether it is new; a repeat gets the first one."""
-        known = self.get(row.id)
-        if known is not None:
-            await asyncio.shield(known.accepted)
-            return known, False
+        earlier = self.get(row.id)
+        if earlier is not None:
+            await asyncio.shield(earlier.accepted)
+            return earlier, False
         pending = self.restore(row, operation)
         try:
             await asyncio.wrap_future(self._journal.write([insert_request(row), *also]))
         except HeadraceError as exc:
             self._remove_open(row)
             pending.accepted.set_exception(exc)
-            pending.accepted.exception()  # whoever waits gets it; nobody waiting is no fault
+            pending.accepted.exception()  # retrieved here, so that asyncio does not warn when no call waits
             raise
         pending.accepted.set_result(None)
         return pending, True
@@ -161,7 +161,7 @@ class RequestTable:
             self._bytes_by_owner[row.owner] -= len(row.body or b"")
 
     async def finish(self, pending: PendingRequest, outcome: Outcome, also: Sequence[Statement] = ()) -> None:
-        """Journal the outcome together with what else became true, then wake whoever waits."""
+        """Journal the outcome together with what else became true, then wake its waiters."""
         if pending.outcome is not None:
             return
         finished = self._next_moment()
@@ -173,12 +173,12 @@ class RequestTable:
             try:
                 await asyncio.wrap_future(self._journal.write([statement, *also]))
                 break
-            except JournalError:  # logged by the journal; nobody is notified before it is written
+            except JournalError:  # logged by the journal; waiters are notified only after the write
                 await asyncio.sleep(RETRY_S)
         self.notify(pending, outcome, finished)
 
     def notify(self, pending: PendingRequest, outcome: Outcome, finished: int) -> None:
-        """Set the outcome and wake whoever waits for it."""
+        """Set the outcome and wake its waiters."""
         pending.outcome, pending.finished, pending.operation = outcome, finished, None
         self._remove_open(pending.row)
         self._recent[pending.row.id] = pending
@@ -224,7 +224,7 @@ class RequestTable:
                 watching.remove(watcher)
 
     def close(self) -> None:
-        """Wake everybody: the server ends."""
+        """Wake all waiters: the server ends."""
         self.closed = True
         waiting = [waiter for pending in self._open.values() for waiter in pending.waiters]
         for waiter in [*waiting, *(watcher for watchers in self._watchers.values() for watcher in watchers)]:

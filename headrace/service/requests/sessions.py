@@ -102,15 +102,15 @@ class Sessions:
             why = f"session '{id}' was not heard of for {self._timeout_s:g} s, so its sampling was stopped"
             await self._end(id, why, snapshots=False)
 
-    async def drop_old_snapshots(self, *, kept: int) -> None:
+    async def drop_old_snapshots(self, *, keep: int) -> None:
         """Remove all but the newest snapshots of every session."""
         by_session: dict[str, list[SamplerRecord]] = {}
         for sampler in sorted(self._registry.samplers.values(), key=lambda sampler: sampler.created):
             if sampler.folder is not None and sampler.gone is None:
                 by_session.setdefault(sampler.session, []).append(sampler)
-        for old in [old for snapshots in by_session.values() for old in snapshots[:-kept]]:
+        for old in [old for snapshots in by_session.values() for old in snapshots[:-keep]]:
             self._samplers.close(old.id)
-            await self._write(*self._samplers.mark_gone([old], f"{kept} snapshots are kept, and newer ones came"))
+            await self._write(*self._samplers.mark_gone([old], f"{keep} snapshots are kept, and newer ones came"))
             await self._checkpoints.remove_folder(str(old.folder))
 
     async def _end(self, id: str, why: str, *, snapshots: bool) -> None:
@@ -129,7 +129,7 @@ class Sessions:
                 self._samplers.close(sampler.id)
                 await self._checkpoints.remove_folder(
                     sampler.folder
-                )  # first: nobody removes a folder that is forgotten
+                )  # first: a forgotten folder would never be removed
                 await self._write(self._registry.forget(sampler))
 
     async def _write(self, *statements: Statement) -> None:

@@ -1,8 +1,8 @@
-"""Open samplers of the host when they are needed, and close them when nobody uses them and others need the room.
+"""Open samplers of the host when they are needed, and close unused ones when others need the room.
 
 Sampling sessions over the same weights share one sampler of the host. Copies of full models are large, so at most
 `FULL_COPIES` of them are kept: one more evicts the oldest that its owner has, and the sessions over that one are gone
-for good. Only the training of a full model may evict somebody else's. A copy for one request alone (an evaluation, a
+for good. Only the training of a full model may evict another user's. A copy for one request alone (an evaluation, a
 completion, a reference) evicts no session's, and is the first to be evicted.
 """
 

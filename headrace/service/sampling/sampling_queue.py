@@ -30,7 +30,7 @@ class _Waiting:
 
     size: int  # how many sequences
     start: Callable[[], object]  # runs them
-    pending: PendingRequest | None = None  # the request they belong to; None: somebody waits in `turn`
+    pending: PendingRequest | None = None  # the request they belong to; None: a caller waits in `turn`
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class SamplingQueue:
         ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def start() -> None:
-            if ready.done():  # nobody waits any more; the caller, `_start_waiting`, goes on
+            if ready.done():  # no caller waits any more; the caller, `_start_waiting`, goes on
                 self.running -= sequences
             else:
                 ready.set_result(True)

@@ -1,4 +1,4 @@
-"""What the service keeps on disk.
+"""Records, requests and checkpoints on disk, and their copy in memory.
 
 - `journal`: records and requests in SQLite or PostgreSQL.
 - `entities`: sessions, models, samplers and checkpoints as values.

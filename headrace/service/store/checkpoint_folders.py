@@ -44,6 +44,6 @@ class CheckpointFolders:
         await asyncio.to_thread(shutil.rmtree, self._folder / folder, ignore_errors=True)
 
     async def remove_marked(self, folder: str) -> None:
-        """Remove a folder that the journal has marked for deletion; nobody waits until the mark is gone."""
+        """Remove a folder that the journal has marked for deletion; returns before the mark is gone."""
         await self.remove_folder(folder)
         self._journal.write([unmark(folder)])

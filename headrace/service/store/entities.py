@@ -44,7 +44,7 @@ class ModelCard:
 
 
 class CheckpointKind(StrEnum):
-    """What a checkpoint holds, as written in its path."""
+    """The kind of a checkpoint, as written in its path."""
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
@@ -53,7 +53,7 @@ class CheckpointKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One client."""
+    """A client of the service."""
 
     id: str
     owner: str

@@ -75,7 +75,7 @@ def forget_bodies(target: str, *, up_to: int) -> Statement:
 
 
 def forget_results(*, before: int) -> Statement:
-    """Forget outcomes that nobody fetched in time; the requests stay known."""
+    """Forget outcomes that were not fetched in time; the requests stay known."""
     return "UPDATE requests SET result = NULL WHERE state != 'queued' AND finished < ? AND result IS NOT NULL", (
         before,
     )

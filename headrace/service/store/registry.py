@@ -1,6 +1,6 @@
 """Keep sessions, models, samplers and checkpoints in memory, as the journal has them. Everything has one owner.
 
-Somebody else's things are reported as not found; a public checkpoint is everybody's to read.
+What another user owns is reported as not found; every user may read a public checkpoint.
 """
 
 import time
@@ -28,7 +28,7 @@ _ADAPTERS: Mapping[type[Record], TypeAdapter[Any]] = {kind: TypeAdapter(kind) fo
 
 
 class NotFound(RequestError):
-    """Raised for what does not exist or is somebody else's."""
+    """Raised for what does not exist or belongs to another user."""
 
 
 class Gone(RequestError):

@@ -1,7 +1,7 @@
 """Save the state of a model behind its updates, and bring it back from there.
 
-A state is saved after every request that changes the weights (`Model.saved_seq`, `Model.folder`), a full model's after
-every few of them; later requests are in the journal with their bodies and can be run again.
+A state is saved after every request that changes the weights (`ModelEntity.saved_seq`, `ModelEntity.folder`), a full
+model's after every few of them; later requests are in the journal with their bodies and can be run again.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class SideEffects:
-    """What becomes true together with an outcome, and what is done once the outcome is in the journal."""
+    """Statements journalled together with an outcome, and work to do once the outcome is in the journal."""
 
     statements: list[Statement] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)  # folders that nothing needs any more
@@ -68,7 +68,7 @@ class ModelStates:
         return SavingState(folder, self._host.save(pending.row.target, self._folder / folder, optimizer=True))
 
     async def result(self, work: "Future[R]", saving: SavingState | None, effects: SideEffects) -> R:
-        """Wait for what the host does. If it fails, nobody needs the state that was to be saved behind it."""
+        """Wait for what the host does. If it fails, the state to be saved behind it is not needed."""
         try:
             return await asyncio.wrap_future(work)
         except HeadraceError:

@@ -66,7 +66,7 @@ def value_data(data: Sequence[Datum]) -> tuple[Datum, ...]:
 
 
 def credit(data: Sequence[Datum], values: Sequence[FloatArray], settings: GaeSettings) -> CreditedData:
-    """A_t = delta_t + gamma lam A_{t+1} over sampled tokens, within episodes; returns = A + V (see `token_gae`).
+    """Compute A_t = delta_t + gamma lam A_{t+1} over sampled tokens within episodes; returns = A + V (see `token_gae`).
 
     An episode ends where `dones` is 1, and with its datum's last sampled token where there are no `dones`. One that
     does not end is worth the value after the datum's last token.

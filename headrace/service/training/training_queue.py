@@ -1,7 +1,7 @@
 """Run training requests, each exactly once: strictly by sequence number within a model, in turn between models.
 
 A request waits until those before it are there. `window` of them are handed to the host at a time, which runs them in
-the order they were handed over, so it never idles and nobody queues far ahead of others.
+the order they were handed over, so it never idles and no model queues far ahead of others.
 
 **Restart.** A model is brought back when it is needed: its saved state is loaded (`model_states`), and every later
 request in the journal is run again in order. Those that had finished run only for what they do to the model; their
@@ -145,7 +145,7 @@ class TrainingQueue:
     def is_finished(self, model: str, seq: int) -> bool:
         """Say whether this request has an outcome already."""
         queue = self._queues.get(model)
-        if queue is None:  # a copy, which nobody trains
+        if queue is None:  # a copy, which is never trained
             return False
         return seq <= self._registry.models[model].saved_seq or seq in queue.finished
 

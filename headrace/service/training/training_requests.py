@@ -101,5 +101,5 @@ def request_id(model: str, seq: int) -> str:
 
 
 async def _off_loop(size: int, parse: Callable[[A], R], body: A) -> R:
-    """Parse large bodies on a thread, so that nobody else's poll waits for them."""
+    """Parse large bodies on a thread, so that other clients' polls do not wait for them."""
     return parse(body) if size < SMALL_BYTES else await asyncio.to_thread(parse, body)

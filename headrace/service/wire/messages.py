@@ -1,4 +1,4 @@
-"""Convert protobuf bytes of the wire to values and back. Knows the message layout; `losses` knows the losses.
+"""Convert protobuf bytes of the wire to values and back. Knows the message layout; `loss_conversion` knows the losses.
 
 Token arrays are little-endian int32, tensors float32 or int64, dense or in compressed sparse rows. T positions, K
 alternatives per position.
@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireDatum:
-    """One sequence as it came: its tokens, and tensors by name."""
+    """A sequence as received: its tokens, and tensors by name."""
 
     inputs: IntArray
     tensors: Mapping[str, Array]
@@ -38,7 +38,7 @@ class WireDatum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireForward:
-    """A forward_backward request as it came."""
+    """A forward_backward request as received."""
 
     loss: str
     config: Mapping[str, float | str]

@@ -1,6 +1,6 @@
 """Parse and check the inputs that the server is asked to compute: log-probs of a reference model, advantages by GAE.
 
-Both are asked for in `loss_fn_config`; `references` and `gae` compute them.
+Both are asked for in `loss_fn_config`; `evaluation.reference_scoring` and `training.server_gae` compute them.
 """
 
 from collections.abc import Sequence

@@ -68,7 +68,9 @@ class MetricOutputs:
         named: list[MetricSink] = [OptionalSink(self._open(name, source), name) for name in names]
         if self._rules:
             about = {"run": source.run}
-            named.append(AlertSink(self._rules, self._webhooks, stage=source.stage, about=about, seen=self._seen))
+            named.append(
+                AlertSink(self._rules, self._webhooks, stage=source.stage, about=about, seen_metrics=self._seen)
+            )
         return named
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ def test_an_alert_is_a_line_in_the_log_and_a_message(caplog: pytest.LogCaptureFi
         ]
         webhook = Webhook(url)
         seen: set[str] = set()
-        sink = AlertSink(rules, {url: webhook}, stage="rl", about={"run": "demo"}, seen=seen)
+        sink = AlertSink(rules, {url: webhook}, stage="rl", about={"run": "demo"}, seen_metrics=seen)
         with caplog.at_level(logging.WARNING, logger="headrace"):
             sink.log(1, {"train/grad_norm": 11.0, "reward/mean": 0.5})
             sink.log(1, {"eval/pass@1": 0.0})  # has neither, so it breaks no row
