@@ -223,12 +223,8 @@ def test_the_old_name_of_a_key_is_read_with_a_warning(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         config = load_serve_config("[engine]\nmax_rows = 8", file="serve.toml")
     assert config == load_serve_config("[engine]\nmax_num_seqs = 8", file="serve.toml")
-    assert caplog.messages == [
-        "serve.toml: 'engine.max_num_seqs' is now called 'engine.max_num_seqs': write the new name"
-    ]
-    with pytest.raises(
-        ConfigError, match=r"^serve.toml: 'engine.max_num_seqs' is 8 and 'engine.max_num_seqs' is 9, but"
-    ):
+    assert caplog.messages == ["serve.toml: 'engine.max_rows' is now called 'engine.max_num_seqs': write the new name"]
+    with pytest.raises(ConfigError, match=r"^serve.toml: 'engine.max_rows' is 8 and 'engine.max_num_seqs' is 9, but"):
         load_serve_config("[engine]\nmax_rows = 8\nmax_num_seqs = 9", file="serve.toml")
     with pytest.raises(ConfigError, match=r"^serve.toml: unknown key 'engine.max_row'; did you mean 'max_num_seqs'\?$"):
         load_serve_config("[engine]\nmax_row = 8", file="serve.toml")

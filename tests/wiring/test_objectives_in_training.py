@@ -20,6 +20,7 @@ from headrace.model.tiny import save_tiny
 from headrace.observe.rollouts.files import load_trajectories
 from headrace.observe.rollouts.records import read_lines
 from headrace.observe.sinks.jsonl import MetricRecord, read_metrics, reproducible_bytes
+from headrace.wiring.build import models
 from headrace.wiring.checked_config import load_checked
 from headrace.wiring.commands.recredit import RecreditRequest, recredit
 from support.paths import EXAMPLES
@@ -157,8 +158,8 @@ def test_under_adapters_the_base_is_the_reference_and_no_copy_is_made(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = wiring.models.load_model
-    monkeypatch.setattr(wiring.models, "load_model", lambda path, **more: loaded.append(path) or load(path, **more))
+    load = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda path, **more: loaded.append(path) or load(path, **more))
     first, second = bench.rl("rl.loss=ppo + reference_kl_k2", "rl.minibatches=1", "model.lora.rank=4")
     assert len(loaded) == 1
     assert first.values["loss/kl_reference_k3"] == pytest.approx(0.0, abs=1e-6)
