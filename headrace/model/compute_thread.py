@@ -35,7 +35,7 @@ class ComputeThread:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits behind the running one, or `close` waits for its end."""
+        """Return whether a request waits behind the running one, or `close` waits for its end."""
         return self._queued > 0 or self._closed
 
     def submit(self, run: Callable[[], R]) -> "Future[R]":

@@ -229,5 +229,5 @@ def test_an_endless_iterable_ends_with_an_error() -> None:
             yield {"prompt": "go"}
 
     with pytest.raises(DataError, match="more than 10 rows"):
-        list(rows_of(endless(), "mine", max_num_seqs=10))
-    assert len(list(rows_of([{}] * 10, "mine", max_num_seqs=10))) == 10
+        list(rows_of(endless(), "mine", max_rows=10))
+    assert len(list(rows_of([{}] * 10, "mine", max_rows=10))) == 10
