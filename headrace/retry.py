@@ -90,7 +90,9 @@ def check_transient(status: int, headers: Mapping[str, str], content: bytes) -> 
     """
     transient = status in TRANSIENT_4XX or (status >= 500 and status not in PERMANENT_5XX)
     if transient and headers.get("x-should-retry") != "false":
-        raise TryAgain(f"status {status}: {reply_words(status, content)}", retry_after_s(headers))
+        words = reply_words(status, content)
+        prefix = "" if words.startswith(f"status {status}") else f"status {status}: "
+        raise TryAgain(f"{prefix}{words}", retry_after_s(headers))
 
 
 def retry_after_s(headers: Mapping[str, str], now_s: Callable[[], float] = time.time) -> float:
@@ -112,11 +114,12 @@ def reply_words(status: int, content: bytes) -> str:
     """Extract the message of an error reply: `detail` of our servers, `error.message` of OpenAI's, or its beginning.
 
     >>> [reply_words(500, body) for body in (b'{"detail": "no"}', b'{"error": {"message": "slow down"}}', b"oh", b"")]
-    ['no', 'slow down', 'oh', 'status 500']
+    ['no', 'slow down', 'status 500: oh', 'status 500']
     """
     with suppress(ValueError, TypeError, KeyError):
         body = json.loads(content)
         message = body["detail"] if "detail" in body else body["error"]["message"]
         if isinstance(message, str):
             return message[:1000]
-    return content[:200].decode(errors="replace") or f"status {status}"
+    beginning = content[:200].decode(errors="replace")
+    return f"status {status}: {beginning}" if beginning else f"status {status}"

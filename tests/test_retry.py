@@ -143,7 +143,7 @@ def test_retry_after_in_seconds_or_as_a_date(value: str, seconds: float) -> None
 
 @pytest.mark.parametrize("content", [b"null", b"[1]", b'"words"', b'{"detail": [1]}', b'{"error": "no"}', b"\xff"])
 def test_a_reply_without_words_is_described_by_its_beginning(content: bytes) -> None:
-    assert reply_words(500, content) == content.decode(errors="replace")
+    assert reply_words(500, content) == "status 500: " + content.decode(errors="replace")
 
 
 def test_the_examples_run() -> None:

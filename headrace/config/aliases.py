@@ -44,8 +44,10 @@ def use_new_names(tree: Mapping[str, Any], *, override: str | None = None) -> tu
         for table in _tables(renamed, old_tables):
             if old_name not in table:
                 continue
-            value = table.pop(old_name)
-            (target,) = _tables(renamed, new_tables)
+            targets = list(_tables(renamed, new_tables))
+            if len(targets) != 1:  # an array where a table belongs, which the loader refuses
+                continue
+            value, target = table.pop(old_name), targets[0]
             if override != old and target.get(new_name, value) != value:
                 raise ConfigError(
                     f"'{old}' is {value} and '{new}' is {target[new_name]}, but the first is the old name of the "

@@ -43,7 +43,7 @@ CLOSED = "the engine is closed"
 class EmbeddedEngine:
     """Sample up to `max_num_seqs` sequences at once, with `kv_tokens` cached positions in all; further requests queue.
 
-    `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
+    `source`: the trainer's model when `lm` is a copy of it for sampling; `SharedWeights` then means "copy from it".
     `worker`: the trainer's compute thread when `lm` is its own model; None starts a thread of the engine's own.
     `decoder`: prefills and decodes several steps per call, for at least as many rows and tokens; None decodes one step
     at a time with the model's own modules.

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
-from headrace.model.load import copy_weights, fingerprint, read_weights
+from headrace.model.load import copy_folder, copy_weights, fingerprint
 from headrace.types import (
     Completion,
     FloatArray,
@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 class GenerateSampler:
-    """Sample from `model`. `source`, if given, is the model whose weights `load` copies for a `Shared` handle."""
+    """Sample from `model`. `source`, if given, is the model whose weights `load` copies for `SharedWeights`."""
 
     def __init__(self, model: Any, tokenizer: Any, *, eos_tokens: Sequence[int], source: Any | None = None) -> None:
         model.eval()
@@ -158,7 +158,7 @@ class GenerateSampler:
 
     def _load(self, handle: WeightsHandle, version: int) -> str:
         if isinstance(handle, WeightsFolder):
-            copy_weights(read_weights(handle.path), self._model)
+            copy_folder(handle.path, self._model)
         elif self._source is not None:
             copy_weights(dict(self._source.named_parameters()), self._model)
         else:

@@ -26,7 +26,7 @@ from headrace.model.attention import ROUND, Cached, KVCache, PromptChunk, visibl
 from headrace.model.cpu.forward import cpu_forward
 from headrace.model.cpu.packed_linear import invalidate_packed, linear
 from headrace.model.cuda.fp16_matmul import cache_dtype
-from headrace.model.load import LanguageModel, copy_weights, read_weights
+from headrace.model.load import LanguageModel, copy_folder, copy_weights
 from headrace.model.multi_lora import BASE, HEAD, AdapterTable, apply_adapters, use_adapters
 from headrace.types import WeightsFolder, WeightsHandle
 
@@ -61,7 +61,7 @@ def tokens_of(chunk: PromptChunk, sequence: SequenceState) -> list[int]:
 class ModelRunner:
     """Compute hidden states, logits and samples of `lm`.
 
-    `source`: the trainer's model when `lm` is a copy of it for sampling; a `Shared` handle then means "copy from it".
+    `source`: the trainer's model when `lm` is a copy of it for sampling; `SharedWeights` then means "copy from it".
     `adapters`: LoRA adapters of this model, of which each row of a batch may use another.
     """
 
@@ -78,7 +78,7 @@ class ModelRunner:
     def load(self, handle: WeightsHandle) -> None:
         """Replace the weights by those of the handle."""
         if isinstance(handle, WeightsFolder):
-            copy_weights(read_weights(handle.path), self.lm.model)
+            copy_folder(handle.path, self.lm.model)
         elif self._source is not None:
             copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None

@@ -263,13 +263,19 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
+def copy_folder(folder: Path, model: Any) -> None:
+    """Copy the safetensors of a folder into the storage of the model's parameters; raises SamplerError."""
+    weights = read_weights(folder)
+    if not weights:
+        raise SamplerError(f"{folder} holds no model*.safetensors")
+    copy_weights(weights, model)
+
+
 def copy_weights(weights: Mapping[str, Tensor], model: Any) -> None:
     """Copy weights into the storage of the model's parameters.
 
     Raises SamplerError before anything is written when a weight is missing or misshapen.
     """
-    if not weights:
-        raise SamplerError("there are no new weights: the folder holds no model*.safetensors")
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         if name not in weights:

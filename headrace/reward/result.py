@@ -51,6 +51,7 @@ def check_result(fields: object, *, keep_invalid: bool = False) -> dict[str, Any
         raise RewardError(f"what came back has fields that no verdict has: {listed}")
     if "invalid" in fields and not (keep_invalid and "score" in fields):
         raise RewardError(str(fields["invalid"])[:MESSAGE_CHARS])
+    _refuse_other_types(fields)
     named = {name: fields.get(name) for name in ("score", "success", "steps", "step_outputs")}
     try:
         checked = _parse_mapping({**named, "metrics": fields.get("parts")})
@@ -65,6 +66,22 @@ def check_result(fields: object, *, keep_invalid: bool = False) -> dict[str, Any
     ):
         check_finite(what, number)
     return checked
+
+
+def _refuse_other_types(fields: Mapping[str, Any]) -> None:
+    """Raise RewardError for values that `parse_result` never writes: it leaves numbers, not bools or mappings."""
+    parts, steps = fields.get("parts"), fields.get("steps")
+    values = [
+        *((("the score", fields["score"]),) if "score" in fields else ()),
+        *(
+            (f'"{str(name)[:MESSAGE_CHARS]}"', part)
+            for name, part in (parts.items() if isinstance(parts, dict) else ())
+        ),
+        *(("a step reward", step) for step in (steps if isinstance(steps, list) else ())),
+    ]
+    for what, value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RewardError(f"{what} must be a number, not a {type(value).__name__}")
 
 
 def check_finite(what: str, number: float) -> None:

@@ -27,7 +27,7 @@ class ProgramSampler(Protocol):
 
 
 class ProgramRecord(Protocol):
-    """Hold what an endpoint recorded of one episode (`infer.endpoint.EpisodeRecord`)."""
+    """Hold what an endpoint recorded of one episode (`infer.openai_api.session.ChatSession`)."""
 
     @property
     def base_url(self) -> str: ...

@@ -152,7 +152,7 @@ class SampledPolicy:
 
 
 class Chat(Protocol):
-    """Answer messages with a message (`infer.remote.RemoteModel`)."""
+    """Answer messages with a message (`infer.openai_client.RemoteModel`)."""
 
     async def reply(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, StopReason]: ...
 

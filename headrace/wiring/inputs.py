@@ -37,7 +37,7 @@ class RlInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
-    """Holds the inputs of every stage; None for a stage that is not in the file."""
+    """Holds the inputs of every stage; None for a stage that is not in the file or has no steps left."""
 
     sft: SftInputs | None
     reward_model: RewardModelInputs | None

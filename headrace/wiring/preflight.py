@@ -21,25 +21,30 @@ from headrace.wiring.build.loss import make_correction, make_keys, make_loss
 from headrace.wiring.build.rewards import check_rewards
 from headrace.wiring.build.rollout_executor import make_filters, make_selection
 from headrace.wiring.inputs import RewardModelInputs, RlFunctions, RlInputs, RunInputs, SftInputs
+from headrace.wiring.resume import ResumePlan
 
 
-def preflight(config: Config, tokens: TokenizerOnly) -> RunInputs:
-    """Load everything that the stages train on; `tokens` measures prompts.
+def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInputs:
+    """Load everything that the stages with steps left train on; `tokens` measures prompts.
 
     Raises ConfigError or DataError that names what cannot work. Functions that objects of a stage are built from later
     (filters, environments, programs) are imported now too, so that their failures show before training.
     """
-    functions = None if config.rl is None else _load_functions(config.rl)
-    pairs = None if config.reward_model is None else _load_pairs(config.reward_model)
-    held_out = () if config.eval.source is None else tasks_of(config.eval.source)[: config.eval.tasks]
+    sft_config = config.sft if plan.runs("sft") else None
+    pairs_config = config.reward_model if plan.runs("reward_model") else None
+    rl_config = config.rl if plan.runs("rl") else None
+    evaluates = config.eval.source is not None and (sft_config is not None or rl_config is not None)
+    functions = None if rl_config is None else _load_functions(rl_config)
+    pairs = None if pairs_config is None else _load_pairs(pairs_config)
+    held_out = tasks_of(config.eval.source)[: config.eval.tasks] if evaluates and config.eval.source is not None else ()
     rl = None
-    if config.rl is not None and functions is not None:
+    if rl_config is not None and functions is not None:
         renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
-        rl = RlInputs(functions=functions, tasks=training_tasks(config.rl, renderer, held_out))
-        waits = config.sft is not None or pairs is not None
-        if waits and (config.eval.source is None or config.sft is None):  # else the evaluation of [sft] checks them
-            check_rewards(config.rl)
-    sft = None if config.sft is None else _load_conversations(config.sft, held_out)
+        rl = RlInputs(functions=functions, tasks=training_tasks(rl_config, renderer, held_out))
+        waits = sft_config is not None or pairs is not None
+        if waits and (config.eval.source is None or sft_config is None):  # else the evaluation of [sft] checks them
+            check_rewards(rl_config)
+    sft = None if sft_config is None else _load_conversations(sft_config, held_out)
     return RunInputs(sft=sft, reward_model=pairs, rl=rl, held_out_tasks=held_out)
 
 

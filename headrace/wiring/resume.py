@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -45,6 +45,11 @@ class StageCheckpoint:
         """Training steps behind the newest checkpoint."""
         return 0 if self.newest is None else self.newest.step
 
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether the newest checkpoint is that of the last step."""
+        return self.newest is not None and self.newest.step >= self.steps
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePlan:
@@ -55,6 +60,11 @@ class ResumePlan:
     rl: StageCheckpoint | None
     sft_result: Path | None  # what [sft] left behind, if [rl] has begun with it
     reward_model_result: Path | None  # the same of [reward_model]
+
+    def runs(self, stage: Literal["sft", "reward_model", "rl"]) -> bool:
+        """Tell whether a stage has steps left."""
+        checkpoint: StageCheckpoint | None = getattr(self, stage)
+        return checkpoint is not None and not checkpoint.is_complete
 
 
 def plan_resume(config: Config, folder: RunFolder) -> ResumePlan:

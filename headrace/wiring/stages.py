@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from headrace.algo.datum import SequenceUnit
@@ -17,6 +19,8 @@ from headrace.wiring.build.extra_models import make_critic, make_kl_limit, make_
 from headrace.wiring.build.rollout_executor import make_executor
 from headrace.wiring.build.saving import make_record
 from headrace.wiring.stage_context import StageContext
+
+FROZEN_BY_PYTHON = 10_000  # Python 3.12 starts with some hundred frozen objects
 
 
 async def run_sft(context: StageContext) -> None:
@@ -107,37 +111,52 @@ async def run_rl(context: StageContext) -> None:
             state["kl_coef_doublings"] = kl_limit.doublings
         return state
 
-    gc.unfreeze()  # models of an earlier stage or run, now garbage
+    with _gc_frozen():
+        await train_rl(
+            RlSettings(
+                steps=c.steps,
+                minibatches=c.minibatches,
+                loss=functions.loss,
+                credit=c.credit,
+                credit_params=c.credit_params,
+                keys=functions.keys,
+                rows=SequenceUnit(c.sequence_unit),
+                mixed_versions=c.asynchronous.max_staleness > 0,
+                weighting=c.weighting,
+                weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
+                correction=functions.correction,
+                sync_every=c.sync_every,
+                eval_every=config.eval.every,
+            ),
+            executor=executor,
+            backend=context.backend,
+            updater=context.updater,
+            sink=context.sink,
+            checkpointer=context.checkpointer(
+                parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
+            ),
+            record=make_record(c, context.run.folder),
+            critic=critic,
+            kl_limit=kl_limit,
+            utilization=utilization,
+            scorers=make_scorers(c, context, functions),
+            evaluate=evaluate_now,
+            start=context.start,
+        )
+
+
+@contextmanager
+def _gc_frozen() -> Iterator[None]:
+    """Keep models and libraries out of garbage collections, each of which would stall rollouts for a fifth of a second.
+
+    A program that has frozen objects of its own is left alone: unfreezing ours would unfreeze them too.
+    """
+    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
+        yield
+        return
     gc.collect()
-    gc.freeze()  # a full collection over models and libraries would stall rollouts for a fifth of a second
-    await train_rl(
-        RlSettings(
-            steps=c.steps,
-            minibatches=c.minibatches,
-            loss=functions.loss,
-            credit=c.credit,
-            credit_params=c.credit_params,
-            keys=functions.keys,
-            rows=SequenceUnit(c.sequence_unit),
-            mixed_versions=c.asynchronous.max_staleness > 0,
-            weighting=c.weighting,
-            weighting_constant=c.weighting_constant or float(c.max_episode_tokens),
-            correction=functions.correction,
-            sync_every=c.sync_every,
-            eval_every=config.eval.every,
-        ),
-        executor=executor,
-        backend=context.backend,
-        updater=context.updater,
-        sink=context.sink,
-        checkpointer=context.checkpointer(
-            parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
-        ),
-        record=make_record(c, context.run.folder),
-        critic=critic,
-        kl_limit=kl_limit,
-        utilization=utilization,
-        scorers=make_scorers(c, context, functions),
-        evaluate=evaluate_now,
-        start=context.start,
-    )
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -326,6 +326,10 @@ def test_an_old_and_a_new_name_that_differ_are_one_error() -> None:
     )
 
 
+def test_an_array_where_a_table_belongs_is_refused_whatever_its_keys_are_called() -> None:
+    assert "'engine' must be a table" in loading_error("[[engine]]\nmax_rows = 4\n[[engine]]\nmax_rows = 5\n")
+
+
 def test_a_wrong_value_of_an_old_name_is_blamed_on_where_it_was_given() -> None:
     sentence = "'rl.groups' must be a whole number above 0, but it is 0"
     assert loading_error(RL, "rl.async.batch_groups=0") == f"--set rl.async.batch_groups=0: {sentence}"

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config, load_config
-from headrace.errors import CheckpointError
+from headrace.envs import ENVIRONMENTS
+from headrace.errors import CheckpointError, DataError
+from headrace.model.tiny import make_tokenizer
+from headrace.model.tokenizer import TokenizerOnly
 from headrace.observe.run_folder import RunFolder
 from headrace.train.checkpoint import CheckpointStore
+from headrace.wiring.preflight import preflight
 from headrace.wiring.resume import plan_resume
 
 SOURCE = '{ type = "env", name = "key_door" }'
@@ -75,3 +79,18 @@ def test_a_stage_without_a_sound_checkpoint_starts_again_only_after_another_stag
     assert plan.rl is not None
     assert plan.rl.newest is None
     assert plan.sft is not None, "its end is where [rl] starts"
+
+
+def test_data_of_stages_without_steps_left_are_not_read_again(folder: RunFolder, tmp_path: Path) -> None:
+    config = config_of(f'[sft]\nsteps = 2\nsources = [{{ type = "jsonl", path = "{tmp_path}/gone.jsonl" }}]\n' + RL)
+    tokenizer = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
+    tokens = TokenizerOnly(tokenizer=tokenizer, eos_tokens=(tokenizer.eos_token_id,))
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
+        preflight(config, plan_resume(config, folder), tokens)
+    save(folder, "sft", 2)
+    inputs = preflight(config, plan_resume(config, folder), tokens)
+    assert inputs.sft is None
+    assert inputs.rl is not None
+    save(folder, "rl", 4)
+    inputs = preflight(config, plan_resume(config, folder), tokens)
+    assert (inputs.sft, inputs.rl) == (None, None)

@@ -194,7 +194,9 @@ def test_a_sandboxed_reward_gives_the_same_run(bench: Bench, plain: wiring.RunRe
 def test_what_is_loaded_before_rollouts_is_frozen_for_the_garbage_collector(bench: Bench) -> None:
     gc.unfreeze()  # the tests' own, so that the count is the run's
     result = bench.train('rl.rewards=[{fn="mine.py:frozen"}]')
+    left = gc.get_freeze_count()
     gc.freeze()
+    assert left == 0  # what the run has used can be collected
     assert [record.values["reward/mean"] for record in rl_records(result)] == [1.0, 1.0]
 
 

@@ -18,7 +18,7 @@ from headrace.types import Task
 
 
 class TaskStream(Protocol):
-    """Draw one task after another (`rollout.tasks.TaskSource`)."""
+    """Draw one task after another (`data.task_source.TaskSource`)."""
 
     def next(self) -> Task: ...
 

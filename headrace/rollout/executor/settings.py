@@ -25,14 +25,14 @@ class AsyncSettings:
     stale_action: StaleAction = StaleAction.DROP
     interrupt: Interrupt = Interrupt.ABORT
     oversampling: float = 1.0  # groups started for each group of a batch
-    replay_groups: int = 0  # groups of a batch that were trained before
+    replay_groups: int = 0  # trained groups that a batch has on top of its new ones
     next_logprobs: bool = False  # score the tokens of waiting and running groups under the version after theirs
     drain_s: float = 60.0  # with Interrupt.DRAIN: how long open sequences may take to end
     slow_wait_s: float = 60.0  # how long a publish waits for a task that was dropped as stale twice
     # How long an episode may take, and again as long all that follows the episodes of a group, so that an episode that
     # hangs fails alone and not with its group.
     task_timeout_s: float = 600.0
-    max_consecutive_drops: int = 64  # more end the run
+    max_consecutive_drops: int = 64  # as many in a row end the run
     grace_s: float = 30.0  # how long a cancelled group may take to end, on top of its timeout
     # Above 0: a virtual clock, by which every open sequence samples that many tokens and then waits for all others. A
     # group's time is then not measured, since it would pass while the trainer works, and slow tasks are waited for to

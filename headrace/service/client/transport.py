@@ -1,7 +1,8 @@
 """Send HTTP to one server from a thread with an event loop of its own, so that sync and async callers share a client.
 
-Requests are sent again if the server cannot be reached, is busy (429) or fails (5xx); every request carries its own
-number, so the server runs it once however often it arrives. A refusal (other 4xx) is raised in the server's words.
+Requests are sent again if the server cannot be reached or answers that it may work later (`retry.check_transient`);
+every request carries its own number, so the server runs it once however often it arrives. Any other refusal is raised
+in the server's words.
 """
 
 import asyncio

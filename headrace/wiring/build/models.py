@@ -68,7 +68,7 @@ def fuse_cuda_layers(lm: LanguageModel) -> None:
 
 
 def apply_training_options(lm: LanguageModel, c: ModelConfig) -> None:
-    """Make training faster or smaller; `settled` has decided about recomputation, and "auto" by itself means no."""
+    """Make training faster or smaller; `resolve_auto_settings` has decided about recomputation ("auto" means no)."""
     fuse_cuda_layers(lm)
     if lm.device.type == "cuda" and c.compile:
         compile_layers(lm.model)

@@ -25,7 +25,7 @@ from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.wiring.build.models import load_tokens, starting_model
 from headrace.wiring.build.sinks import MetricOutputs
 from headrace.wiring.preflight import preflight
-from headrace.wiring.resume import StageCheckpoint, check_same_run, plan_resume
+from headrace.wiring.resume import ResumePlan, StageCheckpoint, check_same_run, plan_resume
 from headrace.wiring.runtime.service import check_service, starting_state
 from headrace.wiring.signals import log_to, stop_on_signals
 from headrace.wiring.stage_context import RunContext, RunState, StageContext, open_stage
@@ -74,17 +74,18 @@ async def _train(config: Config, folder: RunFolder, served_tokens: TokenizerOnly
     else:
         start = starting_model(config, folder)
         tokens = load_tokens(config.model, start)
-    inputs = preflight(config, tokens)
     threads = limit_torch_threads()
     stop = asyncio.Event()
     with (
         contextlib.closing(MetricOutputs(config.metrics)) as outputs,
         stop_on_signals(stop, deadline_s=config.checkpoint.deadline_s),
     ):
+        plan = plan_resume(config, folder)
+        inputs = preflight(config, plan, tokens)
         run = RunContext(
             config=config, folder=folder, inputs=inputs, metric_outputs=outputs, stop=stop, threads=threads
         )
-        figures = await _run_stages(run, start)
+        figures = await _run_stages(run, plan, start)
     summary = {key: value for key, value in figures.items() if isinstance(value, int | float)}
     report = write_report(folder.path, summary)
     lines = [f"{name} = {value:.4g}" for name, value in summary.items()]
@@ -92,9 +93,8 @@ async def _train(config: Config, folder: RunFolder, served_tokens: TokenizerOnly
     return RunResult(folder=folder.path, report=report, text=text, figures=figures)
 
 
-async def _run_stages(run: RunContext, start: str) -> Mapping[str, Any]:
+async def _run_stages(run: RunContext, plan: ResumePlan, start: str) -> Mapping[str, Any]:
     """Run the stages that are not complete, each on what the ones before it left; return the figures of the run."""
-    plan = plan_resume(run.config, run.folder)
     state = RunState(model_path=start, reward_model_path=None, metrics_records=0, figures={})
     if plan.sft is not None:
         state, last = await _run_stage(run, state, plan.sft, run_sft)
@@ -121,7 +121,7 @@ async def _run_stage(
 ) -> tuple[RunState, LoadedCheckpoint]:
     """Run one stage unless its last checkpoint is there already; return the new state and that checkpoint."""
     last = checkpoint.newest
-    if last is None or last.step < checkpoint.steps:
+    if last is None or not checkpoint.is_complete:
         async with open_stage(run, state, checkpoint) as context:
             context.runtime.check_memory()
             await body(context)
