@@ -78,7 +78,10 @@ def test_report_shows_both_stages(run: Path, capsys: pytest.CaptureFixture[str])
     assert "reward 0.733" in page  # of step 4 of [rl]
 
 
-def test_view_shows_the_rollouts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_shows_the_rollouts(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # narrower tables cut the ids of tasks
     headrace("view", str(run))
     newest = capsys.readouterr().out
     assert "key_door/76a901a565fed79e" in newest
