@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import ConfigError, ModelError
-from headrace.names import SMOLLM2_CONTEXT, SMOLLM2_WIDTH
+from headrace.names import SMOLLM2_CONTEXT, SMOLLM2_WIDTH, min_kv_tokens
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
 HEAD_CHUNK_TOKENS = 128  # tokens whose [tokens, vocabulary] the log-prob head holds at once
@@ -22,7 +22,6 @@ HEAD_COPIES = 3  # logits, log-probs and their gradient
 FP32 = 4
 USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
 CACHE_PART = 4  # a KV cache of a quarter of the usable memory is large enough
-KV_SLOTS, KV_ROUND = 8, 64  # how the engine lays out its cache; a test compares them with its own numbers
 FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers keep less on CUDA (`model/cuda/layers.py`)
 
 
@@ -277,7 +276,7 @@ def default_kv_room(max_num_seqs: int, longest: int) -> KvBudget:
     tokens = 2 * max_num_seqs * longest
     if not tokens:
         return KvBudget(wanted=0, least=0)
-    least = KV_SLOTS * -(-(longest + 1) // KV_ROUND) * KV_ROUND
+    least = min_kv_tokens(longest)
     return KvBudget(wanted=max(tokens, least), least=least)
 
 
