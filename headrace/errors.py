@@ -55,6 +55,10 @@ class CheckpointError(HeadraceError):
     """A checkpoint is missing, truncated, altered, or cannot be written."""
 
 
+class StorageError(HeadraceError):
+    """The machine refused to read or write a file; what is on the disk may well be sound."""
+
+
 class RunFolderError(HeadraceError):
     """A file of the run folder is missing, malformed, or cannot be written."""
 

@@ -11,51 +11,26 @@ A checkpoint is written under a temporary name, fsynced, and renamed, so a kill 
 new checkpoint or none of it, with those before it untouched. Nothing here knows what the files mean.
 """
 
-import hashlib
 import json
 import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from headrace import atomic_files
+from headrace import atomic_files, whole_folder
 from headrace.errors import CheckpointError, boundary
+from headrace.whole_folder import MANIFEST, Manifest
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, STATE = "manifest.json", "state.json"
+STATE = "state.json"
 LATEST, BEST = "latest", "best"
 _WRITING, _REPLACED, _REMOVED = ".writing-", ".replaced-", ".removed-"
-_HASH_CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    __pydantic_config__ = ConfigDict(extra="forbid")
-    size_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """The files that a checkpoint folder must hold, with their sizes and hashes."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-    step: int
-    score: float | None
-    files: dict[str, FileEntry]
-    digest: str = ""  # SHA-256 of this manifest with an empty digest
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(entry.size_bytes for entry in self.files.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +41,6 @@ class LoadedCheckpoint:
     folder: Path
     state: Mapping[str, Any]  # the mapping that was passed to `save`
     score: float | None
-
-
-_MANIFEST = TypeAdapter(Manifest)
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------
@@ -99,21 +71,17 @@ def retained(scores: Mapping[int, float | None], *, keep_last: int, keep_every: 
 
 
 def verify(folder: Path, *, besides: Collection[str] = ()) -> Manifest:
-    """Check every file of a checkpoint against its manifest. Raises CheckpointError naming the first that differs.
-
-    Of the files named in `besides`, which the caller will not read, only the size is checked.
-    """
-    manifest = _read_manifest(folder)
-    _check_sizes(folder, manifest)
-    for name, entry in manifest.files.items():
-        if name not in besides and _sha256(folder / name) != entry.sha256:
-            raise CheckpointError(f"checkpoint {folder} is altered: {name} does not match its SHA-256 in {MANIFEST}")
+    """Check every file of a checkpoint, and that the folder has the name of its step (see `whole_folder.verify`)."""
+    manifest = whole_folder.verify(folder, besides=besides)
+    _check_name(folder, manifest)
     return manifest
 
 
 def read_checkpoint(folder: Path) -> LoadedCheckpoint:
     """Verify one checkpoint folder and read its state. Raises CheckpointError naming the file that is wrong."""
     manifest = verify(folder)
+    if manifest.step is None:
+        raise CheckpointError(f"{folder} is no checkpoint of a run: its {MANIFEST} has no step")
     with boundary(CheckpointError, f"checkpoint {folder}: {STATE} cannot be read"):
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
     return LoadedCheckpoint(step=manifest.step, folder=folder, state=state, score=manifest.score)
@@ -152,33 +120,14 @@ def _first_sound(folder: Path, steps: list[int]) -> LoadedCheckpoint:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    try:
-        text = path.read_text(encoding="utf-8")
-        manifest = _MANIFEST.validate_json(text)
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {folder} is incomplete: {MANIFEST} is missing") from None
-    except (OSError, UnicodeDecodeError, ValidationError) as exc:
-        raise CheckpointError(
-            f"checkpoint {folder} is altered: {MANIFEST} cannot be read ({type(exc).__name__})"
-        ) from exc
-    if manifest.digest != _digest(manifest) or text != _manifest_text(manifest):
-        raise CheckpointError(f"checkpoint {folder} is altered: {MANIFEST} does not match its own digest")
-    if folder.name != checkpoint_name(manifest.step) and _step_of(folder.name) is not None:
-        raise CheckpointError(f"checkpoint {folder} is altered: {MANIFEST} is that of step {manifest.step}")
+    manifest = whole_folder.read_manifest(folder)
+    _check_name(folder, manifest)
     return manifest
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    for name, entry in manifest.files.items():
-        try:
-            size_bytes = (folder / name).stat().st_size
-        except OSError as exc:
-            raise CheckpointError(f"checkpoint {folder} is incomplete: {name} is missing") from exc
-        if size_bytes != entry.size_bytes:
-            raise CheckpointError(
-                f"checkpoint {folder} is truncated or altered: {name} has {size_bytes} bytes, not {entry.size_bytes}"
-            )
+def _check_name(folder: Path, manifest: Manifest) -> None:
+    if _step_of(folder.name) not in (None, manifest.step):
+        raise CheckpointError(f"checkpoint {folder} is altered: {MANIFEST} is that of step {manifest.step}")
 
 
 def _sound_scores(folder: Path) -> dict[int, float | None]:
@@ -188,7 +137,7 @@ def _sound_scores(folder: Path) -> dict[int, float | None]:
         path = folder / checkpoint_name(step)
         try:
             manifest = _read_manifest(path)
-            _check_sizes(path, manifest)
+            whole_folder.check_sizes(path, manifest)
         except CheckpointError:
             continue
         scores[step] = manifest.score
@@ -251,7 +200,7 @@ class CheckpointStore:
                 writing.mkdir()
                 write(writing)
                 self._write_state(writing, step, state, scores)
-                _write_manifest(writing, step, score)
+                whole_folder.write_manifest(writing, step=step, score=score)
                 atomic_files.replace_folder(writing, target, aside=self._folder / (_REPLACED + name))
             except BaseException:  # a full disk, a failed writer, Ctrl-C: remove the half-written folder in any case
                 shutil.rmtree(writing, ignore_errors=True)
@@ -346,39 +295,6 @@ class CheckpointStore:
             elif path.name.startswith((_WRITING, _REPLACED, _REMOVED)):
                 logger.info("removed %s, left behind by a write that did not end", path)
                 _remove(path)
-
-
-def _write_manifest(folder: Path, step: int, score: float | None) -> None:
-    """List every file in `folder` with its hash, then flush all of it, so that a rename makes a whole checkpoint."""
-    assert not (folder / MANIFEST).exists(), f"{MANIFEST} is ours to write"
-    files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
-    entries = {
-        name: FileEntry(size_bytes=path.stat().st_size, sha256=_sha256(path)) for name, path in sorted(files.items())
-    }
-    manifest = Manifest(step=step, score=score, files=entries)
-    text = _manifest_text(replace(manifest, digest=_digest(manifest)))
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
-    atomic_files.fsync_tree(folder)
-
-
-def _manifest_text(manifest: Manifest) -> str:
-    return _MANIFEST.dump_json(manifest, indent=1).decode() + "\n"
-
-
-def _digest(manifest: Manifest) -> str:
-    return hashlib.sha256(_manifest_text(replace(manifest, digest="")).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with boundary(CheckpointError, f"{path} cannot be read"), path.open("rb") as stream:
-        while chunk := stream.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
 
 
 def _read_pointer(path: Path) -> str | None:

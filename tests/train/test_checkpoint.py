@@ -238,6 +238,7 @@ def test_a_writer_that_fails_leaves_nothing_behind(two: Path, store: CheckpointS
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from headrace import whole_folder
 from headrace.train import checkpoint
 from headrace.train.checkpoint import CheckpointStore
 
@@ -249,7 +250,7 @@ def write(folder):
     if point == "write":
         kill()
     if point == "manifest":
-        checkpoint._digest = kill
+        whole_folder._digest = kill
     if point == "rename":
         os.rename = kill
     if point == "pointer":

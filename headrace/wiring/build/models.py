@@ -30,8 +30,9 @@ from headrace.model.tiny import save_tiny
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.model.value_head import load_scalar_model
 from headrace.observe.run_folder import RunFolder
-from headrace.train.checkpoint import MANIFEST, STATE, verify
+from headrace.train.checkpoint import STATE, verify
 from headrace.train.trainer_state import OPTIMIZER_FILE
+from headrace.whole_folder import MANIFEST
 from headrace.wiring.build.model_sizes import folder_shape, memory_request, tiny_words
 
 
