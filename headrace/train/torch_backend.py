@@ -188,7 +188,7 @@ class TorchBackend:
                 except torch.OutOfMemoryError as exc:
                     raise BackendError(oom_message(what, self._micro_batch_tokens, self.lm.device)) from exc
 
-        return self.worker.submit(guarded)
+        return self.worker.submit(guarded, what=f"the trainer: {what}")
 
     def check_memory(self, longest: int) -> "Future[None]":
         """Compute the largest micro-batches there can be and discard them, so that a lack of memory shows early.

@@ -17,6 +17,7 @@ from headrace.observe.run_folder import RunFolder, find_latest
 from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name
 
 logger = logging.getLogger(__name__)
+WATCHDOG_KEYS = ("stall_warn_s", "stall_end_s")  # of [run]: no part of what is trained
 
 
 def run_to_resume(config: Config, run: Path | None) -> Path:
@@ -131,6 +132,7 @@ def check_same_run(folder: RunFolder, config: Config) -> None:
 def _without_address(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping as TOML has it, with no more of the service than that there is one."""
     tables = tomllib.loads(tomli_w.dumps(mapping))
+    tables["run"] = {key: value for key, value in tables.get("run", {}).items() if key not in WATCHDOG_KEYS}
     model = {key: value for key, value in tables["model"].items() if key not in ("service", "service_key_env")}
     return {**tables, "model": {**model, **({"service": "there is one"} if "service" in tables["model"] else {})}}
 

@@ -22,6 +22,7 @@ from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.jsonl import check_records
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
+from headrace.watchdog import Watchdog
 from headrace.wiring.build.models import load_tokens, starting_model
 from headrace.wiring.build.sinks import MetricOutputs
 from headrace.wiring.preflight import preflight
@@ -64,7 +65,12 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
         try:
             return asyncio.run(_train(config, folder, served_tokens))
         except Interrupted as exc:
-            raise Interrupted(f"{exc}; go on with  headrace train {folder.config} {folder.path} --resume") from exc
+            raise Interrupted(f"{exc}; {go_on(folder)}") from exc
+
+
+def go_on(folder: RunFolder) -> str:
+    """Return the words that say how to resume a run."""
+    return f"go on with  headrace train {folder.config} {folder.path} --resume"
 
 
 async def _train(config: Config, folder: RunFolder, served_tokens: TokenizerOnly | None) -> RunResult:
@@ -79,6 +85,11 @@ async def _train(config: Config, folder: RunFolder, served_tokens: TokenizerOnly
     with (
         contextlib.closing(MetricOutputs(config.metrics)) as outputs,
         stop_on_signals(stop, deadline_s=config.checkpoint.deadline_s),
+        Watchdog(
+            tell_s=config.run.stall_warn_s,
+            end_s=config.run.stall_end_s,
+            go_on=f"; {go_on(folder)}",
+        ),
     ):
         plan = plan_resume(config, folder)
         inputs = preflight(config, plan, tokens)
