@@ -1,7 +1,7 @@
 """Lock a folder for one process at a time, also between machines that share a file system.
 
-The lock of a folder is its subfolder `.lock`, with one small file for each holder: 000001, 000002, ... The file with the
-highest number is the lock. It is created exclusively, which is atomic on NFS too, and the highest number is never
+The lock of a folder is its subfolder `.lock`, with one small file for each holder: 000001, 000002, ... The file with
+the highest number is the lock. It is created exclusively, which is atomic on NFS too, and the highest number is never
 removed: of many processes that want the number after a holder who has let go, or is gone, exactly one gets it.
 
 A holder counts its heartbeats up in its own file. A waiter on the same system looks the holder's process up (pid and
@@ -267,8 +267,8 @@ def _storage(folder: Path, done: str) -> Iterator[None]:
         yield
     except OSError as exc:
         raise StorageError(
-            f"the lock of {folder} cannot be {done} ({exc.strerror or type(exc).__name__}); nothing was changed: see to "
-            "the disk or its permissions, and try again"
+            f"the lock of {folder} cannot be {done} ({exc.strerror or type(exc).__name__}); nothing was changed: see "
+            "to the disk or its permissions, and try again"
         ) from exc
 
 
