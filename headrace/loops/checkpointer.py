@@ -20,6 +20,10 @@ R = TypeVar("R")
 NO_BACKENDS: Mapping[str, TrainBackend] = {}
 
 
+def _nothing() -> None:
+    """Do nothing before or after a save."""
+
+
 class CheckpointWriter(Protocol):
     """Writes one checkpoint: the part of `train.checkpoint.CheckpointStore` that a loop needs."""
 
@@ -32,7 +36,8 @@ class Checkpointer:
     """Saves a checkpoint every so many training steps, at the end, and when a stop is requested.
 
     `snapshot()` returns the run state without the backends. A value may be a callable: it is evaluated only if the
-    checkpoint is written, and must return the state as of the snapshot.
+    checkpoint is written, and must return the state as of the snapshot. `before_save` flushes the files that the state
+    counts on; `after_save` is called when the checkpoint stands.
     """
 
     def __init__(
@@ -46,7 +51,10 @@ class Checkpointer:
         done: int,  # training steps behind the state that the run starts from
         stop: asyncio.Event,
         beside: Mapping[str, TrainBackend] = NO_BACKENDS,  # saved into sub-folders of these names
+        before_save: Callable[[], None] = _nothing,
+        after_save: Callable[[], None] = _nothing,
     ) -> None:
+        self._before_save, self._after_save = before_save, after_save
         self._store, self._backend, self._snapshot, self._beside = store, backend, snapshot, beside
         self._every, self._total, self._stop = every, total, stop
         self._done = self._saved = done  # steps behind the state, and behind the newest checkpoint
@@ -93,7 +101,9 @@ class Checkpointer:
         def save(done: int, state: Mapping[str, Any]) -> None:
             with watching_thread(f"the checkpoint of step {done}"):
                 evaluated = {name: value() if callable(value) else value for name, value in state.items()}
+                self._before_save()
                 self._store.save(done, write, evaluated, score)
+                self._after_save()
 
         await asyncio.to_thread(save, self._done, self._state)
         self._saved = self._done
