@@ -132,9 +132,7 @@ def _options(options: Mapping[str, Any], key: str, locate: Locate) -> dict[str, 
 
 def _sources(stage: Stage, key: str, locate: Locate) -> Stage:
     held_out = None if stage.held_out is None else _source(stage.held_out, f"{key}.held_out", locate)
-    sources = tuple(
-        _source(source, f"{key}.sources[{number}]", locate) for number, source in enumerate(stage.sources)
-    )
+    sources = tuple(_source(source, f"{key}.sources[{number}]", locate) for number, source in enumerate(stage.sources))
     return replace(stage, sources=sources, held_out=held_out)
 
 

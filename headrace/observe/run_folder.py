@@ -136,14 +136,21 @@ class RunFolder:
             raise RunFolderError(f"{self.config} is empty: restore it, it is the configuration that the run began with")
         return tree
 
-    def check_writable(self) -> None:
-        """Raise RunFolderError unless files can be made in the run folder and its folders."""
+    def check_access(self) -> None:
+        """Raise RunFolderError unless the checkpoints can be listed, and files made in the run folder and its folders.
+
+        Checkpoints that cannot be listed would look like none, and the run would start again from the beginning.
+        """
         for folder in (self.path, self.rollouts, self.checkpoints):
             with boundary(RunFolderError, f"the run cannot go on, because nothing can be written to {folder}"):
                 folder.mkdir(exist_ok=True)
                 probe = folder / ".writable"
                 probe.touch()
                 probe.unlink()
+        with boundary(RunFolderError, f"the run cannot go on, because {self.checkpoints} cannot be read"):
+            for entry in os.scandir(self.checkpoints):
+                if entry.is_dir():
+                    os.listdir(entry.path)
 
 
 def find_runs(root: Path, name: str) -> list[RunFolder]:

@@ -126,9 +126,10 @@ def check_inputs(config: Config, folder: RunFolder, *, reads: Callable[[str], bo
     )
     if changed and not accept_changes:
         more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
+        names = ", ".join(changed[:MAX_NAMED])
         raise ConfigError(
-            f"{folder.path} was started with other contents of {', '.join(changed[:MAX_NAMED])}{more}: restore them, go "
-            "on with them by --accept-changed-files, or start a new run without --resume"
+            f"{folder.path} was started with other contents of {names}{more}: restore them, go on with them by "
+            "--accept-changed-files, or start a new run without --resume"
         )
     accepted = list(record.accepted)
     if changed:

@@ -441,18 +441,22 @@ def test_a_finished_run_without_all_its_metrics_is_not_resumed_silently(bench: B
     assert resume().figures == result.figures
 
 
+class Killed(BaseException):
+    """Stands for a kill: nothing handles it."""
+
+
 def test_a_run_killed_while_its_model_was_made_makes_it_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(target: Path, **kwargs: Any) -> None:
         target.mkdir()
         (target / "config.json").write_text("{}")  # the first file of many
         (target / "old.txt").write_text("")
-        raise KeyboardInterrupt
+        raise Killed
 
     world = 'rl.tasks={type="env", name="add", size=8, options={max_number=9}}'
     overrides = ("model.path=tiny", world, 'rl.rewards=[{fn="exact_match"}]', "rl.steps=1")
     with monkeypatch.context() as patch:
         patch.setattr("headrace.wiring.build.models.save_tiny", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             bench.train(*overrides)
     (run,) = (bench.folder / "runs").iterdir()
     again = wiring.train(bench.config(*overrides), config_text_path=bench.folder / "run.toml", resume=run)

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RunFolderError
-from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes
+from headrace.observe.sinks.jsonl import (
+    JsonlSink,
+    MetricRecord,
+    read_metrics,
+    readable_metrics,
+    repair_metrics,
+    reproducible_bytes,
+)
 
 NAMES = st.from_regex(r"[a-z]{1,4}/[a-z@1]{1,4}", fullmatch=True)
 
@@ -95,3 +102,22 @@ def test_more_records_than_there_are_cannot_be_kept(tmp_path: Path) -> None:
     sink.log(2, {"a/b": 2.0})
     sink.close()
     assert [item.step for item in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_lines_that_are_no_records_are_numbered_and_the_others_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"stage":"rl","step":1,"loss":0.5}\n'
+    bad = [b"\x00\xff\n", b"[]\n", b'{"stage":"rl"}\n', b'{"stage":"rl","step":1,"x":"y"}\n']
+    path.write_bytes(good + bad[0] + good + b"".join(bad[1:]) + b"tor")
+    repair_metrics(path)
+    assert path.read_bytes().endswith(b'"y"}\n'), "the torn line is cut"
+    records, refused = readable_metrics(path)
+    assert len(records) == 2
+    assert [sentence.partition(", line ")[2][:1] for sentence in refused] == ["2", "4", "5", "6"]
+    assert "ends in the middle of line 7" in caplog.text
+    assert "line 2 is not a metrics record" in caplog.text
+    with pytest.raises(RunFolderError, match="line 2 is not a metrics record"):
+        read_metrics(path)
+    repair_metrics(tmp_path / "none")  # nothing to repair
