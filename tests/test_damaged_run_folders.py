@@ -30,6 +30,7 @@ max_prompt_tokens = 24
 max_episode_tokens = 32
 tasks = { type = "env", name = "add", size = 2 }
 rewards = [{ fn = "exact_match" }]
+sampling.max_tokens = 4
 [eval]
 tasks = 1
 source = { type = "env", name = "add", size = 2 }
@@ -101,7 +102,7 @@ def read(run: Path, *, sound: bool = False) -> None:
         ("report", run),
         ("view", run),
         ("view", run, "--group", "--task", "mill-0", "--html", run / "page.html"),
-        ("recredit", run, "--reward", "length", "--credit", "grpo"),
+        ("recredit", run, "--reward", "env", "--credit", "grpo"),
     ]
     for command in commands:
         sentence = ends_well(*command)
