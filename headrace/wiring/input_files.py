@@ -200,7 +200,7 @@ def _find_files(config: Config, known: Known, reads: Callable[[str], bool] = lam
     named = {**_modules(to_mapping(config)), **{key: Path(path) for key, path in named_paths(config).items()}}
     definitions = {
         f"{key}.path"
-        for key, source in (("rl.tasks", config.rl and config.rl.tasks), ("eval.source", config.eval.source))
+        for key, source in (("rl.tasks", config.rl.tasks if config.rl else None), ("eval.source", config.eval.source))
         if source is not None and source.type == "task"
     }
     for key, path in named.items():

@@ -378,9 +378,7 @@ SFT = 'sft={steps=2, batch_size=2, max_tokens=64, sources=[{type="env", name="ke
 )
 def test_tasks_that_cannot_be_trained_on_are_found_before_the_first_stage(bench: Bench, tasks: str, said: str) -> None:
     assert failure(bench, SFT, tasks).startswith(said)
-    (run,) = (bench.folder / "runs").iterdir()
-    assert not list((run / "checkpoints").rglob("step_*"))
-    assert not (run / "metrics.jsonl").is_file() or not read_metrics(run / "metrics.jsonl")
+    assert list((bench.folder / "runs").iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -62,8 +62,9 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
     run = RunFolder(path=folder)
     left_out: list[str] = []
     records = _metrics(run, left_out)
-    config = _readable(run.config, run.read_config, {}, left_out)
-    environment = _readable(run.environment, run.read_environment, {}, left_out)
+    nothing: Mapping[str, Any] = {}
+    config = _readable(run.config, run.read_config, nothing, left_out)
+    environment = _readable(run.environment, run.read_environment, nothing, left_out)
     comparison = _comparison(run, left_out)
     text = _readable(run.config, lambda: run.config.read_text(encoding="utf-8", errors="replace"), "", [])
     page = render(
