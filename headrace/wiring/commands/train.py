@@ -90,7 +90,7 @@ def _remove_failed_start(folder: Path, error: type[BaseException] | None, *detai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """How a run starts."""
+    """Says how a run starts."""
 
     resumes: bool
     accept_changed_files: bool
