@@ -2,14 +2,17 @@
 
 Nothing heavy is imported until a command needs it, so that `headrace --help` answers at once.
 Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 75 interrupted after a checkpoint, or
-another process works in the run folder (EX_TEMPFAIL: a scheduler may start the run again with --resume).
+another process works in the run folder (EX_TEMPFAIL: a scheduler may start the run again with --resume), 130 ended by
+Ctrl-C.
 """
 
 import json
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
     from headrace.service.settings import ServeConfig
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_CTRL_C = 1, 2, 75, 130
 
 app = typer.Typer(
     name="headrace",
@@ -56,6 +59,27 @@ def main() -> None:
             raise
         typer.secho(f"headrace: {exc}", fg=typer.colors.RED, err=True)
         sys.exit(exit_code(exc))
+    except OSError as exc:  # of a file that nobody has named in a sentence of its own
+        if os.environ.get("HEADRACE_DEBUG") == "1":
+            raise
+        named = f"{exc.filename}: " if exc.filename is not None else ""
+        hint = "see to the disk or its permissions, or set HEADRACE_DEBUG=1 to see where this happened"
+        typer.secho(f"headrace: {named}{exc.strerror or exc}: {hint}", fg=typer.colors.RED, err=True)
+        sys.exit(EXIT_FAILED)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process without a word while packages are imported, where an exception may be swallowed."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # signals are another's business
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_CTRL_C))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def exit_code(exc: HeadraceError) -> int:
@@ -101,7 +125,9 @@ def demo(
     """
     from headrace import wiring
 
-    result = wiring.demo(seed=seed, folder=folder)
+    with ending_at_once():
+        run_demo = wiring.demo
+    result = run_demo(seed=seed, folder=folder)
     print(result.text)
     print(json.dumps(result.figures))
 
@@ -114,6 +140,9 @@ def train(
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume a run that was stopped.")] = False,
+    accept_changed_files: Annotated[
+        bool, typer.Option("--accept-changed-files", help="Resume although data or code have changed since the start.")
+    ] = False,
     log_level: Annotated[
         Literal["debug", "info", "warning"],
         typer.Option(
@@ -126,14 +155,18 @@ def train(
         logging.getLogger("headrace").setLevel(log_level.upper())
     if run is not None and not resume:
         raise ConfigError(f"a run folder ({run}) is only given with --resume: add it, or leave the folder out")
+    if accept_changed_files and not resume:
+        raise ConfigError("--accept-changed-files is only given with --resume: a new run reads its files as they are")
     from headrace.wiring.checked_config import load_checked
 
     config = load_checked(file, overrides or [], command="train")
     from headrace import wiring
     from headrace.wiring.resume import run_to_resume
 
-    resumed = run_to_resume(config, run) if resume else None
-    result = wiring.train(config, config_text_path=file, resume=resumed)
+    resumed = run_to_resume(config, run, base=file.absolute().parent) if resume else None
+    with ending_at_once():
+        run_stages = wiring.train
+    result = run_stages(config, config_text_path=file, resume=resumed, accept_changed_files=accept_changed_files)
     print(result.text)
 
 
@@ -149,7 +182,9 @@ def evaluate(
     config = load_checked(file, [*(overrides or []), model_override(checkpoint)], command="eval")
     from headrace import wiring
 
-    print(json.dumps(wiring.evaluate(config)))
+    with ending_at_once():
+        run_evaluation = wiring.evaluate
+    print(json.dumps(run_evaluation(config)))
 
 
 @app.command()
@@ -168,7 +203,9 @@ def demonstrate(
     config = load_checked(file, [*(overrides or []), model_override(policy)], command="demonstrate")
     from headrace import wiring
 
-    done = wiring.demonstrate(config, out, tasks=tasks, samples=samples, keep_all=keep_all)
+    with ending_at_once():
+        run_demonstrations = wiring.demonstrate
+    done = run_demonstrations(config, out, tasks=tasks, samples=samples, keep_all=keep_all)
     print(f"{done.written} of {done.played} episodes are in {out}")
 
 
