@@ -23,12 +23,12 @@ _unchecked: set[Path] = set()
 def check_folder(folder: Path, *, only: str | None = None) -> whole_folder.Manifest | None:
     """Check the files of a folder, or `only` one, and the sizes of the others; return its manifest, if it has one.
 
-    Raises DamageError naming the file, CheckpointError when there is no such folder, and StorageError when the machine
-    cannot read it. Reads every file: not for the event loop.
+    Raises DamageError naming the file, and StorageError when the machine cannot read it. Reads every file: not for the
+    event loop.
     """
     with reading(folder):
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not there")
+            raise DamageError(f"checkpoint {folder} is not there: put it back from a copy")
         if not (folder / whole_folder.MANIFEST).is_file():
             _pass_unchecked(folder)
             return None

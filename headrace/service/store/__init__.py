@@ -5,5 +5,6 @@
 - `registry`: the same in memory, each with one owner.
 - `checkpoint_folders`, `checkpoint_copy`: folders of checkpoints; copies between owners.
 - `cleanup`: remove what a killed server left.
+- `ownership`: one folder, one journal, one server.
 - `folder_lock`: one server per folder.
 """
