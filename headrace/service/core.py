@@ -117,9 +117,7 @@ class Service:
         self.models = ModelCreation(
             card, self.registry, self.sessions, self.trainer, self.training, max_rank=limits.max_rank
         )
-        self.sampling_requests = SamplingRequests(
-            card, self.registry, self.requests, self.sessions, self.sampling
-        )
+        self.sampling_requests = SamplingRequests(card, self.registry, self.requests, self.sessions, self.sampling)
         self.polling = Polling(self.registry, journal, self.requests, self.trainer, self.sampling, poll_s=limits.poll_s)
 
     @contextlib.asynccontextmanager

@@ -302,7 +302,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def attempt(client: Client, verb: str, failing: int | None) -> int:
-    """Run a verb whose write of this number fails, and look at what a kill would leave. Returns its number of writes."""
+    """Run a verb whose write of this number fails, and look at what a kill would leave. Returns how often it wrote."""
     prepare, act = VERBS[verb]
     state: State = {}
     client.attempt += 1

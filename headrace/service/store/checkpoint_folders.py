@@ -31,7 +31,7 @@ class CheckpointFolders:
         return sum(checkpoint.size_bytes for checkpoint in checkpoints if checkpoint.owner == owner)
 
     async def check(self, checkpoint: CheckpointEntity, *, only: str | None = None) -> None:
-        """Check the files of a checkpoint, or `only` one. Raises DamageError and StorageError, which clients may read."""
+        """Check the files of a checkpoint, or `only` one. Raises DamageError or StorageError, for clients to read."""
         try:
             await asyncio.to_thread(check_folder, self.path_of(checkpoint), only=only)
         except (DamageError, StorageError) as exc:

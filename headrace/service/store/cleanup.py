@@ -39,7 +39,8 @@ def newer_states(folder: Path, registry: Registry, journal: Journal) -> list[Pat
     for model in registry.models.values():
         for state in _folders(folder / STATES / folder_name(model.id)):
             seq = int(state.name) if state.name.isdigit() else -1
-            if seq > model.saved_seq and not journal.query("SELECT 1 FROM requests WHERE id = ?", (f"{model.id}:{seq}",)):
+            known = "SELECT 1 FROM requests WHERE target = ? AND seq = ?"
+            if seq > model.saved_seq and not journal.query(known, (model.id, seq)):
                 found.append(state)
     return found
 

@@ -129,8 +129,8 @@ class Journal:
             who = self.records(HOLDER).get("server", {})
             raise ConfigError(
                 f"the journal {self.name} is in use by another server (process {who.get('process', 'unknown')} on "
-                f"{who.get('machine', 'an unknown machine')}, folder {who.get('folder', 'unknown')}): stop that one, or "
-                "give 'serve.journal' another"
+                f"{who.get('machine', 'an unknown machine')}, folder {who.get('folder', 'unknown')}): stop that one, "
+                "or give 'serve.journal' another"
             )
         who = {"process": os.getpid(), "machine": socket.gethostname(), "folder": str(folder)}
         self.write([put(HOLDER, "server", who)]).result()
@@ -155,7 +155,7 @@ class Journal:
         try:
             return {id: json.loads(value) for id, value in rows}
         except ValueError as exc:
-            raise JournalError(f"the journal {self.name} is damaged: a record of kind {kind} is no JSON; {_REPAIR}") from exc
+            raise JournalError(f"the journal {self.name} is damaged (a {kind} is no JSON): {_REPAIR}") from exc
 
     def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[JournalRow]]":
         """Read the requests that meet a condition, ordered by target and number."""

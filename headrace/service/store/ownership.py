@@ -93,8 +93,8 @@ def _problem(
     if newer or (marker is not None and marker.finished > journal.last_finished()):
         found = f" ({newer[0].relative_to(folder)} is of a request that it lacks)" if newer else ""
         return (
-            f"the journal {journal.name} is older than the folder {folder}{found}: put back the newer journal, or a copy of "
-            "the folder from the journal's time"
+            f"the journal {journal.name} is older than the folder {folder}{found}: put back the newer journal, or a "
+            "copy of the folder from the journal's time"
         )
     return None
 

@@ -89,7 +89,8 @@ def test_a_damaged_snapshot_is_not_sampled_after_a_restart(tmp_path: Path) -> No
         http = again.http()
         body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
         id = http.post("/api/v1/asample", json=body).json()["request_id"]
-        assert "table.npz does not match" in http.post("/api/v1/retrieve_future", json={"request_id": id}).json()["error"]
+        outcome = http.post("/api/v1/retrieve_future", json={"request_id": id}).json()
+        assert "table.npz does not match" in outcome["error"]
 
 
 def test_a_disk_that_cannot_be_read_is_called_that(
