@@ -80,6 +80,10 @@ class RequestTable:
     def num_open(self) -> int:
         return len(self._open)
 
+    def open_by_owner(self) -> dict[str, int]:
+        """Count the open requests of every owner who has some."""
+        return {owner: count for owner, count in self._open_by_owner.items() if count > 0}
+
     def check_quota(self, user: ApiUser) -> None:
         """Raise RateLimited when the user's open requests, or their bodies, take all the room of its key."""
         if self._open_by_owner[user.name] >= user.quota.open_requests:
