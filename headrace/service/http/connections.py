@@ -133,7 +133,12 @@ class BoundedConnection(H11Protocol):
         self._refused = True
         sentence = f"this server has {self._limits.max_open} open connections: come again later"
         body = json.dumps({"detail": sentence}).encode()
-        head = "HTTP/1.1 503 Service Unavailable", "content-type: application/json", "retry-after: 1"
-        head = (*head, f"content-length: {len(body)}", "connection: close")
+        head = [
+            "HTTP/1.1 503 Service Unavailable",
+            "content-type: application/json",
+            "retry-after: 1",
+            f"content-length: {len(body)}",
+            "connection: close",
+        ]
         self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
         self.transport.close()

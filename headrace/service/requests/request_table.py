@@ -72,6 +72,7 @@ class RequestTable:
         self._open_by_owner: Counter[str] = Counter()
         self._bytes_by_owner: Counter[str] = Counter()
         self._watchers: dict[str, list[asyncio.Future[None]]] = {}
+        self.num_finished = 0  # since the start
         self.closed = False  # no call waits any longer
 
     # --- quotas ---
@@ -185,6 +186,7 @@ class RequestTable:
         """Set the outcome and wake its waiters."""
         pending.outcome, pending.finished, pending.operation = outcome, finished, None
         self._remove_open(pending.row)
+        self.num_finished += 1
         self._recent[pending.row.id] = pending
         self._recent_bytes += _size(outcome)
         while self._recent_bytes > self._keep_bytes and len(self._recent) > 1:

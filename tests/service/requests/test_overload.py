@@ -11,6 +11,7 @@ from headrace.service.core import Service
 from headrace.service.host.fake_host import FakeHost
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser, Quota, RateLimited
+from headrace.service.requests.admission import Admission
 from headrace.service.requests.request_table import Done
 from headrace.service.settings import Limits
 from headrace.service.store.entities import ModelCard
@@ -141,19 +142,38 @@ async def test_owners_get_the_same_number_of_sequences_however_many_they_ask_for
     assert 12 <= first.count("bob") <= 20  # turns by requests would give bob 4 of them
 
 
+class Table:
+    """What admission reads of a `RequestTable`."""
+
+    num_open, num_finished = 12, 0
+
+    def check_quota(self, user: ApiUser) -> None:
+        pass
+
+    def open_by_owner(self) -> dict[str, int]:
+        return {"alice": 9, "carol": 3}
+
+
 def test_the_share_of_a_key_is_what_the_others_leave() -> None:
-    from headrace.service.requests.admission import Admission
-
-    class Table:
-        num_open = 12
-
-        def check_quota(self, user: ApiUser) -> None:
-            pass
-
-        def open_by_owner(self) -> dict[str, int]:
-            return {"alice": 9, "carol": 3}
-
     admission = Admission(Table(), open_requests=12)  # type: ignore[arg-type]
     admission.check(BOB)  # he has none
     with pytest.raises(RateLimited):
         admission.check(ALICE)
+
+
+def test_the_time_to_come_again_is_that_of_the_work_before_it() -> None:
+    table, now = Table(), [0.0]
+    admission = Admission(table, open_requests=12, clock=lambda: now[0])  # type: ignore[arg-type]
+
+    def retry_s() -> float:
+        with pytest.raises(RateLimited) as refused:
+            admission.check(ALICE)
+        return refused.value.retry_s
+
+    assert retry_s() == 1.0  # nothing is known
+    now[0], table.num_finished = 2.0, 8
+    assert retry_s() == 3.0  # 12 wait, 4 end per second
+    now[0], table.num_finished = 3.0, 1008
+    assert retry_s() == 0.1
+    now[0], table.num_finished = 103.0, 1009  # a night without requests is no rate
+    assert retry_s() == 0.1
