@@ -16,7 +16,7 @@ from headrace.service.evaluation.completion_rewards import RewardRule
 from headrace.service.evaluation.evaluate_policy import Evaluator
 from headrace.service.evaluation.reference_scoring import References, Score
 from headrace.service.host.model_host import ModelHost
-from headrace.service.requests.admission import Admission
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.polling import Polling
 from headrace.service.requests.request_table import RequestTable
 from headrace.service.requests.sessions import Sessions
@@ -112,7 +112,7 @@ class Service:
             self.checkpoints,
             timeout_s=limits.session_timeout_s,
         )
-        admission = Admission(self.requests, open_requests=limits.open_requests)
+        admission = RequestAdmission(self.requests, open_requests=limits.open_requests)
         self.training = TrainingRequests(
             self.registry, self.requests, self.sessions, self.trainer, admission, body_bytes=limits.body_bytes
         )

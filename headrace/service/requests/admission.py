@@ -10,7 +10,7 @@ WINDOW_S, IDLE_S = 1.0, 5.0  # requests are counted over so long; after a longer
 UNKNOWN_S, SHORTEST_S, LONGEST_S = 1.0, 0.1, 30.0  # times to come again after
 
 
-class Admission:
+class RequestAdmission:
     """Refuse requests beyond the limits of a key, and of the whole server. Lives on one event loop.
 
     While the server has `open_requests` or more, a key is refused if it has its share of them, which is the same for

@@ -8,7 +8,7 @@ from headrace.errors import RequestError, boundary
 from headrace.service.host.model_host import FullFinetune
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser
-from headrace.service.requests.admission import Admission
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.request_table import PendingRequest, RequestTable, to_failure
 from headrace.service.requests.sessions import Sessions
 from headrace.service.sampling.sample_job import SampleJob, parse_sample_job
@@ -29,7 +29,7 @@ class SamplingRequests:
         requests: RequestTable,
         sessions: Sessions,
         queue: SamplingQueue,
-        admission: Admission,
+        admission: RequestAdmission,
     ) -> None:
         self._card, self._registry, self._journal = card, registry, journal
         self._requests, self._sessions, self._queue = requests, sessions, queue

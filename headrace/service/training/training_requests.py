@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from headrace.errors import RequestError
 from headrace.service.http.auth import ApiUser
-from headrace.service.requests.admission import Admission
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.request_table import PendingRequest, RequestTable
 from headrace.service.requests.sessions import Sessions
 from headrace.service.store.entities import ModelEntity
@@ -35,7 +35,7 @@ class TrainingRequests:
         requests: RequestTable,
         sessions: Sessions,
         queue: TrainingQueue,
-        admission: Admission,
+        admission: RequestAdmission,
         *,
         body_bytes: int,
     ) -> None:

@@ -11,7 +11,7 @@ from headrace.service.core import Service
 from headrace.service.host.fake_host import FakeHost
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser, Quota, RateLimited
-from headrace.service.requests.admission import Admission
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.request_table import Done
 from headrace.service.settings import Limits
 from headrace.service.store.entities import ModelCard
@@ -155,7 +155,7 @@ class Table:
 
 
 def test_the_share_of_a_key_is_what_the_others_leave() -> None:
-    admission = Admission(Table(), open_requests=12)  # type: ignore[arg-type]
+    admission = RequestAdmission(Table(), open_requests=12)  # type: ignore[arg-type]
     admission.check(BOB)  # he has none
     with pytest.raises(RateLimited):
         admission.check(ALICE)
@@ -163,7 +163,7 @@ def test_the_share_of_a_key_is_what_the_others_leave() -> None:
 
 def test_the_time_to_come_again_is_that_of_the_work_before_it() -> None:
     table, now = Table(), [0.0]
-    admission = Admission(table, open_requests=12, clock=lambda: now[0])  # type: ignore[arg-type]
+    admission = RequestAdmission(table, open_requests=12, clock=lambda: now[0])  # type: ignore[arg-type]
 
     def retry_s() -> float:
         with pytest.raises(RateLimited) as refused:
