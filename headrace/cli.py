@@ -433,7 +433,7 @@ def serve(
             address = f"TINKER_BASE_URL=http://{host}:{bound} TINKER_API_KEY={opened.new_key}"
             print(f"the key, shown this once:\n  export {address}")
         sys.stdout.flush()
-        make_server(opened.app).run(sockets=[listening])
+        make_server(opened.app, config.limits).run(sockets=[listening])
 
 
 def _serve_references(config: "ServeConfig") -> None:
@@ -443,7 +443,7 @@ def _serve_references(config: "ServeConfig") -> None:
     with open_reference_server(config) as (application, names), listen(config.serve.host, config.serve.port) as socket:
         host, bound = socket.getsockname()[:2]
         print(f"headrace {__version__} scores with {', '.join(names)} on http://{host}:{bound}", flush=True)
-        make_server(application).run(sockets=[socket])
+        make_server(application, config.limits).run(sockets=[socket])
 
 
 @app.command()

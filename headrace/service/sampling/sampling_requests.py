@@ -7,6 +7,7 @@ from headrace.errors import RequestError, boundary
 from headrace.service.host.model_host import FullFinetune
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.request_table import PendingRequest, RequestTable, to_failure
 from headrace.service.requests.sessions import Sessions
 from headrace.service.sampling.sample_job import SampleJob, parse_sample_job
@@ -26,9 +27,11 @@ class SamplingRequests:
         requests: RequestTable,
         sessions: Sessions,
         queue: SamplingQueue,
+        admission: RequestAdmission,
     ) -> None:
         self._card, self._registry = card, registry
         self._requests, self._sessions, self._queue = requests, sessions, queue
+        self._admission = admission
         self._old_samplers = frozenset(registry.samplers)  # their requests may be in the journal only
 
     # --- sessions ---
@@ -104,7 +107,7 @@ class SamplingRequests:
                 finished = await self._requests.load_from_journal(id)
                 if finished is not None:
                     return finished, sequence_ids
-            self._requests.check_quota(user)
+            self._admission.check(user)
         row = JournalRow(id=id, target=sampler.id, seq=body.seq_id, kind="sample", owner=user.name, body=raw)
         pending, is_new = await self._requests.register(row, self._parse(body, id))
         if is_new:
