@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.printable import OneLineFormatter
+
 logger = logging.getLogger(__name__)
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
 
@@ -60,7 +62,7 @@ def _end_at_once(deadline_s: float) -> None:
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("headrace")
     root.addHandler(handler)
     try:

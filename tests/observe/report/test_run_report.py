@@ -10,6 +10,7 @@ from headrace.observe.report.episodes import compare, conversation, sample_file
 from headrace.observe.report.run_report import headline, write_report
 from headrace.observe.rollouts.records import EpisodeRecord, read_lines
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics
+from headrace.printable import visible
 
 ATTACK = "<script>document.title='owned'</script><img src=http://evil.invalid/x onerror=alert(1)>"
 
@@ -152,6 +153,19 @@ def test_everything_a_model_or_user_wrote_is_escaped(synthetic_run: Callable[...
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
     assert any(ATTACK in words for words in page.words)
+
+
+def test_control_characters_and_changes_of_direction_are_visible_everywhere(synthetic_run: Callable[..., Path]) -> None:
+    unseen = "\x1b[31m\x07\u202e\u2066"
+    folder = synthetic_run(unseen)
+    (folder / "config.toml").write_text('[run]\nname = "x\\u202e"\n# \u202e\n')
+    sink = JsonlSink(folder / "metrics.jsonl", stage="rl")
+    sink.log(61, {f"reward/{unseen}": 1.0, f"other/{unseen}": 1.0})
+    sink.close()
+    page = write_report(folder, {unseen: unseen}).read_text()
+    assert page == visible(page)
+    assert page.count(r"\x1b[31m\x07\u202e\u2066") > 5
+    assert r"<h1>x\u202e</h1>" in page
 
 
 def test_the_page_asks_for_nothing_outside_itself(synthetic_run: Callable[..., Path]) -> None:
