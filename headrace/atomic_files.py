@@ -13,17 +13,24 @@ from pathlib import Path
 def write_text(path: Path, text: str | Iterable[str], *, temporary: Path | None = None) -> None:
     """Write a file and rename it into place; `text` may come in parts, so that it need not be in memory as a whole.
 
-    `temporary` is the path to write to first; the default is the file's with `.tmp` appended.
+    `temporary` is the path to write to first; the default is the file's with `.tmp` appended. A link at either path is
+    replaced and never followed: a folder may come from a stranger.
     """
     temporary = temporary or path.with_name(path.name + ".tmp")
+    if temporary.is_symlink():
+        temporary.unlink()
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+        with open(temporary, "w", encoding="utf-8", newline="\n", opener=_open_no_link) as file:
             file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def replace_folder(source: Path, target: Path, *, aside: Path) -> None:

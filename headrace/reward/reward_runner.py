@@ -15,6 +15,7 @@ from headrace.errors import ConfigError, RewardError, RolloutError
 from headrace.printable import single_line
 from headrace.reward.alignment import as_reward
 from headrace.reward.call_scheduler import CallScheduler, prefix_error
+from headrace.reward.result import MESSAGE_CHARS
 from headrace.reward.terms import GroupTerm, RewardFn, Term, as_term
 from headrace.reward.truncation import TruncatedReward
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
@@ -162,7 +163,7 @@ class FailureLog:
         self._counts: Counter[str] = Counter()
 
     def failed(self, episode: Episode, error: RewardError) -> FailedEpisode:
-        reason = str(error)
+        reason = str(error)[:MESSAGE_CHARS]
         known = reason in self._counts or len(self._counts) < MAX_REASONS
         key = reason if known else ""  # reasons beyond the first are counted together
         self._counts[key] += 1

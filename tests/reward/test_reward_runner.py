@@ -12,6 +12,7 @@ from hypothesis.strategies import floats, lists, tuples
 
 from headrace.errors import ConfigError
 from headrace.reward.call_scheduler import SLOW_S
+from headrace.reward.result import MESSAGE_CHARS
 from headrace.reward.reward_runner import (
     MAX_PARTS,
     MAX_REASONS,
@@ -270,3 +271,19 @@ async def test_reasons_without_end_do_not_fill_the_log(caplog: pytest.LogCapture
     failed = await runner.score([episode(f"up {number}") for number in range(MAX_REASONS + 50)])
     assert len({item.reason for item in failed if isinstance(item, FailedEpisode)}) == MAX_REASONS + 50
     assert len(caplog.records) == MAX_REASONS + 2  # and the first and the tenth of the others
+
+
+async def test_an_exception_without_words_or_with_too_many_is_a_failed_episode() -> None:
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def fails(played: Episode) -> float:
+        raise Wordless if played.steps[0].action == "up" else ValueError("x" * 10**6)
+
+    runner = InProcessRewardRunner([Term(name="mine", fn=fails)])
+    wordless, wordy = await runner.score([episode("up"), episode("down")])
+    assert isinstance(wordless, FailedEpisode)
+    assert isinstance(wordy, FailedEpisode)
+    assert wordless.reason == "reward mine: Wordless: <exception str() failed>"
+    assert len(wordy.reason) == MESSAGE_CHARS

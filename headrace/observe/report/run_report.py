@@ -64,7 +64,7 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
     records = read_metrics(run.metrics) if run.metrics.is_file() else ()
     comparison, left_out = _comparison(run)
     page = render(
-        name=_config(run).get("run", {}).get("name", folder.name),
+        name=str(_table(_config(run), "run").get("name", folder.name)),
         records=records,
         comparison=comparison,
         config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
@@ -155,8 +155,8 @@ def _facts(
     """Collect the facts under the headline: model, steps, time, machine, and other entries of the summary."""
     config = _config(run)
     facts = []
-    if "path" in config.get("model", {}):
-        facts.append(("Model", str(config["model"]["path"])))
+    if "path" in (model := _table(config, "model")):
+        facts.append(("Model", str(model["path"])))
     for stage in stages_of(records):
         last = max(record.step for record in records if record.stage == stage)
         facts.append((f"{stage.upper()} steps", str(last)))
@@ -174,13 +174,21 @@ def _facts(
     if run.environment.is_file():
         with boundary(RunFolderError, f"{run.environment} is not JSON"):
             environment = json.loads(run.environment.read_text(encoding="utf-8"))
-        packages = environment.get("packages", {})
+        if not isinstance(environment, dict):
+            raise RunFolderError(f"{run.environment} is not a JSON object")
+        packages = _table(environment, "packages")
         versions = [f"{name} {packages[name]}" for name in ("headrace", "torch", "transformers") if name in packages]
         facts.append(("Software", ", ".join([f"Python {environment.get('python')}", *versions])))
-        revision = (environment.get("git") or {}).get("revision")
+        revision = _table(environment, "git").get("revision")
         if revision:
             facts.append(("Git revision", str(revision)[:12]))
     return facts
+
+
+def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the table under this key; empty if something else is there."""
+    table = values.get(key)
+    return table if isinstance(table, dict) else {}
 
 
 def _config(run: RunFolder) -> dict[str, Any]:
@@ -226,6 +234,6 @@ def _read(paths: Sequence[Path]) -> tuple[list[tuple[EpisodeRecord, ...]], list[
 
 def _label(path: Path) -> str:
     kind, _, rest = path.stem.partition("_")
-    if kind == "step":
+    if kind == "step" and rest.isdecimal():
         return f"Training step {int(rest)}"
     return {"base": "Before training", "sft": "After SFT", "rl": "After RL"}.get(rest, f"After {rest}")
