@@ -44,7 +44,7 @@ Modules that all of them may use:
 - `render` converts messages to tokens and back; `tool_calls` parses tool calls in a model's text.
 - `metrics` has metrics that carry their reduction; `names` lists the names that a configuration may use.
 - `atomic_files` writes files whole or not at all; `retry` repeats requests; `user_code` loads a user's functions.
-- `testing` has a public fake for each protocol.
+- `printable` renders foreign text for logs and terminals; `testing` has a public fake for each protocol.
 """
 
 from importlib import import_module
