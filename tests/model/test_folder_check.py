@@ -138,7 +138,7 @@ def test_a_tokenizer_that_needs_its_own_code_is_refused(folder: Path, mark: Path
     edit(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]})
     for load in (load_model, load_tokenizer):
         with pytest.raises(ModelError, match="contains custom code"):
-            load(folder)  # type: ignore[operator]
+            load(folder)
     assert not mark.exists()
 
 

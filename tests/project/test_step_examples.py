@@ -69,9 +69,11 @@ def seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_judge_is_asked_through_a_sampler(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_judge_is_asked_through_a_sampler(
+    seven: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     example = load(EXAMPLES / "judge.py")
-    example.JUDGE = replace(example.JUDGE, code=False)  # this model has learned one sentence
+    monkeypatch.setattr(example, "JUDGE", replace(example.JUDGE, code=False))  # this model has learned one sentence
     results = asyncio.run(example.main(str(seven)))
     assert [item.reward.total for item in results if isinstance(item, ScoredEpisode)] == [0.7] * 3
     assert capsys.readouterr().out.count(": 0.70\n") == 3
