@@ -46,7 +46,7 @@ Modules that all of them may use:
 - `atomic_files` writes files whole or not at all; `whole_folder` lists the files of a folder with their hashes;
   `folder_lock` keeps a folder to one process at a time.
 - `retry` repeats requests; `user_code` loads a user's functions; `watchdog` tells what has not moved for long.
-- `testing` has a public fake for each protocol.
+- `printable` renders foreign text for logs and terminals; `testing` has a public fake for each protocol.
 """
 
 from importlib import import_module

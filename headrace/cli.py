@@ -22,6 +22,7 @@ import typer
 
 from headrace import __version__
 from headrace.errors import ConfigError, FolderLockedError, HeadraceError, Interrupted
+from headrace.printable import OneLineFormatter, later_lines_indented, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +58,7 @@ def main() -> None:
     except HeadraceError as exc:
         if os.environ.get("HEADRACE_DEBUG") == "1":
             raise
-        typer.secho(f"headrace: {exc}", fg=typer.colors.RED, err=True)
+        typer.secho(f"headrace: {later_lines_indented(str(exc))}", fg=typer.colors.RED, err=True)
         sys.exit(exit_code(exc))
     except OSError as exc:  # of a file that nobody has named in a sentence of its own
         if os.environ.get("HEADRACE_DEBUG") == "1":
@@ -110,7 +111,8 @@ def configure(
         terminal.setLevel(logging.INFO)
         terminal.addFilter(lambda record: record.name != "headrace.loops.credit_log")
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(format=form, datefmt="%H:%M:%S", handlers=[terminal])
+    terminal.setFormatter(OneLineFormatter(form, datefmt="%H:%M:%S"))
+    logging.basicConfig(handlers=[terminal])
     logging.getLogger("headrace").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
@@ -228,7 +230,7 @@ def explain(
     config = load_checked(file, overrides or [], command="train")
     from headrace.wiring.commands.explain import explain_config
 
-    print(explain_config(config, file=str(file)), end="")
+    print(visible(explain_config(config, file=str(file))), end="")
 
 
 @app.command()

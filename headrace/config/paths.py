@@ -30,6 +30,11 @@ def find_path(path: str, base: Path) -> Path | None:
     return None
 
 
+def term_name(term: RewardTermConfig) -> str:
+    """Return the name of a reward term and its metric: `name`, else that of the function, or of its file or folder."""
+    return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
+
+
 def is_url(path: str) -> bool:
     """Tell whether a model is remote, behind http:// or https://."""
     return path.startswith(("http://", "https://"))

@@ -1,7 +1,8 @@
 """Write `report.html` from a run folder: one page that shows the run to a reader who has never seen the code.
 
-The page is self-contained: no network, no dependency, every text escaped by the template; a content security policy
-allows only the script named by its hash. Reads nothing but the run folder, so it can be written again at any time.
+The page is self-contained: no network, no dependency, every text escaped by the template, control characters and
+direction marks included; a content security policy allows only the script named by its hash. Reads nothing but the run
+folder, so it can be written again at any time.
 """
 
 import base64
@@ -28,6 +29,7 @@ from headrace.observe.rollouts.records import EpisodeRecord, readable_lines
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.jsonl import MetricRecord, readable_metrics
 from headrace.observe.sinks.progress import EVAL, duration
+from headrace.printable import visible
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,9 @@ def render(
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     in_flow = flow_names(records)
     others = [name for name in other_names(records) if name not in in_flow]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_visible
+    )
     return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
         name=name,
         stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in stages_of(records)],
@@ -141,6 +145,11 @@ def render(
         script=Markup(script),
         script_hash=digest,
     )
+
+
+def _visible(value: Any) -> Any:
+    """Escape what would act instead of being displayed, in every text that the template shows but markup of ours."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 # --- headline --------------------------------------------------------------------------------------------------------
@@ -245,6 +254,6 @@ def _episodes(path: Path, left_out: list[str]) -> tuple[EpisodeRecord, ...]:
 
 def _label(path: Path) -> str:
     kind, _, rest = path.stem.partition("_")
-    if kind == "step":
+    if kind == "step" and rest.isdecimal():
         return f"Training step {int(rest)}"
     return {"base": "Before training", "sft": "After SFT", "rl": "After RL"}.get(rest, f"After {rest}")
