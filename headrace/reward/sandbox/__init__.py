@@ -24,9 +24,11 @@ What is NOT covered:
 Files, from the trainer inwards:
 - `pool`: `Sandbox`, which starts workers, sends them calls and replaces them when they end.
 - `supervisor`: the process around a worker, which watches its memory and ends everything in it.
+- `memory`: counts the memory of a call's processes, from outside.
 - `isolation`: builds the isolation layers around a process, and records which are active.
 - `linux`: namespaces, mounts, capabilities, Landlock and seccomp by ctypes.
 - `worker`: runs inside; imports the code once and forks each call.
+- `scratch`: the private folder, put back after each call to what the import left in it.
 - `program`: `run_untrusted`, for programs that a model wrote.
 - `limits`: limits, outcomes and layers, the vocabulary of both sides.
 - `framing`: length-prefixed JSON between the processes.
