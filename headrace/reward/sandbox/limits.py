@@ -62,8 +62,12 @@ EVERY_LAYER = frozenset(IsolationLayer)
 def isolation_gaps(layers: Collection[IsolationLayer]) -> list[str]:
     """Describe what these layers leave open; the gaps that strict mode refuses come first."""
     gaps = essential_gaps(layers)
+    if IsolationLayer.MOUNT not in layers:
+        gaps.append(
+            "names, sizes and times of files can be seen, and temporary files fill the disk (no mount namespace)"
+        )
     if IsolationLayer.SECCOMP not in layers:
-        gaps.append("system calls are not filtered (no seccomp)")
+        gaps.append("system calls are not filtered, so shared memory is not counted (no seccomp)")
     if IsolationLayer.RLIMITS not in layers:
         gaps.append("memory, CPU time and file sizes are not limited (no resource limits)")
     return gaps
@@ -74,6 +78,8 @@ def essential_gaps(layers: Collection[IsolationLayer]) -> list[str]:
     gaps = []
     if IsolationLayer.MOUNT not in layers and IsolationLayer.LANDLOCK not in layers:
         gaps.append("files are not isolated (neither a mount namespace nor Landlock)")
+    elif IsolationLayer.MOUNT not in layers and IsolationLayer.SECCOMP not in layers:
+        gaps.append("modes and times of files are not protected (neither a mount namespace nor seccomp)")
     if IsolationLayer.NETWORK not in layers and IsolationLayer.SECCOMP not in layers:
         gaps.append("the network is not isolated (neither a network namespace nor seccomp)")
     if IsolationLayer.PID not in layers:

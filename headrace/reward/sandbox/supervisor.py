@@ -126,13 +126,14 @@ def _watch(builder: int, lifeline: int, *, memory_bytes: int) -> int:
 def _exceeds_memory(builder: int, memory_bytes: int) -> bool:
     """Say whether the first process inside uses too much memory; a forked call that does is killed here.
 
-    All descendants of the first process are of the one call that it runs: an orphan becomes its child.
+    All other processes are of the one call that the first process runs: its descendants, and orphans, which become
+    children of the first process of a PID namespace, or without one of this process.
     """
     for inside in children(builder):
         inherited = resident_bytes(inside)  # by every forked call
         if inherited > memory_bytes:
             return True
-        call = descendants(inside)
+        call = [pid for pid in descendants(os.getpid()) if pid not in (builder, inside)]
         if exceeds(call, memory_bytes, inherited=inherited):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(inside, signal.SIGUSR1)  # tells the worker why; it blocks this signal
