@@ -82,7 +82,7 @@ def isolate_outside(plan: IsolationPlan) -> tuple[Isolation, str]:
     proc = os.open("/proc/self", os.O_PATH) if linux.available and os.path.isdir("/proc/self") else -1
     if os.getuid() == 0:
         _enter_network_and_ipc_namespaces(isolation, plan)
-        scratch = _enter_mount_namespace(isolation, plan, owner=user)
+        scratch = _enter_mount_namespace(isolation, plan, owner=user if IsolationLayer.UID in plan.layers else 0)
         if not _interpreter_needs_root(isolation):
             if IsolationLayer.USER not in plan.layers or not _can_make_user_namespace(user):
                 _enter_pid_namespace(isolation, plan)  # while root's rights last
@@ -123,7 +123,7 @@ def isolate_inside(isolation: Isolation, plan: IsolationPlan, scratch: str) -> N
 
 
 def isolate_call(plan: IsolationPlan, active: Collection[IsolationLayer]) -> None:
-    """Limit the CPU time of a call's own process, and keep it from signalling and tracing the process that forked it."""
+    """Limit the CPU time of a call's own process, and keep it from signalling and tracing the one that forked it."""
     if IsolationLayer.RLIMITS in active:
         _lower_rlimit(resource.RLIMIT_CPU, plan.limits.cpu_s)
     if IsolationLayer.LANDLOCK in active:

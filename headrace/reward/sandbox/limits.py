@@ -11,7 +11,7 @@ class CallLimits:
 
     wall_s: float = 10.0
     cpu_s: int = 10  # of each process
-    memory_mb: int = 1024  # address space of each process, and resident memory of all of them beyond what was imported
+    memory_mb: int = 1024  # address space of each process, and memory of all processes of a call together
     processes: int = 16  # with threads, and the call itself
     open_files: int = 64
     file_mb: int = 16  # of each file

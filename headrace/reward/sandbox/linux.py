@@ -136,7 +136,7 @@ def landlock(*, read: Iterable[str], write: Iterable[str], devices: Iterable[str
 
 
 def landlock_scope() -> None:
-    """Keep this process and its children from signalling and tracing those outside of them, parents too. Needs ABI 6."""
+    """Keep this process and its children from signalling and tracing all others, parents too. Needs ABI 6."""
     ruleset = _syscall(444, struct.pack("=QQQ", 0, 0, 0b11), ctypes.c_size_t(24), ctypes.c_uint(0))
     try:
         _syscall(446, ctypes.c_int(ruleset), ctypes.c_uint(0))

@@ -173,6 +173,34 @@ async def test_attacks_without_namespaces(mode: Mode, name: str, tmp_path: Path)
     assert [process for process in seen if process.is_running()] == []
 
 
+BY_MOUNTS = (
+    "reads_secret",
+    "reads_accounts",
+    "looks_at_secret",
+    "writes_outside",
+    "writes_code",
+    "changes_mode",
+    "changes_mode_of_code",
+    "changes_times",
+    "clears_read_only",
+    "clears_read_only_in_namespace",
+    "remounts",
+)
+
+
+async def test_the_mount_namespace_alone_keeps_files(mode: Mode, tmp_path: Path) -> None:
+    """Without Landlock and seccomp, at a call's own time and by whatever namespaces it can make."""
+    secret = written(tmp_path, "a token", "secret.txt")
+    layers = EVERY_LAYER - {IsolationLayer.LANDLOCK, IsolationLayer.SECCOMP}
+    sandbox = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS, layers=layers))
+    rows = [a_row(attack=name, secret=str(secret), folder=str(tmp_path)) for name in BY_MOUNTS]
+    answers = await asyncio.gather(*(sandbox.call({"rows": [row]}) for row in rows))
+    await sandbox.close()
+    assert {name: answer.outcome for name, answer in zip(BY_MOUNTS, answers, strict=True)} == dict.fromkeys(
+        BY_MOUNTS, Outcome.RAISED
+    )
+
+
 # an import that answers for its worker
 FORGED = """
 import os, struct
