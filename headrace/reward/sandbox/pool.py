@@ -337,8 +337,8 @@ def path_entries() -> list[str]:
 def list_code(folder: Path) -> list[str]:
     """List the Python files, extensions and packages of a folder.
 
-    A link counts only if it leads to such a file or package inside the folder: its target is shown under its name, and a
-    repository may carry a link to any place of the machine.
+    A link counts only if it leads to such a file or package inside the folder: its target is shown under its name, and
+    a repository may carry a link to any place of the machine.
     """
     root = folder.resolve()
     return [str(entry) for entry in folder.iterdir() if not entry.name.startswith(".") and _is_code(entry, root)]

@@ -331,6 +331,7 @@ OPEN: dict[IsolationLayer, set[str]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # each call of a cold worker imports the file again
 @pytest.mark.parametrize("mode", weakened_modes(), ids=lambda mode: mode.name)
 def test_without_a_layer_the_others_stop_what_they_say(mode: Mode, target: Target) -> None:
     skip_unless_possible(mode)
@@ -339,7 +340,8 @@ def test_without_a_layer_the_others_stop_what_they_say(mode: Mode, target: Targe
     effective = {name for name, (outcome, end) in ends.items() if has_effect(after.one(name), outcome, end)}
     assert mode.without is not None
     assert effective <= OPEN[mode.without]
-    assert after.running == after.files == []
+    assert after.running == []
+    assert after.files == []
 
 
 def has_effect(answer: CallResult, outcome: Outcome, end: float | str) -> bool:
