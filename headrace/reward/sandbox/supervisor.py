@@ -19,6 +19,7 @@ from pathlib import Path
 from headrace.reward.sandbox import linux
 from headrace.reward.sandbox.isolation import LAYERS_VARIABLE, Isolation, IsolationPlan, isolate_inside, isolate_outside
 from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY
+from headrace.reward.sandbox.memory import exceeds, resident_bytes
 
 _POLL_MS = 50
 
@@ -123,16 +124,22 @@ def _watch(builder: int, lifeline: int, *, memory_bytes: int) -> int:
 
 
 def _exceeds_memory(builder: int, memory_bytes: int) -> bool:
-    """Say whether the first process inside uses too much memory; a forked call that does is killed here."""
+    """Say whether the first process inside uses too much memory; a forked call that does is killed here.
+
+    All other processes are of the one call that the first process runs: its descendants, and orphans, which become
+    children of the first process of a PID namespace, or without one of this process.
+    """
     for inside in children(builder):
         inherited = resident_bytes(inside)  # by every forked call
         if inherited > memory_bytes:
             return True
-        for call in children(inside):
-            used = sum(max(0, resident_bytes(pid) - inherited) for pid in (call, *descendants(call)))
-            if used > memory_bytes:
+        call = [pid for pid in descendants(os.getpid()) if pid not in (builder, inside)]
+        if exceeds(call, memory_bytes, inherited=inherited):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(inside, signal.SIGUSR1)  # tells the worker why; it blocks this signal
+            for pid in call:
                 with suppress(ProcessLookupError):
-                    os.kill(call, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
     return False
 
 
@@ -163,10 +170,3 @@ def descendants(pid: int) -> list[int]:
     for child in pids:  # grows while it is read
         pids += children(child)
     return pids
-
-
-def resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0

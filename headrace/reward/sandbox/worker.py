@@ -1,9 +1,10 @@
-"""Runs inside the isolation: imports the code once, then forks each call into a PID namespace of its own.
+"""Runs inside the isolation: imports the code once, then forks each call and ends everything that it started.
 
-A call's process has its own pipes and nothing else: stdin is empty, stdout and stderr are read up to a limit, and the
-result goes over a private descriptor, after a nonce that only this call was given. Functions that matter after foreign
-code was imported are bound to names here first, so that code which patches `os` or `json` changes its own results
-only. Standard library only.
+This process is the first of its PID namespace, and has no capability when foreign code is imported. A call's process
+has its own pipes and nothing else: stdin is empty, stdout and stderr are read up to a limit, and the result goes over a
+private descriptor, after a nonce that only this call was given. Functions that matter after foreign code was imported
+are bound to names here first, so that code which patches `os` or `json` changes its own results only. Standard library
+only.
 """
 
 import gc
@@ -11,7 +12,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import sys
 import time
@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from headrace.reward import user_function
-from headrace.reward.sandbox import framing, linux
+from headrace.reward.sandbox import framing
 from headrace.reward.sandbox.isolation import Isolation, IsolationPlan, isolate_call
 from headrace.reward.sandbox.limits import (
     OUT_OF_MEMORY,
@@ -33,11 +33,14 @@ from headrace.reward.sandbox.limits import (
     limits_from,
     may_fork,
 )
+from headrace.reward.sandbox.scratch import capture
 from headrace.reward.sandbox.supervisor import supervise
 
-_fork, _write, _exit, _dumps = os.fork, os.write, os._exit, json.dumps
+_fork, _write, _exit, _kill, _waitpid, _dumps = os.fork, os.write, os._exit, os.kill, os.waitpid, json.dumps
 _RESULT = 3  # the private descriptor, in a call's process
 _MESSAGE_CHARS = 2000
+_MEMORY_SIGNALS = (signal.SIGUSR1,)  # the supervisor has killed a call because of its memory
+_LEFT_PROCESSES = "importing it left {} processes behind, which were ended: start them inside the function"
 
 
 class UserCode(Protocol):
@@ -81,36 +84,48 @@ def _serve(isolation: Isolation, scratch: str, *, plan: IsolationPlan, order: di
         return 0
     if not warm:
         isolate_call(plan, isolation.active)
+    if warm:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a handler, no process of its namespace can signal PID 1
     sys.path += [entry for entry in order["path"] if entry not in sys.path]
     loaded: list[UserCode] = []
     failure = CapturedError(lambda: loaded.append(user_function.load(order["target"])))
-    framing.send(control, {"about": loaded[0].about} if loaded else {"failed": failure.text})
+    about = loaded[0].about if loaded else {}
+    if warm and loaded and (ended := end_other_processes()):
+        about = {**about, "notices": [*about["notices"], _LEFT_PROCESSES.format(ended)]}
+    framing.send(control, {"about": about} if loaded else {"failed": failure.text})
     if not loaded:
         return 0
     if warm:
-        linux.assemble_call_filter()
+        imported = capture(scratch)
         gc.collect()
         gc.freeze()  # a collection in a call would copy every page that holds an object
-    pidfd = os.pidfd_open(os.getpid()) if warm else -1
+        signal.pthread_sigmask(signal.SIG_BLOCK, _MEMORY_SIGNALS)
     while (request := framing.receive(control)) is not None:
         nonce = request["nonce"].encode()
         if not warm:
             payload = _call_to_bytes(loaded[0].call, request["argument"])
             framing.send(control, {"outcome": "", "payload": (nonce + payload).decode(errors="replace")})
             return 0
-        answer = _Call(plan, isolation, scratch, pidfd).run(loaded[0].call, request["argument"], nonce)
-        _empty_folder(scratch)  # before replying: a folder that cannot be emptied fails this call and ends this worker
+        answer = _Call(plan, isolation).run(loaded[0].call, request["argument"], nonce)
+        imported.restore()  # before replying: a folder that cannot be emptied fails this call and ends this worker
         framing.send(control, answer)
     return 0
 
 
-def _empty_folder(folder: str) -> None:
-    """Empty the folder, so that the next call finds it as this one did."""
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+def end_other_processes() -> int:
+    """End and reap every other process of this PID namespace, whose first process this is; returns how many there were.
+
+    The kernel signals all of them at once, and a process that is being ended cannot fork, so none escapes.
+    """
+    assert os.getpid() == 1
+    with suppress(ProcessLookupError):
+        _kill(-1, signal.SIGKILL)
+    count = 0
+    with suppress(ChildProcessError):
+        while True:
+            _, raw = _waitpid(-1, 0)
+            count += os.WIFSIGNALED(raw)
+    return count
 
 
 class CapturedError:
@@ -163,13 +178,9 @@ class _Call:
 
     plan: IsolationPlan
     isolation: Isolation
-    scratch: str
-    pidfd: int  # of this process: the PID namespace of the next call is made in its namespace
 
     def run(self, function: Callable[[Any], Any], argument: Any, nonce: bytes) -> dict[str, Any]:
         pipes = [os.pipe() for _ in range(3)]  # result, stdout, stderr
-        linux.setns(self.pidfd, linux.NEW_PID)
-        linux.unshare(linux.NEW_PID)
         pid = _fork()
         if pid == 0:
             self._in_call(function, argument, nonce, [write for _, write in pipes])
@@ -186,6 +197,7 @@ class _Call:
         """Run the call in the forked process. Never returns."""
         try:
             os.setsid()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _MEMORY_SIGNALS)
             result, out, err = writes
             spare = os.dup(result)  # the pipes may have the numbers that dup2 overwrites
             os.dup2(out, 1)
@@ -208,10 +220,12 @@ class _Call:
         outputs = {read: bytearray() for read in reads}
         over = _drain(pid, outputs, bounds, deadline=time.monotonic() + limits.wall_s)
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            _kill(-1, signal.SIGKILL)  # the call and everything it started: nothing else is in this namespace
         _, raw, used = os.wait4(pid, 0)
+        end_other_processes()
+        over_memory = signal.sigtimedwait(_MEMORY_SIGNALS, 0) is not None
         if not over:
-            over = _death_outcome(os.waitstatus_to_exitcode(raw), used, limits.cpu_s)
+            over = _death_outcome(os.waitstatus_to_exitcode(raw), used, limits.cpu_s, over_memory=over_memory)
         result, out, err = (bytes(outputs[read]).decode(errors="replace") for read in reads)
         tails = {"stdout": out[-_MESSAGE_CHARS:], "stderr": err[-_MESSAGE_CHARS:]}
         return {"outcome": over, "payload": "" if over else result, **tails}
@@ -261,9 +275,11 @@ def _read_chunk(read: int, data: bytearray, bound: int) -> bool:
     return bool(part)
 
 
-def _death_outcome(status: int, used: "resource.struct_rusage", cpu_s: int) -> str:
+def _death_outcome(status: int, used: "resource.struct_rusage", cpu_s: int, *, over_memory: bool) -> str:
     if status >= 0:
         return ""
+    if status == -signal.SIGKILL and over_memory:
+        return Outcome.MEMORY
     if status == -signal.SIGXCPU or (status == -signal.SIGKILL and used.ru_utime + used.ru_stime > cpu_s - 0.5):
         return Outcome.CPU
-    return Outcome.MEMORY if status == -signal.SIGKILL else Outcome.CRASHED
+    return Outcome.CRASHED
