@@ -27,6 +27,7 @@ Files, from the trainer inwards:
 - `isolation`: builds the isolation layers around a process, and records which are active.
 - `linux`: namespaces, mounts, capabilities, Landlock and seccomp by ctypes.
 - `worker`: runs inside; imports the code once and forks each call.
+- `attendant`: exchanges requests and results with forked calls, and gives each its folder.
 - `program`: `run_untrusted`, for programs that a model wrote.
 - `limits`: limits, outcomes and layers, the vocabulary of both sides.
 - `framing`: length-prefixed JSON between the processes.
