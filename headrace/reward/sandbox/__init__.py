@@ -2,14 +2,15 @@
 
 What is covered:
 - Files: a read-only root with the interpreter, installed packages and the function's own code, and one private writable
-  folder that is emptied after each call (mount namespace, Landlock).
+  folder, which is new for each call (mount namespace, Landlock).
 - Network: no interfaces and no sockets (network namespace, seccomp).
 - Processes: those outside can be neither seen nor signalled; those of a call are limited in number and end with it (PID
   namespace, a user of its own, RLIMIT_NPROC).
 - Time, memory, output and result: a call that exceeds its limit is ended.
 - Privileges: no capabilities, no_new_privs, a deny list of system calls (seccomp).
-- State: each call starts from the state after the import, with a fixed environment, no descriptors but its own and an
+- State: each call starts from the state after the import, in a fork of a process that has seen no request, with a fixed environment, no descriptors but its own and an
   empty stdin.
+- Programs that a model wrote: `run_untrusted` isolates each from the function that judges it.
 - Scores: a result carries a nonce that only its call was given, and is parsed field by field outside.
 
 What is NOT covered:

@@ -47,7 +47,7 @@ _START = "import sys; sys.path.insert(0, sys.argv[1]); from headrace.reward.sand
 sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
 _PROGRAM_IDS = 1 << 28  # users of programs are above those of workers
 _REQUEST_BYTES = 64 << 20  # of a program and its standard input
-_RETURN_S, _RETURN_SHARE = 2.0, 0.1  # of the time of a call, kept for the reward function after its last program
+_RETURN_S, _RETURN_SHARE = 2.0, 0.2  # of the time of a call, kept for the reward function after its last program
 _STOP_S = 10.0
 _MAX_DESCRIPTORS = 1024
 _channel = -1  # in the sandbox: the socket on which to ask for programs
@@ -70,9 +70,11 @@ def run_untrusted(code: str, stdin: str = "", limits: CallLimits = SMALL) -> Pro
     from the start of the program; starting it may take `import_s`. In a reward function, the limits are at most those
     of the call, and a program ends with TIMEOUT while the call still has time to return.
     """
-    if not os.environ.get(LAYERS_VARIABLE):
-        return _run_here(code, stdin, limits, folder=tempfile.gettempdir())
-    return _ask_supervisor(code, stdin, limits)
+    if _channel >= 0:
+        return _ask_supervisor(code, stdin, limits)
+    if os.environ.get(LAYERS_VARIABLE):
+        return _not_run("in the sandbox, only the reward function's own process and its forks can call run_untrusted")
+    return _run_here(code, stdin, limits, folder=tempfile.gettempdir())
 
 
 # --- in the sandbox of a reward function -----------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def _ask_supervisor(code: str, stdin: str, limits: CallLimits) -> ProgramResult:
             framing.send(ours.fileno(), {"code": code, "stdin": stdin, "limits": asdict(limits)})
             reply = framing.receive(ours.fileno())
     if reply is None:
-        return _not_run("the supervisor did not run it: call run_untrusted in the reward function's own process")
+        return _not_run("the supervisor of this sandbox did not run the program")
     return ProgramResult(
         outcome=Outcome(reply["outcome"]), status=reply["status"], stdout=reply["stdout"], stderr=reply["stderr"]
     )

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -166,9 +166,11 @@ def _watch(builder: int, lifeline: int, programs: "_Programs | None", *, memory_
     parent = os.getppid()
     next_check = 0.0
     while True:
-        done, raw = os.waitpid(builder, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(raw)
+        for pid, raw in _reap():
+            if pid == builder:
+                return os.waitstatus_to_exitcode(raw)
+            if programs is not None:
+                programs.note_end(pid)
         poll = select.poll()
         for descriptor in (lifeline, *(() if programs is None else programs.descriptors())):
             poll.register(descriptor, select.POLLIN)
@@ -181,6 +183,13 @@ def _watch(builder: int, lifeline: int, programs: "_Programs | None", *, memory_
             if _exceeds_memory(builder, memory_bytes):
                 return OVER_MEMORY
             next_check = time.monotonic() + _POLL_MS / 1000
+
+
+def _reap() -> Iterator[tuple[int, int]]:
+    """Yield the PID and status of each child that has ended; processes whose parent was killed are among them."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 @dataclass(slots=True)
@@ -226,9 +235,13 @@ class _Programs:
 
     def descriptors(self) -> tuple[int, ...]:
         """List the descriptors to wait for. A call that has too many programs is not listened to."""
-        self._reap()
         listened = (self.builder, self.channel if len(self.running) < _PROGRAMS_AT_ONCE else None)
         return tuple(item.fileno() for item in listened if item is not None and item.fileno() >= 0)
+
+    def note_end(self, pid: int) -> None:
+        """Count the time of a program whose host has ended."""
+        if pid in self.running:
+            self.used_s += time.monotonic() - self.running.pop(pid)
 
     def handle(self, ready: set[int], lifeline: int) -> None:
         if self.builder.fileno() in ready:
@@ -238,7 +251,7 @@ class _Programs:
 
     def _follow_call(self) -> None:
         data, descriptors, _, _ = socket.recv_fds(self.builder, CALL_EVENT.size, 1)
-        if len(data) < CALL_EVENT.size:  # the builder has ended, or waits for its only call
+        if len(data) < CALL_EVENT.size:  # the builder has ended
             self.builder.close()
             return
         self._end_programs()
@@ -290,11 +303,6 @@ class _Programs:
                 self.host(request)
         os.close(descriptors[0])
         self.running[pid] = now
-
-    def _reap(self) -> None:
-        for pid in list(self.running):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                self.used_s += time.monotonic() - self.running.pop(pid)
 
 
 def _exceeds_memory(builder: int, memory_bytes: int) -> bool:

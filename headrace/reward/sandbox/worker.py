@@ -24,7 +24,14 @@ from typing import Any, Protocol
 
 from headrace.reward import user_function
 from headrace.reward.sandbox import framing, linux, program
-from headrace.reward.sandbox.attendant import FORK, FORKED, NUM_CALL_DESCRIPTORS, Attendant, mount_scratch, unmount_scratch
+from headrace.reward.sandbox.attendant import (
+    FORK,
+    FORKED,
+    NUM_CALL_DESCRIPTORS,
+    Attendant,
+    mount_scratch,
+    unmount_scratch,
+)
 from headrace.reward.sandbox.isolation import Isolation, IsolationPlan, isolate_call
 from headrace.reward.sandbox.limits import (
     OUT_OF_MEMORY,
@@ -36,8 +43,7 @@ from headrace.reward.sandbox.limits import (
 )
 from headrace.reward.sandbox.supervisor import supervise
 
-_fork, _write, _exit, _dumps, _close = os.fork, os.write, os._exit, json.dumps, os.close
-_pidfd_open, _wait4 = getattr(os, "pidfd_open", None), os.wait4  # a worker that forks needs Linux
+_fork, _write, _exit, _dumps, _close, _wait4 = os.fork, os.write, os._exit, json.dumps, os.close, os.wait4
 _DESCRIPTOR, _DESCRIPTORS = struct.Struct("=i"), struct.Struct(f"={NUM_CALL_DESCRIPTORS}i")
 _SOL_SOCKET, _SCM_RIGHTS, _CMSG_CLOEXEC = socket.SOL_SOCKET, socket.SCM_RIGHTS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _CONTROL_SPACE = socket.CMSG_SPACE(_DESCRIPTORS.size)
@@ -113,9 +119,7 @@ class _WorkerProcesses:
             return False
         assert supervisor is not None
         with suppress(OSError):  # the trainer, the supervisor or the worker is gone: so is this process
-            Attendant(
-                control=self.control, worker=self.pair[0], supervisor=supervisor, limits=self.plan.limits
-            ).serve()
+            Attendant(control=self.control, worker=self.pair[0], supervisor=supervisor, limits=self.plan.limits).serve()
         return True
 
 
@@ -139,7 +143,9 @@ def _serve_one_call(isolation: Isolation, plan: IsolationPlan, order: dict[str, 
     request = None if code is None else framing.receive(control)
     if request is not None:
         payload = _call_to_bytes(code.call, request["argument"])
-        framing.send(control, {"outcome": "", "payload": (request["nonce"].encode() + payload).decode(errors="replace")})
+        framing.send(
+            control, {"outcome": "", "payload": (request["nonce"].encode() + payload).decode(errors="replace")}
+        )
     return 0
 
 
@@ -150,14 +156,14 @@ def _serve_forks(
 
     Nothing of a call comes into this process but the descriptors that its own process needs, and how that ended.
     """
-    receive, send = attendant.recvmsg, attendant.sendmsg
+    receive, send, pidfd_open = attendant.recvmsg, attendant.sendmsg, os.pidfd_open
     code = _import_code(isolation, plan, order, attendant.fileno(), warm=True)
     if code is None:
         return 0
     linux.assemble_call_filter()
     gc.collect()
     gc.freeze()  # a collection in a call would copy every page that holds an object
-    pidfd = os.pidfd_open(os.getpid())
+    pidfd = pidfd_open(os.getpid())
     while True:
         data, control, _, _ = receive(1, _CONTROL_SPACE, _CMSG_CLOEXEC)
         if data != FORK:
@@ -170,7 +176,7 @@ def _serve_forks(
             _run_call(code.call, plan, isolation, scratch, descriptors)
         for descriptor in descriptors:
             _close(descriptor)
-        process = _pidfd_open(pid)
+        process = pidfd_open(pid)
         send([FORKED], [(_SOL_SOCKET, _SCM_RIGHTS, _DESCRIPTOR.pack(process))])
         _close(process)
         _, raw, used = _wait4(pid, 0)
