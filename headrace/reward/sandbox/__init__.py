@@ -10,6 +10,7 @@ What is covered:
 - Privileges: no capabilities, at import and in calls, no_new_privs, a deny list of system calls (seccomp).
 - State: each call starts from the state after the import, with a fixed environment, no descriptors but its own and an
   empty stdin.
+- Programs that a model wrote: `run_untrusted` isolates each from the function that judges it.
 - Scores: a result carries a nonce that only its call was given, and is parsed field by field outside.
 
 What is NOT covered:
@@ -28,7 +29,8 @@ Files, from the trainer inwards:
 - `isolation`: builds the isolation layers around a process, and records which are active.
 - `linux`: namespaces, mounts, capabilities, Landlock and seccomp by ctypes.
 - `worker`: runs inside; imports the code once and forks each call.
-- `scratch`: the private folder, put back after each call to what the import left in it.
+- `scratch`: files that the import left in the private folder, for each call's own.
+- `attendant`: exchanges requests and results with forked calls, and gives each its folder.
 - `program`: `run_untrusted`, for programs that a model wrote.
 - `limits`: limits, outcomes and layers, the vocabulary of both sides.
 - `framing`: length-prefixed JSON between the processes.

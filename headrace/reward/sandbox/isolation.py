@@ -22,7 +22,7 @@ from headrace.reward.sandbox.limits import CallLimits, IsolationLayer
 if sys.platform != "win32":
     import resource
 
-SCRATCH = "/scratch"
+SCRATCH = "/scratch/call"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero can be mapped as uncounted memory
 INSIDE_ID = 1000
 LAYERS_VARIABLE = "HEADRACE_ISOLATION"  # set inside to the active layers, for a sandbox within a sandbox
@@ -116,7 +116,9 @@ def isolate_inside(isolation: Isolation, plan: IsolationPlan, scratch: str) -> N
     with isolation.add(plan, IsolationLayer.LANDLOCK) as enabled:
         if enabled:
             readable = ("/",) if scratch == SCRATCH else (*plan.readable, *system_paths())
-            linux.landlock(read=readable, write=(scratch,), devices=DEVICES)
+            # Landlock has no rule for what is mounted later: it is given the folder above, which is read-only itself
+            writable = os.path.dirname(SCRATCH) if scratch == SCRATCH else scratch
+            linux.landlock(read=readable, write=(writable,), devices=DEVICES)
     with isolation.add(plan, IsolationLayer.SECCOMP) as enabled:
         if enabled:
             linux.seccomp(read_only_mounts=IsolationLayer.MOUNT in isolation.active)

@@ -90,8 +90,8 @@ def essential_gaps(layers: Collection[IsolationLayer]) -> list[str]:
 
 
 def may_fork(layers: Collection[IsolationLayer]) -> bool:
-    """Say whether a warm worker can fork calls: as PID 1 of a namespace it can end all processes of a call at once."""
-    return IsolationLayer.PID in layers
+    """Say whether a warm worker can fork calls: it can end their processes, and be given a folder for each."""
+    return {IsolationLayer.USER, IsolationLayer.MOUNT, IsolationLayer.PID} <= set(layers)
 
 
 OVER_CPU, OVER_MEMORY = 76, 77  # exit status of a supervisor: the first process inside used too much

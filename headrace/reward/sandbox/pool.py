@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -181,7 +182,9 @@ class SandboxWorker:
             return self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # the kernel has not let go of it: nothing here can end it
+                return self._process.wait(_STOP_S)
+            return -signal.SIGKILL
         finally:
             remove_leftovers(scratch_root(), self._process.pid)
 

@@ -254,9 +254,16 @@ def f(messages, **kwargs):
 
 
 async def test_a_worker_whose_code_speaks_for_it_is_not_believed(mode: Mode, tmp_path: Path) -> None:
-    answer = await call(f"{written(tmp_path, FORGING_WORKER)}:f", mode.settings(limits=LIMITS))
+    settings = replace(mode.settings(limits=LIMITS), warm=False)
+    answer = await call(f"{written(tmp_path, FORGING_WORKER)}:f", settings)
     assert answer.outcome == Outcome.MALFORMED
     assert answer.detail == "an answer that is not JSON, or nested too deeply"
+
+
+async def test_code_that_speaks_for_a_forking_worker_is_not_asked(mode: Mode, tmp_path: Path) -> None:
+    """Results of forked calls do not pass through the process that imported the code."""
+    answer = await call(f"{written(tmp_path, FORGING_WORKER)}:f", mode.settings(limits=LIMITS))
+    assert json.loads(answer.result) == [{"score": 1.0}]
 
 
 async def test_an_import_that_leaves_threads_runs_cold_with_a_notice(
