@@ -152,7 +152,7 @@ class Service:
         self.trainer.start(row for row in unfinished if row.kind != "sample" and row.target in self.registry.models)
         for row in unfinished:
             if row.kind == "sample":
-                self.sampling_requests.resume(row)
+                await self.sampling_requests.resume(row)
         if unfinished:
             logger.info("%d requests were waiting in the journal", len(unfinished))
 

@@ -115,7 +115,7 @@ class SamplingRequests:
             self._queue.enqueue(pending)
         return pending, sequence_ids
 
-    def resume(self, row: JournalRow) -> None:
+    async def resume(self, row: JournalRow) -> None:
         """Queue a request that an earlier server left in the journal."""
         pending = self._requests.restore(row, None)
         pending.accepted.set_result(None)
@@ -123,7 +123,7 @@ class SamplingRequests:
             with boundary(RequestError, "the request cannot be read any more"):
                 pending.operation = self._parse(schemas.Sample.model_validate_json(row.body or b""), row.id)
         except RequestError as exc:
-            self._requests.notify(pending, to_failure(exc), 0)
+            await self._requests.finish(pending, to_failure(exc))
             return
         self._queue.enqueue(pending)
 

@@ -184,7 +184,7 @@ class TrainingQueue:
 
     def is_behind(self, model: str) -> bool:
         """Say whether the saved state may lack updates that were made."""
-        return self._queues[model].is_behind
+        return model in self._queues and self._queues[model].is_behind
 
     @property
     def num_resident(self) -> int:
