@@ -158,6 +158,7 @@ class Service:
 
     async def expire(self) -> None:
         """Remove expired checkpoints, the work of silent sessions, snapshots beyond the limit and old outcomes."""
+        self.requests.forget_old()
         await self.checkpoints.delete_expired()
         await self.sessions.expire()
         await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)

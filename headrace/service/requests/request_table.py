@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace.errors import DamageError, HeadraceError, JournalError, RequestError, SamplerGoneError, StorageError
@@ -23,6 +23,7 @@ from headrace.service.training.operations import Operation
 from headrace.service.wire.messages import PROTOBUF
 
 JSON = "application/json"
+ENTRY_BYTES = 2048  # of a finished request besides its outcome
 RETRY_S = 1.0  # until the journal can be written again
 BINARY_KINDS = frozenset({"forward_backward", "forward", "sample"})
 
@@ -54,6 +55,7 @@ class PendingRequest:
     outcome: Outcome | None = None
     finished: int = 0
     finishing: "asyncio.Task[None] | None" = None  # writes the outcome
+    ended: float = 0.0  # by the monotonic clock
     running: bool = False
     replay: bool = False  # finished before a restart; runs again only for what it does to the model
 
@@ -61,15 +63,16 @@ class PendingRequest:
 class RequestTable:
     """Look requests up by id, journal them and their outcomes, and wake the waiters for an outcome.
 
-    Outcomes beyond `keep_bytes` are read from the journal again.
+    Finished requests are kept in memory for `keep_s`, as long as they take no more than `keep_bytes` together; later
+    polls read them from the journal.
     """
 
-    def __init__(self, journal: Journal, *, keep_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, journal: Journal, *, keep_bytes: int = 64 * 2**20, keep_s: float = 60.0) -> None:
         self._journal = journal
         self._open: dict[str, PendingRequest] = {}
         self._recent: OrderedDict[str, PendingRequest] = OrderedDict()
         self._recent_bytes = 0
-        self._keep_bytes = keep_bytes
+        self._keep_bytes, self._keep_s = keep_bytes, keep_s
         self._last_finished = self.last_journalled = journal.last_finished()
         self._open_by_owner: Counter[str] = Counter()
         self._bytes_by_owner: Counter[str] = Counter()
@@ -235,19 +238,30 @@ class RequestTable:
     def notify(self, pending: PendingRequest, outcome: Outcome, finished: int) -> None:
         """Set the outcome and wake its waiters."""
         pending.outcome, pending.finished, pending.operation = outcome, finished, None
+        pending.ended = time.monotonic()
         self._remove_open(pending.row)
+        pending.row = replace(pending.row, body=None)  # the journal has it, if it is still of use
         self.num_finished += 1
         self._recent[pending.row.id] = pending
         self._recent_bytes += _size(outcome)
         while self._recent_bytes > self._keep_bytes and len(self._recent) > 1:
-            _, oldest = self._recent.popitem(last=False)
-            assert oldest.outcome is not None
-            self._recent_bytes -= _size(oldest.outcome)
+            self._forget_oldest()
         for waiter in pending.waiters:
             _stop_waiting(waiter)
         pending.waiters.clear()
         for watcher in self._watchers.pop(pending.row.target, ()):
             _stop_waiting(watcher)
+
+    def forget_old(self) -> None:
+        """Leave requests that finished more than `keep_s` ago to the journal."""
+        before = time.monotonic() - self._keep_s
+        while self._recent and next(iter(self._recent.values())).ended < before:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _, oldest = self._recent.popitem(last=False)
+        assert oldest.outcome is not None
+        self._recent_bytes -= _size(oldest.outcome)
 
     # --- waiting ---
 
@@ -319,7 +333,8 @@ def _failure_json(outcome: Failed) -> bytes:
 
 
 def _size(outcome: Outcome) -> int:
-    return len(outcome.body) if isinstance(outcome, Done) else len(outcome.message)
+    """Count the bytes of an outcome and, roughly, of the objects around it."""
+    return ENTRY_BYTES + (len(outcome.body) if isinstance(outcome, Done) else len(outcome.message))
 
 
 def _stop_waiting(waiter: "asyncio.Future[None]") -> None:
