@@ -17,7 +17,7 @@ from headrace.service.core import Service
 from headrace.service.host.fake_host import FakeHost
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser, Quota
-from headrace.service.requests.request_table import Done, Failed
+from headrace.service.requests.request_table import ENTRY_BYTES, Done, Failed
 from headrace.service.settings import Limits
 from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal
@@ -166,6 +166,35 @@ async def test_what_waits_for_a_number_that_never_came_fails_with_its_session(tm
         assert isinstance(outcome, Failed)
         assert "has ended" in outcome.message
         assert model not in host._models
+    host.close()
+
+
+async def test_finished_requests_leave_memory_without_their_bodies_and_are_found_in_the_journal(tmp_path: Path) -> None:
+    host = FakeHost()
+    async with opened(tmp_path, host) as service:
+        model, requests = await make_model(service, await new_session(service), 0), service.requests
+        pending = await step(service, model, 1)
+        outcome = await service.polling.wait(pending)
+        assert pending.row.body is None, "the body may be large, and the journal has it"
+        requests.forget_old()
+        assert requests.get(pending.row.id) is pending, "it has just finished"
+        requests._keep_s = 0.0
+        requests.forget_old()
+        assert (requests.get(pending.row.id), requests._recent_bytes) == (None, 0)
+        found = await requests.load_from_journal(pending.row.id)
+        assert found is not None
+        assert found.outcome == outcome
+    host.close()
+
+
+async def test_small_outcomes_count_with_what_is_around_them(tmp_path: Path) -> None:
+    host = FakeHost()
+    async with opened(tmp_path, host) as service:
+        model, requests = await make_model(service, await new_session(service), 0), service.requests
+        requests._keep_bytes = 10 * ENTRY_BYTES
+        for seq in range(1, 30):
+            await service.polling.wait(await step(service, model, seq))
+        assert len(requests._recent) < 10
     host.close()
 
 
