@@ -47,7 +47,7 @@ def test_a_file_is_flushed_then_renamed_then_its_name_is_flushed(
 ) -> None:
     write(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"ab"
-    assert events == ["flush contents", "rename to file", "flush ."]
+    assert events == ["flush file.tmp", "rename to file", "flush ."]
 
 
 def test_the_name_of_every_new_folder_is_flushed(tmp_path: Path, events: list[str]) -> None:
