@@ -1,9 +1,11 @@
 """Write files and folders so that a reader finds them whole or not at all, also after a crash.
 
-A file or folder is written under a temporary name beside its place, flushed to disk and renamed. Every function may
-raise OSError; what was there before then stays.
+A file or folder is written under a temporary name beside its place, flushed to disk and renamed; then the folder it is
+in is flushed, so that the new name outlives a power loss from the moment the function returns. Every function may raise
+OSError; what was there before then stays.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable
@@ -15,15 +17,33 @@ def write_text(path: Path, text: str | Iterable[str], *, temporary: Path | None 
 
     `temporary` is the path to write to first; the default is the file's with `.tmp` appended.
     """
-    temporary = temporary or path.with_name(path.name + ".tmp")
+    parts = [text] if isinstance(text, str) else text
+    _write(path, (part.encode("utf-8") for part in parts), temporary or path.with_name(path.name + ".tmp"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and rename it into place."""
+    _write(path, [content], path.with_name(path.name + ".tmp"))
+
+
+def _write(path: Path, parts: Iterable[bytes], temporary: Path) -> None:
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines([text] if isinstance(text, str) else text)
+        with temporary.open("wb") as file:
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    fsync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing, and flush each new name; a folder that is there is fine."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync(folder.parent)
 
 
 def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
@@ -59,5 +79,8 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise  # some file systems flush no folders and say so
     finally:
         os.close(descriptor)

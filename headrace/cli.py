@@ -1,8 +1,8 @@
 """Run the command line: read files and arguments, call `wiring`, print. Only this module configures logging.
 
 Nothing heavy is imported until a command needs it, so that `headrace --help` answers at once.
-Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 75 interrupted after a checkpoint
-(EX_TEMPFAIL: a scheduler may start the run again with --resume).
+Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 75 interrupted after a checkpoint, or
+another process works in the run folder (EX_TEMPFAIL: a scheduler may start the run again with --resume).
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace import __version__
-from headrace.errors import ConfigError, HeadraceError, Interrupted
+from headrace.errors import ConfigError, FolderLockedError, HeadraceError, Interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,7 @@ def main() -> None:
 
 def exit_code(exc: HeadraceError) -> int:
     match exc:
-        case Interrupted():
+        case Interrupted() | FolderLockedError():
             return EXIT_INTERRUPTED
         case ConfigError():
             return EXIT_CONFIG

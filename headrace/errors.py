@@ -59,6 +59,10 @@ class StorageError(HeadraceError):
     """The machine refused to read or write a file; what is on the disk may well be sound."""
 
 
+class FolderLockedError(HeadraceError):
+    """Another process works in the folder, or has taken it over from this one."""
+
+
 class RunFolderError(HeadraceError):
     """A file of the run folder is missing, malformed, or cannot be written."""
 

@@ -19,6 +19,10 @@ R = TypeVar("R")
 NO_BACKENDS: Mapping[str, TrainBackend] = {}
 
 
+def _nothing() -> None:
+    """Do nothing before or after a save."""
+
+
 class CheckpointWriter(Protocol):
     """Writes one checkpoint: the part of `train.checkpoint.CheckpointStore` that a loop needs."""
 
@@ -31,7 +35,8 @@ class Checkpointer:
     """Saves a checkpoint every so many training steps, at the end, and when a stop is requested.
 
     `snapshot()` returns the run state without the backends. A value may be a callable: it is evaluated only if the
-    checkpoint is written, and must return the state as of the snapshot.
+    checkpoint is written, and must return the state as of the snapshot. `before_save` flushes the files that the state
+    counts on; `after_save` is called when the checkpoint stands.
     """
 
     def __init__(
@@ -45,7 +50,10 @@ class Checkpointer:
         done: int,  # training steps behind the state that the run starts from
         stop: asyncio.Event,
         beside: Mapping[str, TrainBackend] = NO_BACKENDS,  # saved into sub-folders of these names
+        before_save: Callable[[], None] = _nothing,
+        after_save: Callable[[], None] = _nothing,
     ) -> None:
+        self._before_save, self._after_save = before_save, after_save
         self._store, self._backend, self._snapshot, self._beside = store, backend, snapshot, beside
         self._every, self._total, self._stop = every, total, stop
         self._done = self._saved = done  # steps behind the state, and behind the newest checkpoint
@@ -91,7 +99,9 @@ class Checkpointer:
 
         def save(done: int, state: Mapping[str, Any]) -> None:
             evaluated = {name: value() if callable(value) else value for name, value in state.items()}
+            self._before_save()
             self._store.save(done, write, evaluated, score)
+            self._after_save()
 
         await asyncio.to_thread(save, self._done, self._state)
         self._saved = self._done

@@ -39,5 +39,5 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
     Raises RunFolderError (a full disk, a folder that is not writable); an existing file is then unchanged.
     """
     with boundary(RunFolderError, f"cannot write {path}"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.make_folder(path.parent)
         atomic_files.write_text(path, text)

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from headrace import atomic_files
 from headrace.errors import ConfigError, RunFolderError, boundary
 from headrace.observe.json_lines import write_whole
 
@@ -39,7 +40,7 @@ class RunFolder:
             raise ConfigError(f"run.name = {name!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
         stem = f"{name}_{now.astimezone(UTC).strftime(_STAMP)}"
         with boundary(RunFolderError, f"cannot create a run folder in {root}"):
-            root.mkdir(parents=True, exist_ok=True)
+            atomic_files.make_folder(root)
             for attempt in range(1, 1000):
                 path = root / (stem if attempt == 1 else f"{stem}_{attempt}")
                 try:
@@ -49,6 +50,8 @@ class RunFolder:
                 folder = cls(path=path)
                 folder.rollouts.mkdir()
                 folder.checkpoints.mkdir()
+                atomic_files.fsync(path)
+                atomic_files.fsync(root)
                 return folder
         raise RunFolderError(f"{root} has a thousand runs named {stem}: choose another run.name")
 

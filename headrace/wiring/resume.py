@@ -3,8 +3,9 @@
 import json
 import logging
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from headrace.config import Config, to_mapping
 from headrace.config.aliases import use_new_names
 from headrace.errors import CheckpointError, ConfigError, RunFolderError, boundary
 from headrace.observe.run_folder import RunFolder, find_latest
-from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name
+from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name, has_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -66,27 +67,38 @@ class ResumePlan:
         checkpoint: StageCheckpoint | None = getattr(self, stage)
         return checkpoint is not None and not checkpoint.is_complete
 
+    def retire_refused(self) -> None:
+        """Put the refused checkpoints of every stage out of the way, because the run has been saved without them."""
+        for stage in (self.sft, self.reward_model, self.rl):
+            if stage is not None:
+                stage.store.retire_refused()
 
-def plan_resume(config: Config, folder: RunFolder) -> ResumePlan:
+
+def plan_resume(config: Config, folder: RunFolder, *, check_owner: Callable[[], None] = lambda: None) -> ResumePlan:
     """Decide where every stage goes on; in a new run folder, each starts from the beginning.
 
-    - A stage goes on from its newest sound checkpoint. Without a sound one among those it has, CheckpointError is
-      raised if nothing came before the stage; else it starts again from the end of the stage before it.
+    `check_owner` raises if this process may not write the run folder any more.
+
+    - A stage goes on from its newest sound checkpoint. If all of those it has were read and are damaged,
+      CheckpointError is raised if nothing came before the stage; else it starts again from the end of the stage before
+      it.
+    - A checkpoint that the machine cannot read may be sound: StorageError is raised, and nothing has been changed.
     - Once [rl] has a checkpoint, the stages before it are neither run nor looked at: [rl] goes on with the very folders
       that it began with.
     """
     sft, reward_model, rl = config.sft, config.reward_model, config.rl
-    at_rl = None if rl is None else _newest(config, folder, "rl", rl.steps, may_start_again=sft is not None)
+    newest = partial(_newest, config, folder, check_owner)
+    at_rl = None if rl is None else newest("rl", rl.steps, may_start_again=sft is not None)
     begun = at_rl is not None and at_rl.newest is not None
 
     def result(name: str, steps: int) -> Path:
         return folder.checkpoints / name / checkpoint_name(steps)
 
     return ResumePlan(
-        sft=None if sft is None or begun else _newest(config, folder, "sft", sft.steps),
+        sft=None if sft is None or begun else newest("sft", sft.steps),
         reward_model=None
         if reward_model is None or begun
-        else _newest(config, folder, "reward_model", reward_model.steps, may_start_again=sft is not None),
+        else newest("reward_model", reward_model.steps, may_start_again=sft is not None),
         rl=at_rl,
         sft_result=result("sft", sft.steps) if sft is not None and begun else None,
         reward_model_result=result("reward_model", reward_model.steps) if reward_model is not None and begun else None,
@@ -94,18 +106,27 @@ def plan_resume(config: Config, folder: RunFolder) -> ResumePlan:
 
 
 def _newest(
-    config: Config, folder: RunFolder, name: str, steps: int, *, may_start_again: bool = False
+    config: Config,
+    folder: RunFolder,
+    check_owner: Callable[[], None],
+    name: str,
+    steps: int,
+    *,
+    may_start_again: bool = False,
 ) -> StageCheckpoint:
     checkpoints, keep = folder.checkpoints / name, config.checkpoint
-    store = CheckpointStore(checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every)
+    store = CheckpointStore(checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every, check_owner=check_owner)
     newest = None
-    if checkpoints.is_dir() and any(checkpoints.glob("step_*")):
+    if has_checkpoints(checkpoints):
         try:
             newest = store.load_latest()
-        except CheckpointError:
+        except CheckpointError:  # all of them are damaged
             if not may_start_again:
                 raise
             logger.warning("stage %s starts again from the end of the one before it", name)
+        else:
+            if config.model.service is None:  # else a save removes them, and their states at the service
+                store.remove_unneeded()
     return StageCheckpoint(name=name, steps=steps, store=store, newest=newest)
 
 

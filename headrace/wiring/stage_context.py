@@ -18,7 +18,7 @@ from headrace.metrics import metric_values
 from headrace.observe.rollouts.files import save_trajectories
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.gpu import GpuMetricsSink, gpu_values
-from headrace.observe.sinks.jsonl import JsonlSink
+from headrace.observe.sinks.jsonl import JsonlSink, restore_cut
 from headrace.observe.sinks.progress import Progress
 from headrace.observe.sinks.tee import TeeSink
 from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_installed
@@ -33,7 +33,7 @@ from headrace.wiring.build.models import whole
 from headrace.wiring.build.rewards import close_terms, has_terms, make_terms
 from headrace.wiring.build.sinks import MetricOutputs, stage_source
 from headrace.wiring.inputs import RunInputs
-from headrace.wiring.resume import StageCheckpoint
+from headrace.wiring.resume import ResumePlan, StageCheckpoint
 from headrace.wiring.runtime.local import LocalRuntime
 from headrace.wiring.runtime.protocol import Runtime
 from headrace.wiring.runtime.service import ServiceRuntime
@@ -49,6 +49,8 @@ class RunContext:
     folder: RunFolder
     inputs: RunInputs
     metric_outputs: MetricOutputs  # besides the run folder
+    plan: ResumePlan
+    check_owner: Callable[[], None]  # raises if another process has taken the run folder over
     stop: asyncio.Event  # set when the run is to end after a checkpoint
     threads: int | None  # of arithmetic, for the compute thread; None: as many as torch has
 
@@ -107,7 +109,6 @@ class StageContext:
         """Build the checkpointer. `parts` is the stage's own state, `beside` names backends besides the policy's."""
 
         def snapshot() -> dict[str, Any]:
-            self.jsonl.sync()
             return {
                 "stage": self.checkpoint.name,
                 "metrics_records": self.jsonl.records,
@@ -115,6 +116,11 @@ class StageContext:
                 "figures": dict(self.figures),
                 **parts(),
             }
+
+        def settle() -> None:
+            """Put away what only a checkpoint older than the one just saved could need."""
+            self.run.plan.retire_refused()
+            self.jsonl.forget_cut()
 
         folder = self.run.folder.checkpoints / self.checkpoint.name
         return Checkpointer(
@@ -126,6 +132,8 @@ class StageContext:
             done=self.start,
             stop=self.run.stop,
             beside=beside or {},
+            before_save=self.jsonl.sync,
+            after_save=settle,
         )
 
     def evaluator(self) -> Callable[[int], Awaitable[EvalResult]] | None:
@@ -146,6 +154,7 @@ class StageContext:
             self.sink.log(step, values | {"time/eval_s": time.perf_counter() - began_s})
             label = "base" if step == 0 else name
             episodes = [scored for group in out.groups for scored in group.episodes]
+            self.run.check_owner()
             save_trajectories(self.run.folder.eval_rollouts(label), episodes, lean=True)
             judged = "success" if "eval/pass@1" in out.metrics else "reward"  # not every reward says what success is
             self.figures[f"{judged}_{label}"] = out.score
@@ -177,8 +186,10 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
             max_skips=stage.optimizer.max_skips,
             skips_in_a_row=0 if resumed is None else int(resumed.state["skips_in_a_row"]),
         )
-        jsonl = JsonlSink(run.folder.metrics, stage=name)
-        jsonl.truncate_after(state.metrics_records if resumed is None else int(resumed.state["metrics_records"]))
+        records = state.metrics_records if resumed is None else int(resumed.state["metrics_records"])
+        restore_cut(run.folder.metrics, records)
+        jsonl = JsonlSink(run.folder.metrics, stage=name, check_owner=run.check_owner)
+        jsonl.truncate_after(records)
         sink = _open_sink(run, checkpoint, jsonl)
         opened.callback(sink.close)
         yield StageContext(

@@ -135,7 +135,7 @@ async def run_rl(context: StageContext) -> None:
             checkpointer=context.checkpointer(
                 parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
             ),
-            record=make_record(c, context.run.folder),
+            record=make_record(c, context.run.folder, check_owner=context.run.check_owner),
             critic=critic,
             kl_limit=kl_limit,
             utilization=utilization,

@@ -6,10 +6,11 @@ runs of the same configuration.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace import atomic_files
 from headrace.errors import RunFolderError, boundary
 from headrace.observe.json_lines import json_line
 
@@ -28,18 +29,24 @@ class MetricRecord:
 class JsonlSink:
     """Appends one JSON object per `log` call: {"stage": ..., "step": n, "area/name": value, ...}, keys sorted.
 
-    A checkpoint calls `sync` and stores `records`; a resume calls `truncate_after(records)`, which removes records that
-    were written after the checkpoint, so that the resumed file equals that of a run that was never killed. (A position
-    in bytes would depend on the number of digits of the clock's numbers.) A line torn by a kill is removed when the
-    file is opened.
+    A checkpoint stores `records` and is written after `sync`; a resume calls `truncate_after(records)`, which removes
+    records that were written after the checkpoint, so that the resumed file equals that of a run that was never killed.
+    (A position in bytes would depend on the number of digits of the clock's numbers.) A line torn by a kill is removed
+    when the file is opened.
+
+    What was cut stays in a file beside until `forget_cut`, because another checkpoint may still count on it (see
+    `restore_cut`). `check_owner` raises if this process may not write the file any more.
     """
 
-    def __init__(self, path: Path, *, stage: str) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, stage: str, check_owner: Callable[[], None] = lambda: None) -> None:
+        self._path, self._check_owner = path, check_owner
         self._stage = stage
         with boundary(RunFolderError, f"cannot open {path}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.make_folder(path.parent)
+            is_new = not path.exists()
             self._file = path.open("ab+")
+            if is_new:
+                atomic_files.fsync(path.parent)
             content = path.read_bytes()
             self._file.truncate(_whole_lines(content))
             self._file.seek(0, os.SEEK_END)
@@ -55,6 +62,7 @@ class JsonlSink:
         assert not {"step", "stage"} & values.keys()
         record = {"step": int(step), "stage": self._stage, **{name: float(value) for name, value in values.items()}}
         with boundary(RunFolderError, f"cannot write {self._path}"):
+            self._check_owner()
             self._file.write(json_line(record, sort_keys=True).encode())
             self._file.flush()
         self._records += 1
@@ -69,7 +77,12 @@ class JsonlSink:
         """Remove all but the first `records` records. Raises RunFolderError if there are fewer."""
         assert records >= 0
         _check_records(self._path, self._records, records)
+        if records == self._records:
+            return
         with boundary(RunFolderError, f"cannot cut {self._path}"):
+            self._check_owner()
+            self._file.flush()
+            _keep_longest(self._path)
             self._file.seek(0)
             end = sum(len(self._file.readline()) for _ in range(records))
             self._file.truncate(end)
@@ -77,10 +90,38 @@ class JsonlSink:
             os.fsync(self._file.fileno())
         self._records = records
 
+    def forget_cut(self) -> None:
+        """Remove what `truncate_after` cut off: a newer checkpoint stands, and no other one counts on it."""
+        with boundary(RunFolderError, f"cannot remove {_cut_file(self._path)}"):
+            _cut_file(self._path).unlink(missing_ok=True)
+
     def close(self) -> None:
         if not self._file.closed:
             self.sync()
             self._file.close()
+
+
+def restore_cut(path: Path, records: int) -> None:
+    """Bring records back that an earlier resume cut off, if the metrics file has fewer than `records` now.
+
+    That resume went on from an older checkpoint than this one, and ended before it saved a newer one.
+    """
+    with boundary(RunFolderError, f"cannot restore {path}"):
+        cut = _cut_file(path)
+        content = path.read_bytes() if path.exists() else b""
+        if content.count(b"\n") < records and cut.exists() and cut.read_bytes().count(b"\n") >= records:
+            atomic_files.write_bytes(path, cut.read_bytes())
+
+
+def _cut_file(path: Path) -> Path:
+    return path.with_name(path.name + ".before-cut")
+
+
+def _keep_longest(path: Path) -> None:
+    """Copy a metrics file that is about to be cut, unless a copy with more records is there already."""
+    content, cut = path.read_bytes(), _cut_file(path)
+    if not cut.exists() or cut.read_bytes().count(b"\n") <= content.count(b"\n"):
+        atomic_files.write_bytes(cut, content)
 
 
 def check_records(path: Path, records: int) -> None:

@@ -5,5 +5,4 @@
 - `registry`: the same in memory, each with one owner.
 - `checkpoint_folders`, `checkpoint_copy`: folders of checkpoints; copies between owners.
 - `cleanup`: remove what a killed server left.
-- `folder_lock`: one server per folder.
 """

@@ -2,7 +2,7 @@
 deleted, snapshots of sessions that had ended.
 
 Only folders that the journal's own records name are removed, and those with names that only writing gives: a folder
-that some other journal knows of stays. No other server writes here meanwhile (`folder_lock.py`).
+that some other journal knows of stays. No other server writes here meanwhile (`headrace/folder_lock.py`).
 """
 
 import shutil

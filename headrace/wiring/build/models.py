@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from headrace import atomic_files, whole_folder
 from headrace.config import Config, ModelConfig
 from headrace.errors import CheckpointError
 from headrace.infer.cuda import graph_decoder
@@ -35,14 +36,17 @@ from headrace.train.trainer_state import OPTIMIZER_FILE
 from headrace.whole_folder import MANIFEST
 from headrace.wiring.build.model_sizes import folder_shape, memory_request, tiny_words
 
+START = "start"  # the folder of the model "tiny" in a run folder
+
 
 def whole(path: str) -> str:
-    """Return the path; raises CheckpointError if it is a checkpoint that is not as it was saved.
+    """Return the path; raises CheckpointError if it is a checkpoint, or a run's `start`, that is not as it was saved.
 
     The optimiser's state, which may be large, is not read: only its size is compared.
     """
     folder = Path(path)
-    if all((folder / name).is_file() for name in (MANIFEST, STATE)):
+    is_ours = (folder / STATE).is_file() or folder.name == START
+    if is_ours and (folder / MANIFEST).is_file():
         try:
             verify(folder, besides=(OPTIMIZER_FILE,))
         except CheckpointError as exc:
@@ -105,11 +109,20 @@ def load_scalar(c: ModelConfig, path: str, *, seed: int) -> LanguageModel:
 
 
 def starting_model(config: Config, folder: RunFolder) -> str:
-    """Return the model that the first stage starts from; "tiny" is written into the run folder first."""
+    """Return the model that the first stage starts from; "tiny" is written into the run folder first.
+
+    Raises CheckpointError if it is there and not as it was written; older runs have no manifest to compare it with.
+    """
     if config.model.path != "tiny":
         return config.model.path
-    target, writing = folder.path / "start", folder.path / ".writing-start"
-    if not target.is_dir():
+    target, writing = folder.path / START, folder.path / f".writing-{START}"
+    if target.is_dir():
+        if (target / MANIFEST).is_file():
+            try:
+                whole_folder.verify(target)
+            except CheckpointError as exc:
+                raise CheckpointError(f"{exc}; remove {target}, and the resumed run writes it again") from exc
+    else:
         tiny = config.model.tiny
         shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed while writing
         save_tiny(
@@ -122,7 +135,9 @@ def starting_model(config: Config, folder: RunFolder) -> str:
             context=tiny.context,
             seed=config.run.seed,
         )
+        whole_folder.write_manifest(writing)
         writing.rename(target)
+        atomic_files.fsync(folder.path)
     return str(target)
 
 

@@ -14,8 +14,11 @@ from headrace.user_code import load_function
 Record = Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None]
 
 
-def make_record(c: RlConfig, folder: RunFolder) -> Record:
-    """Return the function that saves the episodes of a step, and why others failed; a step without any has no file."""
+def make_record(c: RlConfig, folder: RunFolder, *, check_owner: Callable[[], None] = lambda: None) -> Record:
+    """Return the function that saves the episodes of a step, and why others failed; a step without any has no file.
+
+    `check_owner` raises if this process may not write the run folder any more.
+    """
     which = c.save.which
     selection = Selection(
         every=c.save.every,
@@ -38,6 +41,7 @@ def make_record(c: RlConfig, folder: RunFolder) -> Record:
                 params=c.credit_params if c.critic is None else _critic_params(c.critic),
                 group_sizes=Counter(episode.group_id for episode in episodes),
             )
+            check_owner()
             save_trajectories(folder.step_rollouts(step + 1), selected, lean=c.save.lean, about=about)
 
     return record

@@ -1,6 +1,7 @@
 """Build a service from serve.toml: model, host, journal, keys and application."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 from fastapi import FastAPI
 
 from headrace.envs import ENVIRONMENTS
-from headrace.errors import ConfigError, boundary
+from headrace.errors import ConfigError, FolderLockedError, boundary
+from headrace.folder_lock import hold_folder
 from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import LanguageModel, load_model, no_progress_bars
@@ -26,7 +28,6 @@ from headrace.service.http.prometheus_metrics import ServiceCollector
 from headrace.service.http.server import check_reach
 from headrace.service.settings import ServeConfig, ServedModel
 from headrace.service.store.entities import ModelCard
-from headrace.service.store.folder_lock import folder_lock
 from headrace.service.store.journal import Journal, put
 from headrace.service.telemetry import Telemetry
 from headrace.wiring.build.models import fuse_cuda_layers
@@ -54,7 +55,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
         folder.mkdir(parents=True, exist_ok=True)
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
-    with contextlib.closing(journal), folder_lock(folder), contextlib.ExitStack() as stack:
+    with contextlib.closing(journal), _folder_lock(folder), contextlib.ExitStack() as stack:
         stack.enter_context(no_progress_bars())
         keys, fresh_key = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)
@@ -95,6 +96,20 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
             renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
             app = make_app(service, access, flags=dict(config.flags), renderer=renderer)
             yield ServiceHandle(app=app, card=card, new_key=fresh_key)
+
+
+@contextlib.contextmanager
+def _folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the server's folder: two servers on one would run the same requests. Raises ConfigError if one runs there.
+
+    A server that lost its folder to another one ends at once, before it writes anything more.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold_folder(folder, on_lost=lambda: os._exit(1)))
+        except FolderLockedError as exc:
+            raise ConfigError(f"another server is running: {exc}; or give 'serve.folder' another") from exc
+        yield
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:

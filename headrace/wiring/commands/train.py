@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import math
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -12,7 +14,8 @@ from typing import Any
 import tomli_w
 
 from headrace.config import Config, to_mapping
-from headrace.errors import Interrupted
+from headrace.errors import ConfigError, Interrupted
+from headrace.folder_lock import FolderLock, hold_folder
 from headrace.model.compute_thread import limit_torch_threads
 from headrace.model.cuda.determinism import make_deterministic
 from headrace.model.device import choose_device
@@ -20,7 +23,7 @@ from headrace.model.load import no_progress_bars
 from headrace.model.tokenizer import TokenizerOnly
 from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.sinks.jsonl import check_records
+from headrace.observe.sinks.jsonl import check_records, restore_cut
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.wiring.build.models import load_tokens, starting_model
 from headrace.wiring.build.sinks import MetricOutputs
@@ -32,6 +35,7 @@ from headrace.wiring.stage_context import RunContext, RunState, StageContext, op
 from headrace.wiring.stages import run_reward_model, run_rl, run_sft
 
 logger = logging.getLogger(__name__)
+LOCK_WAIT, DEFAULT_LOCK_WAIT_S = "HEADRACE_LOCK_WAIT_S", "120"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class RunResult:
 
 def train(config: Config, *, config_text_path: Path, resume: Path | None) -> RunResult:
     """Run the stages of a configuration, from the beginning or from a run folder's newest checkpoints."""
-    served_tokens = None
+    served_tokens, wait_s = None, lock_wait_s()
     if config.model.service is not None:
         with no_progress_bars():
             served_tokens = check_service(config)
@@ -54,20 +58,35 @@ def train(config: Config, *, config_text_path: Path, resume: Path | None) -> Run
         make_deterministic()
     if resume is None:
         folder = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
-        folder.write_config(tomli_w.dumps(to_mapping(config)))
-        folder.write_environment()
     else:
         folder = RunFolder.open(resume)
         check_same_run(folder, config)
-    with log_to(folder.log), no_progress_bars():
+    with hold_folder(folder.path, wait_s=wait_s) as lock, log_to(folder.log), no_progress_bars():
+        if resume is None:
+            folder.write_config(tomli_w.dumps(to_mapping(config)))
+            folder.write_environment()
         logger.info("%s: run folder %s", config_text_path, folder.path)
         try:
-            return asyncio.run(_train(config, folder, served_tokens))
+            return asyncio.run(_train(config, folder, lock, served_tokens))
         except Interrupted as exc:
             raise Interrupted(f"{exc}; go on with  headrace train {folder.config} {folder.path} --resume") from exc
 
 
-async def _train(config: Config, folder: RunFolder, served_tokens: TokenizerOnly | None) -> RunResult:
+def lock_wait_s() -> float:
+    """Return for how long a resume waits for another process in the run folder: HEADRACE_LOCK_WAIT_S, or 120 s."""
+    text = os.environ.get(LOCK_WAIT, "")
+    try:
+        wait_s = float(text or DEFAULT_LOCK_WAIT_S)
+    except ValueError:
+        wait_s = math.nan
+    if not (math.isfinite(wait_s) and wait_s >= 0):
+        raise ConfigError(
+            f"{LOCK_WAIT} = {text!r} is no time: give the seconds that a resume waits for another process"
+        )
+    return wait_s
+
+
+async def _train(config: Config, folder: RunFolder, lock: FolderLock, served_tokens: TokenizerOnly | None) -> RunResult:
     """Load everything, run the stages, write the report. `served_tokens`: of a model at a service."""
     if served_tokens is not None:
         start, tokens = starting_state(config.model), served_tokens
@@ -80,13 +99,21 @@ async def _train(config: Config, folder: RunFolder, served_tokens: TokenizerOnly
         contextlib.closing(MetricOutputs(config.metrics)) as outputs,
         stop_on_signals(stop, deadline_s=config.checkpoint.deadline_s),
     ):
-        plan = plan_resume(config, folder)
+        plan = plan_resume(config, folder, check_owner=lock.check)
         inputs = preflight(config, plan, tokens)
         run = RunContext(
-            config=config, folder=folder, inputs=inputs, metric_outputs=outputs, stop=stop, threads=threads
+            config=config,
+            folder=folder,
+            inputs=inputs,
+            metric_outputs=outputs,
+            plan=plan,
+            check_owner=lock.check,
+            stop=stop,
+            threads=threads,
         )
         figures = await _run_stages(run, plan, start)
     summary = {key: value for key, value in figures.items() if isinstance(value, int | float)}
+    lock.check()
     report = write_report(folder.path, summary)
     lines = [f"{name} = {value:.4g}" for name, value in summary.items()]
     text = "\n".join([f"Run folder: {folder.path}", f"Report: {report}", *lines])
@@ -127,6 +154,7 @@ async def _run_stage(
             await body(context)
         last = checkpoint.store.load_latest()
     else:
+        restore_cut(run.folder.metrics, int(last.state["metrics_records"]))
         check_records(run.folder.metrics, int(last.state["metrics_records"]))
         logger.info("stage %s is complete", checkpoint.name)
     figures = {**state.figures, **last.state["figures"]}
