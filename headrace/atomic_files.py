@@ -65,6 +65,14 @@ def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that their names survive a loss of power."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        fsync(path.parent)
+
+
 def fsync_tree(folder: Path) -> None:
     """Flush every file under a folder, then its folders from the innermost out, so that a rename publishes it whole."""
     inside = sorted(folder.rglob("*"), reverse=True)

@@ -55,6 +55,10 @@ class CheckpointError(HeadraceError):
     """A checkpoint is missing, truncated, altered, or cannot be written."""
 
 
+class DamageError(CheckpointError):
+    """Files that we wrote are not as they were written: one is missing, truncated or altered."""
+
+
 class StorageError(HeadraceError):
     """The machine refused to read or write a file; what is on the disk may well be sound."""
 

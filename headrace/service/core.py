@@ -65,7 +65,7 @@ class Service:
         self.telemetry = telemetry or Telemetry()
         self.checkpoints = CheckpointFolders(self.registry, journal, folder)
         # what runs on the host
-        self.samplers = SamplerCache(host, self.registry, journal, folder, max_open=limits.open_samplers)
+        self.samplers = SamplerCache(host, self.registry, folder, max_open=limits.open_samplers)
         self.references = References(host, self.registry, self.samplers, references)
         self.sampling = SamplingQueue(
             host=host,
@@ -103,7 +103,6 @@ class Service:
         # what clients ask for
         self.sessions = Sessions(
             self.registry,
-            journal,
             self.requests,
             self.samplers,
             self.sampling,
@@ -118,7 +117,7 @@ class Service:
             card, self.registry, self.sessions, self.trainer, self.training, max_rank=limits.max_rank
         )
         self.sampling_requests = SamplingRequests(
-            card, self.registry, journal, self.requests, self.sessions, self.sampling
+            card, self.registry, self.requests, self.sessions, self.sampling
         )
         self.polling = Polling(self.registry, journal, self.requests, self.trainer, self.sampling, poll_s=limits.poll_s)
 

@@ -4,6 +4,7 @@
 - `adapter_host`: the host on one device.
 - `hosted_model`: one trained model, an adapter or a full copy.
 - `model_files`: write and read a model's folder.
+- `folder_check`: check a folder against its digests.
 - `time_share`: share one thread between training and sampling.
 - `fake_host`: a public fake for tests, a bigram table in numpy.
 """

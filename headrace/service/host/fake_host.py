@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace import whole_folder
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError, boundary
+from headrace.service.host.folder_check import check_folder
 from headrace.service.host.model_host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
 from headrace.train.batch import BoundLoss, bind_loss, call_loss, check_data, concat_arrays
 from headrace.types import (
@@ -176,6 +178,7 @@ class FakeHost:
             np.savez(draft / "table.npz", **tables)
             spec = asdict(saved.spec)
             (draft / "fake.json").write_text(json.dumps({"spec": spec, "num_updates": saved.num_updates}))
+            whole_folder.write_manifest(draft)
             shutil.rmtree(folder, ignore_errors=True)
             draft.rename(folder)
 
@@ -312,6 +315,7 @@ def _table_gradient(table_VV: Table, inputs_T: IntArray, targets: IntArray, grad
 
 def _read(folder: Path) -> tuple[dict[str, Table], dict[str, Any]]:
     """Read the files of a saved adapter; raises CheckpointError when they are not there."""
+    check_folder(folder)
     if not (folder / "fake.json").is_file():
         raise CheckpointError(f"{folder} holds no adapter of this host")
     with np.load(folder / "table.npz") as tables:

@@ -3,7 +3,7 @@
 An adapter is what `peft` loads (adapter_config.json, adapter_model.safetensors), a full model what transformers loads.
 Beside it lie `model.json` (the spec, the count of updates, which base it was trained over), `value_head.safetensors`
 (the scalar head, if it was trained) and, if asked for, `optimizer.safetensors`. Everything is written under a
-temporary name, fsynced and renamed.
+temporary name, listed with its digests (`manifest.json`), fsynced and renamed; digests are checked before reading.
 """
 
 import json
@@ -18,18 +18,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace import atomic_files
+from headrace import atomic_files, whole_folder
 from headrace.errors import CheckpointError, boundary
 from headrace.model.load import LanguageModel, read_weights
 from headrace.model.multi_lora import Adapter
+from headrace.service.host.folder_check import FORMAT, STATE, check_folder, reading
 from headrace.service.host.hosted_model import adapter_of_state, weights_of
 from headrace.service.host.model_host import AdapterSpec, FullFinetune
 from headrace.train.trainer_state import VALUE_HEAD, VALUE_HEAD_FILE, TrainedState
 
-STATE, OPTIMIZER = "model.json", "optimizer.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def write_model(folder: Path, saved: SavedModel, lm: LanguageModel) -> None:
     writing = folder.with_name(f".writing-{uuid.uuid4().hex}-{folder.name}")
     with boundary(CheckpointError, f"{folder} cannot be written; what was there before is untouched"):
         try:
-            writing.mkdir(parents=True)
+            atomic_files.make_folder(writing)
             if isinstance(saved.spec, AdapterSpec):
                 _write_adapter(writing, saved.spec, saved.state, Path(lm.source).name)
             else:
@@ -63,7 +63,7 @@ def write_model(folder: Path, saved: SavedModel, lm: LanguageModel) -> None:
                 "base": saved.base,
             }
             (writing / STATE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            atomic_files.fsync_tree(writing)
+            whole_folder.write_manifest(writing)
             aside = folder.with_name(f".replaced-{uuid.uuid4().hex}-{folder.name}")
             atomic_files.replace_folder(writing, folder, aside=aside)
         except BaseException:  # a full disk, or Ctrl-C: nothing half-written stays
@@ -72,15 +72,19 @@ def write_model(folder: Path, saved: SavedModel, lm: LanguageModel) -> None:
 
 
 def read_model(folder: Path, *, optimizer: bool) -> SavedModel:
-    """Read what `write_model` wrote; without `optimizer`, no moments and no updates. Raises CheckpointError."""
+    """Read what `write_model` wrote; without `optimizer`, no moments and no updates.
+
+    Raises CheckpointError (DamageError when a file is not as it was written) and StorageError.
+    """
+    check_folder(folder)
     if not (folder / STATE).is_file():
         raise CheckpointError(f"{folder} holds no model of this service: it has no {STATE}")
     if optimizer and not (folder / OPTIMIZER).is_file():
         raise CheckpointError(f"{folder} was saved without its optimiser: load it without")
-    with boundary(CheckpointError, f"{folder} cannot be read"):
+    with boundary(CheckpointError, f"{folder} cannot be read"), reading(folder):
         record = json.loads((folder / STATE).read_text(encoding="utf-8"))
         spec = AdapterSpec(**record["spec"]) if record["spec"] is not None else FullFinetune()
-        weights = weights_of(read_adapter(folder)) if isinstance(spec, AdapterSpec) else read_weights(folder)
+        weights = weights_of(_read_adapter(folder)) if isinstance(spec, AdapterSpec) else read_weights(folder)
         if (folder / VALUE_HEAD_FILE).is_file():
             weights = {**weights, **load_file(folder / VALUE_HEAD_FILE)}
         moments = load_file(folder / OPTIMIZER) if optimizer else {}
@@ -96,11 +100,16 @@ def read_model(folder: Path, *, optimizer: bool) -> SavedModel:
 
 def read_adapter(folder: Path) -> Adapter:
     """Read a LoRA adapter in PEFT's layout, ours or another program's; its version is the count of updates, if that is
-    saved. Raises CheckpointError, also for features of peft that we lack."""
+    saved. Raises CheckpointError, also for features of peft that we lack, and StorageError."""
+    check_folder(folder)
+    return _read_adapter(folder)
+
+
+def _read_adapter(folder: Path) -> Adapter:
     for name in (ADAPTER_CONFIG, ADAPTER):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} holds no adapter: it has no {name}")
-    with boundary(CheckpointError, f"the adapter in {folder} cannot be read"):
+    with boundary(CheckpointError, f"the adapter in {folder} cannot be read"), reading(folder):
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         _check_plain(folder, config)
         tensors = load_file(folder / ADAPTER)
@@ -126,7 +135,7 @@ def base_of(folder: Path) -> str | None:
     """Return the fingerprint of the base that a model was trained over, or None if it was not saved."""
     if not (folder / STATE).is_file():
         return None
-    with boundary(CheckpointError, f"{folder / STATE} cannot be read"):
+    with boundary(CheckpointError, f"{folder / STATE} cannot be read"), reading(folder):
         return str(json.loads((folder / STATE).read_text(encoding="utf-8"))["base"])
 
 

@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.responses import FileResponse, RedirectResponse, Response
 
 from headrace.service.core import Service
+from headrace.service.host.folder_check import check_folder
 from headrace.service.host.model_host import AdapterSpec
 from headrace.service.http import schemas
 from headrace.service.http.auth import Access, ApiUser
@@ -30,6 +31,7 @@ from headrace.service.store.entities import (
     CheckpointEntity,
     CheckpointKind,
     ModelEntity,
+    age_order,
     check_ttl,
     checkpoint_path,
     rank_of,
@@ -65,7 +67,7 @@ def _run_routes(routes: APIRouter, service: Service, user: Any) -> None:
     @routes.get("/api/v1/training_runs")
     async def training_runs(limit: Limit = 20, offset: Offset = 0, user: ApiUser = user) -> dict[str, object]:
         owned = [model for model in registry.models.values() if model.owner == user.name]
-        owned.sort(key=lambda model: model.created, reverse=True)
+        owned.sort(key=age_order, reverse=True)
         page = [_run_json(service, model) for model in owned[offset : offset + limit]]
         return {"training_runs": page, "cursor": _cursor(offset, limit, len(owned))}
 
@@ -81,7 +83,7 @@ def _run_routes(routes: APIRouter, service: Service, user: Any) -> None:
     @routes.get("/api/v1/checkpoints")
     async def checkpoints(limit: Limit = 100, offset: Offset = 0, user: ApiUser = user) -> dict[str, object]:
         owned = [checkpoint for checkpoint in registry.checkpoints.values() if checkpoint.owner == user.name]
-        owned.sort(key=lambda checkpoint: checkpoint.created, reverse=True)
+        owned.sort(key=age_order, reverse=True)
         page = [_checkpoint_json(checkpoint) for checkpoint in owned[offset : offset + limit]]
         return {"checkpoints": page, "cursor": _cursor(offset, limit, len(owned))}
 
@@ -144,30 +146,29 @@ ONE = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 def _checkpoint_routes(routes: APIRouter, service: Service, user: Any) -> None:
-    def own_checkpoint(run: str, kind: str, name: str, user: ApiUser) -> CheckpointEntity:
-        return service.registry.own_checkpoint(_path(run, kind, name), user.name)
+    checkpoints = service.checkpoints
 
     @routes.delete(ONE, status_code=204)
     async def delete(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.checkpoints.delete(own_checkpoint(run, kind, name, user))
+        await checkpoints.delete(_path(run, kind, name), user.name)
         return Response(status_code=204)
 
     @routes.post(f"{ONE}/publish", status_code=204)
     async def publish(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.checkpoints.record(replace(own_checkpoint(run, kind, name, user), public=True))
+        await checkpoints.change(_path(run, kind, name), user.name, lambda one: replace(one, public=True))
         return Response(status_code=204)
 
     @routes.delete(f"{ONE}/publish", status_code=204)
     async def unpublish(run: str, kind: str, name: str, user: ApiUser = user) -> Response:
-        await service.checkpoints.record(replace(own_checkpoint(run, kind, name, user), public=False))
+        await checkpoints.change(_path(run, kind, name), user.name, lambda one: replace(one, public=False))
         return Response(status_code=204)
 
     @routes.put(f"{ONE}/ttl", status_code=204)
     async def ttl(run: str, kind: str, name: str, body: schemas.Ttl, user: ApiUser = user) -> Response:
-        checkpoint = own_checkpoint(run, kind, name, user)
+        service.registry.own_checkpoint(_path(run, kind, name), user.name)  # what is not there is said first
         check_ttl(body.ttl_seconds)
         expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
-        await service.checkpoints.record(replace(checkpoint, expires=expires))
+        await checkpoints.change(_path(run, kind, name), user.name, lambda one: replace(one, expires=expires))
         return Response(status_code=204)
 
 
@@ -225,6 +226,7 @@ def _download_routes(routes: APIRouter, service: Service, links: _Links, user: A
             return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
         if file not in await asyncio.to_thread(_files, folder):
             raise NotFound(f"there is no file {file[:200]}")
+        await asyncio.to_thread(check_folder, folder, only=file)
         return FileResponse(folder / file)
 
 
@@ -233,7 +235,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _tar(folder: Path) -> bytes:
-    """Pack a folder's plain files: no links, no owners, no folders outside."""
+    """Pack a folder's plain files: no links, no owners, no folders outside. Raises DamageError and StorageError."""
+    check_folder(folder)
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in _files(folder):
@@ -257,7 +260,7 @@ def _session_routes(routes: APIRouter, service: Service, user: Any) -> None:
     @routes.get("/api/v1/sessions")
     async def sessions(limit: Limit = 20, offset: Offset = 0, user: ApiUser = user) -> dict[str, object]:
         owned = [session for session in registry.sessions.values() if session.owner == user.name]
-        owned.sort(key=lambda session: session.created, reverse=True)
+        owned.sort(key=age_order, reverse=True)
         return {"sessions": [session.id for session in owned[offset : offset + limit]]}
 
     @routes.get("/api/v1/sessions/{id}")
@@ -285,7 +288,7 @@ def _monitoring_routes(routes: APIRouter, service: Service, access: Access, user
         state = "queued" if pending.outcome is None else "done" if isinstance(pending.outcome, Done) else "failed"
         answer: dict[str, object] = {"request_id": pending.row.id, "kind": pending.row.kind, "state": state}
         if pending.outcome is None:
-            waited = {"running": pending.running, "waited_s": time.time() - pending.since}
+            waited = {"running": pending.running, "waited_s": time.monotonic() - pending.since}
             return {**answer, **waited, "position": service.trainer.position(pending)}
         return answer
 

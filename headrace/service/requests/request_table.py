@@ -1,7 +1,7 @@
 """Keep every request that was acknowledged, from its journal entry to its outcome.
 
-A request is journalled, then acknowledged; its outcome is journalled, then its waiters are notified. Lives on one
-event loop. A poll that waits is one future in a list, so thousands of them cost their memory only.
+A request is journalled, then acknowledged; its outcome is journalled, then its waiters are notified. Outcomes are
+numbered in the order in which the journal gets them, and clients poll by these numbers. Lives on one event loop. A poll that waits is one future in a list, so thousands of them cost their memory only.
 """
 
 import asyncio
@@ -9,15 +9,15 @@ import contextlib
 import json
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.errors import HeadraceError, JournalError, RequestError, SamplerGoneError
+from headrace.errors import DamageError, HeadraceError, JournalError, RequestError, SamplerGoneError, StorageError
 from headrace.service.http.auth import ApiUser, RateLimited
 from headrace.service.sampling.sample_job import SampleJob
 from headrace.service.store.journal import Journal, JournalRow, Statement, finish_request, insert_request
-from headrace.service.store.registry import Gone, ServerFault
+from headrace.service.store.registry import Change, Gone, ServerFault
 from headrace.service.training.operations import Operation
 from headrace.service.wire.messages import PROTOBUF
 
@@ -48,10 +48,11 @@ class PendingRequest:
     row: JournalRow
     operation: Operation | SampleJob | None  # the parsed body; None once the request has finished
     accepted: "asyncio.Future[None]"  # resolves when the request is in the journal
-    since: float
+    since: float  # by the monotonic clock
     waiters: "list[asyncio.Future[None]]" = field(default_factory=list)
     outcome: Outcome | None = None
     finished: int = 0
+    finishing: "asyncio.Task[None] | None" = None  # writes the outcome
     running: bool = False
     replay: bool = False  # finished before a restart; runs again only for what it does to the model
 
@@ -68,7 +69,7 @@ class RequestTable:
         self._recent: OrderedDict[str, PendingRequest] = OrderedDict()
         self._recent_bytes = 0
         self._keep_bytes = keep_bytes
-        self._last_finished = 0
+        self._last_finished = self.last_journalled = journal.last_finished()
         self._open_by_owner: Counter[str] = Counter()
         self._bytes_by_owner: Counter[str] = Counter()
         self._watchers: dict[str, list[asyncio.Future[None]]] = {}
@@ -128,28 +129,32 @@ class RequestTable:
     # --- a request's way ---
 
     async def register(
-        self, row: JournalRow, operation: Operation | SampleJob, *also: Statement
+        self, row: JournalRow, operation: Operation | SampleJob, *changes: Change
     ) -> tuple[PendingRequest, bool]:
-        """Journal a request and return it, and whether it is new; a repeat gets the first one."""
+        """Journal a request with the changes it brings, and return it, and whether it is new; a repeat gets the first
+        one."""
         earlier = self.get(row.id)
         if earlier is not None:
             await asyncio.shield(earlier.accepted)
             return earlier, False
         pending = self.restore(row, operation)
         try:
-            await asyncio.wrap_future(self._journal.write([insert_request(row), *also]))
+            statements = [insert_request(row), *(change.statement for change in changes)]
+            await asyncio.wrap_future(self._journal.write(statements))
         except HeadraceError as exc:
             self._remove_open(row)
             pending.accepted.set_exception(exc)
             pending.accepted.exception()  # retrieved here, so that asyncio does not warn when no call waits
             raise
+        for change in changes:
+            change.apply()
         pending.accepted.set_result(None)
         return pending, True
 
     def restore(self, row: JournalRow, operation: Operation | SampleJob | None) -> PendingRequest:
         """Add a request that is in the journal already, or about to be."""
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pending = PendingRequest(row=row, operation=operation, accepted=accepted, since=time.time())
+        pending = PendingRequest(row=row, operation=operation, accepted=accepted, since=time.monotonic())
         self._open[row.id] = pending
         self._open_by_owner[row.owner] += 1
         self._bytes_by_owner[row.owner] += len(row.body or b"")
@@ -160,21 +165,65 @@ class RequestTable:
             self._open_by_owner[row.owner] -= 1
             self._bytes_by_owner[row.owner] -= len(row.body or b"")
 
-    async def finish(self, pending: PendingRequest, outcome: Outcome, also: Sequence[Statement] = ()) -> None:
-        """Journal the outcome together with what else became true, then wake its waiters."""
-        if pending.outcome is not None:
-            return
-        finished = self._next_moment()
-        result = outcome.body if isinstance(outcome, Done) else _failure_json(outcome)
-        state = "done" if isinstance(outcome, Done) else "failed"
-        forget = pending.row.kind == "sample"
-        statement = finish_request(pending.row.id, state=state, result=result, finished=finished, forget_body=forget)
+    async def finish(self, pending: PendingRequest, outcome: Outcome, *, never_ran: bool = False) -> None:
+        """Journal the outcome, as often as it takes, then wake its waiters."""
         while True:
             try:
-                await asyncio.wrap_future(self._journal.write([statement, *also]))
-                break
+                return await self.finish_once(pending, outcome, never_ran=never_ran)
             except JournalError:  # logged by the journal; waiters are notified only after the write
                 await asyncio.sleep(RETRY_S)
+
+    async def finish_once(
+        self,
+        pending: PendingRequest,
+        outcome: Outcome,
+        *,
+        changes: Sequence[Change] = (),
+        also: Sequence[Statement] = (),
+        then: Callable[[], object] = lambda: None,
+        never_ran: bool = False,
+    ) -> None:
+        """Journal the outcome together with what else becomes true, make the changes, call `then`, wake its waiters.
+
+        The first outcome counts. Raises JournalError, and nothing has changed then. A caller that stops waiting does
+        not stop it. A request that `never_ran` is not run again for its effects either.
+        """
+        if pending.outcome is not None:
+            return
+        if pending.finishing is None:
+            writing = self._write_outcome(pending, outcome, changes, also, then, never_ran)
+            pending.finishing = asyncio.get_running_loop().create_task(writing)
+        await asyncio.shield(pending.finishing)
+
+    async def _write_outcome(
+        self,
+        pending: PendingRequest,
+        outcome: Outcome,
+        changes: Sequence[Change],
+        also: Sequence[Statement],
+        then: Callable[[], object],
+        never_ran: bool,
+    ) -> None:
+        self._last_finished += 1  # with no await before the write: the journal has outcomes in the order of numbers
+        finished = self._last_finished
+        statement = finish_request(
+            pending.row.id,
+            state="done" if isinstance(outcome, Done) else "failed",
+            result=outcome.body if isinstance(outcome, Done) else _failure_json(outcome),
+            finished=finished,
+            forget_body=pending.row.kind == "sample",
+            never_ran=never_ran,
+        )
+        try:
+            await asyncio.wrap_future(
+                self._journal.write([statement, *(change.statement for change in changes), *also])
+            )
+        finally:
+            pending.finishing = None
+        self.last_journalled = max(self.last_journalled, finished)
+        for change in changes:
+            change.apply()
+        then()
         self.notify(pending, outcome, finished)
 
     def notify(self, pending: PendingRequest, outcome: Outcome, finished: int) -> None:
@@ -230,11 +279,6 @@ class RequestTable:
         for waiter in [*waiting, *(watcher for watchers in self._watchers.values() for watcher in watchers)]:
             _stop_waiting(waiter)
 
-    def _next_moment(self) -> int:
-        """Return microseconds, never the same twice: the order of completions, also over restarts."""
-        self._last_finished = max(self._last_finished + 1, time.time_ns() // 1000)
-        return self._last_finished
-
 
 def outcome_of(row: JournalRow) -> Outcome | None:
     """Read the outcome of a journalled request; None when there is none, or none any more."""
@@ -252,7 +296,7 @@ def to_failure(exc: HeadraceError, hide: Path | None = None) -> Failed:
     The folder to `hide` is not named.
     """
     foreign = exc.__cause__ is not None and not isinstance(exc.__cause__, HeadraceError)
-    ours = isinstance(exc, ServerFault) or foreign
+    ours = isinstance(exc, ServerFault | DamageError | StorageError) or foreign
     message = str(exc) if hide is None else str(exc).replace(str(hide), "the server's folder")
     if isinstance(exc, SamplerGoneError | Gone):
         return Failed(message=message, category="gone")

@@ -4,7 +4,6 @@ The work of an ended session is refused, its snapshots are gone, its checkpoints
 loses its sampling work and its place on the host, and comes back with its next heartbeat.
 """
 
-import asyncio
 import secrets
 import time
 from dataclasses import replace
@@ -15,12 +14,9 @@ from headrace.service.requests.request_table import Failed, RequestTable
 from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.sampling.sampling_queue import SamplingQueue
 from headrace.service.store.checkpoint_folders import CheckpointFolders
-from headrace.service.store.entities import SamplerRecord, Session
-from headrace.service.store.journal import Journal, Statement
+from headrace.service.store.entities import SamplerRecord, Session, age_order, folder_name
 from headrace.service.store.registry import Gone, Registry
 from headrace.service.training.training_queue import TrainingQueue
-
-REMEMBERED = 10_000  # keys of sessions that a client may ask for again
 
 
 class Sessions:
@@ -29,7 +25,6 @@ class Sessions:
     def __init__(
         self,
         registry: Registry,
-        journal: Journal,
         requests: RequestTable,
         samplers: SamplerCache,
         sampling: SamplingQueue,
@@ -38,33 +33,31 @@ class Sessions:
         *,
         timeout_s: float,
     ) -> None:
-        self._registry, self._journal, self._requests = registry, journal, requests
+        self._registry, self._requests = registry, requests
         self._samplers, self._sampling, self._trainer = samplers, sampling, trainer
         self._checkpoints = checkpoints
         self._timeout_s = timeout_s
         self._seen: dict[str, float] = {}
-        self._by_idempotency: dict[tuple[str, str], str] = {}
 
     async def create(self, user: ApiUser, body: schemas.CreateSession, idempotency: str | None) -> Session:
         """Open a session; a repeat with the same idempotency key gets the first one."""
-        repeated = self._by_idempotency.get((user.name, idempotency or ""))
-        if repeated is not None:
-            return self._registry.sessions[repeated]
+        id = folder_name("session", user.name, idempotency) if idempotency else secrets.token_hex(16)
+        async with self._registry.changing(id):
+            if id not in self._registry.sessions:
+                await self._registry.commit(self._registry.keep(self._new_session(id, user, body)))
+        return self._registry.sessions[id]
+
+    def _new_session(self, id: str, user: ApiUser, body: schemas.CreateSession) -> Session:
         metadata = {key: value for key, value in (body.user_metadata or {}).items() if isinstance(value, str)}
-        session = Session(
-            id=secrets.token_hex(16),
+        return Session(
+            id=id,
             owner=user.name,
             created=time.time(),
             tags=tuple(body.tags),
             user_metadata=metadata,
             display_name=body.display_name,
+            number=self._registry.next_number(),
         )
-        if idempotency:
-            self._by_idempotency[user.name, idempotency] = session.id
-            if len(self._by_idempotency) > REMEMBERED:
-                del self._by_idempotency[next(iter(self._by_idempotency))]
-        await self._write(self._registry.keep(session))
-        return session
 
     def heartbeat(self, user: ApiUser, id: str) -> None:
         """Note that a session is alive; raises Gone for one that has ended, which stops the client's heartbeat."""
@@ -72,11 +65,12 @@ class Sessions:
         self._seen[id] = time.monotonic()
 
     async def finish(self, user: ApiUser, id: str, reason: str) -> None:
-        """End a session; the first reason counts."""
-        session = self._registry.session(id, user.name)
-        if session.finished is None:
-            await self._write(self._registry.keep(replace(session, finished=reason)))
-            await self._end(id, _ended_message(id), snapshots=True)
+        """End a session; the first reason counts. A repeat does what the first request could not."""
+        async with self._registry.changing(id):
+            session = self._registry.session(id, user.name)
+            if session.finished is None:
+                await self._registry.commit(self._registry.keep(replace(session, finished=reason)))
+        await self._end(id, _ended_message(id), snapshots=True)
 
     def check_open(self, session: Session) -> None:
         """Raise Gone for a session that has ended."""
@@ -105,12 +99,12 @@ class Sessions:
     async def drop_old_snapshots(self, *, keep: int) -> None:
         """Remove all but the newest snapshots of every session."""
         by_session: dict[str, list[SamplerRecord]] = {}
-        for sampler in sorted(self._registry.samplers.values(), key=lambda sampler: sampler.created):
+        for sampler in sorted(self._registry.samplers.values(), key=age_order):
             if sampler.folder is not None and sampler.gone is None:
                 by_session.setdefault(sampler.session, []).append(sampler)
         for old in [old for snapshots in by_session.values() for old in snapshots[:-keep]]:
             self._samplers.close(old.id)
-            await self._write(*self._samplers.mark_gone([old], f"{keep} snapshots are kept, and newer ones came"))
+            await self._samplers.record_gone([old], f"{keep} snapshots are kept, and newer ones came")
             await self._checkpoints.remove_folder(str(old.folder))
 
     async def _end(self, id: str, why: str, *, snapshots: bool) -> None:
@@ -127,13 +121,7 @@ class Sessions:
             self._sampling.accepted_seqs.pop(sampler.id, None)
             if sampler.folder is not None:
                 self._samplers.close(sampler.id)
-                await self._checkpoints.remove_folder(
-                    sampler.folder
-                )  # first: a forgotten folder would never be removed
-                await self._write(self._registry.forget(sampler))
-
-    async def _write(self, *statements: Statement) -> None:
-        await asyncio.wrap_future(self._journal.write(statements))
+                await self._checkpoints.delete_snapshot(sampler)
 
 
 def _ended_message(session: str) -> str:

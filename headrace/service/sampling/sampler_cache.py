@@ -14,11 +14,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError, JournalError, RequestError
 from headrace.service.host.model_host import FULL_COPIES, FullFinetune, ModelHost
 from headrace.service.store.entities import SamplerRecord
-from headrace.service.store.journal import Journal, Statement
-from headrace.service.store.registry import Gone, Registry
+from headrace.service.store.registry import Change, Gone, Registry
 
 BASE = "base"
 MADE_ROOM = f"{FULL_COPIES} copies of a full model are kept, and newer ones came: sample from one of those"
@@ -30,7 +29,7 @@ class CacheEntry:
 
     ready: "asyncio.Future[None]"
     owner: str
-    created: float  # when the newest session over it was
+    number: int  # of the newest session over it; 0: it is for one request alone
     full: bool  # a copy of all parameters
     users: int = 0  # requests that run on it
 
@@ -38,8 +37,8 @@ class CacheEntry:
 class SamplerCache:
     """Map sampler records to open samplers of the host. Lives on one event loop."""
 
-    def __init__(self, host: ModelHost, registry: Registry, journal: Journal, folder: Path, *, max_open: int) -> None:
-        self._host, self._registry, self._journal, self._folder = host, registry, journal, folder
+    def __init__(self, host: ModelHost, registry: Registry, folder: Path, *, max_open: int) -> None:
+        self._host, self._registry, self._folder = host, registry, folder
         self._max_open = max_open
         self._opened: OrderedDict[str, CacheEntry] = OrderedDict()  # the one used last comes last
 
@@ -53,19 +52,19 @@ class SamplerCache:
         if name not in self._opened:
             try:
                 lasting = sampler.id in self._registry.samplers
-                evicted = self.evict_full_copy(sampler.owner, created=sampler.created, lasting=lasting) if full else ()
+                evicted = self.evict_full_copy(sampler.owner, number=sampler.number, lasting=lasting) if full else ()
             except Gone:
-                await self._write(self.mark_gone([sampler], MADE_ROOM))
+                await self._try_to_record([sampler])
                 raise
             opening = asyncio.ensure_future(self._open(name, folder))
-            self._opened[name] = CacheEntry(opening, sampler.owner, sampler.created, full)
+            self._opened[name] = CacheEntry(opening, sampler.owner, sampler.number, full)
             self._make_room()
         opened = self._opened[name]
-        opened.created = max(opened.created, sampler.created)
+        opened.number = max(opened.number, sampler.number)
         self._opened.move_to_end(name)
         opened.users += 1
         try:
-            await self._write(self.mark_gone(evicted, MADE_ROOM))
+            await self._try_to_record(evicted)
             await asyncio.shield(opened.ready)
             yield name
         finally:
@@ -75,15 +74,15 @@ class SamplerCache:
         """Add a snapshot, which the host has already."""
         ready = asyncio.get_running_loop().create_future()
         ready.set_result(None)
-        self._opened[sampler.id] = CacheEntry(ready, sampler.owner, sampler.created, sampler.full)
+        self._opened[sampler.id] = CacheEntry(ready, sampler.owner, sampler.number, sampler.full)
         self._make_room()
 
     def evict_full_copy(
-        self, owner: str, *, created: float = math.inf, training: bool = False, lasting: bool = True
+        self, owner: str, *, number: float = math.inf, training: bool = False, lasting: bool = True
     ) -> tuple[SamplerRecord, ...]:
         """Close one copy of a full model if there is no room for another; return the sessions that lose theirs.
 
-        `lasting`: the new copy is a session's. Raises Gone when the new one, created at `created`, is the oldest
+        `lasting`: the new copy is a session's. Raises Gone when the new one, with this `number`, is the oldest
         itself, and RequestError when it may evict none.
         """
         copies = {name: entry for name, entry in self._opened.items() if entry.full}
@@ -99,8 +98,8 @@ class SamplerCache:
                 f"{FULL_COPIES} copies of a full model are kept, and sampling sessions have them: name one of those "
                 "sessions, or end one"
             )
-        oldest = min(spare or candidates, key=lambda name: candidates[name].created)
-        if not spare and candidates[oldest].created > created:
+        oldest = min(spare or candidates, key=lambda name: candidates[name].number)
+        if not spare and candidates[oldest].number > number:
             raise Gone(MADE_ROOM)
         evicted = self._sessions_over(oldest)
         self.close(oldest)
@@ -114,10 +113,20 @@ class SamplerCache:
             if sampler.gone is None and sampler.full and self._is_over(sampler, name)
         )
 
-    def mark_gone(self, samplers: Iterable[SamplerRecord], why: str) -> list[Statement]:
-        """Mark sampling sessions as gone; the returned statements do so in the journal."""
-        sessions = [sampler for sampler in samplers if sampler.id in self._registry.samplers]
+    def mark_gone(self, samplers: Iterable[SamplerRecord], why: str) -> list[Change]:
+        """Make the changes that mark sampling sessions as gone."""
+        sessions = [self._registry.samplers[one.id] for one in samplers if one.id in self._registry.samplers]
         return [self._registry.keep(replace(sampler, gone=why)) for sampler in sessions]
+
+    async def record_gone(self, samplers: Sequence[SamplerRecord], why: str) -> None:
+        """Mark sampling sessions as gone. Raises JournalError."""
+        async with self._registry.changing(*(sampler.id for sampler in samplers)):
+            await self._registry.commit(*self.mark_gone(samplers, why))
+
+    async def _try_to_record(self, evicted: Sequence[SamplerRecord]) -> None:
+        """Mark sessions whose copy made room. If the journal cannot be written they are opened again when asked for."""
+        with contextlib.suppress(JournalError):  # logged by the journal
+            await self.record_gone(evicted, MADE_ROOM)
 
     def close(self, name: str) -> None:
         """Close a sampler, if it is open; requests that run on it fail."""
@@ -137,7 +146,7 @@ class SamplerCache:
             return BASE, None, False
         checkpoint = self._registry.checkpoint(sampler.model_path, sampler.owner)
         full = isinstance(checkpoint.spec, FullFinetune)
-        return f"{checkpoint.path}@{checkpoint.created}", self._folder / checkpoint.folder, full
+        return f"{checkpoint.path}@{checkpoint.folder}", self._folder / checkpoint.folder, full
 
     def _is_over(self, sampler: SamplerRecord, name: str) -> bool:
         return sampler.id == name or (sampler.model_path is not None and name.startswith(f"{sampler.model_path}@"))
@@ -154,7 +163,3 @@ class SamplerCache:
             if len(self._opened) <= self._max_open:
                 return
             self.close(name)
-
-    async def _write(self, statements: list[Statement]) -> None:
-        if statements:
-            await asyncio.wrap_future(self._journal.write(statements))

@@ -1,6 +1,5 @@
 """Open sampling sessions and accept sampling requests: check, journal, queue. Nothing here waits for the host."""
 
-import asyncio
 import time
 from dataclasses import replace
 
@@ -12,8 +11,8 @@ from headrace.service.requests.request_table import PendingRequest, RequestTable
 from headrace.service.requests.sessions import Sessions
 from headrace.service.sampling.sample_job import SampleJob, parse_sample_job
 from headrace.service.sampling.sampling_queue import SamplingQueue
-from headrace.service.store.entities import CheckpointKind, ModelCard, SamplerRecord, sampler_id, split_path
-from headrace.service.store.journal import Journal, JournalRow
+from headrace.service.store.entities import CheckpointKind, ModelCard, SamplerRecord, Session, sampler_id, split_path
+from headrace.service.store.journal import JournalRow
 from headrace.service.store.registry import Gone, Registry
 
 
@@ -24,12 +23,11 @@ class SamplingRequests:
         self,
         card: ModelCard,
         registry: Registry,
-        journal: Journal,
         requests: RequestTable,
         sessions: Sessions,
         queue: SamplingQueue,
     ) -> None:
-        self._card, self._registry, self._journal = card, registry, journal
+        self._card, self._registry = card, registry
         self._requests, self._sessions, self._queue = requests, sessions, queue
         self._old_samplers = frozenset(registry.samplers)  # their requests may be in the journal only
 
@@ -55,17 +53,22 @@ class SamplingRequests:
             raise RequestError("a sampling session needs a base_model or a model_path")
         self._card.check_name(base)
         self._sessions.check_open(session)
-        sampler = SamplerRecord(
+        async with self._registry.changing(id):
+            if id not in self._registry.samplers:
+                await self._registry.commit(self._registry.keep(self._new_sampler(id, session, body.model_path, base, full)))
+        return self._registry.samplers[id]
+
+    def _new_sampler(self, id: str, session: Session, path: str | None, base: str, full: bool) -> SamplerRecord:
+        return SamplerRecord(
             id=id,
             session=session.id,
-            owner=user.name,
+            owner=session.owner,
             base_model=base,
-            model_path=body.model_path,
+            model_path=path,
             created=time.time(),
             full=full,
+            number=self._registry.next_number(),
         )
-        await self._keep(sampler)
-        return sampler
 
     def find_session(self, user: ApiUser, id: str) -> SamplerRecord:
         """Return a sampling session that can be sampled from; raises NotFound, or Gone."""
@@ -79,13 +82,11 @@ class SamplingRequests:
 
     async def join_session(self, user: ApiUser, id: str) -> int:
         """Return the number of a further client of the same sampling session."""
-        sampler = self.find_session(user, id)
-        joined = replace(sampler, clones=sampler.clones + 1)
-        await self._keep(joined)
+        async with self._registry.changing(id):
+            sampler = self.find_session(user, id)
+            joined = replace(sampler, clones=sampler.clones + 1)
+            await self._registry.commit(self._registry.keep(joined))
         return joined.clones
-
-    async def _keep(self, sampler: SamplerRecord) -> None:
-        await asyncio.wrap_future(self._journal.write([self._registry.keep(sampler)]))
 
     # --- requests ---
 

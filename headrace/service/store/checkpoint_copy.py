@@ -11,8 +11,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from headrace import atomic_files
 from headrace.errors import CheckpointError, RequestError, boundary
 from headrace.service.core import Service
+from headrace.service.host.folder_check import check_folder
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser, RateLimited
 from headrace.service.store.entities import (
@@ -37,10 +39,19 @@ async def copy_weights(service: Service, user: ApiUser, body: schemas.CopyWeight
         id = model_id(session.id, body.model_seq_id)
     else:
         id = model_id(folder_name("copy", user.name, idempotency or secrets.token_hex(16)), 0)
-        session = Session(id=id.split(":")[0], owner=user.name, created=time.time(), finished="copied")
+        now, number = time.time(), registry.next_number()
+        session = Session(id=id.split(":")[0], owner=user.name, created=now, finished="copied", number=number)
     path = checkpoint_path(id, source.kind, source.name)
-    if path in registry.checkpoints:
-        return path
+    async with registry.changing(id, path):
+        if path not in registry.checkpoints:
+            await _copy(service, user, source, session, id, path, body.ttl_seconds)
+    return path
+
+
+async def _copy(
+    service: Service, user: ApiUser, source: CheckpointEntity, session: Session, id: str, path: str, ttl_s: int | None
+) -> None:
+    registry = service.registry
     if id in registry.models:
         raise RequestError(f"there is a model '{id}' already: choose another model_seq_id")
     if service.checkpoints.stored_bytes(user.name) > user.quota.checkpoint_bytes:
@@ -54,13 +65,10 @@ async def copy_weights(service: Service, user: ApiUser, body: schemas.CopyWeight
         folder=str(Path("checkpoints") / folder_name(path, "copy")),
         created=now,
         public=False,
-        expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
+        expires=None if ttl_s is None else now + ttl_s,
+        number=registry.next_number(),
     )
     await asyncio.to_thread(_link_all, service.checkpoints.path_of(source), service.checkpoints.path_of(copy))
-    if path in registry.checkpoints:  # the same request, twice at once
-        return path
-    if id in registry.models:
-        raise RequestError(f"there is a model '{id}' already: choose another model_seq_id")
     run = ModelEntity(
         id=id,
         session=session.id,
@@ -70,9 +78,10 @@ async def copy_weights(service: Service, user: ApiUser, body: schemas.CopyWeight
         created=now,
         last_request=now,
         frozen=True,
+        number=registry.next_number(),
     )
-    await service.checkpoints.record(*(() if session.id in registry.sessions else (session,)), run, copy)
-    return path
+    records = (run, copy) if session.id in registry.sessions else (session, run, copy)
+    await registry.commit(*(registry.keep(record) for record in records))
 
 
 def _link_all(source: Path, target: Path) -> None:
@@ -80,9 +89,13 @@ def _link_all(source: Path, target: Path) -> None:
     writing = target.with_name(f".copying-{secrets.token_hex(8)}")
     with boundary(CheckpointError, "the checkpoint cannot be copied"):
         try:
+            check_folder(source)
+            atomic_files.make_folder(target.parent)
             shutil.copytree(source, writing, copy_function=_link)
+            atomic_files.fsync_tree(writing)
             if not target.exists():
                 _rename_unless_there(writing, target)
+            atomic_files.fsync(target.parent)
         finally:
             shutil.rmtree(writing, ignore_errors=True)
 

@@ -3,12 +3,13 @@
 import asyncio
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.service.store.cleanup import mark_for_deletion, unmark
-from headrace.service.store.entities import CheckpointEntity
+from headrace.service.store.entities import CheckpointEntity, SamplerRecord
 from headrace.service.store.journal import Journal
-from headrace.service.store.registry import Record, Registry
+from headrace.service.store.registry import Registry
 
 
 class CheckpointFolders:
@@ -24,21 +25,35 @@ class CheckpointFolders:
         checkpoints = self._registry.checkpoints.values()
         return sum(checkpoint.size_bytes for checkpoint in checkpoints if checkpoint.owner == owner)
 
-    async def record(self, *records: Record) -> None:
-        """Keep records in memory and in the journal."""
-        statements = [self._registry.keep(record) for record in records]
-        await asyncio.wrap_future(self._journal.write(statements))
+    async def change(self, path: str, owner: str, edit: Callable[[CheckpointEntity], CheckpointEntity]) -> None:
+        """Change a checkpoint of the owner's. Raises NotFound, and JournalError when nothing was changed."""
+        async with self._registry.changing(path):
+            checkpoint = self._registry.own_checkpoint(path, owner)
+            await self._registry.commit(self._registry.keep(edit(checkpoint)))
 
-    async def delete(self, checkpoint: CheckpointEntity) -> None:
-        statements = [self._registry.forget(checkpoint), mark_for_deletion(checkpoint.folder)]
-        await asyncio.wrap_future(self._journal.write(statements))
-        await self.remove_marked(checkpoint.folder)
+    async def delete(self, path: str, owner: str) -> None:
+        """Delete a checkpoint of the owner's. Raises NotFound, and JournalError when it is still there."""
+        async with self._registry.changing(path):
+            await self._delete(self._registry.own_checkpoint(path, owner))
 
     async def delete_expired(self) -> None:
-        now = time.time()
-        for checkpoint in list(self._registry.checkpoints.values()):
-            if checkpoint.expires is not None and checkpoint.expires <= now:
-                await self.delete(checkpoint)
+        for path in list(self._registry.checkpoints):
+            async with self._registry.changing(path):
+                checkpoint = self._registry.checkpoints.get(path)
+                if checkpoint is not None and checkpoint.expires is not None and checkpoint.expires <= time.time():
+                    await self._delete(checkpoint)
+
+    async def _delete(self, record: CheckpointEntity) -> None:
+        await self._registry.commit(self._registry.forget(record), also=[mark_for_deletion(record.folder)])
+        await self.remove_marked(record.folder)
+
+    async def delete_snapshot(self, sampler: SamplerRecord) -> None:
+        """Forget a sampling session over a snapshot, with its folder."""
+        assert sampler.folder is not None
+        async with self._registry.changing(sampler.id):
+            if sampler.id in self._registry.samplers:
+                await self._registry.commit(self._registry.forget(sampler), also=[mark_for_deletion(sampler.folder)])
+        await self.remove_marked(sampler.folder)
 
     async def remove_folder(self, folder: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._folder / folder, ignore_errors=True)

@@ -62,6 +62,7 @@ class Session:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     display_name: str | None = None
     finished: str | None = None  # how it ended; None: it is open
+    number: int = 0  # as for all records here: later ones have larger numbers, whatever the clock says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class ModelEntity:
     folder: str | None = None  # of the saved state
     last_request: float = 0.0
     frozen: bool = False  # it holds copied checkpoints and is never trained
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class SamplerRecord:
     created: float = 0.0
     full: bool = False  # a copy of all parameters, of which few are kept
     gone: str | None = None  # why it is not there any more
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,15 @@ class CheckpointEntity:
     public: bool = False
     expires: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    number: int = 0
+
+
+def age_order(record: Session | ModelEntity | SamplerRecord | CheckpointEntity) -> tuple[int, float]:
+    """Return a key that sorts records from the oldest to the newest.
+
+    Those made before records had numbers come first, by the dates they were given.
+    """
+    return record.number, record.created
 
 
 def rank_of(spec: AdapterSpec | FullFinetune) -> int:

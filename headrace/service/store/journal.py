@@ -1,27 +1,34 @@
 """Keep records and requests durably, in SQLite (or PostgreSQL by URL).
 
 One thread writes. Writes that come while a transaction runs are committed together in the next one, so a thousand
-requests a second need not be a thousand flushes; a future resolves when its rows are on disk. Reads have a connection
-and a thread of their own.
+requests a second need not be a thousand flushes; a future resolves when its rows are on disk, where a loss of power
+leaves them. Writes are committed in the order in which they were handed over. Reads have a connection and a thread of
+their own. One server at a time holds a journal (`hold`).
 """
 
+import contextlib
 import json
 import logging
+import os
 import queue
+import socket
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.errors import JournalError, boundary
+from headrace import atomic_files
+from headrace.errors import ConfigError, JournalError, boundary
 
 logger = logging.getLogger(__name__)
 
 MAX_GROUP = 1000  # writes in one transaction
 MAX_WAITING = 100_000  # writes handed over and not yet committed
+HOLDER = "holder"  # the kind of the record that says which server holds the journal
+MOMENT = "moment"  # the kind of the records that say at which time a number of `JournalRow.finished` was reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +43,7 @@ class JournalRow:
     body: bytes | None  # as it was acknowledged; None once nothing can need it again
     state: str = "queued"  # or done, or failed
     result: bytes | None = None  # once it has finished, until it is forgotten
-    finished: int = 0  # microseconds; later ones are larger
+    finished: int = 0  # counts what has finished: later ones are larger, whatever the clock says
 
     COLUMNS = "id, target, seq, kind, owner, body, state, result, finished"
 
@@ -62,11 +69,13 @@ def insert_request(row: JournalRow) -> Statement:
     )  # fmt: skip
 
 
-def finish_request(id: str, *, state: str, result: bytes, finished: int, forget_body: bool = False) -> Statement:
-    """Give a queued request its outcome."""
-    dropped = ", body = NULL" if forget_body else ""
-    sql = f"UPDATE requests SET state = ?, result = ?, finished = ?{dropped} WHERE id = ? AND state = 'queued'"
-    return sql, (state, result, finished, id)
+def finish_request(
+    id: str, *, state: str, result: bytes, finished: int, forget_body: bool = False, never_ran: bool = False
+) -> Statement:
+    """Give a queued request its outcome. One that `never_ran` gets an empty body: it is not to be run again either."""
+    body = (None,) if forget_body else (b"",) if never_ran else ()
+    columns = f"state = ?, result = ?, finished = ?{', body = ?' if body else ''}"
+    return f"UPDATE requests SET {columns} WHERE id = ? AND state = 'queued'", (state, result, finished, *body, id)
 
 
 def forget_bodies(target: str, *, up_to: int) -> Statement:
@@ -89,6 +98,9 @@ class JournalDatabase(Protocol):
 
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]: ...
 
+    def hold(self) -> bool:
+        """Take the lock that one server at a time has on the journal; the system releases it with this process."""
+
     def close(self) -> None: ...
 
 
@@ -96,13 +108,34 @@ class Journal:
     """Read and write a database; `url` is the path of a SQLite file, or postgresql://..."""
 
     def __init__(self, url: str) -> None:
+        self.name = url if not _is_postgres(url) else f"in PostgreSQL ({url.rpartition('@')[2]})"
         self._writer_database = connect(url)
-        self._writer_database.run([(sql, ()) for sql in SCHEMA])
+        with boundary(JournalError, f"the journal {self.name} cannot be opened"):
+            self._writer_database.run([(sql, ()) for sql in SCHEMA])
         self._reader_database = connect(url)
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-journal-read")
         self._waiting: queue.Queue[tuple[Sequence[Statement], Future[None]] | None] = queue.Queue(MAX_WAITING)
         self._writing = threading.Thread(target=self._write_groups, name="headrace-journal", daemon=True)
         self._writing.start()
+
+    def hold(self, folder: Path) -> None:
+        """Hold the journal for the server of this folder until this process ends. Raises ConfigError when another
+        server holds it, on this machine or another."""
+        with boundary(JournalError, f"the journal {self.name} cannot be locked"):
+            held = self._writer_database.hold()
+        if not held:
+            who = self.records(HOLDER).get("server", {})
+            raise ConfigError(
+                f"the journal {self.name} is in use by another server (process {who.get('process', 'unknown')} on "
+                f"{who.get('machine', 'an unknown machine')}, folder {who.get('folder', 'unknown')}): stop that one, or "
+                "give 'serve.journal' another"
+            )
+        who = {"process": os.getpid(), "machine": socket.gethostname(), "folder": str(folder)}
+        self.write([put(HOLDER, "server", who)]).result()
+
+    def last_finished(self) -> int:
+        """Return the largest number that a finished request has; for starting up."""
+        return int(self.query("SELECT COALESCE(MAX(finished), 0) FROM requests")[0][0])
 
     def write(self, statements: Sequence[Statement]) -> "Future[None]":
         """Write statements, all or none; the future resolves when they are on disk."""
@@ -117,7 +150,10 @@ class Journal:
     def records(self, kind: str) -> dict[str, Any]:
         """Read the records of a kind by id."""
         rows = self.query("SELECT id, value FROM records WHERE kind = ?", (kind,))
-        return {id: json.loads(value) for id, value in rows}
+        try:
+            return {id: json.loads(value) for id, value in rows}
+        except ValueError as exc:
+            raise JournalError(f"the journal {self.name} is damaged: a record of kind {kind} is no JSON; {_REPAIR}") from exc
 
     def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[JournalRow]]":
         """Read the requests that meet a condition, ordered by target and number."""
@@ -190,52 +226,108 @@ SCHEMA = (
     "kind TEXT NOT NULL, owner TEXT NOT NULL, body BLOB, state TEXT NOT NULL, result BLOB, finished BIGINT NOT NULL)",
     "CREATE INDEX IF NOT EXISTS requests_in_order ON requests(target, seq)",
     "CREATE INDEX IF NOT EXISTS requests_queued ON requests(state)",
+    "CREATE INDEX IF NOT EXISTS requests_finished ON requests(finished)",
 )
+_REPAIR = (
+    "put back a copy of it together with the server's folder, or save what can be read with  "
+    "sqlite3 OLD.sqlite .recover | sqlite3 NEW.sqlite"
+)
+_DAMAGE = ("malformed", "not a database", "corrupt")
 
 
 def connect(url: str) -> JournalDatabase:
-    if url.startswith(("postgresql://", "postgres://")):
+    if _is_postgres(url):
         return _Postgres(url)
     return _Sqlite(Path(url.removeprefix("sqlite:///")))
 
 
+def _is_postgres(url: str) -> bool:
+    return url.startswith(("postgresql://", "postgres://"))
+
+
 class _Sqlite:
+    """Flush at every commit (WAL with synchronous = FULL). The lock is that of an empty database beside the file."""
+
     def __init__(self, path: Path) -> None:
-        with boundary(JournalError, f"the journal {path} cannot be opened"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._lock: sqlite3.Connection | None = None
+        with boundary(JournalError, f"the journal {path} cannot be opened"), self._named_damage():
+            atomic_files.make_folder(path.parent)
             self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=30)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA fullfsync = ON")  # macOS flushes its disk's cache for nothing less
 
     def run(self, statements: Iterable[Statement]) -> None:
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            for sql, arguments in statements:
-                self._connection.execute(sql, arguments)
-            self._connection.execute("COMMIT")  # on a full disk it is this that fails
-        finally:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+        with self._named_damage():
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                for sql, arguments in statements:
+                    self._connection.execute(sql, arguments)
+                self._connection.execute("COMMIT")  # on a full disk it is this that fails
+            finally:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
 
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return self._connection.execute(sql, tuple(arguments)).fetchall()
+        with self._named_damage():
+            return self._connection.execute(sql, tuple(arguments)).fetchall()
+
+    def hold(self) -> bool:
+        lock = sqlite3.connect(f"{self._path.resolve()}.lock", check_same_thread=False, isolation_level=None, timeout=0)
+        try:
+            lock.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as exc:
+            lock.close()
+            if exc.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                raise
+            return False
+        self._lock = lock
+        return True
+
+    @contextlib.contextmanager
+    def _named_damage(self) -> Iterator[None]:
+        """Say what to do about a damaged file."""
+        try:
+            yield
+        except sqlite3.DatabaseError as exc:
+            if any(word in str(exc) for word in _DAMAGE):
+                raise JournalError(f"the journal {self._path.name} is damaged ({exc}): {_REPAIR}") from exc
+            raise
 
     def close(self) -> None:
         self._connection.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 class _Postgres:
     """Open a lost connection again at the next call. What was lost with it may be written twice: every statement of the
-    journal does the second time what it did the first, or nothing."""
+    journal does the second time what it did the first, or nothing. The lock is an advisory one, on the journal's table:
+    the server releases it with the connection, also of a machine that was cut off (within a minute)."""
 
     def __init__(self, url: str) -> None:
         try:
             import psycopg
         except ImportError as exc:
             raise JournalError("a journal in PostgreSQL needs: pip install 'headrace[postgres]'") from exc
-        self._open: Callable[[], Any] = lambda: psycopg.connect(url, autocommit=True, connect_timeout=10)
+        self._connect: Callable[[], Any] = lambda: psycopg.connect(url, autocommit=True, connect_timeout=10)
+        self._holds = False
         with boundary(JournalError, "the journal's PostgreSQL server cannot be reached"):
             self._opened = self._open()
+
+    def _open(self) -> Any:
+        connection = self._connect()
+        for sql in _PG_SESSION:
+            connection.execute(sql)
+        if self._holds and not connection.execute(_PG_LOCK).fetchone()[0]:
+            connection.close()
+            raise JournalError("the line to the journal in PostgreSQL was lost, and another server holds it now")
+        return connection
+
+    def hold(self) -> bool:
+        self._holds = bool(self._connection().execute(_PG_LOCK).fetchone()[0])
+        return self._holds
 
     def run(self, statements: Iterable[Statement]) -> None:
         connection = self._connection()
@@ -254,6 +346,15 @@ class _Postgres:
 
     def close(self) -> None:
         self._opened.close()
+
+
+_PG_SESSION = (
+    "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'",
+    "SET tcp_keepalives_idle = 30",
+    "SET tcp_keepalives_interval = 10",
+    "SET tcp_keepalives_count = 3",
+)
+_PG_LOCK = "SELECT pg_try_advisory_lock(1752327523, ('requests'::regclass::oid::bigint % 2147483647)::int)"
 
 
 def _dialect(sql: str) -> str:

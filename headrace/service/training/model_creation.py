@@ -1,6 +1,8 @@
 """Create models: check what is asked for against the quota, the base model and the one place for a full model."""
 
+import asyncio
 import time
+from dataclasses import replace
 
 from headrace.algo.random import derive_seed
 from headrace.errors import RequestError
@@ -32,6 +34,7 @@ class ModelCreation:
     ) -> None:
         self._card, self._registry, self._sessions = card, registry, sessions
         self._queue, self._training, self._max_rank = queue, training, max_rank
+        self._counting = asyncio.Lock()  # from counting models to having one more
 
     async def create(self, user: ApiUser, body: schemas.CreateModel, raw: bytes) -> PendingRequest:
         """Create a new model of a session."""
@@ -59,6 +62,14 @@ class ModelCreation:
         return await self._add(user, session, model, raw, "create_model_from")
 
     async def _add(self, user: ApiUser, session: Session, model: ModelEntity, raw: bytes, kind: str) -> PendingRequest:
+        async with self._registry.changing(model.id), self._counting:
+            if model.id in self._registry.models:  # the same request, twice at once
+                return await self._training.find_repeated(request_id(model.id, 0))
+            return await self._add_new(user, session, model, raw, kind)
+
+    async def _add_new(
+        self, user: ApiUser, session: Session, model: ModelEntity, raw: bytes, kind: str
+    ) -> PendingRequest:
         self._sessions.check_open(session)
         if isinstance(model.spec, FullFinetune):
             await self._unload_unused_full_models()
@@ -68,9 +79,8 @@ class ModelCreation:
                 "all parameters of one model at a time are trained here, and there is one: finish its session first, "
                 "or ask for a rank from 1 on"
             )
-        statement = self._registry.keep(model)
-        self._queue.add(model)
-        return await self._training.accept(user, model, 0, kind, raw, None, statement)
+        numbered = replace(model, number=self._registry.next_number())
+        return await self._training.accept(user, numbered, 0, kind, raw, None, self._registry.keep(numbered))
 
     def _check_quota(self, user: ApiUser) -> None:
         models = [model for model in self._registry.models.values() if model.owner == user.name]

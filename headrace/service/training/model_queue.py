@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from headrace.service.requests.request_table import PendingRequest
-from headrace.service.training.operations import ForwardOp, LoadOp
+from headrace.service.training.operations import ForwardOp, LoadOp, SaveOp
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,8 @@ class ModelQueue:
     last_used: float = 0.0
     waiting: dict[int, PendingRequest] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)  # numbers beyond the saved state that have an outcome
-    unsaved: set[int] = field(default_factory=set)  # numbers of updates that the saved state lacks
+    unsaved: set[int] = field(default_factory=set)  # numbers of updates that no saved state has
+    unrecorded: set[int] = field(default_factory=set)  # numbers behind which a state was saved; the journal lacks it yet
     num_unjournalled: int = 0  # requests that have started, and whose outcome is not in the journal yet
     restore_error: str = ""  # why a request could not be run again after a restart: the weights are not as they were
 
@@ -29,12 +30,12 @@ class ModelQueue:
 
     @property
     def is_idle(self) -> bool:
-        return self.resident and not self.waiting and not self.num_running
+        return self.resident and not self.waiting and not self.num_running and not self.num_unjournalled
 
     @property
     def is_behind(self) -> bool:
-        """Say whether the saved state may lack updates that were made."""
-        return bool(self.unsaved) or (not self.resident and bool(self.finished))
+        """Say whether the saved state that the journal has may lack updates that were made."""
+        return bool(self.unsaved or self.unrecorded) or (not self.resident and bool(self.finished))
 
     def position(self, seq: int) -> int:
         """Count the requests before this one."""
@@ -51,8 +52,8 @@ class ModelQueue:
         pending = self.waiting.get(self.next_seq)
         if pending is None or lacks_reference(pending):
             return False
-        # a checkpoint can be loaded once the request that saved it is in the journal
-        return not (self.num_unjournalled and isinstance(pending.operation, LoadOp))
+        # a checkpoint can be loaded, or is in the way of another, once the request that saved it is in the journal
+        return not (self.num_unjournalled and isinstance(pending.operation, LoadOp | SaveOp))
 
     def take_next(self, now: float) -> PendingRequest:
         """Remove the next request from those that wait and count it as running."""

@@ -7,6 +7,7 @@ model's after every few of them; later requests are in the journal with their bo
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from headrace.service.host.model_host import FullFinetune, ModelHost
 from headrace.service.requests.request_table import PendingRequest
 from headrace.service.store.entities import ModelEntity, folder_name
 from headrace.service.store.journal import Journal, JournalRow, Statement, forget_bodies
-from headrace.service.store.registry import Registry
+from headrace.service.store.registry import Change, Registry
 from headrace.service.telemetry import MetricsRecord
 from headrace.service.training.model_queue import ModelQueue
 
@@ -27,13 +28,38 @@ R = TypeVar("R")
 
 
 @dataclass(slots=True)
-class SideEffects:
-    """Statements journalled together with an outcome, and work to do once the outcome is in the journal."""
+class Recording:
+    """What the journal gets together with an outcome, and folders to remove once it has it."""
 
+    changes: list[Change] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)  # folders that nothing needs any more
-    replaced: str | None = None  # the folder of a checkpoint, which the statements mark for deletion
+    marked: list[str] = field(default_factory=list)  # such folders, which the statements mark for deletion
+
+
+@dataclass(slots=True)
+class SideEffects:
+    """What becomes true with an outcome.
+
+    Records may change until it is written, so what to write is decided then, while `changed` are held, and once more if
+    the journal could not be written.
+    """
+
+    changed: list[str] = field(default_factory=list)  # ids of records
+    decisions: list[Callable[[Recording], None]] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)  # folders that nothing needs, whatever is written
     record: MetricsRecord | None = None
+
+    def add(self, id: str, decide: Callable[[Recording], None]) -> None:
+        """Add a change of one record."""
+        self.changed.append(id)
+        self.decisions.append(decide)
+
+    def decide(self) -> Recording:
+        recording = Recording(stale=list(self.stale))
+        for decide in self.decisions:
+            decide(recording)
+        return recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +115,34 @@ class ModelStates:
             logger.error("model %s: %s", queue.model, exc)
             return
         queue.unsaved = {seq for seq in queue.unsaved if seq > pending.row.seq}
+        queue.unrecorded.add(pending.row.seq)
         self.record(queue, pending, saving.folder, effects)
 
     def record(self, queue: ModelQueue, pending: PendingRequest, folder: Path | None, effects: SideEffects) -> None:
         """Record that the saved state includes this request; None: the weights are as they were saved before, and no
         gradient is accumulated."""
-        model, seq = self._registry.models[queue.model], pending.row.seq
-        if seq <= model.saved_seq or any(update < seq for update in queue.unsaved):
+        effects.add(queue.model, lambda recording: self._record(queue, pending.row.seq, folder, recording))
+
+    def _record(self, queue: ModelQueue, seq: int, folder: Path | None, recording: Recording) -> None:
+        model = self._registry.models[queue.model]
+        if seq <= model.saved_seq:  # a later state was faster
+            recording.stale += [] if folder is None else [str(folder)]
+            queue.unrecorded.discard(seq)
+            return
+        if folder is None and any(number < seq for number in queue.unsaved | queue.unrecorded):
             return
         if folder is not None and model.folder is not None:
-            effects.stale.append(model.folder)
+            recording.stale.append(model.folder)
         saved = replace(model, saved_seq=seq, folder=str(folder) if folder else model.folder, last_request=time.time())
-        queue.finished = {number for number in queue.finished if number > seq}
-        effects.statements += [self._registry.keep(saved), forget_bodies(model.id, up_to=seq)]
+        keep = self._registry.keep(saved)
+
+        def apply() -> None:
+            keep.apply()
+            queue.finished = {number for number in queue.finished if number > seq}
+            queue.unrecorded = {number for number in queue.unrecorded if number > seq}
+
+        recording.changes.append(Change(keep.statement, apply))
+        recording.statements.append(forget_bodies(model.id, up_to=seq))
 
     # --- bringing back ---
 

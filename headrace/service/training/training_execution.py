@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
+from headrace import whole_folder
 from headrace.errors import BackendError, RequestError
 from headrace.service.host.model_host import FullFinetune, ModelHost
 from headrace.service.requests.request_table import Done, Outcome, PendingRequest, done_json
@@ -28,7 +29,7 @@ from headrace.service.store.entities import (
 from headrace.service.store.registry import Registry, ServerFault
 from headrace.service.telemetry import Telemetry
 from headrace.service.training.model_queue import ModelQueue
-from headrace.service.training.model_states import ModelStates, SideEffects
+from headrace.service.training.model_states import ModelStates, Recording, SideEffects
 from headrace.service.training.operations import (
     CreateOp,
     ForwardOp,
@@ -163,8 +164,7 @@ class OperationRunner:
     ) -> Outcome:
         model = self._model(queue)
         path = checkpoint_path(model.id, operation.kind, operation.name)
-        replaced = self._registry.checkpoints.get(path)
-        if replaced is not None and not operation.overwrite:
+        if path in self._registry.checkpoints and not operation.overwrite:
             raise RequestError(f"{path} is there already: choose another name, or save with overwrite=True")
         folder = Path("checkpoints") / folder_name(path, str(pending.row.seq))
         with_optimizer = operation.kind is CheckpointKind.TRAINING
@@ -184,13 +184,18 @@ class OperationRunner:
             size_bytes=size,
             expires=None if operation.ttl_s is None else now + operation.ttl_s,
             user_metadata=operation.user_metadata,
+            number=self._registry.next_number(),
         )
-        effects.statements.append(self._registry.keep(checkpoint))
-        if replaced is not None and replaced.folder != checkpoint.folder:
-            effects.statements.append(mark_for_deletion(replaced.folder))
-            effects.replaced = replaced.folder
+        effects.add(path, lambda recording: self._record_checkpoint(checkpoint, recording))
         answer = {"path": path, "type": pending.row.kind}
         return done_json(answer | ({"size_bytes": size} if operation.kind is CheckpointKind.EXTERNAL else {}))
+
+    def _record_checkpoint(self, checkpoint: CheckpointEntity, recording: Recording) -> None:
+        replaced = self._registry.checkpoints.get(checkpoint.path)
+        recording.changes.append(self._registry.keep(checkpoint))
+        if replaced is not None and replaced.folder != checkpoint.folder:
+            recording.statements.append(mark_for_deletion(replaced.folder))
+            recording.marked.append(replaced.folder)
 
     async def _snapshot(self, queue: ModelQueue, operation: SnapshotOp, effects: SideEffects) -> Outcome:
         """Copy the weights for sampling: from memory now, and from a folder after a restart."""
@@ -212,11 +217,17 @@ class OperationRunner:
             folder=str(folder),
             created=time.time(),
             full=full,
+            number=self._registry.next_number(),
         )
-        effects.statements += [self._registry.keep(sampler), *self._samplers.mark_gone(evicted, MADE_ROOM)]
-        effects.stale += [old.folder for old in evicted if old.folder is not None]
         self._samplers.add_snapshot(sampler)
         fingerprint = await asyncio.to_thread(_fingerprint, self._folder / folder)
+
+        def record(recording: Recording) -> None:
+            recording.changes += [self._registry.keep(sampler), *self._samplers.mark_gone(evicted, MADE_ROOM)]
+            recording.stale += [old.folder for old in evicted if old.folder is not None]
+
+        effects.changed += [old.id for old in evicted]
+        effects.add(id, record)
         return done_json({"sampling_session_id": id, "fingerprint": fingerprint, "type": "save_weights_for_sampler"})
 
     async def _load(
@@ -255,11 +266,11 @@ def _step_metrics(step: UpdateOut, operation: OptimStepOp) -> dict[str, float]:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Hash the weights in a folder; JSON files beside them do not count."""
+    """Hash the weights in a folder that was just written; JSON files beside them do not count."""
+    files = whole_folder.read_manifest(folder).files
     digest = hashlib.sha256()
-    for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".json"):
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    for name in sorted((name for name in files if not name.endswith(".json")), key=Path):
+        digest.update(bytes.fromhex(files[name].sha256))
     return digest.hexdigest()[:16]
 
 

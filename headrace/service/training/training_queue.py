@@ -14,21 +14,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import BackendError, HeadraceError, RequestError, boundary
+from headrace.errors import BackendError, HeadraceError, JournalError, RequestError, boundary
 from headrace.service.evaluation.reference_scoring import References
 from headrace.service.host.model_host import ModelHost
-from headrace.service.requests.request_table import Outcome, PendingRequest, RequestTable, to_failure
+from headrace.service.requests.request_table import RETRY_S, Outcome, PendingRequest, RequestTable, to_failure
 from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.store.checkpoint_folders import CheckpointFolders
-from headrace.service.store.entities import ModelEntity
 from headrace.service.store.journal import Journal, JournalRow
 from headrace.service.store.registry import Registry
 from headrace.service.telemetry import Telemetry
 from headrace.service.training.model_queue import ModelQueue, lacks_reference
-from headrace.service.training.model_states import ModelStates, SideEffects
+from headrace.service.training.model_states import ModelStates, Recording, SideEffects
 from headrace.service.training.operations import CreateOp, ForwardOp, InvalidOp, Operation, OptimStepOp, parse_operation
 from headrace.service.training.training_execution import OperationRunner
 
@@ -88,14 +88,11 @@ class TrainingQueue:
             pending.accepted.set_result(None)
             self.enqueue(pending)
 
-    def add(self, model: ModelEntity) -> None:
-        """Add a model that is about to be created: nothing needs to be brought back."""
-        if model.id not in self._queues:
-            self._queues[model.id] = ModelQueue(model=model.id, resident=True)
-
     def enqueue(self, pending: PendingRequest) -> None:
         """Run a request when those before it have run and it is its model's turn."""
-        queue = self._queues[pending.row.target]
+        model = pending.row.target
+        # a model that is about to be created: nothing needs to be brought back
+        queue = self._queues.setdefault(model, ModelQueue(model=model, resident=True))
         self._add(queue, pending)
         if queue not in self._turns:
             self._turns.append(queue)
@@ -109,20 +106,30 @@ class TrainingQueue:
             self._spawn(self._add_reference_logprobs(pending, pending.operation))
 
     async def cancel(self, pending: PendingRequest) -> bool:
-        """Keep a queued request from starting; its number counts as finished. False when it has started."""
-        queue = self._queues[pending.row.target]
-        if queue.waiting.get(pending.row.seq) is not pending or pending.replay:
+        """Keep a queued request from starting; its number counts as finished. False when it has started.
+
+        Raises JournalError, and the request still waits then.
+        """
+        queue, seq = self._queues[pending.row.target], pending.row.seq
+        if queue.waiting.get(seq) is not pending or pending.replay or isinstance(pending.operation, CreateOp):
             return False
-        if isinstance(pending.operation, CreateOp):
-            return False
-        pending.operation = InvalidOp(message="the request was cancelled before it started")
+        del queue.waiting[seq]  # it does not start meanwhile, and nothing behind it does
+        try:
+            why = RequestError("the request was cancelled before it started")
+            then = partial(queue.finished.add, seq)
+            await self._requests.finish_once(pending, to_failure(why), then=then, never_ran=True)
+        except JournalError:
+            queue.waiting[seq] = pending
+            raise
+        finally:
+            self._start_ready()
         return True
 
     async def fail_unreachable(self, model: str, why: str) -> None:
         """Fail the requests that wait for numbers that will not come; what can run, runs."""
         queue = self._queues.get(model)
         for pending in queue.take_unreachable() if queue is not None else ():
-            await self._requests.finish(pending, to_failure(RequestError(why)))
+            await self._requests.finish(pending, to_failure(RequestError(why)), never_ran=True)
 
     async def unload(self, model: str) -> None:
         """Take a model that is idle off the host; it is brought back when it is needed."""
@@ -226,19 +233,35 @@ class TrainingQueue:
         effects = SideEffects()
         with self._running(queue, pending):
             outcome = await self._outcome(queue, pending, effects)
-        if pending.row.seq > self._registry.models[queue.model].saved_seq:
-            queue.finished.add(pending.row.seq)
-        try:
-            await self._requests.finish(pending, outcome, effects.statements)
-        finally:
-            queue.num_unjournalled -= 1
-            self._start_ready()
+        recording = await self._finish(queue, pending, outcome, effects)
+        self._start_ready()
         if effects.record is not None:
             self._telemetry.log(effects.record)
-        for folder in effects.stale:
+        for folder in recording.stale:
             await self._checkpoints.remove_folder(folder)
-        if effects.replaced is not None:
-            await self._checkpoints.remove_marked(effects.replaced)
+        for folder in recording.marked:
+            await self._checkpoints.remove_marked(folder)
+
+    async def _finish(
+        self, queue: ModelQueue, pending: PendingRequest, outcome: Outcome, effects: SideEffects
+    ) -> Recording:
+        """Journal the outcome with what becomes true by it, as often as it takes."""
+
+        def then() -> None:
+            queue.num_unjournalled -= 1
+            if pending.row.seq > self._registry.models[queue.model].saved_seq:
+                queue.finished.add(pending.row.seq)
+
+        while True:
+            try:
+                async with self._registry.changing(*effects.changed):
+                    recording = effects.decide()
+                    await self._requests.finish_once(
+                        pending, outcome, changes=recording.changes, also=recording.statements, then=then
+                    )
+                return recording
+            except JournalError:  # logged by the journal; others may change the records before the next attempt
+                await asyncio.sleep(RETRY_S)
 
     async def _outcome(self, queue: ModelQueue, pending: PendingRequest, effects: SideEffects) -> Outcome:
         operation = pending.operation
@@ -299,14 +322,14 @@ class TrainingQueue:
         except HeadraceError as exc:
             queue.restoring = False
             for pending in queue.take_all():
-                await self._requests.finish(pending, to_failure(exc, self._folder))
+                await self._requests.finish(pending, to_failure(exc, self._folder), never_ran=True)
             return
         for row in rows:
             pending = PendingRequest(
                 row=row,
                 operation=parse_operation(row.kind, row.body or b""),
                 accepted=asyncio.get_running_loop().create_future(),
-                since=time.time(),
+                since=time.monotonic(),
                 replay=True,
             )
             self._add(queue, pending)

@@ -12,8 +12,8 @@ from headrace.service.http.auth import ApiUser
 from headrace.service.requests.request_table import PendingRequest, RequestTable
 from headrace.service.requests.sessions import Sessions
 from headrace.service.store.entities import ModelEntity
-from headrace.service.store.journal import JournalRow, Statement
-from headrace.service.store.registry import Registry
+from headrace.service.store.journal import JournalRow
+from headrace.service.store.registry import Change, Registry
 from headrace.service.training.operations import Operation, forward_operation, parse_operation
 from headrace.service.training.training_queue import TrainingQueue
 from headrace.service.wire.messages import decompress, parse_forward
@@ -60,16 +60,17 @@ class TrainingRequests:
         kind: str,
         body: bytes,
         operation: Operation | None = None,
-        *also: Statement,
+        *changes: Change,
     ) -> PendingRequest:
-        """Journal and queue a request; a repeat gets the first one. `operation`: the body, if it is parsed already."""
+        """Journal and queue a request with the changes it brings; a repeat gets the first one. `operation`: the body, if
+        it is parsed already."""
         id = request_id(model.id, seq)
         if self._requests.get(id) is None:
             if self._queue.is_finished(model.id, seq):
                 return await self.find_repeated(id)
             self._check(user, model, seq)
         row = JournalRow(id=id, target=model.id, seq=seq, kind=kind, owner=user.name, body=body)
-        pending, is_new = await self._requests.register(row, operation or parse_operation(kind, body), *also)
+        pending, is_new = await self._requests.register(row, operation or parse_operation(kind, body), *changes)
         if is_new:
             self._queue.enqueue(pending)
         return pending
