@@ -5,9 +5,12 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+from headrace.errors import RunFolderError, boundary
 
 logger = logging.getLogger(__name__)
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
@@ -57,9 +60,29 @@ def _end_at_once(deadline_s: float) -> None:
     os._exit(EXIT_TRY_AGAIN)
 
 
+class _LogFile(logging.FileHandler):
+    """A log file whose disk may fail: the run goes on without its lines and says so once."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            logger.warning("%s cannot be written (%s); lines are missing from it", self.baseFilename, error.strerror)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    """Write the log to a file as well. Raises RunFolderError if it cannot be opened."""
+    with boundary(RunFolderError, f"cannot open {path}"):
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("headrace")
     root.addHandler(handler)

@@ -77,7 +77,7 @@ class History:
         return node, name
 
     def _node(self, path: str) -> Node | None:
-        if path == self.root:
+        if os.path.normpath(path) == self.root:
             return self.top
         folder, name = self._place(path)
         return folder.entries.get(name)
