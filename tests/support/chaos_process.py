@@ -1,20 +1,27 @@
 """Run `headrace` commands under a fault, each in a process forked from one that has imported torch."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from support.faulty_disk import DiskFault, library
 from support.paths import ROOT, TESTS
 
 Point = tuple[str, int]
+T = TypeVar("T")
+SEED = os.environ.get("CHAOS_SEED", "1")
+MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))  # for each part of the suite; 0: a fixed number of tries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +124,47 @@ class ChaosProcess:
         """End it and any command that still runs."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+
+
+class ChaosPool:
+    """Processes that fork commands, started when they are first needed."""
+
+    def __init__(self) -> None:
+        self._idle, self._all = list[ChaosProcess](), list[ChaosProcess]()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def borrow(self) -> Iterator[ChaosProcess]:
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None:
+            process = ChaosProcess()
+            self._all.append(process)
+        try:
+            yield process
+        finally:
+            with self._lock:
+                self._idle.append(process)
+
+    def each(self, tries: Iterable[T], attempt: Callable[[ChaosProcess, T], None], *, at_once: int = 2) -> float:
+        """Make all tries, two at a time, or those that begin within CHAOS_MINUTES; return the seconds it took."""
+        began, rest, lock = time.monotonic(), iter(tries), threading.Lock()
+
+        def work() -> None:
+            with self.borrow() as process:
+                while True:
+                    with lock:
+                        over = MINUTES and time.monotonic() > began + 60 * MINUTES
+                        chosen = () if over else tuple(itertools.islice(rest, 1))
+                    if not chosen:
+                        return
+                    attempt(process, chosen[0])
+
+        with ThreadPoolExecutor(at_once) as threads:
+            for future in [threads.submit(work) for _ in range(at_once)]:
+                future.result()
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        for process in self._all:
+            process.close()

@@ -1,5 +1,6 @@
-"""Disturb `headrace serve` under a client of the public SDK, and compare what the client sees with undisturbed training."""
+"""Disturb `headrace serve` under a client of the public SDK; what the client sees is that of undisturbed training."""
 
+import itertools
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from support.faulty_disk import (
     disk_full,
     no_permission,
     read_error,
+    read_log,
     read_only,
     write_error,
 )
@@ -43,7 +45,14 @@ class ServerLives:
     undisturbed one until `end`."""
 
     def __init__(
-        self, process: ChaosProcess, folder: Path, lives: Sequence[Disturbance], *, life_s: float = 3.0
+        self,
+        process: ChaosProcess,
+        folder: Path,
+        lives: Sequence[Disturbance],
+        *,
+        life_s: float = 3.0,
+        last: Disturbance = UNDISTURBED,
+        log: Path | None = None,
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -54,21 +63,22 @@ class ServerLives:
             f'[[keys]]\nowner = "a"\nsha256 = "{hash_key(KEY)}"\n'
         )
         self.folder, self.ended = folder, list[Ended]()
-        self._process, self._lives, self._life_s = process, lives, life_s
+        self._process, self._lives, self._life_s, self._last, self._log = process, lives, life_s, last, log
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        for life in (*self._lives, UNDISTURBED):
+        for life in (*self._lives, self._last):
             if self._ending.is_set():
                 return
             timer = threading.Timer(self._life_s, self._process.signal, [signal.SIGKILL])
-            if life is not UNDISTURBED:
+            if life is not self._last:
                 timer.start()
-            self.ended.append(
-                self._process.run(self.folder, "serve", "serve.toml", disturbed=life, deadline_s=DEADLINE_S)
+            ended = self._process.run(
+                self.folder, "serve", "serve.toml", disturbed=life, log=self._log, deadline_s=DEADLINE_S
             )
+            self.ended.append(ended)
             timer.cancel()
 
     def end(self) -> None:
@@ -106,11 +116,14 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 def make_served_reference(process: ChaosProcess, folder: Path) -> ServedReference:
     began = time.monotonic()
-    lives = ServerLives(process, folder / "work", [])
+    watch, log = Disturbance(fault=DiskFault(act=Act.RECORD)), folder / "operations"
+    folder.mkdir(exist_ok=True)
+    lives = ServerLives(process, folder / "work", [], last=watch, log=log)
     client = start_client(lives.port, folder / "seen.jsonl")
     assert client.wait(DEADLINE_S) == 0, (folder / "seen.txt").read_text()
     lives.end()
-    return ServedReference(lines=read_lines(folder / "seen.jsonl"), seconds=time.monotonic() - began, changes=250)
+    changes = sum(bool(operation.kind & CHANGES) for operation in read_log(log))
+    return ServedReference(lines=read_lines(folder / "seen.jsonl"), seconds=time.monotonic() - began, changes=changes)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -241,5 +254,5 @@ def audit_journal(file: Path) -> None:
             raise LostError(f"{target} has the requests {[row.seq for row in own]}")
         results = [json.loads(row.result or b"") for row in own if row.kind == "optim_step" and row.state == "done"]
         updates = [told["metrics"]["num_updates:max"] for told in results]
-        if any(after != before + 1 for before, after in zip(updates, updates[1:], strict=False)):
+        if any(after != before + 1 for before, after in itertools.pairwise(updates)):
             raise LostError(f"{target} has the updates {updates}")

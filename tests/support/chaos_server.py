@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from headrace import cli, wiring  # noqa: E402
-from support import faulty_disk, forked_headrace  # noqa: E402
+from headrace import cli, wiring
+from support import faulty_disk, forked_headrace
 
 POLL_S = 0.004
 

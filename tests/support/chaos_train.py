@@ -168,16 +168,23 @@ def prepare(folder: Path, setup: Setup, start: Path | None = None) -> Path:
 
 
 def make_reference(process: ChaosProcess, folder: Path, setup: Setup, start: Path | None = None) -> Reference:
-    """Run a setup undisturbed, once for each number: changes and reads of its disk. `start`: see `Setup.from_folder`."""
+    """Run a setup undisturbed, once for each number: changes and reads of its disk. `start`: see `from_folder`."""
     counts = []
     for name, kinds in (("changes", CHANGES), ("reads", Kind.READ | Kind.OPEN_READ)):
         count = Disturbance(fault=DiskFault(act=Act.RECORD, kinds=kinds))
-        ended = process.run(prepare(folder / name, setup, start), "train", "run.toml", *setup.arguments, disturbed=count)
+        ended = process.run(
+            prepare(folder / name, setup, start), "train", "run.toml", *setup.arguments, disturbed=count
+        )
         assert ended.code == 0, ended.said
         counts.append(ended)
     (run,) = (folder / "changes" / "runs").iterdir()
     return Reference(
-        setup=setup, start=start, run=run, seconds=counts[1].seconds, changes=counts[0].operations, reads=counts[1].operations
+        setup=setup,
+        start=start,
+        run=run,
+        seconds=counts[1].seconds,
+        changes=counts[0].operations,
+        reads=counts[1].operations,
     )
 
 

@@ -36,9 +36,7 @@ class Kind(IntFlag):
     LINK = 512
 
 
-CHANGES = (
-    Kind.OPEN_WRITE | Kind.WRITE | Kind.TRUNCATE | Kind.RENAME | Kind.UNLINK | Kind.MKDIR | Kind.FSYNC | Kind.LINK
-)
+CHANGES = Kind.OPEN_WRITE | Kind.WRITE | Kind.TRUNCATE | Kind.RENAME | Kind.UNLINK | Kind.MKDIR | Kind.FSYNC | Kind.LINK
 
 
 class Act(IntEnum):

@@ -65,7 +65,9 @@ class History:
             folder.entries[name] = node = Node(is_folder=path.is_dir())
             if path.is_file():
                 node.content += path.read_bytes()
-        self._initial = _copy(self.top, {})
+        copies: dict[int, tuple[Node, Node]] = {}
+        self._initial = _copy(self.top, copies)
+        self._before = list(copies.values())  # nodes that were there before, and as they were
         for number, operation in enumerate(operations):
             self._follow(number, operation)
 
@@ -141,8 +143,9 @@ class History:
 
     def state(self, after: int, fates: dict[int, Fate]) -> Node:
         """Return the top folder after a power loss; `fates`: of uncertain changes, by their index in `changes`."""
-        nodes: dict[int, Node] = {}
-        top = _copy(self._initial, nodes, self.top)
+        copies: dict[int, tuple[Node, Node]] = {}
+        top = _copy(self._initial, copies)
+        nodes = {id(node): copies[id(before)][1] for node, before in self._before}
         for index, change in enumerate(self.changes):
             if change.at < after:
                 places = tuple((_twin(folder, nodes), name) for folder, name in change.places)
@@ -225,12 +228,11 @@ def _twin(node: Node, nodes: dict[int, Node]) -> Node:
     return nodes[id(node)]
 
 
-def _copy(node: Node, nodes: dict[int, Node], live: Node | None = None) -> Node:
-    """Copy a tree; `nodes` maps the nodes of `live`, the same tree as it is now, to the copies."""
+def _copy(node: Node, copies: dict[int, tuple[Node, Node]]) -> Node:
+    """Copy a tree; `copies` gets every node with its copy, by the node's id."""
     copy = Node(is_folder=node.is_folder, content=bytearray(node.content))
-    nodes[id(live if live is not None else node)] = copy
-    for name, entry in node.entries.items():
-        copy.entries[name] = _copy(entry, nodes, None if live is None else live.entries.get(name))
+    copies[id(node)] = node, copy
+    copy.entries = {name: _copy(entry, copies) for name, entry in node.entries.items()}
     return copy
 
 
