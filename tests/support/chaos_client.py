@@ -53,6 +53,7 @@ def train(service: Any, steps: int, file: Path) -> None:
         (sequence,) = sampler.sample(types.ModelInput.from_ints([9, 10]), 1, asked).result().sequences
         path = model.save_state(f"{step:06d}").result().path
         line = {"losses": losses, "tokens": sequence.tokens, "logprobs": sequence.logprobs, "path": path}
+        line["at_s"] = time.monotonic()  # everything in this line was known by then
         with file.open("a") as out:
             out.write(json.dumps(line) + "\n")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.config import Config
 from headrace.errors import HeadraceError
+from headrace.folder_lock import LOCK
 from headrace.observe.run_folder import RunFolder, find_latest
 from headrace.observe.sinks.jsonl import JsonlSink, read_metrics, restore_cut
 from headrace.wiring.build.models import starting_model
@@ -72,6 +73,13 @@ def lay_out(recorded: Recorded, after: int, policy: str, luck: random.Random) ->
     history = recorded.history
     shutil.rmtree(recorded.work)
     write_tree(history.state(after, history.fates(after, policy, luck)), recorded.work)
+    remove_locks(recorded.work)
+
+
+def remove_locks(folder: Path) -> None:
+    """Take the lock of a process that is gone away: after a power loss a start waits a minute for its heartbeat."""
+    for lock in list(folder.rglob(LOCK)):
+        shutil.rmtree(lock)
 
 
 def check_state(recorded: Recorded, after: int) -> str:

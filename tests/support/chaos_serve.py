@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from headrace.service.http.auth import hash_key
 from headrace.service.store.journal import Journal
+from support.chaos_power import remove_locks
 from support.chaos_process import UNDISTURBED, ChaosProcess, Disturbance, Ended
 from support.chaos_table import Table
 from support.chaos_train import DAY, HOUR, LostError
@@ -25,6 +27,7 @@ from support.faulty_disk import (
     CHANGES,
     Act,
     DiskFault,
+    Operation,
     disk_full,
     no_permission,
     read_error,
@@ -34,10 +37,24 @@ from support.faulty_disk import (
 )
 from support.kill_points import KEY, PLACES
 from support.paths import ROOT, TESTS
+from support.power_loss import History, write_tree
 
 STEPS = 5
 DEADLINE_S = 240.0
 NAME = "serve"
+
+
+def prepare_served(folder: Path) -> Path:
+    """Make a working folder with a serve.toml."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir(parents=True)
+    (folder / "serve.toml").write_text(
+        f'[serve]\nport = {port}\nfolder = "data"\n[engine]\nmax_num_seqs = 8\n'
+        f'[[keys]]\nowner = "a"\nsha256 = "{hash_key(KEY)}"\n'
+    )
+    return folder
 
 
 class ServerLives:
@@ -54,14 +71,7 @@ class ServerLives:
         last: Disturbance = UNDISTURBED,
         log: Path | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        folder.mkdir(parents=True)
-        (folder / "serve.toml").write_text(
-            f'[serve]\nport = {self.port}\nfolder = "data"\n[engine]\nmax_num_seqs = 8\n'
-            f'[[keys]]\nowner = "a"\nsha256 = "{hash_key(KEY)}"\n'
-        )
+        self.port = int(tomllib.loads((folder / "serve.toml").read_text())["serve"]["port"])
         self.folder, self.ended = folder, list[Ended]()
         self._process, self._lives, self._life_s, self._last, self._log = process, lives, life_s, last, log
         self._ending = threading.Event()
@@ -106,24 +116,33 @@ class ServedReference:
     lines: list[dict[str, Any]]
     seconds: float
     changes: int
+    folder: Path  # of the server, as it was at the end
+    operations: list[Operation]  # on the server's disk
+    seen: list[str]  # the lines as the client wrote them
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read what a client saw, without the names that a server gives."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "path"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in ("path", "at_s")} for line in lines]
 
 
 def make_served_reference(process: ChaosProcess, folder: Path) -> ServedReference:
     began = time.monotonic()
     watch, log = Disturbance(fault=DiskFault(act=Act.RECORD)), folder / "operations"
-    folder.mkdir(exist_ok=True)
-    lives = ServerLives(process, folder / "work", [], last=watch, log=log)
+    lives = ServerLives(process, prepare_served(folder / "work"), [], last=watch, log=log)
     client = start_client(lives.port, folder / "seen.jsonl")
     assert client.wait(DEADLINE_S) == 0, (folder / "seen.txt").read_text()
     lives.end()
-    changes = sum(bool(operation.kind & CHANGES) for operation in read_log(log))
-    return ServedReference(lines=read_lines(folder / "seen.jsonl"), seconds=time.monotonic() - began, changes=changes)
+    operations = list(read_log(log))
+    return ServedReference(
+        lines=read_lines(folder / "seen.jsonl"),
+        seconds=time.monotonic() - began,
+        changes=len(operations),
+        folder=folder / "work",
+        operations=operations,
+        seen=(folder / "seen.jsonl").read_text().splitlines(keepends=True),
+    )
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -189,7 +208,7 @@ def attempt_served(
     many = luck.choice([1, 2, 3])
     kills_client = fault == "client killed"
     disturbed = [] if kills_client else [FAULTS[fault](reference, luck) for _ in range(many)]
-    lives = ServerLives(process, folder / "work", disturbed, life_s=3.0 + 1.5 * reference.seconds)
+    lives = ServerLives(process, prepare_served(folder / "work"), disturbed, life_s=3.0 + 1.5 * reference.seconds)
     file, failure, struck = folder / "seen.jsonl", None, kills_client
     client = start_client(lives.port, file)
     try:
@@ -221,6 +240,42 @@ def attempt_served(
     refused = len(failures.read_text().splitlines()) if failures.exists() else 0
     struck = struck or any(ended.killed or ended.struck or ended.sent for ended in lives.ended[: len(disturbed)])
     table.add(NAME, fault, struck=struck, refused=refused, resumed=failure is None, failure=failure)
+    if failure is None:
+        shutil.rmtree(folder)
+
+
+def lose_power(
+    process: ChaosProcess, reference: ServedReference, policy: str, seed: str, folder: Path, table: Table
+) -> None:
+    """Start a server on what a power loss during the undisturbed training may have left, and go on with the client.
+
+    The client knows the lines that it had written by then; what they name must be there.
+    """
+    luck, failure = random.Random(seed), None
+    (folder / "before").mkdir(parents=True)
+    shutil.copy(reference.folder / "serve.toml", folder / "before")
+    history = History(reference.folder, folder / "before", reference.operations)
+    after = luck.randint(0, len(reference.operations))
+    write_tree(history.state(after, history.fates(after, policy, luck)), folder / "work")
+    remove_locks(folder / "work")
+    until_s = reference.operations[after - 1].time_s if after else 0.0
+    known = [line for line in reference.seen if json.loads(line)["at_s"] < until_s]
+    (folder / "seen.jsonl").write_text("".join(known))
+    lives = ServerLives(process, folder / "work", [])
+    client = start_client(lives.port, folder / "seen.jsonl")
+    try:
+        if client.wait(DEADLINE_S) != 0 or read_lines(folder / "seen.jsonl") != reference.lines:
+            raise LostError("the client does not go on")
+        lives.end()
+        _check_servers(lives)
+    except (LostError, subprocess.TimeoutExpired) as exc:
+        failure = f"after operation {after} of {len(reference.operations)}: {exc} (seed {seed!r}, {folder})"
+        (folder / "told.txt").write_text("\n".join(f"{each}\n" for each in lives.ended))
+    finally:
+        client.kill()
+        client.wait()
+        lives.end()
+    table.add(NAME, f"power loss, {policy}", struck=True, refused=0, resumed=failure is None, failure=failure)
     if failure is None:
         shutil.rmtree(folder)
 

@@ -312,7 +312,8 @@ def attempt(
             if ended.code != 0:
                 raise LostError(f"the run does not go on: {ended.last_line}")
             resumed = True
-        compare(reference, run_of(folder / "work", ended))
+        failed = any("has no reward" in text for text in told)  # a call that was killed is a failed episode, by design
+        compare(reference, run_of(folder / "work", ended), exact=setup.exact and not failed)
     except LostError as exc:
         failure = f"{exc} (seed {seed!r}, {folder})"
         (folder / "told.txt").write_text("\n".join(told))
@@ -344,9 +345,9 @@ def contents(run: Path) -> dict[str, bytes]:
     return found | {"metrics.jsonl": reproducible_bytes(run / "metrics.jsonl")}
 
 
-def compare(reference: Reference, run: Path) -> None:
-    """Raise LostError unless the run is what its configuration promises."""
-    if not reference.setup.exact:
+def compare(reference: Reference, run: Path, *, exact: bool) -> None:
+    """Raise LostError unless the run is what is promised: the same bytes, or only the same counts."""
+    if not exact:
         check_counts(run)
         return
     mine, its = contents(run), contents(reference.run)
@@ -357,10 +358,16 @@ def compare(reference: Reference, run: Path) -> None:
 
 
 def check_counts(run: Path) -> None:
-    """Check a run whose bytes depend on timing: every group once, the bound kept, every group accounted for."""
+    """Check a run whose bytes depend on timing: every group once and with its own reward, the bound kept, every group
+    accounted for."""
     groups: list[int] = []
     for path in sorted((run / "rollouts").glob("step_*.jsonl")):
-        groups += {json.loads(line)["group_id"] for line in path.read_text().splitlines()}
+        episodes = [json.loads(line) for line in path.read_text().splitlines()]
+        groups += {episode["group_id"] for episode in episodes}
+        for episode in episodes:
+            tokens = [token for step in episode["steps"] for token in step["tokens"]["sampled"]]
+            if not episode.get("failed") and episode["reward"]["parts"]["score"] != sum(tokens) % 7 / 7:
+                raise LostError(f"the reward of episode {episode['id']} is {episode['reward']}")
     if not len(groups) == len(set(groups)) == STEPS * GROUPS:
         raise LostError(f"trained on the groups {sorted(groups)}")
     records = [r.values for r in read_metrics(run / "metrics.jsonl") if "rollout/lag_max" in r.values]

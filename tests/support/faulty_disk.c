@@ -91,12 +91,15 @@ static void put(const void *data, size_t size) {
     }
 }
 
-/* Record: kind, flags, inode, offset, two lengths, path (or nothing), data or second path. */
+/* Record: kind, flags, inode, offset, time, two lengths, path (or nothing), data or second path. */
 static void record(int kind, int flags, uint64_t inode, int64_t offset, const char *path, const void *data, size_t size) {
     if (log_fd < 0) return;
     int saved = errno;
-    struct { int32_t kind, flags; uint64_t inode; int64_t offset; uint32_t path, data; } head = {
-        kind, flags, inode, offset, path ? (uint32_t)strlen(path) : 0, (uint32_t)size };
+    struct timespec now;
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now);
+    struct { int32_t kind, flags; uint64_t inode; int64_t offset; double time_s; uint32_t path, data; } head = {
+        kind, flags, inode, offset, (double)now.tv_sec + 1e-9 * (double)now.tv_nsec,
+        path ? (uint32_t)strlen(path) : 0, (uint32_t)size };
     pthread_mutex_lock(&mutex);
     put(&head, sizeof head);
     if (path) put(path, strlen(path));

@@ -18,7 +18,7 @@ from enum import IntEnum, IntFlag
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("faulty_disk.c")
-_HEAD = struct.Struct("=iiQqII")
+_HEAD = struct.Struct("=iiQqdII")
 
 
 class Kind(IntFlag):
@@ -133,6 +133,7 @@ class Operation:
     offset: int  # of a write; the new size of a truncation
     path: str
     data: bytes
+    time_s: float = 0.0  # of the monotonic clock, when it was done
 
     @property
     def target(self) -> str:
@@ -142,9 +143,9 @@ class Operation:
 def read_log(file: Path) -> Iterator[Operation]:
     content, position = file.read_bytes(), 0
     while position < len(content):
-        kind, flags, inode, offset, path_size, data_size = _HEAD.unpack_from(content, position)
+        kind, flags, inode, offset, time_s, path_size, data_size = _HEAD.unpack_from(content, position)
         position += _HEAD.size
         path = content[position : position + path_size].decode()
         position += path_size
-        yield Operation(Kind(kind), flags, inode, offset, path, content[position : position + data_size])
+        yield Operation(Kind(kind), flags, inode, offset, path, content[position : position + data_size], time_s)
         position += data_size
