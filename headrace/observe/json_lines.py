@@ -33,11 +33,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def write_whole(path: Path, text: str | Iterable[str]) -> None:
+def write_whole(path: Path, text: str | Iterable[str], *, temporary: Path | None = None) -> None:
     """Write a file of the run folder atomically, and the folders above it (see `atomic_files.write_text`).
 
     Raises RunFolderError (a full disk, a folder that is not writable); an existing file is then unchanged.
     """
     with boundary(RunFolderError, f"cannot write {path}"):
         atomic_files.make_folder(path.parent)
-        atomic_files.write_text(path, text)
+        atomic_files.write_text(path, text, temporary=temporary)

@@ -70,6 +70,25 @@ async def test_what_takes_long_is_made_only_of_states_that_are_written_and_tells
     ]
 
 
+async def test_files_that_the_state_counts_on_are_flushed_before_each_save_and_only_then(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, every=2)
+    events: list[str] = []
+    bench.checkpointer = Checkpointer(
+        bench.store,
+        bench.backend,
+        bench.snapshot,
+        every=2,
+        total=6,
+        done=0,
+        stop=bench.stop,
+        before_save=lambda: events.append(f"flush, {len(bench.store.saved)} saved"),
+        after_save=lambda: events.append(f"settle, {len(bench.store.saved)} saved"),
+    )
+    for done in (1, 2, 3, 4):
+        await bench.step(done)
+    assert events == ["flush, 0 saved", "settle, 1 saved", "flush, 1 saved", "settle, 2 saved"]
+
+
 async def test_every_0_saves_only_the_end(tmp_path: Path) -> None:
     bench = Bench(tmp_path, every=0, total=3)
     for done in (1, 2, 3):

@@ -12,11 +12,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from headrace import whole_folder
+from headrace.folder_lock import hold_folder
 from headrace.observe.sinks.jsonl import read_metrics, reproducible_bytes
+from headrace.whole_folder import Manifest
 from support.paths import ROOT, TESTS
 
 TAKE = "headrace.rollout.executor:RolloutExecutor.take_batch"
@@ -105,7 +111,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def headrace() -> Iterator[Headrace]:
     """Call it with a working folder and the command's arguments."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HEADRACE_LOCK_WAIT_S": "0"}
     command = [sys.executable, "-P", str(TESTS / "support" / "forked_headrace.py")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -324,6 +330,123 @@ def test_when_no_checkpoint_of_a_stage_is_sound_it_starts_again_from_the_stage_b
     assert resumed.code == 0, resumed.said
     assert "rl 1/4" in resumed.said
     assert "sft 1/4" not in resumed.said
+    assert_equal(run, whole)
+
+
+@pytest.mark.parametrize("spoilt", [("step_000004",), ("step_000002", "step_000004")], ids=["newest", "all"])
+def test_a_checkpoint_that_was_only_read_wrongly_is_still_of_use_after_a_resume_that_died(
+    spoilt: Sequence[str], headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    """The resume cut metrics.jsonl back to an older checkpoint and was killed before it saved anything."""
+    run = copied(whole, tmp_path)
+    weights = [run / "checkpoints" / "rl" / step / "optimizer.safetensors" for step in spoilt]
+    for file in weights:
+        alter(file.parent)
+    file = str(whole.parent.parent / "run.toml")
+    killed = headrace(tmp_path, "train", file, str(run), "--resume", points=[(TAKE, 1), (UPDATE, 1)])
+    assert killed.code == -signal.SIGKILL, killed.said
+    assert len(read_metrics(run / "metrics.jsonl")) < len(read_metrics(whole / "metrics.jsonl")), "it was cut"
+    for file_ in weights:
+        alter(file_.parent)  # the same bit again: the file was sound all the time
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 0, resumed.said
+    assert "rl 4/4" not in resumed.said, "nothing was left to do"
+    assert_equal(run, whole)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has a file that cannot be read")
+def test_a_start_that_cannot_read_a_checkpoint_ends_with_a_sentence_and_changes_nothing(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    for step in ("step_000002", "step_000004"):
+        weights = run / "checkpoints" / "rl" / step / "model.safetensors"
+        weights.unlink()
+        os.symlink("/proc/self/mem", weights)  # reading its first bytes is an input/output error, also for root
+        fields = json.loads((weights.parent / "manifest.json").read_text())
+        fields["files"]["model.safetensors"]["size_bytes"] = 0  # as stat has it
+        resign(weights.parent / "manifest.json", fields)
+    names, metrics = sorted(run.rglob("*")), (run / "metrics.jsonl").read_bytes()
+    refused = resume_copy(headrace, whole, run)
+    assert refused.code == 1
+    last = refused.said.splitlines()[-1]
+    assert "rl/step_000004/model.safetensors cannot be read (Input/output error); this is no sign of damage" in last
+    besides_lock = [path for path in sorted(run.rglob("*")) if path.parent.name != ".lock"]
+    assert besides_lock == [path for path in names if path.parent.name != ".lock"]
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def resign(manifest: Path, fields: dict[str, Any]) -> None:
+    parsed = TypeAdapter(Manifest).validate_python(fields)
+    signed = replace(parsed, digest=whole_folder._digest(parsed))
+    manifest.write_text(whole_folder._text(signed))
+
+
+def test_a_run_folder_that_another_process_holds_is_left_alone(headrace: Headrace, whole: Path, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
+    alter(run / "checkpoints" / "rl" / "step_000004")
+    before = contents(run)
+    with hold_folder(run):
+        refused = resume_copy(headrace, whole, run)
+    assert refused.code == 75
+    assert f"is in use by process {os.getpid()} on" in refused.said.splitlines()[-1]
+    assert contents(run) == before
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 0, resumed.said
+    assert_equal(run, whole)
+
+
+TAKEN_OVER = REWARD.replace(
+    "    return",
+    """    import pathlib
+    (lock,) = pathlib.Path("runs").glob("*/.lock")
+    (lock / "000099").touch()  # as a process on another host does that has waited long enough
+    return""",
+)
+
+
+def test_a_run_whose_folder_was_taken_over_writes_nothing_more(headrace: Headrace, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "reward.py").write_text(TAKEN_OVER)
+    config = CONFIG[: CONFIG.index("[eval]")] + CONFIG[CONFIG.index("[checkpoint]") :]
+    (tmp_path / "run.toml").write_text(config)
+    lost = headrace(tmp_path, "train", "run.toml")
+    assert lost.code == 75
+    assert "was taken over by another process" in lost.said.splitlines()[-1]
+    assert {record.stage for record in read_metrics(lost.run / "metrics.jsonl")} == {"sft"}
+    assert not list((lost.run / "rollouts").iterdir())
+    assert not (lost.run / "checkpoints" / "rl").exists()
+
+
+def test_the_model_at_the_start_is_verified_and_written_again_when_it_was_removed(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    truncate(run / "start")
+    refused = resume_copy(headrace, whole, run)
+    assert refused.code == 1
+    assert "model.safetensors has" in refused.said.splitlines()[-1]
+    assert f"remove {run / 'start'}, and the resumed run writes it again" in refused.said.splitlines()[-1]
+    shutil.rmtree(run / "start")
+    assert resume_copy(headrace, whole, run).code == 0
+    assert_equal(run, whole)
+    (run / "start" / "manifest.json").unlink()  # as in runs of older versions
+    assert resume_copy(headrace, whole, run).code == 0
+
+
+@pytest.mark.slow
+def test_two_resumes_at_once_leave_the_run_that_one_would_have_left(whole: Path, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
+    alter(run / "checkpoints" / "rl" / "step_000004")
+    command = [sys.executable, "-m", "headrace.cli", "train", str(whole.parent.parent / "run.toml"), str(run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HEADRACE_LOCK_WAIT_S": "600"}
+    both = [
+        subprocess.Popen([*command, "--resume"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sum("rl 4/4" in text for text in said) == 1, "the other one found the run complete"
     assert_equal(run, whole)
 
 

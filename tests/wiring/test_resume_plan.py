@@ -1,13 +1,16 @@
 """Where the stages of a run go on: the rules of resuming, on folders of checkpoints."""
 
+import errno
+import os
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from headrace.config import Config, load_config
 from headrace.envs import ENVIRONMENTS
-from headrace.errors import CheckpointError, DataError
+from headrace.errors import CheckpointError, DataError, StorageError
 from headrace.model.tiny import make_tokenizer
 from headrace.model.tokenizer import TokenizerOnly
 from headrace.observe.run_folder import RunFolder
@@ -79,6 +82,54 @@ def test_a_stage_without_a_sound_checkpoint_starts_again_only_after_another_stag
     assert plan.rl is not None
     assert plan.rl.newest is None
     assert plan.sft is not None, "its end is where [rl] starts"
+
+
+@pytest.mark.parametrize("call", ["open", "read_text"])
+def test_a_stage_whose_checkpoint_the_machine_cannot_read_does_not_start_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    save(folder, "sft", 2)
+    save(folder, "rl", 1)
+    (save(folder, "rl", 2) / "weights").write_bytes(b"other")
+    real = getattr(Path, call)
+
+    def fail(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if "step_000001" in str(self):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, *args, **kwargs)
+
+    before = sorted(str(path) for path in folder.path.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, fail)
+        with pytest.raises(StorageError, match=r"step_000001/.* cannot be read \(Input/output error\)"):
+            plan_resume(config_of(SFT + RL), folder)
+    assert sorted(str(path) for path in folder.path.rglob("*")) == before
+    plan = plan_resume(config_of(SFT + RL), folder)
+    assert plan.rl is not None
+    assert plan.rl.done == 1
+
+
+def test_a_pointer_that_cannot_be_written_starts_no_stage_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, "sft", 2)
+    save(folder, "rl", 1)
+    (folder.checkpoints / "rl" / "latest").unlink()
+
+    def full_disk(*args: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    plan = plan_resume(config_of(SFT + RL), folder)
+    assert plan.rl is not None
+    assert plan.rl.done == 1
+
+
+def test_a_start_removes_the_checkpoints_that_a_kill_left_too_many(folder: RunFolder) -> None:
+    for step in (1, 2, 3):
+        save(folder, "rl", step)
+    plan_resume(config_of(RL + "[checkpoint]\nkeep_last = 1\n"), folder)
+    assert [path.name for path in sorted((folder.checkpoints / "rl").glob("step_*"))] == ["step_000003"]
 
 
 def test_data_of_stages_without_steps_left_are_not_read_again(folder: RunFolder, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import wiring
+from headrace import atomic_files, wiring
 from headrace.data.conversations import ConversationMixture, prompt_of
 from headrace.envs import ENVIRONMENTS, environment_demonstrations
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, RolloutError, RunFolderError
 from headrace.model.tiny import save_tiny
 from headrace.observe.rollouts.files import load_trajectories
-from headrace.observe.sinks.jsonl import MetricRecord, read_metrics, reproducible_bytes
+from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes
 from headrace.types import CreditedEpisode
 from headrace.wiring.build.data import conversations_of, tasks_of, training_conversations
 from headrace.wiring.checked_config import load_checked
@@ -439,6 +439,28 @@ def test_a_finished_run_without_all_its_metrics_is_not_resumed_silently(bench: B
     refused(len(lines) - 1)
     metrics.write_text("".join(lines))
     assert resume().figures == result.figures
+
+
+def test_the_metrics_that_a_checkpoint_counts_are_on_the_disk_before_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def record(owner: Any, name: str, event: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    record(JsonlSink, "log", "line")
+    record(JsonlSink, "sync", "flush")
+    record(atomic_files, "replace_folder", "checkpoint")
+    bench.train("rl.steps=4", "checkpoint.every=2")
+    story = "".join({"line": "l", "flush": "f", "checkpoint": "c"}[event] for event in events)
+    assert re.fullmatch(r"(l+fc){2}f*", story), "no line between the flush and the checkpoint, no flush for each line"
 
 
 def test_a_run_killed_while_its_model_was_made_makes_it_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import logging
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
         facts=[*_facts(run, records, summary or {}), *(("Left out", note) for note in left_out)],
         summary=summary or {},
     )
-    write_whole(run.report, page)
+    temporary = run.report.with_name(f".{run.report.name}-{os.getpid()}")  # the run may write its own at the same time
+    write_whole(run.report, page, temporary=temporary)
     return run.report
 
 

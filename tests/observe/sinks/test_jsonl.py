@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import RunFolderError
-from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes
+from headrace.errors import FolderLockedError, RunFolderError
+from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes, restore_cut
 
 NAMES = st.from_regex(r"[a-z]{1,4}/[a-z@1]{1,4}", fullmatch=True)
 
@@ -95,3 +95,51 @@ def test_more_records_than_there_are_cannot_be_kept(tmp_path: Path) -> None:
     sink.log(2, {"a/b": 2.0})
     sink.close()
     assert [item.step for item in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def written(path: Path, steps: range) -> JsonlSink:
+    sink = JsonlSink(path, stage="rl")
+    for step in steps:
+        sink.log(step, {"a/b": float(step)})
+    return sink
+
+
+def test_what_a_resume_cut_off_comes_back_until_something_newer_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, range(1, 9)).close()
+    whole = path.read_bytes()
+    first = JsonlSink(path, stage="rl")
+    first.truncate_after(3)  # from an older checkpoint than the newest, which could not be used
+    first.log(4, {"a/b": 4.0})
+    first.close()
+    second = JsonlSink(path, stage="rl")
+    second.truncate_after(2)
+    second.close()
+    restore_cut(path, 1)
+    assert [item.step for item in read_metrics(path)] == [1, 2], "what a checkpoint does not need stays cut"
+    restore_cut(path, 8)
+    assert path.read_bytes() == whole
+    third = JsonlSink(path, stage="rl")
+    third.truncate_after(3)
+    third.forget_cut()
+    third.close()
+    restore_cut(path, 8)
+    assert [item.step for item in read_metrics(path)] == [1, 2, 3]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_sink_whose_folder_was_taken_over_writes_and_cuts_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, range(1, 4)).close()
+    before = path.read_bytes()
+
+    def check() -> None:
+        raise FolderLockedError("lost")
+
+    sink = JsonlSink(path, stage="rl", check_owner=check)
+    with pytest.raises(FolderLockedError):
+        sink.log(4, {"a/b": 1.0})
+    with pytest.raises(FolderLockedError):
+        sink.truncate_after(1)
+    sink.close()
+    assert path.read_bytes() == before
