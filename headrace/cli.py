@@ -385,6 +385,9 @@ def serve(
     reference: Annotated[
         bool, typer.Option("--reference", help="Only score with the file's frozen models, for remote trainers.")
     ] = False,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Use a folder and a journal together that do not fit, as they are.")
+    ] = False,
 ) -> None:
     """Serve training and sampling to the public tinker SDK."""
     from dataclasses import replace
@@ -401,7 +404,10 @@ def serve(
     if reference:
         _serve_references(config)
         return
-    with open_service(config, make_key=new_key) as opened, listen(config.serve.host, config.serve.port) as listening:
+    with (
+        open_service(config, make_key=new_key, adopt=adopt) as opened,
+        listen(config.serve.host, config.serve.port) as listening,
+    ):
         host, bound = listening.getsockname()[:2]
         names = " = ".join((opened.card.name, *opened.card.aliases))
         print(f"headrace {__version__} serves {names} on http://{host}:{bound}")

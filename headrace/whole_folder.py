@@ -45,10 +45,12 @@ class Manifest:
 _MANIFEST = TypeAdapter(Manifest)
 
 
-def write_manifest(folder: Path, *, step: int | None = None, score: float | None = None) -> Manifest:
+def write_manifest(
+    folder: Path, *, step: int | None = None, score: float | None = None, flush: bool = True
+) -> Manifest:
     """List every file in `folder` with its hash, then flush all of it, so that a rename makes a whole folder.
 
-    May raise OSError.
+    Without `flush` a loss of power may leave anything. May raise OSError.
     """
     assert not (folder / MANIFEST).exists(), f"{MANIFEST} is ours to write"
     files = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
@@ -58,7 +60,8 @@ def write_manifest(folder: Path, *, step: int | None = None, score: float | None
     manifest = Manifest(step=step, score=score, files=entries)
     manifest = replace(manifest, digest=_digest(manifest))
     (folder / MANIFEST).write_text(_text(manifest), encoding="utf-8")
-    atomic_files.fsync_tree(folder)
+    if flush:
+        atomic_files.fsync_tree(folder)
     return manifest
 
 

@@ -24,10 +24,11 @@ from headrace.service.sampling.sampling_queue import SamplingQueue
 from headrace.service.sampling.sampling_requests import SamplingRequests
 from headrace.service.settings import Limits
 from headrace.service.store.checkpoint_folders import CheckpointFolders
-from headrace.service.store.cleanup import GOING, clear_leftovers
+from headrace.service.store.cleanup import GOING, clear_leftovers, newer_states
 from headrace.service.store.entities import ModelCard
-from headrace.service.store.journal import Journal, Statement, forget_results
-from headrace.service.store.registry import Registry
+from headrace.service.store.journal import MOMENT, Journal, forget_results, put, remove
+from headrace.service.store.ownership import note_progress
+from headrace.service.store.registry import Change, Registry
 from headrace.service.telemetry import Telemetry
 from headrace.service.training.model_creation import ModelCreation
 from headrace.service.training.training_queue import TrainingQueue
@@ -116,17 +117,14 @@ class Service:
         self.models = ModelCreation(
             card, self.registry, self.sessions, self.trainer, self.training, max_rank=limits.max_rank
         )
-        self.sampling_requests = SamplingRequests(
-            card, self.registry, self.requests, self.sessions, self.sampling
-        )
+        self.sampling_requests = SamplingRequests(card, self.registry, self.requests, self.sessions, self.sampling)
         self.polling = Polling(self.registry, journal, self.requests, self.trainer, self.sampling, poll_s=limits.poll_s)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run what the journal has queued, and whatever comes; at the end leave the rest to the journal."""
         with boundary(JournalError, "what an earlier server left cannot be removed"):
-            going = await asyncio.to_thread(self._journal.records, GOING)
-            await self._write(*await asyncio.to_thread(clear_leftovers, self._folder, self.registry, going))
+            await self.registry.commit(*await asyncio.to_thread(self._clear_leftovers))
         await self._resume()
         expiring = asyncio.create_task(self._expire_often(), name="headrace-expire")
         try:
@@ -137,6 +135,12 @@ class Service:
             await asyncio.gather(expiring, self.sampling.close(), self.trainer.close(), return_exceptions=True)
             self.references.close()  # after the trainer: a request that it prepares must not fail because we end
             await self.evaluator.close()
+            with contextlib.suppress(HeadraceError):
+                await asyncio.to_thread(self._note_progress)
+
+    def _clear_leftovers(self) -> list[Change]:
+        newer = newer_states(self._folder, self.registry, self._journal)
+        return clear_leftovers(self._folder, self.registry, self._journal.records(GOING), keep=newer)
 
     async def _resume(self) -> None:
         """Queue the requests that an earlier server left in the journal."""
@@ -150,11 +154,26 @@ class Service:
 
     async def expire(self) -> None:
         """Remove expired checkpoints, the work of silent sessions, snapshots beyond the limit and old outcomes."""
-        oldest_result = int((time.time() - self.limits.keep_results_s) * 1e6)
         await self.checkpoints.delete_expired()
         await self.sessions.expire()
         await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)
-        await self._write(forget_results(before=oldest_result))
+        await self._forget_old_results()
+        await asyncio.to_thread(self._note_progress)
+
+    async def _forget_old_results(self) -> None:
+        """Forget outcomes by their numbers: the journal has notes of the time at which some numbers were reached."""
+        now, last = time.time(), self.requests.last_journalled
+        noted = {int(id): float(when) for id, when in (await asyncio.to_thread(self._journal.records, MOMENT)).items()}
+        statements = [put(MOMENT, str(last), now)] if last > max(noted, default=0) else []
+        old = [number for number, when in noted.items() if when <= now - self.limits.keep_results_s]
+        if old:
+            statements += [forget_results(before=max(old) + 1), *(remove(MOMENT, str(number)) for number in old)]
+        if statements:
+            await asyncio.wrap_future(self._journal.write(statements))
+
+    def _note_progress(self) -> None:
+        with boundary(JournalError, "the server's folder cannot be written"):
+            note_progress(self._folder, self.requests.last_journalled)
 
     async def _expire_often(self) -> None:
         while True:
@@ -176,6 +195,3 @@ class Service:
             "resident_models": self.trainer.num_resident,
             "sessions": len(self.registry.sessions),
         }
-
-    async def _write(self, *statements: Statement) -> None:
-        await asyncio.wrap_future(self._journal.write(statements))

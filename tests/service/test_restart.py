@@ -2,15 +2,12 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from headrace.service.host.fake_host import FakeHost
 from headrace.service.settings import Limits
 from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal
+from support.killed_folder import copy_as_killed
 from support.paths import TESTS
 from support.tinker_sdk import DATA, loss_of, prompt, sampling, types
 from support.tinker_server import BASE, KEY, served
@@ -43,26 +41,7 @@ class Photographer:
         assert self.begin.wait(100)
         self.journal.write([]).result()  # what was handed over is on disk
         copy = self.copies / f"{len(list(self.copies.iterdir())):02d}"
-        copy_present(self.folder, copy)
-        with (
-            closing(sqlite3.connect(self.folder / "journal.sqlite")) as source,
-            closing(sqlite3.connect(copy / "journal.sqlite")) as target,
-        ):
-            source.backup(target)
-
-
-def copy_present(folder: Path, copy: Path) -> None:
-    """All but the journal, which is copied last: a state is removed only after the journal names a later one, so what
-    vanishes meanwhile is missed by nobody, as after a real kill."""
-    copy.mkdir()
-    for path in folder.iterdir():
-        if path.name.startswith("journal.sqlite"):
-            continue
-        with suppress(FileNotFoundError):
-            if path.is_dir():
-                copy_present(path, copy / path.name)
-            else:
-                shutil.copyfile(path, copy / path.name)
+        copy_as_killed(self.folder, copy)
 
 
 def run_all(model: Any, camera: Photographer) -> None:

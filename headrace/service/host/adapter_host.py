@@ -291,8 +291,9 @@ class AdapterHost:
         if is_full(folder):
             self._add_full_sampler(sampler, with_weights(self._lm, read_model(folder, optimizer=False).state, folder))
             return
+        adapter = read_adapter(folder)
         self._check_base(folder, AdapterSpec(rank=1), base_of(folder))
-        self._add_sampler(sampler, read_adapter(folder))
+        self._add_sampler(sampler, adapter)
 
     def _check_free(self, sampler: str) -> None:
         if sampler in self._samplers:

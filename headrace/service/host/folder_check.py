@@ -1,7 +1,7 @@
 """Check a saved model's folder against its digests before anything in it is used.
 
-`write_model` leaves a manifest in every folder (`headrace/whole_folder.py`). Folders of earlier versions have none; they
-are read as they are, and a line in the log says so once for each. Those of other programs have neither.
+`write_model` leaves a manifest in every folder (`headrace/whole_folder.py`). Folders of earlier versions have none;
+they are read as they are, and a line in the log says so once for each. Those of other programs have none either.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ _unchecked: set[Path] = set()
 def check_folder(folder: Path, *, only: str | None = None) -> whole_folder.Manifest | None:
     """Check the files of a folder, or `only` one, and the sizes of the others; return its manifest, if it has one.
 
-    Raises DamageError naming the file, CheckpointError when there is no such folder, and StorageError when the machine
-    cannot read it. Reads every file: not for the event loop.
+    Raises DamageError naming the file, and StorageError when the machine cannot read it. Reads every file: not for the
+    event loop.
     """
     with reading(folder):
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not there")
+            raise DamageError(f"checkpoint {folder} is not there: put it back from a copy")
         if not (folder / whole_folder.MANIFEST).is_file():
             _pass_unchecked(folder)
             return None
@@ -50,15 +50,17 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except OSError as exc:
         raise StorageError(
-            f"{path} cannot be read ({exc.strerror or type(exc).__name__}); this is no sign of damage: see to the disk or "
-            "its permissions, and try again"
+            f"{path} cannot be read ({exc.strerror or type(exc).__name__}); this is no sign of damage: see to the disk "
+            "or its permissions, and try again"
         ) from exc
 
 
 def _pass_unchecked(folder: Path) -> None:
     """Accept a folder without a manifest, unless it was written with one."""
     try:
-        written = json.loads((folder / STATE).read_text(encoding="utf-8"))["format"] if (folder / STATE).is_file() else 0
+        written = json.loads((folder / STATE).read_text(encoding="utf-8"))["format"]
+    except FileNotFoundError:
+        written = 0
     except (ValueError, KeyError, TypeError) as exc:
         raise DamageError(f"checkpoint {folder} is altered: {STATE} cannot be read: put it back from a copy") from exc
     if written >= FORMAT:

@@ -21,7 +21,6 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.responses import FileResponse, RedirectResponse, Response
 
 from headrace.service.core import Service
-from headrace.service.host.folder_check import check_folder
 from headrace.service.host.model_host import AdapterSpec
 from headrace.service.http import schemas
 from headrace.service.http.auth import Access, ApiUser
@@ -223,10 +222,11 @@ def _download_routes(routes: APIRouter, service: Service, links: _Links, user: A
             raise NotFound(f"there is no checkpoint {path[:200]}")
         folder = service.checkpoints.path_of(checkpoint)
         if file == "archive.tar":
+            await service.checkpoints.check(checkpoint)
             return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
         if file not in await asyncio.to_thread(_files, folder):
             raise NotFound(f"there is no file {file[:200]}")
-        await asyncio.to_thread(check_folder, folder, only=file)
+        await service.checkpoints.check(checkpoint, only=file)
         return FileResponse(folder / file)
 
 
@@ -235,8 +235,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _tar(folder: Path) -> bytes:
-    """Pack a folder's plain files: no links, no owners, no folders outside. Raises DamageError and StorageError."""
-    check_folder(folder)
+    """Pack a folder's plain files: no links, no owners, no folders outside."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in _files(folder):

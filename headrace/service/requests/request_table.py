@@ -1,7 +1,8 @@
 """Keep every request that was acknowledged, from its journal entry to its outcome.
 
 A request is journalled, then acknowledged; its outcome is journalled, then its waiters are notified. Outcomes are
-numbered in the order in which the journal gets them, and clients poll by these numbers. Lives on one event loop. A poll that waits is one future in a list, so thousands of them cost their memory only.
+numbered in the order in which the journal gets them, and clients poll by these numbers. Lives on one event loop. A poll
+that waits is one future in a list, so thousands of them cost their memory only.
 """
 
 import asyncio

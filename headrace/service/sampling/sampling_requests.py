@@ -55,7 +55,8 @@ class SamplingRequests:
         self._sessions.check_open(session)
         async with self._registry.changing(id):
             if id not in self._registry.samplers:
-                await self._registry.commit(self._registry.keep(self._new_sampler(id, session, body.model_path, base, full)))
+                sampler = self._new_sampler(id, session, body.model_path, base, full)
+                await self._registry.commit(self._registry.keep(sampler))
         return self._registry.samplers[id]
 
     def _new_sampler(self, id: str, session: Session, path: str | None, base: str, full: bool) -> SamplerRecord:

@@ -5,4 +5,5 @@
 - `registry`: the same in memory, each with one owner.
 - `checkpoint_folders`, `checkpoint_copy`: folders of checkpoints; copies between owners.
 - `cleanup`: remove what a killed server left.
+- `ownership`: one folder, one journal, one server.
 """

@@ -14,7 +14,6 @@ from pathlib import Path
 from headrace import atomic_files
 from headrace.errors import CheckpointError, RequestError, boundary
 from headrace.service.core import Service
-from headrace.service.host.folder_check import check_folder
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser, RateLimited
 from headrace.service.store.entities import (
@@ -68,6 +67,7 @@ async def _copy(
         expires=None if ttl_s is None else now + ttl_s,
         number=registry.next_number(),
     )
+    await service.checkpoints.check(source)
     await asyncio.to_thread(_link_all, service.checkpoints.path_of(source), service.checkpoints.path_of(copy))
     run = ModelEntity(
         id=id,
@@ -89,7 +89,6 @@ def _link_all(source: Path, target: Path) -> None:
     writing = target.with_name(f".copying-{secrets.token_hex(8)}")
     with boundary(CheckpointError, "the checkpoint cannot be copied"):
         try:
-            check_folder(source)
             atomic_files.make_folder(target.parent)
             shutil.copytree(source, writing, copy_function=_link)
             atomic_files.fsync_tree(writing)

@@ -1,15 +1,20 @@
 """Own the folders of checkpoints, states and snapshots: where they lie, how much they take, how they are removed."""
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.errors import DamageError, StorageError
+from headrace.service.host.folder_check import check_folder
 from headrace.service.store.cleanup import mark_for_deletion, unmark
 from headrace.service.store.entities import CheckpointEntity, SamplerRecord
 from headrace.service.store.journal import Journal
 from headrace.service.store.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointFolders:
@@ -24,6 +29,14 @@ class CheckpointFolders:
     def stored_bytes(self, owner: str) -> int:
         checkpoints = self._registry.checkpoints.values()
         return sum(checkpoint.size_bytes for checkpoint in checkpoints if checkpoint.owner == owner)
+
+    async def check(self, checkpoint: CheckpointEntity, *, only: str | None = None) -> None:
+        """Check the files of a checkpoint, or `only` one. Raises DamageError or StorageError, for clients to read."""
+        try:
+            await asyncio.to_thread(check_folder, self.path_of(checkpoint), only=only)
+        except (DamageError, StorageError) as exc:
+            logger.error("%s: %s", checkpoint.path, exc)
+            raise type(exc)(str(exc).replace(str(self._folder), "the server's folder")) from exc
 
     async def change(self, path: str, owner: str, edit: Callable[[CheckpointEntity], CheckpointEntity]) -> None:
         """Change a checkpoint of the owner's. Raises NotFound, and JournalError when nothing was changed."""

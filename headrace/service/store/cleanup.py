@@ -2,16 +2,17 @@
 deleted, snapshots of sessions that had ended.
 
 Only folders that the journal's own records name are removed, and those with names that only writing gives: a folder
-that some other journal knows of stays. No other server writes here meanwhile (`headrace/folder_lock.py`).
+that some other journal knows of stays, and so does a state of a request that this journal lacks. No other server writes
+here meanwhile (`headrace/folder_lock.py`).
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from headrace.service.store.entities import folder_name
-from headrace.service.store.journal import Statement, put, remove
-from headrace.service.store.registry import Registry
+from headrace.service.store.journal import Journal, Statement, put, remove
+from headrace.service.store.registry import Change, Registry
 
 STATES, SNAPSHOTS, CHECKPOINTS = "states", "snapshots", "checkpoints"
 HALF_WRITTEN = (".writing-*", ".copying-*")
@@ -29,20 +30,37 @@ def unmark(folder: str) -> Statement:
     return remove(GOING, folder)
 
 
-def clear_leftovers(folder: Path, registry: Registry, going: Iterable[str] = ()) -> list[Statement]:
-    """Remove leftovers; the returned statements make the journal forget them."""
+def newer_states(folder: Path, registry: Registry, journal: Journal) -> list[Path]:
+    """Find states of models behind requests that the journal lacks: it is older than they are.
+
+    A state is saved when its request is in the journal, so a kill leaves none of these.
+    """
+    found: list[Path] = []
+    for model in registry.models.values():
+        for state in _folders(folder / STATES / folder_name(model.id)):
+            seq = int(state.name) if state.name.isdigit() else -1
+            known = "SELECT 1 FROM requests WHERE target = ? AND seq = ?"
+            if seq > model.saved_seq and not journal.query(known, (model.id, seq)):
+                found.append(state)
+    return found
+
+
+def clear_leftovers(
+    folder: Path, registry: Registry, going: Iterable[str] = (), *, keep: Collection[Path] = ()
+) -> list[Change]:
+    """Remove leftovers, but not the states in `keep`; the returned changes forget them."""
     for parent in (folder / CHECKPOINTS, folder / SNAPSHOTS, *_folders(folder / STATES)):
         _clear_half_written(parent)
     for model in registry.models.values():
         for state in _folders(folder / STATES / folder_name(model.id)):
-            if model.folder is None or state != folder / model.folder:
+            if state not in keep and (model.folder is None or state != folder / model.folder):
                 shutil.rmtree(state, ignore_errors=True)
     needed = {checkpoint.folder for checkpoint in registry.checkpoints.values()}
-    forgotten: list[Statement] = []
+    forgotten: list[Change] = []
     for marked in going:
         if marked not in needed:
             shutil.rmtree(folder / marked, ignore_errors=True)
-        forgotten.append(unmark(marked))
+        forgotten.append(Change(unmark(marked)))
     for sampler in [sampler for sampler in registry.samplers.values() if sampler.folder is not None]:
         session = registry.sessions.get(sampler.session)
         ended = session is not None and session.finished is not None

@@ -14,6 +14,7 @@ import queue
 import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_GROUP = 1000  # writes in one transaction
 MAX_WAITING = 100_000  # writes handed over and not yet committed
+PG_LOCK_TRIES, PG_LOCK_WAIT_S = 10, 0.2
 HOLDER = "holder"  # the kind of the record that says which server holds the journal
 MOMENT = "moment"  # the kind of the records that say at which time a number of `JournalRow.finished` was reached
 
@@ -127,8 +129,8 @@ class Journal:
             who = self.records(HOLDER).get("server", {})
             raise ConfigError(
                 f"the journal {self.name} is in use by another server (process {who.get('process', 'unknown')} on "
-                f"{who.get('machine', 'an unknown machine')}, folder {who.get('folder', 'unknown')}): stop that one, or "
-                "give 'serve.journal' another"
+                f"{who.get('machine', 'an unknown machine')}, folder {who.get('folder', 'unknown')}): stop that one, "
+                "or give 'serve.journal' another"
             )
         who = {"process": os.getpid(), "machine": socket.gethostname(), "folder": str(folder)}
         self.write([put(HOLDER, "server", who)]).result()
@@ -153,7 +155,7 @@ class Journal:
         try:
             return {id: json.loads(value) for id, value in rows}
         except ValueError as exc:
-            raise JournalError(f"the journal {self.name} is damaged: a record of kind {kind} is no JSON; {_REPAIR}") from exc
+            raise JournalError(f"the journal {self.name} is damaged (a {kind} is no JSON): {_REPAIR}") from exc
 
     def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[JournalRow]]":
         """Read the requests that meet a condition, ordered by target and number."""
@@ -326,7 +328,11 @@ class _Postgres:
         return connection
 
     def hold(self) -> bool:
-        self._holds = bool(self._connection().execute(_PG_LOCK).fetchone()[0])
+        for _ in range(PG_LOCK_TRIES):  # the server takes a moment to notice that a killed holder is gone
+            self._holds = bool(self._connection().execute(_PG_LOCK).fetchone()[0])
+            if self._holds:
+                break
+            time.sleep(PG_LOCK_WAIT_S)
         return self._holds
 
     def run(self, statements: Iterable[Statement]) -> None:
@@ -345,6 +351,9 @@ class _Postgres:
         return self._opened
 
     def close(self) -> None:
+        if self._holds and not self._opened.closed:
+            with contextlib.suppress(JournalError), boundary(JournalError, "the journal cannot be released"):
+                self._opened.execute("SELECT pg_advisory_unlock_all()")  # at once, and not when the server notices
         self._opened.close()
 
 

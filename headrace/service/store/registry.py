@@ -165,8 +165,8 @@ def _load(journal: Journal, kind: type[Any]) -> dict[str, Any]:
         return {id: _ADAPTERS[kind].validate_python(value) for id, value in records.items()}
     except ValidationError as exc:
         raise JournalError(
-            f"the journal {journal.name} has a {_KINDS[kind]} that cannot be read ({exc.errors()[0]['msg']}): put back a "
-            "copy of the journal, or start the version of headrace that wrote it"
+            f"the journal {journal.name} has a {_KINDS[kind]} that cannot be read ({exc.errors()[0]['msg']}): put back "
+            "a copy of the journal, or start the version of headrace that wrote it"
         ) from exc
 
 

@@ -19,7 +19,7 @@ class ModelQueue:
     waiting: dict[int, PendingRequest] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)  # numbers beyond the saved state that have an outcome
     unsaved: set[int] = field(default_factory=set)  # numbers of updates that no saved state has
-    unrecorded: set[int] = field(default_factory=set)  # numbers behind which a state was saved; the journal lacks it yet
+    unrecorded: set[int] = field(default_factory=set)  # numbers of states that the journal lacks yet
     num_unjournalled: int = 0  # requests that have started, and whose outcome is not in the journal yet
     restore_error: str = ""  # why a request could not be run again after a restart: the weights are not as they were
 

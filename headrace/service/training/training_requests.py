@@ -62,8 +62,10 @@ class TrainingRequests:
         operation: Operation | None = None,
         *changes: Change,
     ) -> PendingRequest:
-        """Journal and queue a request with the changes it brings; a repeat gets the first one. `operation`: the body, if
-        it is parsed already."""
+        """Journal and queue a request with the changes it brings; a repeat gets the first one.
+
+        `operation` is the body, if it is parsed already.
+        """
         id = request_id(model.id, seq)
         if self._requests.get(id) is None:
             if self._queue.is_finished(model.id, seq):

@@ -29,6 +29,7 @@ from headrace.service.http.server import check_reach
 from headrace.service.settings import ServeConfig, ServedModel
 from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal, put
+from headrace.service.store.ownership import claim
 from headrace.service.telemetry import Telemetry
 from headrace.wiring.build.models import fuse_cuda_layers
 from headrace.wiring.build.sinks import MetricOutputs, model_sink
@@ -47,8 +48,11 @@ class ServiceHandle:
 
 
 @contextlib.contextmanager
-def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[ServiceHandle]:
-    """Open everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another."""
+def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = False) -> Iterator[ServiceHandle]:
+    """Open everything but the socket. Without [[keys]] the first start makes a key, and `make_key` another.
+
+    `adopt`: the folder and the journal are taken as they are, also where they do not fit.
+    """
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
     with boundary(ConfigError, f"the folder {folder} cannot be made"):
@@ -56,6 +60,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False) -> Iterator[Ser
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
     with contextlib.closing(journal), _folder_lock(folder), contextlib.ExitStack() as stack:
+        claim(folder, journal, adopt=adopt)
         stack.enter_context(no_progress_bars())
         keys, fresh_key = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)

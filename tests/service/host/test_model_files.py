@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, DamageError, StorageError
 from headrace.model.tiny import make_model
 from headrace.service.host import model_files
 from headrace.service.host.model_host import AdapterSpec, FullFinetune
@@ -150,6 +150,59 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             host.load("mine", tmp_path, optimizer=False).result(LIMIT_S)
 
 
+@pytest.mark.parametrize("spec", [AdapterSpec(rank=2), FullFinetune()])
+def test_one_altered_bit_in_any_file_is_noticed_and_the_file_named(
+    spec: AdapterSpec | FullFinetune, tmp_path: Path
+) -> None:
+    with opened() as host:
+        host.create("mine", spec)
+        saved(host, "mine", tmp_path / "mine")
+        for file in [file for file in sorted((tmp_path / "mine").rglob("*")) if file.is_file()]:
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
+            for call in (
+                host.load("mine", tmp_path / "mine", optimizer=True),
+                host.open_sampler("new", tmp_path / "mine"),
+            ):
+                with pytest.raises(DamageError, match=file.name):
+                    call.result(LIMIT_S)
+            file.write_bytes(whole)
+        host.load("mine", tmp_path / "mine", optimizer=True).result(LIMIT_S)
+        (tmp_path / "mine" / "manifest.json").unlink()
+        with pytest.raises(DamageError, match=r"manifest\.json is missing"):
+            host.load("mine", tmp_path / "mine", optimizer=True).result(LIMIT_S)
+
+
+def test_a_folder_without_digests_of_an_earlier_version_is_read_with_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with opened() as host:
+        host.create("mine", AdapterSpec(rank=2))
+        train(host, "mine", [0])
+        saved(host, "mine", tmp_path / "mine")
+        (tmp_path / "mine" / "manifest.json").unlink()
+        state = tmp_path / "mine" / model_files.STATE
+        state.write_text(json.dumps({**json.loads(state.read_text()), "format": 1}))
+        for _ in range(2):
+            host.load("mine", tmp_path / "mine", optimizer=True).result(LIMIT_S)
+        host.open_sampler("new", tmp_path / "mine").result(LIMIT_S)
+    assert sum("read unchecked" in record.message for record in caplog.records) == 1
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    with opened() as host:
+        host.create("mine", AdapterSpec(rank=2))
+        saved(host, "mine", tmp_path / "mine")
+        monkeypatch.setattr("headrace.whole_folder.sha256_of", broken)
+        for call in (host.load("mine", tmp_path / "mine", optimizer=True), host.open_sampler("new", tmp_path / "mine")):
+            with pytest.raises(StorageError, match="no sign of damage"):
+                call.result(LIMIT_S)
+
+
 # --- other programs --------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +239,8 @@ def test_another_program_s_adapter_can_be_sampled(tmp_path: Path) -> None:
         train(host, "mine", [0])
         saved(host, "mine", tmp_path / "mine")
         host.snapshot("mine", "snapshot").result(LIMIT_S)
-        (tmp_path / "mine" / model_files.STATE).unlink()
+        for file in (model_files.STATE, "manifest.json"):
+            (tmp_path / "mine" / file).unlink()
         host.open_sampler("foreign", tmp_path / "mine").result(LIMIT_S)
         first, second = sample(host, [("snapshot", request(0)), ("foreign", request(0))])
         assert bits(first) == bits(second)

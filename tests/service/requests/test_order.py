@@ -22,6 +22,7 @@ from headrace.service.settings import Limits
 from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal
 from headrace.service.store.registry import NotFound
+from support.killed_folder import copy_as_killed
 from support.tinker_sdk import Gate, until
 from support.tinker_server import BASE, served
 
@@ -92,17 +93,18 @@ async def test_models_take_turns(tmp_path: Path) -> None:
     assert len(order) == 13
 
 
-async def test_a_model_that_rests_comes_back_with_its_gradient(tmp_path: Path) -> None:
+def forward(model: str, seq: int) -> bytes:
     from headrace.service.wire import proto
 
-    def forward(model: str, seq: int) -> bytes:
-        message = proto.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = (1).to_bytes(4, "little")
-        for name, dtype, data in (("target_tokens", 2, (2).to_bytes(8, "little")), ("weights", 1, b"\x00\x00\x80\x3f")):
-            datum.loss_fn_inputs[name].dense, datum.loss_fn_inputs[name].dtype = data, dtype
-        return bytes(message.SerializeToString())
+    message = proto.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = (1).to_bytes(4, "little")
+    for name, dtype, data in (("target_tokens", 2, (2).to_bytes(8, "little")), ("weights", 1, b"\x00\x00\x80\x3f")):
+        datum.loss_fn_inputs[name].dense, datum.loss_fn_inputs[name].dtype = data, dtype
+    return bytes(message.SerializeToString())
 
+
+async def test_a_model_that_rests_comes_back_with_its_gradient(tmp_path: Path) -> None:
     host = FakeHost()
     async with opened(tmp_path, host, resident_models=1) as service:
         session = await new_session(service)
@@ -131,6 +133,26 @@ async def test_a_cancelled_request_never_starts_and_its_number_counts(tmp_path: 
         assert json.loads(outcomes[2].body)["metrics"]["num_updates:max"] == 2  # type: ignore[union-attr]
         assert not await service.polling.cancel(ALICE, first.row.id)  # too late
     host.close()
+
+
+async def test_a_cancelled_request_stays_cancelled_after_a_kill_and_takes_no_gradient(tmp_path: Path) -> None:
+    host, after = FakeHost(), FakeHost()
+    async with opened(tmp_path / "data", host) as service:
+        model = await make_model(service, await new_session(service), 0)
+        await service.polling.wait(await service.training.forward_backward(ALICE, forward(model, 1), None))
+        await step(service, model, 3)
+        assert await service.polling.cancel(ALICE, f"{model}:3")
+        copy_as_killed(tmp_path / "data", tmp_path / "killed")
+    async with opened(tmp_path / "killed", after) as service:
+        await service.polling.wait(await service.training.forward_backward(ALICE, forward(model, 2), None))
+        done = await service.polling.wait(await step(service, model, 4))
+        assert isinstance(done, Done)
+        told = json.loads(done.body)["metrics"]
+        assert told["num_updates:max"] == 1
+        assert told["unclipped_grad_l2:mean"] > 0.1  # the gradient of both was still there
+        assert isinstance((await service.polling.find(ALICE, f"{model}:3")).outcome, Failed)
+    host.close()
+    after.close()
 
 
 async def test_what_waits_for_a_number_that_never_came_fails_with_its_session(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def made(folder: Path) -> tuple[str, str, str]:
 def change(folder: Path, edit: Any) -> None:
     journal = Journal(str(folder / "journal.sqlite"))
     registry = Registry(journal)
-    journal.write([registry.keep(edit(registry))]).result()
+    journal.write([registry.keep(edit(registry)).statement]).result()
     journal.close()
 
 
@@ -43,12 +43,16 @@ def test_what_is_half_written_or_replaced_goes_and_the_rest_stays(tmp_path: Path
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     gone = [
         states / ".writing-1-000000000009",
-        states / "000000000099",
+        states / "000000000001",
         tmp_path / "snapshots" / ".writing-2-x",
         tmp_path / "checkpoints" / ".copying-3",
         tmp_path / "checkpoints" / f".replaced-4-{checkpoint.name}",
     ]
-    strange = [tmp_path / "states" / "of-another" / "000000000001", tmp_path / "checkpoints" / "of-another"]
+    strange = [
+        tmp_path / "states" / "of-another" / "000000000001",
+        tmp_path / "checkpoints" / "of-another",
+        states / "000000000099",  # of a request that this journal lacks
+    ]
     for each in (*gone, *strange):
         each.mkdir(parents=True)
     snapshot.rename(snapshot.with_name(f".replaced-5-{snapshot.name}"))  # killed between two renames

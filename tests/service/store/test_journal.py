@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import JournalError
+from headrace.errors import ConfigError, JournalError
 from headrace.service.store.journal import (
     Journal,
     JournalRow,
@@ -23,6 +23,7 @@ from headrace.service.store.journal import (
     put,
     remove,
 )
+from headrace.service.store.registry import Registry
 
 
 def row(seq: int, *, target: str = "m", body: bytes | None = b"\x00\xff") -> JournalRow:
@@ -190,3 +191,61 @@ async def test_what_nobody_waits_for_any_more_is_written_all_the_same(tmp_path: 
     await asyncio.wrap_future(journal.write([put("session", "last", 1)]))
     assert len(journal.records("session")) == 51
     journal.close()
+
+
+def test_one_server_at_a_time_holds_a_journal(url: str, tmp_path: Path) -> None:
+    first, second = Journal(url), Journal(url)
+    first.hold(tmp_path / "one")
+    with pytest.raises(ConfigError, match=rf"in use by another server \(process {os.getpid()} on .*/one\)"):
+        second.hold(tmp_path / "two")
+    first.close()
+    second.hold(tmp_path / "two")
+    second.close()
+
+
+def test_a_server_whose_line_was_lost_does_not_write_into_another_s_journal(postgres: str, tmp_path: Path) -> None:
+    import psycopg
+
+    first, second = Journal(postgres), Journal(postgres)
+    first.hold(tmp_path / "one")
+    with psycopg.connect(postgres, autocommit=True) as other:
+        line = first._writer_database._opened.info.backend_pid  # type: ignore[attr-defined]
+        while other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s", [line]).fetchall():
+            pass  # told, and not gone yet
+    second.hold(tmp_path / "two")
+    with pytest.raises(JournalError, match="cannot be written"):  # this is how it learns of the loss
+        first.write([put("model", "m", 1)]).result()
+    with pytest.raises(JournalError, match="another server holds it now"):
+        first.write([put("model", "m", 1)]).result()
+    second.close()
+    first.write([put("model", "m", 2)]).result()
+    assert first.records("model") == {"m": 2}
+    first.close()
+    with psycopg.connect(postgres, autocommit=True) as other:
+        other.execute("DROP TABLE records, requests")
+
+
+def test_what_is_acknowledged_survives_a_loss_of_power(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "journal.sqlite"))
+    connection = journal._writer_database._connection  # type: ignore[attr-defined]
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL: the log is flushed at every commit
+    journal.close()
+
+
+@pytest.mark.parametrize("damage", ["header", "page", "record"])
+def test_a_damaged_journal_is_named_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "journal.sqlite"
+    journal = Journal(str(file))
+    journal.write([put("session", str(number), "x" * 300) for number in range(200)]).result()
+    if damage == "record":
+        journal.write([("UPDATE records SET value = ?", ('"cut of',))]).result()
+    journal.close()
+    pages = bytearray(file.read_bytes())
+    if damage == "header":
+        pages[:100] = bytes(100)
+    elif damage == "page":
+        pages[4096 * 2 :] = bytes(byte ^ 0x5A for byte in pages[4096 * 2 :])
+    file.write_bytes(pages)
+    with pytest.raises(JournalError, match=r"journal\.sqlite is damaged.*put back a copy of it"):
+        Registry(Journal(str(file)))
