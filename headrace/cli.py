@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 
 another process works in the run folder (EX_TEMPFAIL: a scheduler may start the run again with --resume).
 """
 
-import errno
 import json
 import logging
 import math
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
     from headrace.service.settings import ServeConfig
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
-_REFUSALS = frozenset(  # by the system, of a file: not our bug
-    {
-        getattr(errno, name)
-        for name in ("EACCES", "EDQUOT", "EIO", "EMFILE", "ENFILE", "ENOSPC", "EPERM", "EROFS", "ESTALE")
-        if hasattr(errno, name)
-    }
-)
 
 app = typer.Typer(
     name="headrace",
@@ -59,22 +51,18 @@ def main() -> None:
     """Run a command; print one red sentence and exit with a code for every failure that is not our bug."""
     try:
         app()
-    except (HeadraceError, OSError) as exc:
-        if os.environ.get("HEADRACE_DEBUG") == "1" or (isinstance(exc, OSError) and exc.errno not in _REFUSALS):
+    except HeadraceError as exc:
+        if os.environ.get("HEADRACE_DEBUG") == "1":
             raise
-        typer.secho(f"headrace: {sentence(exc)}", fg=typer.colors.RED, err=True)
-        sys.exit(exit_code(exc) if isinstance(exc, HeadraceError) else EXIT_FAILED)
-
-
-def sentence(exc: HeadraceError | OSError) -> str:
-    """Return the text of an error; of the system's, with what to do."""
-    if isinstance(exc, HeadraceError):
-        return str(exc)
-    where = "" if exc.filename is None else f" at {os.fsdecode(exc.filename)}"
-    return (
-        f"the system refused to read or write a file{where} ({exc.strerror}): see to the disk or its permissions, and "
-        "start the command again (a run with --resume)"
-    )
+        typer.secho(f"headrace: {exc}", fg=typer.colors.RED, err=True)
+        sys.exit(exit_code(exc))
+    except OSError as exc:  # of a file that nobody has named in a sentence of its own
+        if os.environ.get("HEADRACE_DEBUG") == "1":
+            raise
+        named = f"{exc.filename}: " if exc.filename is not None else ""
+        hint = "see to the disk or its permissions, or set HEADRACE_DEBUG=1 to see where this happened"
+        typer.secho(f"headrace: {named}{exc.strerror or exc}: {hint}", fg=typer.colors.RED, err=True)
+        sys.exit(EXIT_FAILED)
 
 
 def exit_code(exc: HeadraceError) -> int:

@@ -74,7 +74,7 @@ def test_a_file_that_the_machine_cannot_read_is_one_sentence(
     (file.parent / "model" / "config.json").symlink_to("/proc/self/mem")  # reading it is an input/output error
     assert headrace(monkeypatch, "train", file, "--set", "model.path=model") == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "the system refused to read or write a file (Input/output error): see to the disk" in line
+    assert "Input/output error: see to the disk or its permissions" in line
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ class _LogFile(logging.FileHandler):
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Write the log to a file as well. Raises RunFolderError if it cannot be opened."""
-    with boundary(RunFolderError, f"cannot open {path}"):
+    """Write what this package logs to a file too. Raises RunFolderError if that cannot be opened."""
+    with boundary(RunFolderError, f"the log {path} cannot be written"):
         handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("headrace")
