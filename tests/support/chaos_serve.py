@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,12 @@ from support.chaos_process import UNDISTURBED, ChaosProcess, Disturbance, Ended
 from support.chaos_table import Table
 from support.chaos_train import DAY, HOUR, LostError
 from support.faulty_disk import (
-    CHANGES,
     Act,
     DiskFault,
+    Kind,
     Operation,
+    at_random,
+    count_kinds,
     disk_full,
     no_permission,
     read_error,
@@ -42,6 +45,7 @@ from support.power_loss import History, write_tree
 STEPS = 5
 DEADLINE_S = 240.0
 NAME = "serve"
+READS = 150  # of a server's disk during the training, about
 
 
 def prepare_served(folder: Path) -> Path:
@@ -115,7 +119,7 @@ class ServedReference:
 
     lines: list[dict[str, Any]]
     seconds: float
-    changes: int
+    counts: Counter[Kind]  # of operations on the server's disk
     folder: Path  # of the server, as it was at the end
     operations: list[Operation]  # on the server's disk
     seen: list[str]  # the lines as the client wrote them
@@ -138,7 +142,7 @@ def make_served_reference(process: ChaosProcess, folder: Path) -> ServedReferenc
     return ServedReference(
         lines=read_lines(folder / "seen.jsonl"),
         seconds=time.monotonic() - began,
-        changes=len(operations),
+        counts=count_kinds(operations) + Counter({Kind.READ: READS}),
         folder=folder / "work",
         operations=operations,
         seen=(folder / "seen.jsonl").read_text().splitlines(keepends=True),
@@ -150,21 +154,17 @@ def make_served_reference(process: ChaosProcess, folder: Path) -> ServedReferenc
 Chooser = Callable[[ServedReference, random.Random], Disturbance]
 
 
-def _disk(make: Callable[[int, int], DiskFault]) -> Chooser:
+def _disk(make: Callable[[int], DiskFault]) -> Chooser:
     def choose(reference: ServedReference, luck: random.Random) -> Disturbance:
-        return Disturbance(fault=make(luck.randint(1, reference.changes), luck.choice([1, 3, 10, -1])))
+        return Disturbance(fault=at_random(make(luck.choice([1, 3, 10, -1])), reference.counts, luck))
 
     return choose
 
 
 def _at_operation(act: Act, *, count: int = 1, delay_us: int = 0, offsets: Sequence[int] = (0,)) -> Chooser:
     def choose(reference: ServedReference, luck: random.Random) -> Disturbance:
-        first = luck.randint(1, reference.changes)
-        return Disturbance(
-            fault=DiskFault(
-                act=act, kinds=CHANGES, first=first, count=count, delay_us=delay_us, offset_s=luck.choice(offsets)
-            )
-        )
+        fault = DiskFault(act=act, count=count, delay_us=delay_us, offset_s=luck.choice(offsets))
+        return Disturbance(fault=at_random(fault, reference.counts, luck))
 
     return choose
 

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,12 @@ from support.faulty_disk import (
     Act,
     DiskFault,
     Kind,
+    at_random,
+    count_kinds,
     disk_full,
     no_permission,
     read_error,
+    read_log,
     read_only,
     write_error,
 )
@@ -152,8 +156,7 @@ class Reference:
     start: Path | None  # the model of setups that start from a folder
     run: Path
     seconds: float
-    changes: int
-    reads: int
+    counts: Counter[Kind]  # of operations on its disk
 
 
 def prepare(folder: Path, setup: Setup, start: Path | None = None) -> Path:
@@ -168,24 +171,19 @@ def prepare(folder: Path, setup: Setup, start: Path | None = None) -> Path:
 
 
 def make_reference(process: ChaosProcess, folder: Path, setup: Setup, start: Path | None = None) -> Reference:
-    """Run a setup undisturbed, once for each number: changes and reads of its disk. `start`: see `from_folder`."""
-    counts = []
-    for name, kinds in (("changes", CHANGES), ("reads", Kind.READ | Kind.OPEN_READ)):
-        count = Disturbance(fault=DiskFault(act=Act.RECORD, kinds=kinds))
+    """Run a setup undisturbed, twice: with a record of its changes, and counting its reads."""
+    counts, seconds = Counter[Kind](), 0.0
+    reads = Kind.READ | Kind.OPEN_READ
+    for name, kinds in (("changes", CHANGES), ("reads", reads)):
         ended = process.run(
-            prepare(folder / name, setup, start), "train", "run.toml", *setup.arguments, disturbed=count
-        )
+            prepare(folder / name, setup, start), "train", "run.toml", *setup.arguments,
+            disturbed=Disturbance(fault=DiskFault(act=Act.RECORD, kinds=kinds)), log=folder / f"{name}.log",
+        )  # fmt: skip
         assert ended.code == 0, ended.said
-        counts.append(ended)
+        counts += count_kinds(read_log(folder / f"{name}.log")) if kinds == CHANGES else {Kind.READ: ended.operations}
+        seconds = ended.seconds
     (run,) = (folder / "changes" / "runs").iterdir()
-    return Reference(
-        setup=setup,
-        start=start,
-        run=run,
-        seconds=counts[1].seconds,
-        changes=counts[0].operations,
-        reads=counts[1].operations,
-    )
+    return Reference(setup=setup, start=start, run=run, seconds=seconds, counts=counts)
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -199,18 +197,17 @@ def _count(luck: random.Random) -> int:
     return luck.choice([1, 3, -1])
 
 
-def _disk(make: Callable[[int, int], DiskFault], *, reads: bool = False) -> Chooser:
+def _disk(make: Callable[[int], DiskFault]) -> Chooser:
     def choose(reference: Reference, luck: random.Random) -> Disturbance:
-        return Disturbance(fault=make(luck.randint(1, reference.reads if reads else reference.changes), _count(luck)))
+        return Disturbance(fault=at_random(make(_count(luck)), reference.counts, luck))
 
     return choose
 
 
 def _at_operation(act: Act, *, count: int = 1, delay_us: int = 0, offsets: Sequence[int] = (0,)) -> Chooser:
     def choose(reference: Reference, luck: random.Random) -> Disturbance:
-        first = luck.randint(1, reference.changes)
-        fault = DiskFault(act=act, first=first, count=count, delay_us=delay_us, offset_s=luck.choice(offsets))
-        return Disturbance(fault=fault, stop_s=luck.uniform(0.05, 0.6))
+        fault = DiskFault(act=act, count=count, delay_us=delay_us, offset_s=luck.choice(offsets))
+        return Disturbance(fault=at_random(fault, reference.counts, luck))
 
     return choose
 
@@ -245,7 +242,7 @@ FAULTS: dict[str, Chooser] = {
     "disk read-only": _disk(read_only),
     "no permission": _disk(no_permission),
     "write errors": _disk(write_error),
-    "read errors": _disk(read_error, reads=True),
+    "read errors": _disk(read_error),
     "slow disk": _at_operation(Act.DELAY, count=25, delay_us=20_000),
     "clock set back": _at_operation(Act.CLOCK, count=-1, offsets=(-HOUR, -DAY, -900 * DAY)),
     "clock set forward": _at_operation(Act.CLOCK, count=-1, offsets=(HOUR, DAY, 900 * DAY)),

@@ -7,13 +7,16 @@ compiler, or on another system than Linux, the tests that need it are skipped. T
 import ctypes
 import errno
 import hashlib
+import os
+import random
 import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum, IntFlag
 from pathlib import Path
 
@@ -66,26 +69,26 @@ class DiskFault:
         return {name: int(value) for name, value in asdict(self).items()}
 
 
-def disk_full(first: int, count: int) -> DiskFault:
+def disk_full(count: int) -> DiskFault:
     kinds = Kind.OPEN_WRITE | Kind.WRITE | Kind.MKDIR | Kind.FSYNC | Kind.LINK
-    return DiskFault(act=Act.FAIL, kinds=kinds, first=first, count=count, error=errno.ENOSPC)
+    return DiskFault(act=Act.FAIL, kinds=kinds, count=count, error=errno.ENOSPC)
 
 
-def read_only(first: int, count: int) -> DiskFault:
-    return DiskFault(act=Act.FAIL, kinds=CHANGES & ~Kind.FSYNC, first=first, count=count, error=errno.EROFS)
+def read_only(count: int) -> DiskFault:
+    return DiskFault(act=Act.FAIL, kinds=CHANGES & ~Kind.FSYNC, count=count, error=errno.EROFS)
 
 
-def no_permission(first: int, count: int) -> DiskFault:
+def no_permission(count: int) -> DiskFault:
     kinds = Kind.OPEN_WRITE | Kind.RENAME | Kind.UNLINK | Kind.MKDIR | Kind.LINK
-    return DiskFault(act=Act.FAIL, kinds=kinds, first=first, count=count, error=errno.EACCES)
+    return DiskFault(act=Act.FAIL, kinds=kinds, count=count, error=errno.EACCES)
 
 
-def write_error(first: int, count: int) -> DiskFault:
-    return DiskFault(act=Act.FAIL, kinds=Kind.WRITE | Kind.FSYNC, first=first, count=count, error=errno.EIO)
+def write_error(count: int) -> DiskFault:
+    return DiskFault(act=Act.FAIL, kinds=Kind.WRITE | Kind.FSYNC, count=count, error=errno.EIO)
 
 
-def read_error(first: int, count: int) -> DiskFault:
-    return DiskFault(act=Act.FAIL, kinds=Kind.READ | Kind.OPEN_READ, first=first, count=count, error=errno.EIO)
+def read_error(count: int) -> DiskFault:
+    return DiskFault(act=Act.FAIL, kinds=Kind.READ | Kind.OPEN_READ, count=count, error=errno.EIO)
 
 
 def library() -> Path | None:
@@ -149,3 +152,14 @@ def read_log(file: Path) -> Iterator[Operation]:
         position += path_size
         yield Operation(Kind(kind), flags, inode, offset, path, content[position : position + data_size], time_s)
         position += data_size
+
+
+def count_kinds(operations: Iterable[Operation]) -> Counter[Kind]:
+    """Count recorded operations as the library counts them: opening a file to read is not a change."""
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    return Counter(each.kind for each in operations if each.kind != Kind.OPEN_WRITE or each.flags & writing)
+
+
+def at_random(fault: DiskFault, counts: Counter[Kind], luck: random.Random) -> DiskFault:
+    """Let a fault begin at any operation of its kinds."""
+    return replace(fault, first=luck.randint(1, max(1, sum(counts[kind] for kind in fault.kinds))))
