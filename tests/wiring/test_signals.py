@@ -25,5 +25,8 @@ def test_a_log_on_a_full_disk_is_one_warning_and_no_failure(
 
 
 def test_a_log_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"the log .*log\.txt cannot be written"), log_to(tmp_path / "nowhere" / "log.txt"):
+    with (
+        pytest.raises(RunFolderError, match=r"the log .*log\.txt cannot be written"),
+        log_to(tmp_path / "nowhere" / "log.txt"),
+    ):
         pass

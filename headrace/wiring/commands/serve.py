@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import torch
 from fastapi import FastAPI
 
+from headrace import atomic_files
 from headrace.envs import ENVIRONMENTS
-from headrace.errors import ConfigError, FolderLockedError, boundary
+from headrace.errors import ConfigError, FolderLockedError, StorageError, boundary
 from headrace.folder_lock import hold_folder
 from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.device import choose_device, choose_dtype
@@ -56,7 +58,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
     with boundary(ConfigError, f"the folder {folder} cannot be made"):
-        folder.mkdir(parents=True, exist_ok=True)
+        atomic_files.make_folder(folder)
     _raise_file_limit()
     journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
     with contextlib.closing(journal), _folder_lock(folder), contextlib.ExitStack() as stack:
@@ -123,8 +125,7 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     if path == "tiny":
         path = str(folder / "tiny")
         if not (folder / "tiny" / "config.json").is_file():
-            words = ENVIRONMENTS["key_door"].vocabulary()
-            save_tiny(Path(path), words=words, width=96, layers=3, heads=4, kv_heads=2, context=512, seed=c.seed)
+            _write_tiny(folder / "tiny", seed=c.seed)
     device = choose_device(c.device)
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device))
     fuse_cuda_layers(lm)
@@ -133,6 +134,17 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     tokenizer = folder / "tokenizer"
     lm.tokenizer.save_pretrained(tokenizer)
     return lm, str(tokenizer)
+
+
+def _write_tiny(target: Path, *, seed: int) -> None:
+    """Write the model "tiny", whole or not at all, also if the power fails. Raises StorageError."""
+    words = ENVIRONMENTS["key_door"].vocabulary()
+    writing = target.with_name(f".writing-{target.name}")
+    shutil.rmtree(writing, ignore_errors=True)  # of a server that was killed while writing
+    with boundary(StorageError, f"the model cannot be written to {target}"):
+        save_tiny(writing, words=words, width=96, layers=3, heads=4, kv_heads=2, context=512, seed=seed)
+        atomic_files.fsync_tree(writing)
+        atomic_files.replace_folder(writing, target, aside=target.with_name(f".replaced-{target.name}"))
 
 
 def _kv_tokens(lm: LanguageModel, max_num_seqs: int, *, full: bool) -> int:
