@@ -45,8 +45,8 @@ Modules that all of them may use:
 - `metrics` has metrics that carry their reduction; `names` lists the names that a configuration may use.
 - `atomic_files` writes files whole or not at all; `whole_folder` lists the files of a folder with their hashes;
   `folder_lock` keeps a folder to one process at a time.
-- `retry` repeats requests; `user_code` loads a user's functions.
-- `testing` has a public fake for each protocol.
+- `retry` repeats requests; `user_code` loads a user's functions; `watchdog` tells what has not moved for long.
+- `printable` renders foreign text for logs and terminals; `testing` has a public fake for each protocol.
 """
 
 from importlib import import_module

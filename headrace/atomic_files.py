@@ -15,7 +15,8 @@ from pathlib import Path
 def write_text(path: Path, text: str | Iterable[str], *, temporary: Path | None = None) -> None:
     """Write a file and rename it into place; `text` may come in parts, so that it need not be in memory as a whole.
 
-    `temporary` is the path to write to first; the default is the file's with `.tmp` appended.
+    `temporary` is the path to write to first; the default is the file's with `.tmp` appended. A link at either path is
+    replaced and never followed: a folder may come from a stranger.
     """
     parts = [text] if isinstance(text, str) else text
     _write(path, (part.encode("utf-8") for part in parts), temporary or path.with_name(path.name + ".tmp"))
@@ -27,8 +28,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def _write(path: Path, parts: Iterable[bytes], temporary: Path) -> None:
+    if temporary.is_symlink():
+        temporary.unlink()
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=_open_no_link) as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
@@ -44,6 +47,10 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         fsync(folder.parent)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
@@ -63,14 +70,6 @@ def replace_folder(source: Path, target: Path, *, aside: Path) -> None:
     fsync(target.parent)
     if aside.exists():
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that their names survive a loss of power."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        fsync(path.parent)
 
 
 def fsync_tree(folder: Path) -> None:

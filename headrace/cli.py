@@ -2,14 +2,17 @@
 
 Nothing heavy is imported until a command needs it, so that `headrace --help` answers at once.
 Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 75 interrupted after a checkpoint, or
-another process works in the run folder (EX_TEMPFAIL: a scheduler may start the run again with --resume).
+another process works in the run folder (EX_TEMPFAIL: a scheduler may start the run again with --resume), 130 ended by
+Ctrl-C.
 """
 
 import json
 import logging
 import math
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +22,14 @@ import typer
 
 from headrace import __version__
 from headrace.errors import ConfigError, FolderLockedError, HeadraceError, Interrupted
+from headrace.printable import OneLineFormatter, later_lines_indented, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from headrace.service.settings import ServeConfig
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 75
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_CTRL_C = 1, 2, 75, 130
 
 app = typer.Typer(
     name="headrace",
@@ -54,7 +58,7 @@ def main() -> None:
     except HeadraceError as exc:
         if os.environ.get("HEADRACE_DEBUG") == "1":
             raise
-        typer.secho(f"headrace: {exc}", fg=typer.colors.RED, err=True)
+        typer.secho(f"headrace: {later_lines_indented(str(exc))}", fg=typer.colors.RED, err=True)
         sys.exit(exit_code(exc))
     except OSError as exc:  # of a file that nobody has named in a sentence of its own
         if os.environ.get("HEADRACE_DEBUG") == "1":
@@ -63,6 +67,20 @@ def main() -> None:
         hint = "see to the disk or its permissions, or set HEADRACE_DEBUG=1 to see where this happened"
         typer.secho(f"headrace: {named}{exc.strerror or exc}: {hint}", fg=typer.colors.RED, err=True)
         sys.exit(EXIT_FAILED)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process without a word while packages are imported, where an exception may be swallowed."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # signals are another's business
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_CTRL_C))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def exit_code(exc: HeadraceError) -> int:
@@ -93,7 +111,8 @@ def configure(
         terminal.setLevel(logging.INFO)
         terminal.addFilter(lambda record: record.name != "headrace.loops.credit_log")
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(format=form, datefmt="%H:%M:%S", handlers=[terminal])
+    terminal.setFormatter(OneLineFormatter(form, datefmt="%H:%M:%S"))
+    logging.basicConfig(handlers=[terminal])
     logging.getLogger("headrace").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
@@ -108,7 +127,9 @@ def demo(
     """
     from headrace import wiring
 
-    result = wiring.demo(seed=seed, folder=folder)
+    with ending_at_once():
+        run_demo = wiring.demo
+    result = run_demo(seed=seed, folder=folder)
     print(result.text)
     print(json.dumps(result.figures))
 
@@ -121,6 +142,9 @@ def train(
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume a run that was stopped.")] = False,
+    accept_changed_files: Annotated[
+        bool, typer.Option("--accept-changed-files", help="Resume although data or code have changed since the start.")
+    ] = False,
     log_level: Annotated[
         Literal["debug", "info", "warning"],
         typer.Option(
@@ -133,14 +157,18 @@ def train(
         logging.getLogger("headrace").setLevel(log_level.upper())
     if run is not None and not resume:
         raise ConfigError(f"a run folder ({run}) is only given with --resume: add it, or leave the folder out")
+    if accept_changed_files and not resume:
+        raise ConfigError("--accept-changed-files is only given with --resume: a new run reads its files as they are")
     from headrace.wiring.checked_config import load_checked
 
     config = load_checked(file, overrides or [], command="train")
     from headrace import wiring
     from headrace.wiring.resume import run_to_resume
 
-    resumed = run_to_resume(config, run) if resume else None
-    result = wiring.train(config, config_text_path=file, resume=resumed)
+    resumed = run_to_resume(config, run, base=file.absolute().parent) if resume else None
+    with ending_at_once():
+        run_stages = wiring.train
+    result = run_stages(config, config_text_path=file, resume=resumed, accept_changed_files=accept_changed_files)
     print(result.text)
 
 
@@ -156,7 +184,9 @@ def evaluate(
     config = load_checked(file, [*(overrides or []), model_override(checkpoint)], command="eval")
     from headrace import wiring
 
-    print(json.dumps(wiring.evaluate(config)))
+    with ending_at_once():
+        run_evaluation = wiring.evaluate
+    print(json.dumps(run_evaluation(config)))
 
 
 @app.command()
@@ -175,7 +205,9 @@ def demonstrate(
     config = load_checked(file, [*(overrides or []), model_override(policy)], command="demonstrate")
     from headrace import wiring
 
-    done = wiring.demonstrate(config, out, tasks=tasks, samples=samples, keep_all=keep_all)
+    with ending_at_once():
+        run_demonstrations = wiring.demonstrate
+    done = run_demonstrations(config, out, tasks=tasks, samples=samples, keep_all=keep_all)
     print(f"{done.written} of {done.played} episodes are in {out}")
 
 
@@ -198,7 +230,7 @@ def explain(
     config = load_checked(file, overrides or [], command="train")
     from headrace.wiring.commands.explain import explain_config
 
-    print(explain_config(config, file=str(file)), end="")
+    print(visible(explain_config(config, file=str(file))), end="")
 
 
 @app.command()
@@ -403,7 +435,7 @@ def serve(
             address = f"TINKER_BASE_URL=http://{host}:{bound} TINKER_API_KEY={opened.new_key}"
             print(f"the key, shown this once:\n  export {address}")
         sys.stdout.flush()
-        make_server(opened.app).run(sockets=[listening])
+        make_server(opened.app, config.limits).run(sockets=[listening])
 
 
 def _serve_references(config: "ServeConfig") -> None:
@@ -413,7 +445,7 @@ def _serve_references(config: "ServeConfig") -> None:
     with open_reference_server(config) as (application, names), listen(config.serve.host, config.serve.port) as socket:
         host, bound = socket.getsockname()[:2]
         print(f"headrace {__version__} scores with {', '.join(names)} on http://{host}:{bound}", flush=True)
-        make_server(application).run(sockets=[socket])
+        make_server(application, config.limits).run(sockets=[socket])
 
 
 @app.command()

@@ -5,6 +5,7 @@ Messages are one sentence that says what to change. Our own bugs are assertions,
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import TracebackException
 
 
 class HeadraceError(Exception):
@@ -95,4 +96,5 @@ def boundary(error: type[HeadraceError], what: str) -> Iterator[None]:
     except HeadraceError:
         raise
     except Exception as exc:
-        raise error(f"{what}: {type(exc).__name__}: {exc}") from exc
+        text = str(TracebackException(type(exc), exc, None, lookup_lines=False))  # as str(exc), also where that raises
+        raise error(f"{what}: {type(exc).__name__}: {text}") from exc

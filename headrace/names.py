@@ -4,6 +4,8 @@ Every table of implementations asserts that its keys are the names here, so a ne
 reward, filter or environment is added in both places or does not import.
 """
 
+from collections.abc import Iterator, Sequence
+
 # --- credit and loss -------------------------------------------------------------------------------------------------
 
 EPISODE_CREDITS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "opo")
@@ -36,6 +38,7 @@ FORMAT = "format"  # runs in the reward sandbox, as users' functions do
 JUDGE = "judge"  # a language model behind an endpoint
 REWARD_MODEL = "reward_model"
 REWARDS = (*BUILTIN_REWARDS, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # of `rl.rewards`, besides a user's functions
+REWARD_SUMMARIES = ("mean", "min", "max")  # metrics reward/<name> of the sum, so no reward may be called that
 
 BUILTIN_ENVS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
 ADAPTER_ENVS = ("gymnasium", "textarena", "textworld", "verifiers", "openenv", "mcp")  # of other libraries
@@ -55,6 +58,20 @@ SMOLLM2_CONTEXT, SMOLLM2_WIDTH = 8192, 576
 
 ROW_ALIGN = 8  # the engine decodes a multiple of this many sequences, so it has at least as many slots
 KV_ROUND = 64  # cached lengths are read in multiples of this
+
+
+def reward_name_problems(rewards: Sequence[str]) -> Iterator[str]:
+    """Say which names of rewards would write over another metric: each reward has reward/<name>, and reward/<name>/...
+
+    >>> list(reward_name_problems(["right", "mean"]))
+    ['a reward is called "mean", but reward/mean is a metric of the sum: give it another name']
+    """
+    for name in dict.fromkeys(rewards):
+        if name in REWARD_SUMMARIES:
+            yield f'a reward is called "{name}", but reward/{name} is a metric of the sum: give it another name'
+        for other in rewards:
+            if name.startswith(f"{other}/"):
+                yield f'a reward is called "{name}", as a part of "{other}" would be: give it another name'
 
 
 def min_kv_tokens(longest: int) -> int:

@@ -10,6 +10,7 @@ GLIBC_TUNABLES, or with HEADRACE_HUGE_PAGES=0 in the environment.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -29,17 +30,42 @@ COMPUTE = ("train", "demo", "eval", "verify", "serve", "demonstrate")
 
 
 def main() -> None:
-    """Restart with large pages if the command profits from them, then run the command line."""
+    """Restart with large pages if the command profits from them, then run the command line.
+
+    Ctrl-C before anything has begun ends the process without a word; it waits while the process restarts.
+    """
     again = os.environ.pop(AGAIN, None)  # a program with capabilities of its own gets no VARIABLE from the system
+    on_interrupt = signal.getsignal(signal.SIGINT)  # not Python's in a job that the shell started with "&"
+    if on_interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_quietly)
+    if again is not None:
+        hold_interrupts(False)
     if os.environ.get(VARIABLE) == SETTINGS:  # read by the C library already
         del os.environ[VARIABLE]
     elif (
         again is None and wants_large_pages(sys.argv[1:], os.environ) and runs_on_glibc() and not is_watched(os.environ)
     ):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, VARIABLE: SETTINGS, AGAIN: "1"})
+        environ = {**os.environ, VARIABLE: SETTINGS, AGAIN: "1"}
+        hold_interrupts(True)
+        try:
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+        finally:
+            hold_interrupts(False)
     from headrace.cli import main as run
 
+    if on_interrupt is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_interrupt)
     run()
+
+
+def hold_interrupts(hold: bool) -> None:
+    """Have Ctrl-C wait, also while another program is executed in this process; or let it through again."""
+    signal.pthread_sigmask(signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def end_quietly(number: int, frame: object) -> None:
+    """End the process as shells expect it of Ctrl-C: nothing has begun, so there is nothing to say."""
+    os._exit(128 + number)
 
 
 def wants_large_pages(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace import atomic_files
 from headrace.errors import CheckpointError, StorageError
+from headrace.watchdog import beat
 
 MANIFEST = "manifest.json"
 _HASH_CHUNK_BYTES = 1 << 20
@@ -118,6 +119,7 @@ def sha256_of(path: Path) -> str:
     with path.open("rb") as stream:
         while chunk := stream.read(_HASH_CHUNK_BYTES):
             digest.update(chunk)
+            beat()
     return digest.hexdigest()
 
 

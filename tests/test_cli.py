@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, one sentence on standard error, a quick --help."""
 
+import errno
 import io
 import json
 import os
@@ -168,6 +169,34 @@ def test_the_newest_run_of_that_name_is_resumed(file: Path) -> None:
         folder.write_config("")
     assert run_to_resume(config, None) == Path("runs/run_2026-01-03T00-00-00Z")
     assert run_to_resume(config, folder.path) == folder.path
+
+
+def test_the_run_before_one_that_never_began_is_resumed_and_both_are_named(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace")
+    config = load_checked(file, [], command="train")
+    begun, never = (RunFolder.create(Path("runs"), "run", datetime(2026, 1, day, tzinfo=UTC)) for day in (1, 2))
+    for folder in (begun, never):
+        folder.write_config("[rl]\nsteps = 9\n")
+    begun.metrics.write_text("{}\n")
+    assert run_to_resume(config, None) == begun.path
+    assert f"{never.path} has neither a checkpoint nor a metric, so {begun.path} is resumed" in caplog.text
+
+
+def test_changed_files_are_accepted_at_a_resume_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert headrace(monkeypatch, "train", file, "--accept-changed-files") == 2
+
+
+def test_an_error_of_the_machine_is_one_sentence(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "runs/x")
+
+    monkeypatch.setattr("headrace.observe.run_folder.RunFolder.open", refuse)
+    assert headrace(monkeypatch, "report", "runs/x") == 1
+    assert capsys.readouterr().err.startswith("headrace: runs/x: Input/output error: see to the disk")
 
 
 def test_the_size_of_a_model_is_read_from_where_the_model_is(file: Path) -> None:

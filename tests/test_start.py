@@ -1,8 +1,10 @@
 """The entry point: which commands begin again with large pages, and that they do so once."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +154,62 @@ def test_the_real_program_begins_once_more_and_ends() -> None:
     assert done.stdout.split() == ["again"]
     assert done.returncode == cli.EXIT_CONFIG
     assert "there is no file nowhere.toml" in done.stderr
+
+
+INTERRUPTED = """
+import builtins, os, signal, sys
+real = builtins.__import__
+def importing(name, *rest, **named):
+    if name == {name!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *rest, **named)
+builtins.__import__ = importing
+sys.argv = ["headrace", *{arguments!r}]
+from headrace import start; start.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["headrace.cli", "typer", "torch"])
+def test_ctrl_c_while_packages_are_imported_ends_without_a_word(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        "[rl]\nsteps = 1\nmax_prompt_tokens = 24\nmax_episode_tokens = 64\nsampling.max_tokens = 4\n"
+        'tasks = { type = "env", name = "key_door" }\n'
+    )
+    program = INTERRUPTED.format(name=name, arguments=["train", "run.toml"])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**_environ_of_a_shell(), start.SWITCH: "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(not start.runs_on_glibc(), reason="the settings are those of glibc")
+def test_ctrl_c_during_the_restart_waits_for_its_end() -> None:
+    program = (
+        "import os, signal, sys; real = os.execve\n"
+        "def execve(*given): os.kill(os.getpid(), signal.SIGINT); print('again', flush=True); real(*given)\n"
+        "os.execve = execve\n"
+        "from headrace import start; start.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "nowhere.toml"],
+        env=_environ_of_a_shell(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.returncode, done.stderr) == ("again\n", 130, "")
+
+
+def test_an_ignored_ctrl_c_stays_ignored(started: Any) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job that the shell started with "&"
+    try:
+        assert started("explain", "run.toml") is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -15,7 +15,7 @@ out of the tree; below `wiring/` only what prints the tree sees it (`observe/exp
 
 from headrace.config.checks.run_config import check, length_problems
 from headrace.config.load_toml import load_config, to_mapping
-from headrace.config.paths import absolute_paths, find_path
+from headrace.config.paths import absolute_paths, find_path, map_paths, named_paths
 from headrace.config.presets import ALGORITHMS, preset_text
 from headrace.config.schema import (
     AsyncConfig,
@@ -71,6 +71,8 @@ __all__ = [
     "find_path",
     "length_problems",
     "load_config",
+    "map_paths",
+    "named_paths",
     "preset_text",
     "to_mapping",
 ]

@@ -1,6 +1,6 @@
 """Find the paths that a configuration names (models, data, users' functions), from the TOML file's folder first."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from headrace.config.schema import (
 from headrace.names import NAMED_MODELS
 
 Stage = TypeVar("Stage", SftConfig, RewardModelConfig)
+Locate = Callable[[str, str], str]  # the key and the path that it names -> the path to use
 REMOTE = "openai:"  # before the name of a remote model
 SERVICE_STATE = "service.json"  # in a checkpoint whose weights a service keeps: says where
 
@@ -27,6 +28,11 @@ def find_path(path: str, base: Path) -> Path | None:
         if candidate.exists():
             return candidate
     return None
+
+
+def term_name(term: RewardTermConfig) -> str:
+    """Return the name of a reward term and its metric: `name`, else that of the function, or of its file or folder."""
+    return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
 
 
 def is_url(path: str) -> bool:
@@ -61,85 +67,121 @@ def is_code_path(text: str) -> bool:
 
 def absolute_paths(config: Config, *, base: Path) -> Config:
     """Make every path that exists absolute, so that the configuration holds in any folder."""
+
+    def locate(key: str, path: str) -> str:
+        located = find_path(path, base)
+        return path if located is None else str(located.resolve())
+
+    return map_paths(config, locate)
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """Return every path that a configuration names, by its key: {"rl.rewards[0].fn": "/home/me/reward.py"}."""
+    paths: dict[str, str] = {}
+
+    def collect(key: str, path: str) -> str:
+        paths[key] = path
+        return path
+
+    map_paths(config, collect)
+    return paths
+
+
+def map_paths(config: Config, locate: Locate) -> Config:
+    """Replace every path that a configuration names by what `locate(key, path)` returns for it."""
     model = config.model
     if model.path not in NAMED_MODELS and remote_name(model.path) is None:
-        model = replace(model, path=_absolute(model.path, base))
+        model = replace(model, path=locate("model.path", model.path))
     source = config.eval.source
     return replace(
         config,
         model=model,
-        sft=None if config.sft is None else _sources(config.sft, base),
-        reward_model=None if config.reward_model is None else _sources(config.reward_model, base),
-        rl=None if config.rl is None else _rl(config.rl, base),
-        eval=replace(config.eval, source=None if source is None else _source(source, base)),
+        sft=None if config.sft is None else _sources(config.sft, "sft", locate),
+        reward_model=None if config.reward_model is None else _sources(config.reward_model, "reward_model", locate),
+        rl=None if config.rl is None else _rl(config.rl, locate),
+        eval=replace(config.eval, source=None if source is None else _source(source, "eval.source", locate)),
     )
 
 
-def _absolute(path: str, base: Path) -> str:
-    located = find_path(path, base)
-    return path if located is None else str(located.resolve())
-
-
-def _function(text: str, base: Path) -> str:
+def _function(text: str, key: str, locate: Locate) -> str:
     place, function = split_function(text)
-    return f"{_absolute(place, base)}:{function}" if place.endswith(".py") else text
+    return f"{locate(key, place)}:{function}" if place.endswith(".py") else text
 
 
-def _source(source: SourceConfig, base: Path) -> SourceConfig:
+def _source(source: SourceConfig, key: str, locate: Locate) -> SourceConfig:
     if source.type == "env":
-        return replace(source, options=_options(source.options, base))
+        return replace(source, options=_options(source.options, f"{key}.options", locate))
     if source.env is not None:
-        source = replace(source, env=_function(source.env, base))
+        source = replace(source, env=_function(source.env, f"{key}.env", locate))
     if source.path is None:
         return source
-    located = _function(source.path, base) if source.type == "python" else _absolute(source.path, base)
-    return replace(source, path=located)
+    where = f"{key}.path"
+    is_function = source.type == "python"
+    return replace(source, path=_function(source.path, where, locate) if is_function else locate(where, source.path))
 
 
-def _options(options: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Make absolute the options that name a user's files: `env` ("file.py:function"), `tasks`, files in a `command`."""
+def _options(options: Mapping[str, Any], key: str, locate: Locate) -> dict[str, Any]:
+    """Replace the options that name a user's files: `env` ("file.py:function"), `tasks`, files in a `command`."""
     located = dict(options)
     if isinstance(options.get("env"), str):
-        located["env"] = _function(options["env"], base)
+        located["env"] = _function(options["env"], f"{key}.env", locate)
     if isinstance(options.get("tasks"), str) and options["tasks"]:
-        located["tasks"] = _absolute(options["tasks"], base)
+        located["tasks"] = locate(f"{key}.tasks", options["tasks"])
     if isinstance(options.get("command"), list):
-        located["command"] = [_absolute(part, base) if Path(str(part)).suffix else part for part in options["command"]]
+        located["command"] = [
+            locate(f"{key}.command[{number}]", part) if Path(str(part)).suffix else part
+            for number, part in enumerate(options["command"])
+        ]
     return located
 
 
-def _sources(stage: Stage, base: Path) -> Stage:
-    held_out = None if stage.held_out is None else _source(stage.held_out, base)
-    return replace(stage, sources=tuple(_source(source, base) for source in stage.sources), held_out=held_out)
+def _sources(stage: Stage, key: str, locate: Locate) -> Stage:
+    held_out = None if stage.held_out is None else _source(stage.held_out, f"{key}.held_out", locate)
+    sources = tuple(_source(source, f"{key}.sources[{number}]", locate) for number, source in enumerate(stage.sources))
+    return replace(stage, sources=sources, held_out=held_out)
 
 
-def _critic(critic: CriticConfig, base: Path) -> CriticConfig:
+def _critic(critic: CriticConfig, locate: Locate) -> CriticConfig:
     if critic.path is None or critic.path == "reward_model":
         return critic
-    return replace(critic, path=_absolute(critic.path, base))
+    return replace(critic, path=locate("rl.critic.path", critic.path))
 
 
-def _term(term: RewardTermConfig, base: Path) -> RewardTermConfig:
-    fn = _absolute(term.fn, base) if is_code_path(term.fn) else _function(term.fn, base)
-    return replace(term, fn=fn, path=None if term.path is None else _absolute(term.path, base))
+def _term(term: RewardTermConfig, key: str, locate: Locate) -> RewardTermConfig:
+    where = f"{key}.fn"
+    fn = locate(where, term.fn) if is_code_path(term.fn) else _function(term.fn, where, locate)
+    return replace(term, fn=fn, path=None if term.path is None else locate(f"{key}.path", term.path))
 
 
-def _rl(rl: RlConfig, base: Path) -> RlConfig:
+def _rl(rl: RlConfig, locate: Locate) -> RlConfig:
+    terms = split_sum(rl.loss)
     return replace(
         rl,
-        tasks=_source(rl.tasks, base),
-        loss=" + ".join(_function(term, base) for term in split_sum(rl.loss)),
-        reference=None if rl.reference is None else _absolute(rl.reference, base),
-        teacher=None if rl.teacher is None else _absolute(rl.teacher, base),
-        critic=None if rl.critic is None else _critic(rl.critic, base),
-        anchor=_function(rl.anchor, base),
-        generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, base),
-        program=None if rl.program is None else _function(rl.program, base),
-        rewards=tuple(_term(term, base) for term in rl.rewards),
-        reward_runner=replace(
-            rl.reward_runner, readable=tuple(_absolute(path, base) for path in rl.reward_runner.readable)
+        tasks=_source(rl.tasks, "rl.tasks", locate),
+        loss=" + ".join(
+            _function(term, "rl.loss" if len(terms) == 1 else f"rl.loss[{number}]", locate)
+            for number, term in enumerate(terms)
         ),
-        save=replace(rl.save, which=_function(rl.save.which, base)),
-        filters=tuple(replace(item, fn=_function(item.fn, base)) for item in rl.filters),
-        asynchronous=replace(rl.asynchronous, select_score=_function(rl.asynchronous.select_score, base)),
+        reference=None if rl.reference is None else locate("rl.reference", rl.reference),
+        teacher=None if rl.teacher is None else locate("rl.teacher", rl.teacher),
+        critic=None if rl.critic is None else _critic(rl.critic, locate),
+        anchor=_function(rl.anchor, "rl.anchor", locate),
+        generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, "rl.generate_fn", locate),
+        program=None if rl.program is None else _function(rl.program, "rl.program", locate),
+        rewards=tuple(_term(term, f"rl.rewards[{number}]", locate) for number, term in enumerate(rl.rewards)),
+        reward_runner=replace(
+            rl.reward_runner,
+            readable=tuple(
+                locate(f"rl.reward_runner.readable[{number}]", path)
+                for number, path in enumerate(rl.reward_runner.readable)
+            ),
+        ),
+        save=replace(rl.save, which=_function(rl.save.which, "rl.save.which", locate)),
+        filters=tuple(
+            replace(item, fn=_function(item.fn, f"rl.filters[{number}].fn", locate))
+            for number, item in enumerate(rl.filters)
+        ),
+        asynchronous=replace(
+            rl.asynchronous, select_score=_function(rl.asynchronous.select_score, "rl.async.select_score", locate)
+        ),
     )

@@ -40,6 +40,9 @@ class RunConfig:
     seed: Seed = 0  # seeds everything random in the run
     tensorboard: Flag = True  # written when the package is installed
     deterministic: Flag = False  # cuda: the same bits in every run of a synchronous configuration, at some speed
+    stall_warn_s: PositiveFloat = 300.0  # what makes no progress for so long is told in the log, with all stacks
+    # what makes no progress for so long ends the run with code 75, to be resumed; 0: never
+    stall_end_s: NonNegativeFloat = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

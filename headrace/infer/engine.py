@@ -236,7 +236,7 @@ class EmbeddedEngine:
         if self._turn_scheduled:
             return
         try:
-            turn = self._worker.submit(self._run_turn)
+            turn = self._worker.submit(self._run_turn, what="the sampler: a step")
         except BackendError as exc:
             self._fail_open_calls(str(exc))
             return

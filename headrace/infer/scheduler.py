@@ -37,6 +37,7 @@ from headrace.infer.slot_cache import SlotCache
 from headrace.model.attention import PromptChunk
 from headrace.model.multi_lora import BASE
 from headrace.types import StopReason
+from headrace.watchdog import beat
 
 QUIET_S, MOST_QUIET_S = 0.004, 0.1  # wait for more requests until none came for so long, and at most so long
 
@@ -214,6 +215,7 @@ class Scheduler:
         while started_next:
             started_next = run_ahead and self._can_run_ahead(decoding) and decoder.start_next(STEPS_AHEAD)
             result = decoder.finish()
+            beat()
             self.counters.steps += result.tokens.shape[1]
             with self._replies.batch_replies():
                 for (row, sequence), tokens in zip(decoding, decoded_rows(result), strict=True):

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.errors import FolderLockedError, HeadraceError, Interrupted, RunFolderError, StorageError
 from headrace.loops.evaluate import EvalResult
 from headrace.protocols import TrainBackend
+from headrace.watchdog import watching_thread
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -101,10 +102,11 @@ class Checkpointer:
                 backend.save_state(folder / name).result()
 
         def save(done: int, state: Mapping[str, Any]) -> None:
-            evaluated = {name: value() if callable(value) else value for name, value in state.items()}
-            self._before_save()
-            self._store.save(done, write, evaluated, score)
-            self._after_save()
+            with watching_thread(f"the checkpoint of step {done}"):
+                evaluated = {name: value() if callable(value) else value for name, value in state.items()}
+                self._before_save()
+                self._store.save(done, write, evaluated, score)
+                self._after_save()
 
         await asyncio.to_thread(save, self._done, self._state)
         self._saved = self._done

@@ -8,6 +8,7 @@ from headrace.errors import RolloutError
 from headrace.loops.episode_metrics import eval_metrics
 from headrace.metrics import Metric
 from headrace.types import Group, Task
+from headrace.watchdog import watching
 
 MAX_TASKS_AT_ONCE = 256
 
@@ -33,9 +34,12 @@ async def evaluate(tasks: Sequence[Task], play: Callable[[Task, int], Awaitable[
 
     async def play_task(index: int, task: Task) -> Group:
         async with slots:
-            return await play(task, index)
+            group = await play(task, index)
+            activity.beat()
+            return group
 
-    groups = await asyncio.gather(*(play_task(index, task) for index, task in enumerate(tasks)))
+    with watching(f"the evaluation on {len(tasks)} tasks", has_deadline=True) as activity:
+        groups = await asyncio.gather(*(play_task(index, task) for index, task in enumerate(tasks)))
     if not any(group.episodes for group in groups):
         reason = next((failed.reason for group in groups for failed in group.failed), "no episode came back")
         raise RolloutError(f"none of the {len(groups)} held-out tasks could be played and scored; the first: {reason}")

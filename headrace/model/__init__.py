@@ -1,6 +1,7 @@
 """Language models as trainer and engine share them: loading, the forward pass, heads, adapters.
 
 - `load.py` loads a model and its tokenizer as a `LanguageModel`, and copies and fingerprints weights.
+- `folder_check.py` refuses folders that would run code or unpickle weights.
 - `supported.py` lists the supported model types; `tiny.py` makes a small model; `tokenizer.py` loads a tokenizer alone.
 - `device.py` chooses the device and dtype, and copies tensors to the device.
 - `attention.py` has the attention function and the KV cache that trainer and engine share.

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from headrace.errors import BackendError, HeadraceError
+from headrace.watchdog import watching_thread
 
 R = TypeVar("R")
 CLOSED = "this worker is closed: nothing can be computed on it any more"
@@ -38,7 +39,7 @@ class ComputeThread:
         """Return whether a request waits behind the running one, or `close` waits for its end."""
         return self._queued > 0 or self._closed
 
-    def submit(self, run: Callable[[], R]) -> "Future[R]":
+    def submit(self, run: Callable[[], R], *, what: str = "a request") -> "Future[R]":
         """Queue a request and return its future. Raises BackendError after `close`."""
         ordered = _after_queued_kernels(run)
 
@@ -46,7 +47,8 @@ class ComputeThread:
             self._count(-1)
             if self._closed:
                 raise BackendError(CLOSED)
-            return ordered()
+            with watching_thread(what):
+                return ordered()
 
         self._count(1)
         try:
@@ -70,7 +72,7 @@ class ComputeThread:
 class InlineWorker:
     """Runs each request at once on the thread that submits it, for code that is on a compute thread already."""
 
-    def submit(self, run: Callable[[], R]) -> "Future[R]":
+    def submit(self, run: Callable[[], R], *, what: str = "a request") -> "Future[R]":
         future: Future[R] = Future()
         try:
             future.set_result(run())

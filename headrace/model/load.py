@@ -32,6 +32,7 @@ from headrace.model.attention import Context
 from headrace.model.cpu.layers import patch_cpu_layers
 from headrace.model.cpu.packed_linear import pack_linears
 from headrace.model.cuda.compile import layer_forward
+from headrace.model.folder_check import check_model_folder
 from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
 from headrace.model.supported import check_supported
@@ -112,6 +113,7 @@ def load_model(
     Raises ModelError when it cannot be loaded. With `quantization` the model can score but not train.
     """
     folder = model_folder(str(path))
+    check_model_folder(folder, trust_remote_code=trust_remote_code)
     with boundary(ModelError, f"the model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         check_supported(config)

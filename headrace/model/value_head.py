@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from headrace.errors import ModelError, boundary
+from headrace.model.folder_check import check_model_folder
 from headrace.model.load import LanguageModel, load_model, own_storage, prepare
 from headrace.model.supported import check_supported
 
@@ -29,6 +30,7 @@ def load_scalar_model(
             load_model(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
             trust_remote_code=trust_remote_code,
         )
+    check_model_folder(folder, trust_remote_code=trust_remote_code)
     with boundary(ModelError, f"the scalar model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         check_supported(config)

@@ -9,11 +9,13 @@ import platform
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from headrace import atomic_files
 from headrace.errors import ConfigError, RunFolderError, boundary
@@ -23,6 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STAMP = "%Y-%m-%dT%H-%M-%SZ"
 _STAMP_PATTERN = r"(\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}Z)(?:_(\d+))?"
 _CHECKPOINT = re.compile(r"step_\d+")  # without the half-written folders that a killed process left
+_STAGES = ("sft", "reward_model", "rl")  # in their order
 _VERSIONED = ("headrace", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic")
 
 
@@ -59,8 +62,9 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """Open an existing run folder, recognised by its config.toml."""
         folder = cls(path=path)
-        if not folder.config.is_file():
-            raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
+        with boundary(RunFolderError, f"{path} cannot be read"):
+            if not folder.config.is_file():
+                raise RunFolderError(f"{path} is not a run folder: it has no config.toml")
         return folder
 
     @property
@@ -70,6 +74,11 @@ class RunFolder:
     @property
     def environment(self) -> Path:
         return self.path / "environment.json"
+
+    @property
+    def inputs(self) -> Path:
+        """The digests of the files that the run reads."""
+        return self.path / "inputs.json"
 
     @property
     def metrics(self) -> Path:
@@ -114,27 +123,81 @@ class RunFolder:
         facts = environment_facts(argv=sys.argv, cwd=Path.cwd())
         write_whole(self.environment, json.dumps(facts, indent=2, ensure_ascii=False) + "\n")
 
+    def read_environment(self) -> Mapping[str, Any]:
+        """Read environment.json. Raises RunFolderError if it is missing or not what `write_environment` wrote."""
+        with boundary(RunFolderError, f"{self.environment} cannot be read"):
+            facts = json.loads(self.environment.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict) or not isinstance(facts.get("packages", {}), dict):
+            raise RunFolderError(f"{self.environment} does not describe an environment")
+        return facts
+
+    def read_config(self) -> dict[str, Any]:
+        """Read config.toml. Raises RunFolderError if it is no TOML, or empty."""
+        with boundary(RunFolderError, f"{self.config} cannot be read"):
+            tree = tomllib.loads(self.config.read_text(encoding="utf-8"))
+        if not tree:
+            raise RunFolderError(f"{self.config} is empty: restore it, it is the configuration that the run began with")
+        return tree
+
+    def check_access(self) -> None:
+        """Raise RunFolderError unless the checkpoints can be listed, and files made in the run folder and its folders.
+
+        Checkpoints that cannot be listed would look like none, and the run would start again from the beginning.
+        """
+        for folder in (self.path, self.rollouts, self.checkpoints):
+            with boundary(RunFolderError, f"the run cannot go on, because nothing can be written to {folder}"):
+                folder.mkdir(exist_ok=True)
+                probe = folder / ".writable"
+                probe.touch()
+                probe.unlink()
+        with boundary(RunFolderError, f"the run cannot go on, because {self.checkpoints} cannot be read"):
+            for entry in os.scandir(self.checkpoints):
+                if entry.is_dir():
+                    os.listdir(entry.path)
+
+
+def find_runs(root: Path, name: str) -> list[RunFolder]:
+    """List the runs of exactly that name that have a config.toml, newest first. Raises RunFolderError."""
+    pattern = re.compile(re.escape(name) + "_" + _STAMP_PATTERN)
+    with boundary(RunFolderError, f"{root} cannot be read"):
+        runs = [
+            ((match[1], int(match[2] or 1)), path)
+            for path in (root.iterdir() if root.is_dir() else ())
+            if (match := pattern.fullmatch(path.name)) and (path / "config.toml").is_file()
+        ]
+    return [RunFolder(path=path) for _, path in sorted(runs, reverse=True)]
+
 
 def find_latest(root: Path, name: str) -> RunFolder | None:
-    """Find the newest run of exactly that name that has something to resume, else the newest with a config.toml.
+    """Find the run of exactly that name that a resume goes on with; None if there is no run.
 
-    So a run that failed before its first step does not hide the one before it. Returns None if there is no run.
+    It is the newest that has begun (wrote a checkpoint or a metric), so that a run which was ended before its first
+    step does not hide the one before it; unless that one is finished, or none has begun: then it is the newest run.
     """
-    pattern = re.compile(re.escape(name) + "_" + _STAMP_PATTERN)
-    runs = [
-        ((_has_begun(path), match[1], int(match[2] or 1)), path)
-        for path in (root.iterdir() if root.is_dir() else ())
-        if (match := pattern.fullmatch(path.name)) and (path / "config.toml").is_file()
-    ]
-    return RunFolder(path=max(runs)[1]) if runs else None
+    runs = find_runs(root, name)
+    if not runs:
+        return None
+    with boundary(RunFolderError, f"the runs in {root} cannot be read"):
+        begun = next((run for run in runs if _has_begun(run)), runs[0])
+        return runs[0] if _is_finished(begun) else begun
 
 
-def _has_begun(path: Path) -> bool:
+def _has_begun(folder: RunFolder) -> bool:
     """Return whether a checkpoint or a metric was written; the checkpoint is not validated before it is read."""
-    folder = RunFolder(path=path)
     if any(_CHECKPOINT.fullmatch(saved.name) and saved.is_dir() for saved in folder.checkpoints.glob("*/step_*")):
         return True
     return folder.metrics.is_file() and folder.metrics.stat().st_size > 0
+
+
+def _is_finished(folder: RunFolder) -> bool:
+    """Return whether the last stage has the checkpoint of its last step; not if config.toml cannot be read."""
+    try:
+        config = folder.read_config()
+    except RunFolderError:
+        return False
+    stage = next((name for name in reversed(_STAGES) if isinstance(config.get(name), dict)), None)
+    steps = None if stage is None else config[stage].get("steps")
+    return isinstance(steps, int) and (folder.checkpoints / str(stage) / f"step_{steps:06d}").is_dir()
 
 
 def environment_facts(*, argv: Sequence[str], cwd: Path) -> Mapping[str, object]:

@@ -27,7 +27,7 @@ def as_reward(value: object, episode: Episode) -> Reward:
     try:
         fields = parse_result(value)
     except TypeError as exc:
-        raise RewardError(str(exc)) from exc
+        raise RewardError(str(exc)[:MESSAGE_CHARS]) from exc
     return make_reward(fields, episode, Alignment())
 
 

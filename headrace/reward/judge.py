@@ -1,6 +1,12 @@
-"""Let a language model judge episodes, one at a time or a whole group at once. `Ask` is the way to the model."""
+"""Let a language model judge episodes, one at a time or a whole group at once. `Ask` is the way to the model.
+
+A verdict is the last line of a complete reply: SCORE, a code that the question names, and the number. The code is a
+hash of the question, so a conversation cannot hold it, and a score that the judge quotes from there does not count.
+A reply without a verdict is asked for again, then the reward is unknown.
+"""
 
 import asyncio
+import hashlib
 import json
 import math
 import os
@@ -9,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError, boundary
 from headrace.protocols import Sampler
@@ -16,11 +23,13 @@ from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm
 from headrace.types import Episode, Message, Reward, SampleRequest, SamplingParams, StopReason, wire_message
 
-Ask = Callable[[Sequence[Message]], Awaitable[str]]  # takes messages, returns the text of a reply
+# Takes messages, returns the text of a complete reply; raises RewardError if the reply was cut off.
+Ask = Callable[[Sequence[Message]], Awaitable[str]]
 
-_MARKS = r"[*_`]*:[*_`\s]*"  # models set words in bold
-_ONE = re.compile(rf"\bSCORE{_MARKS}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-_MANY = re.compile(rf"\bSCORES{_MARKS}(\[[^\]]*\])", re.IGNORECASE)
+CUT_OFF = "the judge's reply is not complete, so it is no verdict; raise its max_tokens if it needs more"
+COMPLETE = ("stop", "eos_token", None)  # of "finish_reason"; some servers give none
+_MARKS = str.maketrans("", "", "*_`")  # models set words in bold
+_NUMBER = r"-?\d{1,9}(?:\.\d{1,9})?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +39,9 @@ class JudgeSettings:
     rubric: str  # says what is good
     best: float = 10.0  # scores are from 0 to this
     compare: bool = False  # judge a group in one request, which shows all its conversations
-    attempts: int = 2  # requests until a reply has a score
+    attempts: int = 2  # requests until a reply has a verdict
     at_once: int = 8  # requests that run together
+    code: bool = True  # False: for models too small to copy a code; a last line that is quoted then counts as theirs
 
     def __post_init__(self) -> None:
         if self.best <= 0 or self.attempts < 1 or self.at_once < 1:
@@ -59,14 +69,14 @@ def judge_term(name: str, ask: Ask, judge: JudgeSettings, *, weight: float = 1.0
 async def _ask_for_scores(
     ask: Ask, judge: JudgeSettings, episodes: Sequence[Episode], permits: asyncio.Semaphore
 ) -> list[float]:
-    question = write_question(episodes, judge)
     last = RewardError("the judge was not asked")
-    for _ in range(judge.attempts):
+    for attempt in range(judge.attempts):
+        code = question_code(episodes, judge, attempt)
         try:
             async with permits:
                 with boundary(RewardError, "the judge could not be asked"):
-                    reply = await ask(question)
-            return parse_scores(reply, judge, len(episodes))
+                    reply = await ask(write_question(episodes, judge, code))
+            return parse_scores(reply, judge, len(episodes), code)
         except Interrupted:
             raise
         except HeadraceError as exc:
@@ -74,17 +84,34 @@ async def _ask_for_scores(
     raise last
 
 
-def write_question(episodes: Sequence[Episode], judge: JudgeSettings) -> tuple[Message, ...]:
+def question_code(episodes: Sequence[Episode], judge: JudgeSettings, attempt: int = 0) -> str:
+    """Return the code that marks the verdict on these episodes: six letters, the same whenever they are judged; or
+    nothing if the settings say so."""
+    if not judge.code:
+        return ""
+    content = [[wire_message(message) for message in episode.messages] for episode in episodes]
+    text = json.dumps([judge.rubric, attempt, [episode.id for episode in episodes], content])
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+    return "".join("BCDFGHJKLMNPQRST"[byte % 16] for byte in digest)
+
+
+def verdict_mark(judge: JudgeSettings, code: str) -> str:
+    """Return the words before the colon of a verdict."""
+    return f"SCORE{'S' if judge.compare else ''} {code}".rstrip()
+
+
+def write_question(episodes: Sequence[Episode], judge: JudgeSettings, code: str) -> tuple[Message, ...]:
     """Write the rubric, the ground truth if any, and the conversations as JSON, which no text of theirs can leave."""
     data = episodes[0].task.data
     truth = data.get("ground_truth", data.get("answer"))
     conversations = [[wire_message(message) for message in episode.messages] for episode in episodes]
-    many = judge.compare
+    many, mark = judge.compare, verdict_mark(judge, code)
     ending = (
-        f"End with one line: SCORES: followed by a JSON list of {len(episodes)} numbers from 0 to {judge.best:g}, "
-        "in the order of the conversations."
+        f"The last line of your reply must be {mark}: followed by a JSON list of {len(episodes)} numbers from 0 "
+        f"to {judge.best:g}, in the order of the conversations, and nothing else."
         if many
-        else f"End with one line: SCORE: followed by a number from 0 to {judge.best:g}."
+        else f"The last line of your reply must be {mark}: followed by a number from 0 to {judge.best:g}, "
+        "and nothing else."
     )
     system = (
         f"You judge {'conversations' if many else 'a conversation'} by this rubric: {judge.rubric}\n"
@@ -95,18 +122,34 @@ def write_question(episodes: Sequence[Episode], judge: JudgeSettings) -> tuple[M
     return Message(role="system", content=system), Message(role="user", content=user)
 
 
-def parse_scores(reply: str, judge: JudgeSettings, count: int) -> list[float]:
-    """Parse the last scores of the reply. Raises RewardError if there are none, too few, or some out of range."""
-    matches = (_MANY if judge.compare else _ONE).findall(reply)
-    if not matches:
-        raise RewardError(f"the judge's reply has no score: {reply[-200:]!r}")
+def parse_scores(reply: str, judge: JudgeSettings, count: int, code: str) -> list[float]:
+    """Parse the verdict, which is the last line of the reply and nothing else; bold and "/10" are allowed.
+
+    Raises RewardError if the last line is no verdict, or has too few scores, or some out of range.
+    """
+    last = reply.rstrip().rpartition("\n")[2].translate(_MARKS).strip()
+    pattern = (
+        rf"SCORES\s*{code}\s*:\s*(\[.*\])"
+        if judge.compare
+        else rf"SCORE\s*{code}\s*:\s*({_NUMBER})(?:\s*/\s*{re.escape(f'{judge.best:g}')})?"
+    )
+    match = re.fullmatch(pattern, last, re.IGNORECASE | re.ASCII)
+    if match is None:
+        wanted = f'"{verdict_mark(judge, code)}:" and {"a list" if judge.compare else "a number"}'
+        raise RewardError(f"the last line of the judge's reply must be {wanted}, and is {last[-200:]!r}")
     with boundary(RewardError, "the judge's scores cannot be read"):
-        scores = [float(score) for score in json.loads(matches[-1])] if judge.compare else [float(matches[-1])]
+        scores = _number_list(json.loads(match[1])) if judge.compare else [float(match[1])]
     if len(scores) != count:
         raise RewardError(f"the judge gave {len(scores)} scores for {count} episodes")
     if not all(math.isfinite(score) and 0 <= score <= judge.best for score in scores):
         raise RewardError(f"the judge's scores {scores} are not all from 0 to {judge.best:g}")
     return scores
+
+
+def _number_list(values: Any) -> list[float]:
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+        raise TypeError("they are not a list of numbers")
+    return [float(value) for value in values]
 
 
 def ask_endpoint(
@@ -136,8 +179,10 @@ def ask_endpoint(
             f"{url.rstrip('/')}/chat/completions", data=json.dumps(body).encode(), headers=headers
         )
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            reply = json.loads(answer.read(1_000_000))
-        return str(reply["choices"][0]["message"]["content"] or "")
+            choice = json.loads(answer.read(1_000_000))["choices"][0]
+        if (ended := choice.get("finish_reason")) not in COMPLETE:
+            raise RewardError(f"{CUT_OFF}: it ended by {str(ended)[:40]!r}")
+        return str(choice["message"]["content"] or "")
 
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f'the judge\'s url is "{url}": it must start with http:// or https://')
@@ -152,6 +197,8 @@ def ask_sampler(sampler: Sampler, renderer: Renderer, params: SamplingParams) ->
         reply = await sampler.sample(request)
         while reply.stop is StopReason.INTERRUPTED:
             reply = await sampler.sample(replace(request, continue_from=reply))
+        if reply.stop is not StopReason.STOP:
+            raise RewardError(f"{CUT_OFF}: it ended by '{reply.stop.value}'")
         return renderer.decode(reply.tokens)
 
     return ask

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.errors import RewardError
+from headrace.printable import single_line
 
 MESSAGE_CHARS = 2000  # of foreign text in an error message
+PART_NAME_CHARS = 64  # of the name of a part, which names a metric
 _FIELDS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid"})
 _NOT_PARTS = ("score", "total", "success", "steps", "step_outputs", "metrics", "is_score_valid", "reason", "error",
               "trajectory_info", "final_control_plane_info", "agg_score", "standard_error")  # fmt: skip
@@ -39,7 +41,8 @@ def parse_result(value: Any) -> dict[str, Any]:
 
 
 def check_result(fields: object, *, keep_invalid: bool = False) -> dict[str, Any]:
-    """Check the JSON of `parse_result`: known fields of the right types, and finite numbers.
+    """Check the JSON of `parse_result`: known fields of the right types, and finite numbers. Names of parts are cut to
+    PART_NAME_CHARS, and their control characters escaped.
 
     Raises RewardError, also where the function said that it could not tell; `keep_invalid` takes a score that is marked
     as not valid.
@@ -65,7 +68,18 @@ def check_result(fields: object, *, keep_invalid: bool = False) -> dict[str, Any
         *(("a step's base_reward", output["base_reward"]) for output in outputs),
     ):
         check_finite(what, number)
+    checked["parts"] = {part_name(name): part for name, part in checked["parts"].items()}
     return checked
+
+
+def part_name(name: str) -> str:
+    r"""Render the name of a part so that files, terminals and other systems can show it.
+
+    >>> part_name("right\nhalf \ud800"), part_name("x" * 65)[-7:]
+    ('right\\nhalf \\ud800', 'xxxxxx…')
+    """
+    shown = single_line(name, PART_NAME_CHARS)
+    return shown if len(shown) <= PART_NAME_CHARS else shown[: PART_NAME_CHARS - 1] + "…"
 
 
 def _refuse_other_types(fields: Mapping[str, Any]) -> None:

@@ -7,16 +7,24 @@ process kills the run. Terms that judge a group may do so anywhere; `user_term.p
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from headrace import names
 from headrace.errors import ConfigError, RewardError, RolloutError
+from headrace.printable import single_line
 from headrace.reward.alignment import as_reward
 from headrace.reward.call_scheduler import CallScheduler, prefix_error
+from headrace.reward.result import MESSAGE_CHARS
 from headrace.reward.terms import GroupTerm, RewardFn, Term, as_term
 from headrace.reward.truncation import TruncatedReward
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 
 logger = logging.getLogger(__name__)
+
+MAX_PARTS = 64  # names of parts of one term, each of which is a metric
+LEFT_OUT = "parts_left_out"  # the part that counts parts under further names
+MAX_REASONS = 100  # different reasons of failures that are told apart in the log
 
 
 class InProcessRewardRunner:
@@ -36,6 +44,7 @@ class InProcessRewardRunner:
         self._terms = tuple(as_term(reward) for reward in rewards)
         check_terms(self._terms)
         self._calls = CallScheduler(timeout_s=timeout_s)
+        self._parts, self._failures = PartNames(), FailureLog()
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
         rewards: list[list[Reward]] = [[] for _ in episodes]
@@ -50,9 +59,9 @@ class InProcessRewardRunner:
                 else:
                     rewards[index].append(reward)
         return tuple(
-            failed_episode(episode, errors[index])
+            self._failures.failed(episode, errors[index])
             if index in errors
-            else total_reward(self._terms, rewards[index], episode)
+            else total_reward(self._terms, rewards[index], episode, self._parts, self._failures)
             for index, episode in enumerate(episodes)
         )
 
@@ -81,6 +90,7 @@ class GroupRewardRunner:
         self._calls = CallScheduler(timeout_s=timeout_s)
         self._truncation = truncation or TruncatedReward()
         self._invalid = FailureRateLimit(limit=max_invalid_share)
+        self._parts, self._failures = PartNames(), FailureLog()
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
         self._invalid.check()
@@ -107,9 +117,10 @@ class GroupRewardRunner:
         rewards: list[Reward] = []
         for term, reward in zip(self._terms, row, strict=True):
             if isinstance(reward, RewardError):
-                return failed_episode(episode, reward if isinstance(term, Term) else prefix_error(term, reward))
+                error = reward if isinstance(term, Term) else prefix_error(term, reward)
+                return self._failures.failed(episode, error)
             rewards.append(reward)
-        return total_reward(self._terms, rewards, episode)
+        return total_reward(self._terms, rewards, episode, self._parts, self._failures)
 
 
 class FailureRateLimit:
@@ -130,7 +141,7 @@ class FailureRateLimit:
             [(reason, _)] = reasons.most_common(1)
             raise RolloutError(
                 f"{reasons.total()} of the last {count} episodes have no reward, which is more than "
-                f"{self._limit:.0%}; most often: {reason}. Correct the reward function, or raise "
+                f"{self._limit:.0%}; most often: {single_line(reason)}. Correct the reward function, or raise "
                 "rl.reward_runner.max_invalid_share"
             )
 
@@ -141,21 +152,77 @@ def check_terms(terms: Sequence[Term | GroupTerm]) -> None:
     name, count = Counter(term.name for term in terms).most_common(1)[0]
     if count > 1:
         raise ConfigError(f"two rewards are called {name}: give one of them another name")
+    for problem in names.reward_name_problems([term.name for term in terms]):
+        raise ConfigError(problem)
 
 
-def failed_episode(episode: Episode, error: RewardError) -> FailedEpisode:
-    logger.warning("episode %s has no reward: %s", episode.id, error)
-    return FailedEpisode(id=episode.id, task=episode.task, reason=str(error))
+class FailureLog:
+    """Logs why episodes have no reward: each reason once, then when 10, 100, ... episodes have had it."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def failed(self, episode: Episode, error: RewardError) -> FailedEpisode:
+        reason = str(error)[:MESSAGE_CHARS]
+        known = reason in self._counts or len(self._counts) < MAX_REASONS
+        key = reason if known else ""  # reasons beyond the first are counted together
+        self._counts[key] += 1
+        count = self._counts[key]
+        if count == 1:
+            logger.warning("episode %s has no reward: %s", episode.id, reason)
+        elif str(count).rstrip("0") == "1":
+            same = "this reason" if known else "reasons that are not listed any more, the last of which is"
+            logger.warning("%d episodes have no reward for %s: %s", count, same, reason)
+        return FailedEpisode(id=episode.id, task=episode.task, reason=reason)
+
+
+class PartNames:
+    """Limits the names of parts to MAX_PARTS for each term, the first that it returned: each name is a metric.
+
+    Parts under other names are left out; how many is the part `parts_left_out`. One warning says so.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, set[str]] = {}
+        self._warned: set[str] = set()
+
+    def limit(self, term: str, parts: Mapping[str, float]) -> dict[str, float]:
+        known, kept = self._known.setdefault(term, set()), dict[str, float]()
+        for name, value in parts.items():
+            if name in known or len(known) < MAX_PARTS:
+                known.add(name)
+                kept[name] = value
+        if len(kept) == len(parts):
+            return kept
+        if term not in self._warned:
+            self._warned.add(term)
+            logger.warning(
+                "reward %s returns parts under more than %d names: those under further names are left out and counted "
+                "in reward/%s/%s; use a fixed set of names",
+                term,
+                MAX_PARTS,
+                term,
+                LEFT_OUT,
+            )
+        return {**kept, LEFT_OUT: float(len(parts) - len(kept))}
 
 
 def total_reward(
-    terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], episode: Episode
+    terms: Sequence[Term | GroupTerm],
+    rewards: Sequence[Reward],
+    episode: Episode,
+    part_names: PartNames,
+    failures: FailureLog,
 ) -> ScoredEpisode | FailedEpisode:
-    total = combine(terms, rewards, num_steps=len(episode.steps))
+    limited = [
+        replace(reward, parts=part_names.limit(term.name, reward.parts))
+        for term, reward in zip(terms, rewards, strict=True)
+    ]
+    total = combine(terms, limited, num_steps=len(episode.steps))
     try:
         as_reward(total, episode)  # a sum of finite numbers can overflow
     except RewardError as exc:
-        return failed_episode(episode, exc)
+        return failures.failed(episode, exc)
     return ScoredEpisode(episode=episode, reward=total)
 
 

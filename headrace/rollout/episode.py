@@ -34,6 +34,7 @@ from headrace.types import (
     StopReason,
     Task,
 )
+from headrace.watchdog import watching
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,8 @@ class _EnvCalls:
         if not env_flags(self.env).blocking:
             return call()
         context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(context.run, call))
+        with watching(f"a call of {type(self.env).__name__}", has_deadline=True):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(context.run, call))
 
 
 async def _close(env_calls: _EnvCalls, task: Task) -> None:

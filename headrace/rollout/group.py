@@ -31,6 +31,7 @@ from headrace.types import (
     ScoredEpisode,
     Task,
 )
+from headrace.watchdog import watching
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,8 @@ async def _score_group(
     episodes = [episode for episode in accepted if isinstance(episode, Episode)]
     for episode in episodes:
         log_episode(episode)
-    scored = await reward_runner.score(episodes) if episodes else ()
+    with watching(f"the rewards of group {group_id}", has_deadline=True):
+        scored = await reward_runner.score(episodes) if episodes else ()
     assert len(scored) == len(episodes)
     return Group(
         id=group_id,

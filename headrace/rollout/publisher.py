@@ -14,6 +14,7 @@ from typing import TypeVar
 from headrace.errors import ConfigError, HeadraceError, RolloutError, boundary
 from headrace.protocols import Sampler, sampler_flags
 from headrace.types import WeightsHandle
+from headrace.watchdog import watching
 
 T = TypeVar("T")
 
@@ -117,9 +118,10 @@ async def _call_all(
 
     async def call_one(index: int, sampler: Sampler) -> T:
         try:
-            async with asyncio.timeout(timeout_s):
-                with boundary(RolloutError, "unexpected failure"):
-                    return await call(sampler)
+            with watching(f"publishing: {_name(index, sampler)} to {phase}", has_deadline=True):
+                async with asyncio.timeout(timeout_s):
+                    with boundary(RolloutError, "unexpected failure"):
+                        return await call(sampler)
         except TimeoutError as exc:
             raise RolloutError(f"{_name(index, sampler)} did not {phase} within {timeout_s:g} s") from exc
         except HeadraceError as exc:

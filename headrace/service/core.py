@@ -16,6 +16,7 @@ from headrace.service.evaluation.completion_rewards import RewardRule
 from headrace.service.evaluation.evaluate_policy import Evaluator
 from headrace.service.evaluation.reference_scoring import References, Score
 from headrace.service.host.model_host import ModelHost
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.polling import Polling
 from headrace.service.requests.request_table import RequestTable
 from headrace.service.requests.sessions import Sessions
@@ -111,13 +112,16 @@ class Service:
             self.checkpoints,
             timeout_s=limits.session_timeout_s,
         )
+        admission = RequestAdmission(self.requests, open_requests=limits.open_requests)
         self.training = TrainingRequests(
-            self.registry, self.requests, self.sessions, self.trainer, body_bytes=limits.body_bytes
+            self.registry, self.requests, self.sessions, self.trainer, admission, body_bytes=limits.body_bytes
         )
         self.models = ModelCreation(
             card, self.registry, self.sessions, self.trainer, self.training, max_rank=limits.max_rank
         )
-        self.sampling_requests = SamplingRequests(card, self.registry, self.requests, self.sessions, self.sampling)
+        self.sampling_requests = SamplingRequests(
+            card, self.registry, self.requests, self.sessions, self.sampling, admission
+        )
         self.polling = Polling(self.registry, journal, self.requests, self.trainer, self.sampling, poll_s=limits.poll_s)
 
     @contextlib.asynccontextmanager
@@ -148,7 +152,7 @@ class Service:
         self.trainer.start(row for row in unfinished if row.kind != "sample" and row.target in self.registry.models)
         for row in unfinished:
             if row.kind == "sample":
-                self.sampling_requests.resume(row)
+                await self.sampling_requests.resume(row)
         if unfinished:
             logger.info("%d requests were waiting in the journal", len(unfinished))
 

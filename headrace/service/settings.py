@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 
 COUNTS = (
     "body_bytes", "running_sequences", "resident_models", "open_samplers", "snapshots_per_model", "full_save_steps",
-    "max_rank", "evaluation_sequences",
+    "max_rank", "evaluation_sequences", "open_requests", "connections",
 )  # fmt: skip
-SECONDS = ("poll_s", "session_timeout_s", "keep_results_s", "tidy_s")
+SECONDS = ("poll_s", "session_timeout_s", "keep_results_s", "tidy_s", "header_s", "body_s")
 SHORTEST_S, LONGEST_POLL_S = 0.01, 40.0
 MAX_PORT = 65535
+PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]+(/[^?#\s]*)?")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
@@ -36,6 +37,10 @@ class Limits:
 
     poll_s: float = 30.0  # the longest wait of one poll
     body_bytes: int = 64 * 2**20
+    open_requests: int = 50_000  # that wait or run, of all keys
+    connections: int = 16_384
+    header_s: float = 20.0  # until the headers of a request have come
+    body_s: float = 30.0  # between two parts of a body
     metadata_only_bytes: int = 4 * 2**20  # larger results are sent only when they are asked for once more
     running_sequences: int = 256
     resident_models: int = 64
@@ -54,6 +59,7 @@ class Listen:
     __pydantic_config__ = ConfigDict(extra="forbid")
     host: str = "127.0.0.1"
     port: int = 8765
+    public_url: str = ""  # what clients call this server; empty: the address that they connect to
     folder: str = "headrace-serve"
     journal: str = ""  # a SQLite file or postgresql://...; empty: journal.sqlite in `folder`
     sampled_logprobs: Literal["raw", "tempered"] = "raw"
@@ -171,6 +177,11 @@ def _check_numbers(config: ServeConfig, file: str) -> None:
     for name, (value, least) in at_least.items():
         if not least <= value < math.inf:
             raise ConfigError(f"{file}: '{name}' is {value:g}: it must be {least:g} or more")
+    if serve.public_url and not PUBLIC_URL.fullmatch(serve.public_url):
+        raise ConfigError(
+            f"{file}: 'serve.public_url' is {serve.public_url!r}: write http://NAME or https://NAME, with a port and "
+            "a path if clients need them"
+        )
     if serve.port > MAX_PORT:
         raise ConfigError(f"{file}: 'serve.port' is {serve.port}: ports end at {MAX_PORT}")
     if limits.poll_s > LONGEST_POLL_S:

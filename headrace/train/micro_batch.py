@@ -24,6 +24,7 @@ from headrace.model.value_head import scalars
 from headrace.train.batch import BoundLoss, call_loss, concat_arrays, packed_targets
 from headrace.train.optimizer import MasterAdamW
 from headrace.types import Datum, FloatArray, float_array
+from headrace.watchdog import beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,7 @@ class MicroBatchRunner:
 
     def run(self, batch: Sequence[Datum], loss: BoundLoss, *, want_gradient: bool) -> MicroBatchRows | None:
         """Compute the loss, and with `want_gradient` add its gradient; return None if no token has a weight."""
+        beat()
         device = self.lm.device
         arrays = concat_arrays(batch, loss)
         weighted = arrays["weights"] != 0

@@ -5,7 +5,7 @@ optimiser and gradients, and must not know where data come from or where weights
 and gradients, `trainer_state.py` saves and loads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -52,6 +52,7 @@ from headrace.types import (
 )
 
 R = TypeVar("R")
+EXPLODED = 1e6  # a weight above it is no weight of a model that works
 
 
 def create_backend(
@@ -188,7 +189,7 @@ class TorchBackend:
                 except torch.OutOfMemoryError as exc:
                     raise BackendError(oom_message(what, self._micro_batch_tokens, self.lm.device)) from exc
 
-        return self.worker.submit(guarded)
+        return self.worker.submit(guarded, what=f"the trainer: {what}")
 
     def check_memory(self, longest: int) -> "Future[None]":
         """Compute the largest micro-batches there can be and discard them, so that a lack of memory shows early.
@@ -219,9 +220,7 @@ class TorchBackend:
             out = self._run(data, spec, want_gradient=True)
             self._optimizer.fill()
             if self._keep_earlier and not (np.isfinite(out.loss) and np.isfinite(self._optimizer.norm())):
-                raise BackendError(
-                    f"the loss is {out.loss:g} and its gradient not finite: look at the data of the request"
-                )
+                raise BackendError(explain_non_finite(out, self._optimizer.masters.values()))
         except BaseException:  # also KeyboardInterrupt: half a gradient is worse than none
             self._optimizer.discard()
             self._optimizer.gradients, self._has_gradient = earlier, bool(earlier)
@@ -321,3 +320,16 @@ def oom_message(what: str, micro_batch_tokens: int, device: torch.device) -> str
         f"{what} does not fit into the device's memory{size}: lower 'micro_batch_tokens', which is "
         f"{micro_batch_tokens}, write 'model.recompute = true', or lower 'engine.kv_tokens' or 'engine.max_num_seqs'"
     )
+
+
+def explain_non_finite(out: ForwardOut, weights: Iterable[Tensor]) -> str:
+    """Say why a loss or its gradient is not finite: the weights, what the model makes of them, or the data."""
+    sizes = [float(tensor.detach().abs().max()) for tensor in weights if tensor.numel()]
+    size = max(sizes, default=0.0) if np.isfinite(sizes).all() else np.inf
+    cause = f"the loss is {out.loss:g} or its gradient not finite"
+    remedy = "load an earlier state, and go on with a lower learning rate or clipped gradients"
+    if not np.isfinite(size):
+        return f"{cause} because the model's weights are not finite: {remedy}"
+    if size > EXPLODED or not all(np.isfinite(logprobs).all() for logprobs in out.logprobs):
+        return f"{cause} because the model's weights have exploded (the largest is {size:g}): {remedy}"
+    return f"{cause}, though the model's weights and log-probs are finite: look at the data of the request"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from headrace.config import Config, RlConfig, absolute_paths, check, load_config
 from headrace.config.paths import remote_name, split_sum
-from headrace.errors import ConfigError, boundary
+from headrace.errors import ConfigError, ModelError, boundary
 from headrace.names import NAMED_MODELS
 
 
@@ -17,14 +17,16 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
 
     Algorithms are imported after the file could be read: a wrong path is answered at once.
     """
-    if not file.is_file():
-        raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
     with boundary(ConfigError, f"{file} cannot be read"):
+        if not file.is_file():
+            raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
         text = file.read_text(encoding="utf-8")
     from headrace.envs.task_definitions import task_defaults
+    from headrace.wiring.input_files import follow_move
 
     base = file.absolute().parent
     config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
+    config = follow_move(config, base)
     check(config, file=str(file), base=base, command=command)
     if config.rl is not None:
         _check_parameters(config.rl, file=str(file))
@@ -72,5 +74,6 @@ def _check_model_type(path: str) -> None:
     from headrace.model.supported import check_supported
 
     if path not in NAMED_MODELS and remote_name(path) is None:
-        described = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        check_supported(SimpleNamespace(**described))
+        with boundary(ModelError, f"{Path(path) / 'config.json'} cannot be read"):
+            described = SimpleNamespace(**json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
+        check_supported(described)

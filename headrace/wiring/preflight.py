@@ -1,11 +1,15 @@
 """Preflight: load the data and user functions of every stage once, so that a broken later stage fails before the first
 one trains."""
 
+import logging
 from collections.abc import Sequence
 
 from headrace.config import Config, RewardModelConfig, RlConfig, SftConfig
+from headrace.errors import RunFolderError
 from headrace.model.tokenizer import TokenizerOnly
 from headrace.names import SAVED_EPISODES
+from headrace.observe.run_folder import RunFolder
+from headrace.observe.sinks.jsonl import check_records, repair_metrics
 from headrace.render import Renderer
 from headrace.types import Task
 from headrace.user_code import load_function
@@ -20,8 +24,11 @@ from headrace.wiring.build.data import (
 from headrace.wiring.build.loss import make_correction, make_keys, make_loss
 from headrace.wiring.build.rewards import check_rewards
 from headrace.wiring.build.rollout_executor import make_filters, make_selection
+from headrace.wiring.input_files import check_inputs
 from headrace.wiring.inputs import RewardModelInputs, RlFunctions, RlInputs, RunInputs, SftInputs
 from headrace.wiring.resume import ResumePlan
+
+logger = logging.getLogger(__name__)
 
 
 def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInputs:
@@ -46,6 +53,23 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
             check_rewards(rl_config)
     sft = None if sft_config is None else _load_conversations(sft_config, held_out)
     return RunInputs(sft=sft, reward_model=pairs, rl=rl, held_out_tasks=held_out)
+
+
+def check_resumed_files(config: Config, folder: RunFolder, plan: ResumePlan, *, accept_changes: bool) -> None:
+    """Check what a resumed run reads besides checkpoints, before anything is trained: data, code and its own records.
+
+    Raises ConfigError for changed files unless `accept_changes`, and RunFolderError if metrics.jsonl is shorter than a
+    checkpoint says. A torn last line is cut off; other damage that does not matter to training is logged.
+    """
+    check_inputs(config, folder, reads=plan.reads, accept_changes=accept_changes)
+    newest = [stage.newest for stage in (plan.sft, plan.reward_model, plan.rl) if stage is not None]
+    check_records(folder.metrics, max((int(last.state["metrics_records"]) for last in newest if last), default=0))
+    repair_metrics(folder.metrics)
+    try:
+        folder.read_environment()
+    except RunFolderError as exc:
+        logger.warning("%s; it is written again, for the machine of this resume", exc)
+        folder.write_environment()
 
 
 def _load_functions(rl: RlConfig) -> RlFunctions:

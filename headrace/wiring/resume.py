@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,25 +12,33 @@ from typing import Any, Literal
 
 import tomli_w
 
-from headrace.config import Config, to_mapping
+from headrace.config import Config, load_config, map_paths, named_paths, to_mapping
 from headrace.config.aliases import use_new_names
-from headrace.errors import CheckpointError, ConfigError, RunFolderError, boundary
-from headrace.observe.run_folder import RunFolder, find_latest
+from headrace.errors import CheckpointError, ConfigError, RunFolderError
+from headrace.observe.run_folder import RunFolder, find_latest, find_runs
 from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name, has_checkpoints
+from headrace.wiring.input_files import read_record
 
 logger = logging.getLogger(__name__)
+NOT_TRAINED = ("folder", "stall_warn_s", "stall_end_s")  # keys of [run] that do not change what is trained
 
 
-def run_to_resume(config: Config, run: Path | None) -> Path:
-    """Return the run folder that was named, else the newest of the configuration's name."""
+def run_to_resume(config: Config, run: Path | None, *, base: Path | None = None) -> Path:
+    """Return the run folder that was named, else the newest of the configuration's name (see `find_latest`).
+
+    A relative `run.folder` is looked up in the working directory, then in `base`, the folder of the TOML file.
+    """
     if run is not None:
         return RunFolder.open(run).path
-    latest = find_latest(Path(config.run.folder), config.run.name)
-    if latest is None:
-        raise ConfigError(
-            f"there is no run named '{config.run.name}' in {config.run.folder}: start it without --resume"
-        )
-    return latest.path
+    name, root = config.run.name, Path(config.run.folder)
+    for place in (root, *(() if base is None else (base / root,))):
+        latest = find_latest(place, name)
+        if latest is not None:
+            newest = find_runs(place, name)[0]
+            if newest != latest:
+                logger.info("%s has neither a checkpoint nor a metric, so %s is resumed", newest.path, latest.path)
+            return latest.path
+    raise ConfigError(f"there is no run named '{name}' in {root}: start it without --resume")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +81,21 @@ class ResumePlan:
         for stage in (self.sft, self.reward_model, self.rl):
             if stage is not None:
                 stage.store.retire_refused()
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether no stage has steps left."""
+        return not (self.runs("sft") or self.runs("reward_model") or self.runs("rl"))
+
+    def reads(self, key: str) -> bool:
+        """Tell whether a stage with steps left reads what this key of the configuration names."""
+        match key.partition(".")[0]:
+            case "sft" | "reward_model" | "rl" as stage:
+                return self.runs(stage)
+            case "eval":
+                return self.runs("sft") or self.runs("rl")
+            case _:
+                return not self.is_finished
 
 
 def plan_resume(config: Config, folder: RunFolder, *, check_owner: Callable[[], None] = lambda: None) -> ResumePlan:
@@ -133,13 +157,14 @@ def _newest(
 def check_same_run(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError unless the run was started with this configuration: anything else would not be a resume.
 
-    Only [metrics] and the address of a service may differ.
+    Only [metrics], the address of a service and the places of files and runs may differ. Files whose digests the run
+    recorded are compared by contents later; of others, the old place must be gone and the name the same.
     """
-    with boundary(RunFolderError, f"{folder.config} cannot be read"):
-        before, _ = use_new_names(tomllib.loads(folder.config.read_text(encoding="utf-8")))
-    before.pop("metrics", None)  # where numbers go is no part of what is trained
-    now = {key: value for key, value in to_mapping(config).items() if key != "metrics"}
-    differences = list(_differences(_without_address(before), _without_address(now)))
+    before, _ = use_new_names(folder.read_config())
+    if not isinstance(before.get("model"), dict):
+        raise RunFolderError(f"{folder.config} is not whole: it has no table [model]; restore it")
+    before = _at_new_places(before, config, folder)
+    differences = list(_differences(_what_is_trained(before), _what_is_trained(to_mapping(config))))
     if not differences:
         return
     more = f" (and {len(differences) - 1} more keys differ)" if len(differences) > 1 else ""
@@ -149,11 +174,33 @@ def check_same_run(folder: RunFolder, config: Config) -> None:
     )
 
 
-def _without_address(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping as TOML has it, with no more of the service than that there is one."""
+def _at_new_places(before: dict[str, Any], config: Config, folder: RunFolder) -> dict[str, Any]:
+    """Return the configuration that a run was started with, with the paths under which its files are found now."""
+    started = load_config(tomli_w.dumps(before), file=str(folder.config))
+    old, new = named_paths(started), named_paths(config)
+    record = read_record(folder)
+    recorded = set() if record is None else set(record.keys)
+    moved = {
+        key
+        for key, path in old.items()
+        if path != new.get(key, path)
+        and (key in recorded or (not os.path.exists(path) and Path(path).name == Path(new[key]).name))
+    }
+    if not moved:
+        return before
+    logger.info("found at another place than when the run was started: %s", ", ".join(sorted(moved)))
+    places = to_mapping(map_paths(started, lambda key, path: new[key] if key in moved else path))
+    return {table: places.get(table, value) for table, value in before.items()}
+
+
+def _what_is_trained(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping as TOML has it, without the places of numbers and runs and the address of a service."""
     tables = tomllib.loads(tomli_w.dumps(mapping))
+    tables.pop("metrics", None)
+    run = {key: value for key, value in tables.get("run", {}).items() if key not in NOT_TRAINED}
     model = {key: value for key, value in tables["model"].items() if key not in ("service", "service_key_env")}
-    return {**tables, "model": {**model, **({"service": "there is one"} if "service" in tables["model"] else {})}}
+    service = {"service": "there is one"} if "service" in tables["model"] else {}
+    return {**tables, "run": run, "model": {**model, **service}}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.errors import RunFolderError, boundary
+from headrace.printable import OneLineFormatter
 
 logger = logging.getLogger(__name__)
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
@@ -83,7 +84,7 @@ def log_to(path: Path) -> Iterator[None]:
     """Write what this package logs to a file too. Raises RunFolderError if that cannot be opened."""
     with boundary(RunFolderError, f"the log {path} cannot be written"):
         handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("headrace")
     root.addHandler(handler)
     try:

@@ -561,6 +561,16 @@ def test_the_tiny_model_speaks_only_the_words_of_an_environment(tmp_path: Path) 
         ),
         (
             RL,
+            ['rl.rewards=[{fn="env", name="mean"}]'],
+            "'rl.rewards': a reward is called \"mean\", but reward/mean is a metric of the sum: give it another name",
+        ),
+        (
+            RL,
+            ['rl.rewards=[{fn="env"},{fn="valid_actions", name="env/valid"}]'],
+            '\'rl.rewards\': a reward is called "env/valid", as a part of "env" would be: give it another name',
+        ),
+        (
+            RL,
             ["rl.optimizer.schedule.warmup_steps=5"],
             "'rl.optimizer.schedule.warmup_steps' is 5, so the warm-up fills all 5 steps: write less than 5",
         ),

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -63,6 +64,20 @@ def test_a_run_that_failed_before_its_first_step_does_not_hide_one_to_resume(tmp
     assert find_latest(tmp_path, "demo") == kept
     logged.metrics.write_text("{}\n")
     assert find_latest(tmp_path, "demo") == logged
+
+
+def test_a_finished_run_does_not_hide_a_newer_one_that_was_killed_in_its_first_step(tmp_path: Path) -> None:
+    config = "[sft]\nsteps = 9\n[rl]\nsteps = 3\n"
+    old, done, new = (RunFolder.create(tmp_path, "demo", NOON + timedelta(hours=hours)) for hours in range(3))
+    for run in (old, done, new):
+        run.write_config(config)
+    (old.checkpoints / "rl" / "step_000002").mkdir(parents=True)
+    (done.checkpoints / "rl" / "step_000002").mkdir(parents=True)
+    assert find_latest(tmp_path, "demo") == done, "it has a step left"
+    (done.checkpoints / "rl" / "step_000003").mkdir(parents=True)
+    assert find_latest(tmp_path, "demo") == new
+    shutil.rmtree(new.path)
+    assert find_latest(tmp_path, "demo") == done, "an older one would be another run than the user thinks of"
 
 
 def test_open_wants_a_configuration(tmp_path: Path) -> None:

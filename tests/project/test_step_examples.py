@@ -18,6 +18,7 @@ from headrace.errors import ConfigError
 from headrace.model.load import load_model
 from headrace.model.tiny import save_tiny
 from headrace.render import Renderer
+from headrace.reward.judge import JudgeSettings, write_question
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Message, ScoredEpisode
 from headrace.wiring.build.rewards import close_terms, make_reward_runner, make_terms
@@ -45,14 +46,22 @@ def test_success_rises_from_raw_steps_through_gigpo_and_ppo(capsys: pytest.Captu
 
 @pytest.fixture(scope="module")
 def seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that has learned to say nothing but 7 of 10, which is a judge like any other."""
+    """A tiny model that has learned to answer these questions with 7 of 10, which is a judge like any other."""
     folder = tmp_path_factory.mktemp("judge")
     save_tiny(folder, words=["SCORE:", "7", "question"], width=32, layers=1, heads=2, kv_heads=1, context=512, seed=0)
     lm = load_model(str(folder))
     renderer, backend = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), TorchBackend(lm)
-    said = (Message(role="user", content="question"), Message(role="assistant", content="SCORE: 7"))
-    data = [conversation_datum(part.tokens, part.trained) for part in renderer.conversation(said, max_tokens=64)]
-    for _ in range(60):
+    example, verdict = load(EXAMPLES / "judge.py"), Message(role="assistant", content="SCORE: 7")
+    judges = (replace(example.JUDGE, code=False), JudgeSettings(rubric="be right", code=False))
+    data = [
+        conversation_datum(part.tokens, part.trained)
+        for judge in judges
+        for number, answer in enumerate(example.ANSWERS)
+        for part in renderer.conversation(
+            (*write_question([example.answered(number, answer)], judge, ""), verdict), max_tokens=512
+        )
+    ]
+    for _ in range(30):
         backend.forward_backward(reweight(data, weighting="token_mean"), CROSS_ENTROPY)
         backend.optim_step(Adam(learning_rate=1e-2)).result()
     backend.save_state(folder).result()
@@ -60,14 +69,20 @@ def seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_judge_is_asked_through_a_sampler(seven: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = asyncio.run(load(EXAMPLES / "judge.py").main(str(seven)))
+def test_a_judge_is_asked_through_a_sampler(
+    seven: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load(EXAMPLES / "judge.py")
+    monkeypatch.setattr(example, "JUDGE", replace(example.JUDGE, code=False))  # this model has learned one sentence
+    results = asyncio.run(example.main(str(seven)))
     assert [item.reward.total for item in results if isinstance(item, ScoredEpisode)] == [0.7] * 3
     assert capsys.readouterr().out.count(": 0.70\n") == 3
 
 
 async def test_a_run_file_may_name_the_model_that_judges(seven: Path) -> None:
-    term = RewardTermConfig(fn="judge", path=str(seven), weight=2.0, kwargs={"rubric": "be right", "max_tokens": 8})
+    term = RewardTermConfig(
+        fn="judge", path=str(seven), weight=2.0, kwargs={"rubric": "be right", "max_tokens": 8, "code": False}
+    )
     rl = RlConfig(steps=1, tasks=SourceConfig(type="env", name="add"), rewards=(term,))
     terms = make_terms(Config(model=ModelConfig(device="cpu"), rl=rl), None)
     [judged] = await make_reward_runner(terms, rl).score([load(EXAMPLES / "judge.py").answered(0, "42")])
@@ -89,7 +104,8 @@ def judge_url() -> Iterator[str]:
             expected, shown = body["messages"][1]["content"].split("\n", 1)
             wanted = json.loads(expected.removeprefix("Expected answer: "))
             scores = [10 if talk[-1]["content"] == wanted else 1 for talk in json.loads(shown)]
-            reply = {"choices": [{"message": {"role": "assistant", "content": f"SCORES: {json.dumps(scores)}"}}]}
+            [mark] = re.findall(r"must be (SCORES \w+:)", body["messages"][0]["content"])
+            reply = {"choices": [{"message": {"role": "assistant", "content": f"{mark} {json.dumps(scores)}"}}]}
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps(reply).encode())

@@ -1,5 +1,6 @@
 """Every way to return a reward is understood, beside the function and in the trainer; anything else is refused."""
 
+import doctest
 import json
 import math
 
@@ -20,9 +21,10 @@ from hypothesis.strategies import (
 )
 
 from headrace.errors import RewardError
+from headrace.reward import result
 from headrace.reward.alignment import Alignment, as_reward, make_reward
 from headrace.reward.compat import models
-from headrace.reward.result import parse_result
+from headrace.reward.result import PART_NAME_CHARS, parse_result
 from headrace.types import Reward
 from support.reward_episodes import episode
 
@@ -166,3 +168,17 @@ def test_a_refusal_is_no_longer_than_a_sentence_may_be() -> None:
         with pytest.raises(RewardError) as caught:
             make_reward(verdict, TWO, Alignment())
         assert 2000 <= len(str(caught.value)) < 2200
+
+
+def test_the_names_of_parts_are_short_and_can_be_shown() -> None:
+    names = ["a\ud800b", "red \x1b[31m\n2026 INFO forged\u202e", "x" * 1000, "fine name/1"]
+    reward = as_reward({"score": 1.0, "metrics": dict.fromkeys(names, 0.5)}, TWO)
+    first, second, third, fourth = reward.parts
+    assert (first, second, fourth) == ("a\\ud800b", "red \\x1b[31m\\n2026 INFO forged\\u202e", "fine name/1")
+    assert third == "x" * (PART_NAME_CHARS - 1) + "…"
+
+
+def test_examples_in_docstrings() -> None:
+    results = doctest.testmod(result)
+    assert results.attempted > 0
+    assert not results.failed

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,14 @@ from hypothesis.strategies import floats, lists, tuples
 
 from headrace.errors import ConfigError
 from headrace.reward.call_scheduler import SLOW_S
-from headrace.reward.reward_runner import InProcessRewardRunner, combine
+from headrace.reward.result import MESSAGE_CHARS
+from headrace.reward.reward_runner import (
+    MAX_PARTS,
+    MAX_REASONS,
+    GroupRewardRunner,
+    InProcessRewardRunner,
+    combine,
+)
 from headrace.reward.terms import BUILTIN, Term
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 from support.reward_episodes import episode
@@ -207,3 +214,76 @@ def test_a_runner_needs_rewards_with_different_names() -> None:
         InProcessRewardRunner([])
     with pytest.raises(ConfigError, match="two rewards are called a"):
         InProcessRewardRunner([Term(name="a", fn=lambda played: 1.0), Term(name="a", fn=lambda played: 2.0)])
+
+
+@pytest.mark.parametrize("name", ["mean", "min", "max"])
+def test_a_reward_cannot_have_the_name_of_a_metric_of_the_sum(name: str) -> None:
+    with pytest.raises(ConfigError, match=f'a reward is called "{name}", but reward/{name} is a metric of the sum'):
+        InProcessRewardRunner([Term(name=name, fn=lambda played: 1.0)])
+
+
+def test_a_reward_cannot_have_the_name_of_anothers_part() -> None:
+    with pytest.raises(ConfigError, match='called "a/b", as a part of "a" would be'):
+        GroupRewardRunner([Term(name="a", fn=lambda played: 1.0), Term(name="a/b", fn=lambda played: 2.0)])
+
+
+@pytest.mark.parametrize("runner", [InProcessRewardRunner, GroupRewardRunner])
+async def test_the_names_of_parts_are_limited_for_each_term(
+    runner: Callable[[Sequence[Term]], InProcessRewardRunner | GroupRewardRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    def many(played: Episode) -> dict[str, float]:
+        return {"score": 1.0, **{f"{played.steps[0].action} {number}": 1.0 for number in range(50)}}
+
+    scored = await runner([Term(name="a", fn=many), Term(name="b", fn=lambda played: {"score": 1.0, "p": 2.0})]).score(
+        [episode("up"), episode("down"), episode("left"), episode("up")]
+    )
+    parts = [item.reward.parts for item in scored if isinstance(item, ScoredEpisode)]
+    names = {name for part in parts for name in part}
+    assert len(names) == 2 + 1 + MAX_PARTS + 1  # both terms, the part of b, the parts of a, and the count of the others
+    assert [part.get("a/parts_left_out") for part in parts] == [None, 36.0, 50.0, None]
+    assert all(part["b/p"] == 2.0 for part in parts)
+    [warning] = [entry.getMessage() for entry in caplog.records]
+    assert warning.startswith("reward a returns parts under more than 64 names")
+
+
+async def test_a_reason_is_logged_once_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(played: Episode) -> float:
+        raise ValueError(f"no {played.steps[0].action}")
+
+    runner = InProcessRewardRunner([Term(name="mine", fn=fails)])
+    for _ in range(3):
+        await runner.score([episode("up")] * 40)
+    await runner.score([episode("down")])
+    messages = [entry.getMessage() for entry in caplog.records]
+    assert [message.partition(" mine: ")[0] for message in messages] == [
+        "episode 0/0 has no reward: reward",
+        "10 episodes have no reward for this reason: reward",
+        "100 episodes have no reward for this reason: reward",
+        "episode 0/0 has no reward: reward",
+    ]
+
+
+async def test_reasons_without_end_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(played: Episode) -> float:
+        raise ValueError(f"no {played.steps[0].action}")
+
+    runner = InProcessRewardRunner([Term(name="mine", fn=fails)])
+    failed = await runner.score([episode(f"up {number}") for number in range(MAX_REASONS + 50)])
+    assert len({item.reason for item in failed if isinstance(item, FailedEpisode)}) == MAX_REASONS + 50
+    assert len(caplog.records) == MAX_REASONS + 2  # and the first and the tenth of the others
+
+
+async def test_an_exception_without_words_or_with_too_many_is_a_failed_episode() -> None:
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def fails(played: Episode) -> float:
+        raise Wordless if played.steps[0].action == "up" else ValueError("x" * 10**6)
+
+    runner = InProcessRewardRunner([Term(name="mine", fn=fails)])
+    wordless, wordy = await runner.score([episode("up"), episode("down")])
+    assert isinstance(wordless, FailedEpisode)
+    assert isinstance(wordy, FailedEpisode)
+    assert wordless.reason == "reward mine: Wordless: <exception str() failed>"
+    assert len(wordy.reason) == MESSAGE_CHARS

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace.whole_folder import verify
 from support.tinker_sdk import ADAM, DATA, loss_of, tinker
 from support.tinker_server import BASE, KEY, OTHER_KEY, Served, served
 
@@ -123,11 +124,16 @@ def test_sessions_are_listed_with_what_is_in_them(rest: Any, training: Any) -> N
     assert training._guaranteed_model_id() in rest.get_session(session).result().training_run_ids
 
 
-def test_external_weights_and_archives_are_downloaded_by_link(server: Served, rest: Any, training: Any) -> None:
+def test_external_weights_and_archives_are_downloaded_by_link(
+    server: Served, rest: Any, training: Any, tmp_path: Path
+) -> None:
     path = training.save_weights_external("out").result().path
     links = rest.get_external_weights_urls(path).result()
     files = {name: urllib.request.urlopen(url).read() for name, url in links.urls.items()}  # no key
-    assert set(files) == {"fake.json", "table.npz"}
+    assert set(files) == {"fake.json", "table.npz", "manifest.json"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert set(verify(tmp_path).files) == {"fake.json", "table.npz"}  # what was sent can be checked
     run = training._guaranteed_model_id()
     moved = server.http().get(f"/api/v1/training_runs/{run}/checkpoints/external_weights/out/archive")
     assert moved.status_code == 302

@@ -40,6 +40,15 @@ def test_a_seed_repeats_its_samples_and_samples_differ(base: Any) -> None:
     assert draw(base, count=4, stop=[], seed=2) != first
 
 
+def test_samples_of_neighbouring_seeds_are_not_the_same(base: Any) -> None:
+    seeds = range(20, 25)
+    drawn = [tuple(tokens) for seed in seeds for tokens in draw(base, count=4, stop=[], seed=seed, max_tokens=20)]
+    assert len(set(drawn)) == 20
+    assert [draw(base, stop=[], seed=seed, max_tokens=20)[0] for seed in seeds] == [
+        list(tokens) for tokens in drawn[::4]
+    ]  # the first of several is the one of a request for one
+
+
 def test_without_a_seed_requests_differ(base: Any) -> None:
     drawn = {tuple(draw(base, stop=[], seed=None, max_tokens=12)[0]) for _ in range(4)}
     assert len(drawn) == 4

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.model.memory import num_parameters, tiny_model_dims
 from headrace.service.http.auth import HashedKey, Quota, hash_key
 from headrace.service.http.server import serving
@@ -246,3 +246,21 @@ def test_answers_do_not_wait_for_the_network(tiny: tuple[str, ServiceHandle]) ->
 
     with httpx.Client(base_url=tiny[0]) as http:
         assert min(http.get("/api/v1/healthz").elapsed.total_seconds() for _ in range(20)) < 0.02
+
+
+def test_a_journal_that_does_not_fit_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    def start(folder: str, *options: str) -> Any:
+        file = tmp_path / "serve.toml"
+        text = f'[serve]\nfolder = "{tmp_path / folder}"\njournal = "{tmp_path / "journal.sqlite"}"\n'
+        file.write_text(text + f'[model]\npath = "{tmp_path / "no model"}"\n')
+        return CliRunner().invoke(app, ["serve", str(file), *options]).exception
+
+    assert "no model" in str(start("one"))  # the pair was made, and the model is missing
+    assert f"belongs to the folder {tmp_path / 'one'}" in str(start("two"))
+    assert "no model" in str(start("two", "--adopt"))
+    assert f"belongs to the folder {tmp_path / 'two'}" in str(start("one"))
+    journal = tmp_path / "journal.sqlite"
+    journal.write_bytes(bytes(100) + journal.read_bytes()[100:])
+    damaged = start("two")
+    assert isinstance(damaged, HeadraceError)
+    assert "is damaged" in str(damaged)

@@ -7,8 +7,10 @@ only.
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import locale
+import mmap
 import os
 import random
 import re
@@ -81,6 +83,71 @@ def memory_in_many(messages, **kwargs):
 
 def memory_of_files(messages, **kwargs):
     return float(ctypes.CDLL(None, use_errno=True).memfd_create(b"x", 0))
+
+
+def memory_of_orphans(messages, **kwargs):
+    """Nobody's children: each stays below the limit, and its parent is gone."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    for _ in range(6):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                kept = bytearray(limit // 2)
+                kept[::4096] = b"x" * len(kept[::4096])
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+    time.sleep(1000)
+
+
+def memory_given_back(messages, **kwargs):
+    """Shared memory stays in the machine when a process gives its pages back, and is resident in none. 1.0 if seven
+    processes hold more together than one may."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    read, write = os.pipe()
+    for _ in range(7):
+        if os.fork() == 0:
+            try:
+                for _ in range(8):
+                    part = mmap.mmap(-1, limit // 16)
+                    part[::4096] = b"x" * len(part[::4096])
+                    part.madvise(mmap.MADV_DONTNEED)
+                    globals().setdefault("KEPT", []).append(part)
+                os.write(write, b"y")
+            except OSError:
+                os.write(write, b"n")
+            time.sleep(1000)
+    answers = b"".join(os.read(read, 1) for _ in range(7))
+    return float(answers == b"y" * 7)
+
+
+def memory_without_file(messages, **kwargs):
+    mmap.mmap(-1, 1 << 20)
+    return 1.0
+
+
+def memory_of_zero_device(messages, **kwargs):
+    with open("/dev/zero", "r+b", buffering=0) as file:
+        mmap.mmap(file.fileno(), 1 << 20)
+    return 1.0
+
+
+def memory_in_pipes(messages, **kwargs):
+    fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)  # F_SETPIPE_SZ
+    return 1.0
+
+
+def memory_in_sockets(messages, **kwargs):
+    for end in socket.socketpair():
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+    return 1.0
+
+
+def pages_in_pipes(messages, **kwargs):
+    """A pipe that holds one byte of a page holds the page."""
+    libc, page = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(4096)
+    vector = (ctypes.c_size_t * 2)(ctypes.addressof(page), 1)
+    check_errno(libc.vmsplice(os.pipe()[1], vector, ctypes.c_size_t(1), 0))
+    return 1.0
 
 
 def shared_memory(messages, **kwargs):
@@ -312,6 +379,60 @@ def hard_links_out(messages, secret, **kwargs):
     return 1.0
 
 
+def changes_mode(messages, secret, **kwargs):
+    os.chmod(secret, 0o700)
+    return 1.0
+
+
+def changes_mode_of_code(messages, **kwargs):
+    with open(__file__) as file:
+        os.fchmod(file.fileno(), 0o777)
+    return 1.0
+
+
+def changes_times(messages, secret, **kwargs):
+    os.utime(secret, (1, 1))
+    return 1.0
+
+
+def looks_at_secret(messages, secret, **kwargs):
+    return float(os.stat(secret).st_size > 0)
+
+
+def clears_read_only(messages, **kwargs):
+    """A copy of the mounts that can be written to, by the newest call that makes one."""
+    attributes = (ctypes.c_uint64 * 4)(0, 1, 0, 0)  # clear MOUNT_ATTR_RDONLY
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_int(-100), b"/", ctypes.c_uint(0x8001), attributes, ctypes.c_size_t(32))
+    copy = check_errno(libc.syscall(467, *arguments))
+    return float(not os.fstatvfs(copy).f_flag & os.ST_RDONLY)
+
+
+def clears_read_only_in_namespace(messages, **kwargs):
+    """The same with every capability over new namespaces, if they can be made."""
+    ctypes.CDLL(None).unshare(0x10020000)  # CLONE_NEWUSER | CLONE_NEWNS
+    return clears_read_only(messages)
+
+
+def remounts(messages, **kwargs):
+    """The same by the old call."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    check_errno(libc.mount(b"none", b"/", b"", ctypes.c_ulong(0x20 | 0x1000), None))  # MS_REMOUNT | MS_BIND
+    return 1.0
+
+
+def has_capabilities(messages, **kwargs):
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    check_errno(ctypes.CDLL(None, use_errno=True).capget(header, data))
+    return float(any(data))
+
+
+def check_errno(result):
+    if result == -1:
+        raise OSError(ctypes.get_errno(), errno.errorcode[ctypes.get_errno()])
+    return result
+
+
 # --- network and processes -------------------------------------------------------------------------------------------
 
 
@@ -335,6 +456,25 @@ def connects_abstract(messages, abstract, **kwargs):
     return 1.0
 
 
+def sends_datagram(messages, mailbox, **kwargs):
+    """One end of a pair of datagram sockets sends to any address that can be seen."""
+    socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", mailbox)
+    return 1.0
+
+
+def sends_raw_datagram(messages, mailbox, **kwargs):
+    """Among local sockets "raw" is another name of "datagram"."""
+    socket.socketpair(socket.AF_UNIX, socket.SOCK_RAW)[0].sendto(b"x", mailbox)
+    return 1.0
+
+
+def uses_a_pair(messages, **kwargs):
+    """Not an attack: event loops wake themselves up by a pair of stream sockets."""
+    one, other = socket.socketpair()
+    one.sendall(b"x")
+    return float(len(other.recv(2)))
+
+
 def resolves_names(messages, **kwargs):
     return float(len(socket.getaddrinfo("example.com", 80)))
 
@@ -345,24 +485,47 @@ def kills_trainer(messages, trainer, **kwargs):
 
 
 def kills_everything(messages, **kwargs):
-    """Its own group, everything it can see, and its parent, which is 0 from inside."""
-    os.kill(0, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
+    """Everything it can see but itself, and then its own group, which is itself."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL)
-    return float(os.getppid())
+    os.kill(0, signal.SIGKILL)
+    return 1.0
+
+
+def signals_worker(messages, **kwargs):
+    """The process that forks the calls is the first of their namespace; 1.0 if it can be reached and goes."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
+        os.kill(1, number)
+    return 0.0
+
+
+def limits_worker(messages, **kwargs):
+    resource.prlimit(1, resource.RLIMIT_NOFILE, (1, 1))
+    return 1.0
+
+
+def slows_worker(messages, **kwargs):
+    os.setpriority(os.PRIO_PROCESS, 1, 19)
+    return 1.0
+
+
+def slows_user(messages, **kwargs):
+    os.setpriority(os.PRIO_USER, 0, 19)
+    return 1.0
+
+
+def traces_worker(messages, **kwargs):
+    check_errno(ctypes.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0))
+    return 1.0
 
 
 def traces_trainer(messages, trainer, **kwargs):
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.ptrace(16, trainer, 0, 0) == -1:
-        raise OSError(ctypes.get_errno(), errno.errorcode[ctypes.get_errno()])
+    check_errno(ctypes.CDLL(None, use_errno=True).ptrace(16, trainer, 0, 0))
     return 1.0
 
 
 def makes_namespace(messages, **kwargs):
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(0x10000000) == -1:
-        raise OSError(ctypes.get_errno(), errno.errorcode[ctypes.get_errno()])
+    check_errno(ctypes.CDLL(None, use_errno=True).unshare(0x10000000))
     return 1.0
 
 

@@ -1,10 +1,11 @@
-"""The users that the sandbox is tested as: root, and an ordinary user (root plays one with a public interpreter)."""
+"""The ways in which the sandbox is tested: as root and as an ordinary user (root plays one with a public interpreter),
+with every isolation layer, and with each of them taken away in turn."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -22,6 +23,7 @@ class Mode:
     name: str
     python: str = sys.executable
     user: int | None = None
+    without: IsolationLayer | None = None  # the layer that is taken away
 
     def settings(
         self,
@@ -30,9 +32,16 @@ class Mode:
         workers: int = 2,
         layers: frozenset[IsolationLayer] = EVERY_LAYER,
         strict: bool = False,
+        readable: tuple[str, ...] = (),
     ) -> SandboxSettings:
         return SandboxSettings(
-            limits=limits, workers=workers, layers=layers, strict=strict, python=self.python, user=self.user
+            limits=limits,
+            workers=workers,
+            layers=layers - {self.without},
+            strict=strict,
+            python=self.python,
+            user=self.user,
+            readable=readable,
         )
 
 
@@ -40,6 +49,15 @@ def modes() -> Sequence[Mode]:
     if os.getuid() != 0:
         return (Mode(name="user"),)
     return (Mode(name="root"), Mode(name="user", python=PUBLIC_PYTHON, user=NOBODY))
+
+
+def weakened_modes() -> Sequence[Mode]:
+    """Return every mode once for each layer, without that layer."""
+    return [
+        replace(mode, name=f"{mode.name} without {layer.name}", without=layer)
+        for mode in modes()
+        for layer in IsolationLayer
+    ]
 
 
 def skip_unless_possible(mode: Mode) -> None:

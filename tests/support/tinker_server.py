@@ -63,6 +63,7 @@ def served(
     renderer: Any = None,
     references: Any = None,
     rewards: Any = None,
+    public_url: str = "",
 ) -> Iterator[Served]:
     host = host or FakeHost()
     card = card or ModelCard(
@@ -79,7 +80,9 @@ def served(
     )
     names = ((KEY, "alice"), (OTHER_KEY, "bob")) if keys else ()
     access = Access([HashedKey(owner=name, sha256=hash_key(key), quota=quota or Quota()) for key, name in names])
-    with serving(make_app(service, access, flags=flags, renderer=renderer), port=port) as url:
+    with serving(
+        make_app(service, access, flags=flags, renderer=renderer, public_url=public_url), port=port, limits=limits
+    ) as url:
         running = Served(url=url, host=host, service=service, access=access, folder=folder)
         try:
             yield running

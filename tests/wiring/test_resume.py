@@ -505,7 +505,10 @@ def test_changed_data_are_refused(headrace: Headrace, tmp_path: Path) -> None:
     assert headrace(tmp_path, "train", "run.toml", points=[(UPDATE, 4)]).code == -signal.SIGKILL
     (tmp_path / "talks.jsonl").write_text("\n".join(rows[:-1]))
     refused = headrace(tmp_path, "train", "run.toml", "--resume")
-    assert refused.code == 1
+    assert refused.code == 2
+    assert f"started with other contents of {tmp_path / 'talks.jsonl'}: restore them" in refused.said.splitlines()[-1]
+    refused = headrace(tmp_path, "train", "run.toml", "--resume", "--accept-changed-files")
+    assert refused.code == 1, "the place in the data means nothing in other data"
     assert "the conversations or their weights are not those of the checkpoint" in refused.said.splitlines()[-1]
 
 

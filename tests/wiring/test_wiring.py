@@ -378,9 +378,7 @@ SFT = 'sft={steps=2, batch_size=2, max_tokens=64, sources=[{type="env", name="ke
 )
 def test_tasks_that_cannot_be_trained_on_are_found_before_the_first_stage(bench: Bench, tasks: str, said: str) -> None:
     assert failure(bench, SFT, tasks).startswith(said)
-    (run,) = (bench.folder / "runs").iterdir()
-    assert not list((run / "checkpoints").rglob("step_*"))
-    assert not (run / "metrics.jsonl").is_file() or not read_metrics(run / "metrics.jsonl")
+    assert list((bench.folder / "runs").iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -463,18 +461,22 @@ def test_the_metrics_that_a_checkpoint_counts_are_on_the_disk_before_it(
     assert re.fullmatch(r"(l+fc){2}f*", story), "no line between the flush and the checkpoint, no flush for each line"
 
 
+class Killed(BaseException):
+    """Stands for a kill: nothing handles it."""
+
+
 def test_a_run_killed_while_its_model_was_made_makes_it_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(target: Path, **kwargs: Any) -> None:
         target.mkdir()
         (target / "config.json").write_text("{}")  # the first file of many
         (target / "old.txt").write_text("")
-        raise KeyboardInterrupt
+        raise Killed
 
     world = 'rl.tasks={type="env", name="add", size=8, options={max_number=9}}'
     overrides = ("model.path=tiny", world, 'rl.rewards=[{fn="exact_match"}]', "rl.steps=1")
     with monkeypatch.context() as patch:
         patch.setattr("headrace.wiring.build.models.save_tiny", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             bench.train(*overrides)
     (run,) = (bench.folder / "runs").iterdir()
     again = wiring.train(bench.config(*overrides), config_text_path=bench.folder / "run.toml", resume=run)

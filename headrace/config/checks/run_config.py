@@ -26,6 +26,7 @@ from headrace.config.paths import (
     remote_name,
     split_function,
     split_sum,
+    term_name,
 )
 from headrace.config.presets import preset_problems
 from headrace.config.schema import (
@@ -356,9 +357,11 @@ def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:
 def _reward_problems(rl: RlConfig) -> Iterator[str]:
     if not any(term.weight for term in rl.rewards):
         yield "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one"
-    term_names = [term.name or term.fn for term in rl.rewards]
+    term_names = [term_name(term) for term in rl.rewards]
     for name in {name for name in term_names if term_names.count(name) > 1}:
         yield f"two terms of 'rl.rewards' are called \"{name}\": give each its own 'name'"
+    for problem in names.reward_name_problems(term_names):
+        yield f"'rl.rewards': {problem}"
     for term in rl.rewards:
         if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
             yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'

@@ -1,20 +1,20 @@
 """Write `report.html` from a run folder: one page that shows the run to a reader who has never seen the code.
 
-The page is self-contained: no network, no dependency, every text escaped by the template; a content security policy
-allows only the script named by its hash. Reads nothing but the run folder, so it can be written again at any time.
+The page is self-contained: no network, no dependency, every text escaped by the template, control characters and
+direction marks included; a content security policy allows only the script named by its hash. Reads nothing but the run
+folder, so it can be written again at any time.
 """
 
 import base64
 import hashlib
-import json
 import logging
 import os
-import tomllib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -27,8 +27,9 @@ from headrace.observe.report.episodes import EpisodeComparison, compare, sample_
 from headrace.observe.report.svg import number, percent
 from headrace.observe.rollouts.records import EpisodeRecord, readable_lines
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.sinks.jsonl import MetricRecord, read_metrics
+from headrace.observe.sinks.jsonl import MetricRecord, readable_metrics
 from headrace.observe.sinks.progress import EVAL, duration
+from headrace.printable import visible
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ STAGE_NAMES: Mapping[str, str] = {
 }
 EVAL_ORDER = ("base", "sft", "reward_model", "rl")
 MAX_OTHER_CHARTS = 48
+Value = TypeVar("Value")
+_FILE = re.compile(r"eval_.*\.jsonl|step_\d+\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,23 +59,58 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
     """Write `report.html` into a run folder and return its path.
 
     `summary` holds what the caller measured: "success_base", "success_sft", "success_rl" (shares, in place of the last
-    evaluations in the metrics), "seconds", and anything else under its own name. Lines of rollout files that are not
-    episodes are left out, with a warning and a note on the page. Raises RunFolderError.
+    evaluations in the metrics), "seconds", and anything else under its own name. Files that cannot be read, and lines
+    that are not records or episodes, are left out, with a warning and a note on the page. Raises RunFolderError.
     """
     run = RunFolder(path=folder)
-    records = read_metrics(run.metrics) if run.metrics.is_file() else ()
-    comparison, left_out = _comparison(run)
+    left_out: list[str] = []
+    records = _metrics(run, left_out)
+    nothing: Mapping[str, Any] = {}
+    config = _readable(run.config, run.read_config, nothing, left_out)
+    environment = _readable(run.environment, run.read_environment, nothing, left_out)
+    comparison = _comparison(run, left_out)
+    text = _readable(run.config, lambda: run.config.read_text(encoding="utf-8", errors="replace"), "", [])
     page = render(
-        name=_config(run).get("run", {}).get("name", folder.name),
+        name=str(_table(config, "run").get("name", folder.name)),
         records=records,
         comparison=comparison,
-        config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
-        facts=[*_facts(run, records, summary or {}), *(("Left out", note) for note in left_out)],
+        config=text,
+        facts=[*_facts(config, environment, records, summary or {}), *(("Left out", note) for note in left_out)],
         summary=summary or {},
     )
+    for note in left_out:
+        logger.warning("the report leaves out %s", note)
     temporary = run.report.with_name(f".{run.report.name}-{os.getpid()}")  # the run may write its own at the same time
     write_whole(run.report, page, temporary=temporary)
     return run.report
+
+
+def _readable(path: Path, read: Callable[[], Value], otherwise: Value, left_out: list[str]) -> Value:
+    """Read a file of the run folder if it is there; a note on one that cannot be read is added to `left_out`."""
+    try:
+        with boundary(RunFolderError, f"{path} cannot be read"):
+            return read() if path.exists() else otherwise
+    except RunFolderError as exc:
+        left_out.append(f"{path.name}; {exc}")
+        return otherwise
+
+
+def _metrics(run: RunFolder, left_out: list[str]) -> tuple[MetricRecord, ...]:
+    nothing: tuple[tuple[MetricRecord, ...], tuple[str, ...]] = ((), ())
+    records, refused = _readable(run.metrics, lambda: readable_metrics(run.metrics), nothing, left_out)
+    if refused:
+        left_out.append(_note(run.metrics, refused))
+    return records
+
+
+def _note(path: Path, refused: Sequence[str]) -> str:
+    several = f"{len(refused)} lines" if len(refused) > 1 else "a line"
+    return f"{several} of {path.name}; {refused[0]}"
+
+
+def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = config.get(name)
+    return table if isinstance(table, Mapping) else {}
 
 
 def render(
@@ -90,7 +128,9 @@ def render(
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     in_flow = flow_names(records)
     others = [name for name in other_names(records) if name not in in_flow]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_visible
+    )
     return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
         name=name,
         stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in stages_of(records)],
@@ -105,6 +145,11 @@ def render(
         script=Markup(script),
         script_hash=digest,
     )
+
+
+def _visible(value: Any) -> Any:
+    """Escape what would act instead of being displayed, in every text that the template shows but markup of ours."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 # --- headline --------------------------------------------------------------------------------------------------------
@@ -143,13 +188,15 @@ def _rank(stage: str) -> tuple[int, str]:
 
 
 def _facts(
-    run: RunFolder, records: Sequence[MetricRecord], summary: Mapping[str, float | str]
+    config: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    records: Sequence[MetricRecord],
+    summary: Mapping[str, float | str],
 ) -> list[tuple[str, str]]:
     """Collect the facts under the headline: model, steps, time, machine, and other entries of the summary."""
-    config = _config(run)
     facts = []
-    if "path" in config.get("model", {}):
-        facts.append(("Model", str(config["model"]["path"])))
+    if "path" in _table(config, "model"):
+        facts.append(("Model", str(_table(config, "model")["path"])))
     for stage in stages_of(records):
         last = max(record.step for record in records if record.stage == stage)
         facts.append((f"{stage.upper()} steps", str(last)))
@@ -164,61 +211,49 @@ def _facts(
     for key, value in summary.items():
         if key not in reported:
             facts.append((key.replace("_", " "), number(value) if isinstance(value, int | float) else str(value)))
-    if run.environment.is_file():
-        with boundary(RunFolderError, f"{run.environment} is not JSON"):
-            environment = json.loads(run.environment.read_text(encoding="utf-8"))
-        packages = environment.get("packages", {})
+    if environment:
+        packages = _table(environment, "packages")
         versions = [f"{name} {packages[name]}" for name in ("headrace", "torch", "transformers") if name in packages]
         facts.append(("Software", ", ".join([f"Python {environment.get('python')}", *versions])))
-        revision = (environment.get("git") or {}).get("revision")
+        revision = _table(environment, "git").get("revision")
         if revision:
             facts.append(("Git revision", str(revision)[:12]))
     return facts
 
 
-def _config(run: RunFolder) -> dict[str, Any]:
-    if not run.config.is_file():
-        return {}
-    with boundary(RunFolderError, f"{run.config} is not TOML"):
-        return tomllib.loads(run.config.read_text(encoding="utf-8"))
-
-
 # --- episodes --------------------------------------------------------------------------------------------------------
 
 
-def _comparison(run: RunFolder) -> tuple[EpisodeComparison | None, list[str]]:
+def _comparison(run: RunFolder, left_out: list[str]) -> EpisodeComparison | None:
     """Compare episodes of the first and the last evaluation; without them, of the first and the last training step.
 
-    Also returns notes on lines that could not be read.
+    Notes on files and lines that could not be read are added to `left_out`.
     """
-    evaluated = sorted(run.rollouts.glob("eval_*.jsonl"), key=lambda path: _rank(path.stem.removeprefix("eval_")))
-    trained = sorted(run.rollouts.glob("step_*.jsonl"))
+    files = [path for path in run.rollouts.glob("*.jsonl") if _FILE.fullmatch(path.name)]
+    evaluated = [path for path in files if path.name.startswith("eval_")]
+    evaluated = sorted(evaluated, key=lambda path: _rank(path.stem.removeprefix("eval_")))
+    trained = sorted(path for path in files if path.name.startswith("step_"))
     same_tasks = len(evaluated) >= 2
     chosen = evaluated if same_tasks else trained if len(trained) >= 2 else [*evaluated, *trained]
     if not chosen:
-        return None, []
+        return None
     ends = [chosen[0], chosen[-1]] if len(chosen) > 1 else chosen
-    labels, (lines, left_out) = [_label(path) for path in ends], _read(ends)
+    labels, lines = [_label(path) for path in ends], [_episodes(path, left_out) for path in ends]
     if same_tasks:
-        return compare(labels[0], lines[0], labels[1], lines[1]), left_out
-    return EpisodeComparison(rows=tuple(map(sample_file, labels, lines)), tally=()), left_out
+        return compare(labels[0], lines[0], labels[1], lines[1])
+    return EpisodeComparison(rows=tuple(map(sample_file, labels, lines)), tally=())
 
 
-def _read(paths: Sequence[Path]) -> tuple[list[tuple[EpisodeRecord, ...]], list[str]]:
-    """Read the episodes of each file, with a note on each file that has lines which are not episodes."""
-    episodes, notes = [], []
-    for path in paths:
-        lines, refused = readable_lines(path)
-        episodes.append(lines)
-        if refused:
-            several = f"{len(refused)} lines" if len(refused) > 1 else "a line"
-            notes.append(f"{several} of {path.name}; {refused[0]}")
-            logger.warning("the report leaves out %s", notes[-1])
-    return episodes, notes
+def _episodes(path: Path, left_out: list[str]) -> tuple[EpisodeRecord, ...]:
+    nothing: tuple[tuple[EpisodeRecord, ...], tuple[str, ...]] = ((), ())
+    episodes, refused = _readable(path, lambda: readable_lines(path), nothing, left_out)
+    if refused:
+        left_out.append(_note(path, refused))
+    return episodes
 
 
 def _label(path: Path) -> str:
     kind, _, rest = path.stem.partition("_")
-    if kind == "step":
+    if kind == "step" and rest.isdecimal():
         return f"Training step {int(rest)}"
     return {"base": "Before training", "sft": "After SFT", "rl": "After RL"}.get(rest, f"After {rest}")

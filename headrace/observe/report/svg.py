@@ -4,12 +4,14 @@ The x axis is training steps. A run has stages that count their steps from one e
 than the other, so stages stand side by side, each with its own scale.
 """
 
+import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from statistics import fmean
+
+from headrace.printable import visible
 
 WIDTH, HEIGHT = 480.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 24.0, 40.0
@@ -303,3 +305,8 @@ def _svg(title: str, series: Sequence[Series], form: Callable[[float], str], bod
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{label}">{"".join(body)}</svg>'
     )
+
+
+def escape(text: str) -> str:
+    """Escape markup, and characters that act instead of being displayed: names of metrics are of unknown authors."""
+    return html.escape(visible(text))

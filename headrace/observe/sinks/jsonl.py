@@ -5,6 +5,7 @@ runs of the same configuration.
 """
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from headrace import atomic_files
 from headrace.errors import RunFolderError, boundary
 from headrace.observe.json_lines import json_line
 
+logger = logging.getLogger(__name__)
+
+MAX_WARNINGS = 3  # about lines of one file
 UNREPRODUCIBLE = ("time/", "perf/")  # measured by a clock
 
 
@@ -124,6 +128,28 @@ def _keep_longest(path: Path) -> None:
         atomic_files.write_bytes(cut, content)
 
 
+def repair_metrics(path: Path) -> None:
+    """Prepare the file for a resume: cut a last line that was torn by a kill, and warn of lines that are no records.
+
+    Such lines stay, because checkpoints count lines; readers leave them out. Raises RunFolderError if the file cannot
+    be read or cut.
+    """
+    with boundary(RunFolderError, f"cannot read {path}"):
+        if not path.exists():
+            return
+        content = path.read_bytes()
+    whole = _whole_lines(content)
+    if whole < len(content):
+        logger.warning("%s ends in the middle of line %d, which is cut off", path, content.count(b"\n") + 1)
+        with boundary(RunFolderError, f"cannot cut {path}"):
+            os.truncate(path, whole)
+    _, refused = readable_metrics(path)
+    for sentence in refused[:MAX_WARNINGS]:
+        logger.warning("%s; the run goes on without this record", sentence)
+    if len(refused) > MAX_WARNINGS:
+        logger.warning("%d more lines of %s are no records", len(refused) - MAX_WARNINGS, path)
+
+
 def check_records(path: Path, records: int) -> None:
     """Raise RunFolderError if the metrics file has fewer than `records` whole records, or is missing."""
     with boundary(RunFolderError, f"cannot read {path}"):
@@ -144,17 +170,31 @@ def read_metrics(path: Path) -> tuple[MetricRecord, ...]:
 
     Raises RunFolderError on a missing file and on any other line that is not a record.
     """
+    records, refused = readable_metrics(path)
+    if refused:
+        raise RunFolderError(refused[0])
+    return records
+
+
+def readable_metrics(path: Path) -> tuple[tuple[MetricRecord, ...], tuple[str, ...]]:
+    """Read all whole records, and a sentence for each line that is none. Raises RunFolderError on a missing file."""
     with boundary(RunFolderError, f"cannot read {path}"):
         content = path.read_bytes()
-    lines = content[: _whole_lines(content)].splitlines()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        with boundary(RunFolderError, f"{path}, line {number} is not a metrics record"):
-            values = json.loads(line)
-            step, stage = values.pop("step"), values.pop("stage")
-            numbers = {str(name): float(value) for name, value in values.items()}
-            records.append(MetricRecord(step=int(step), stage=str(stage), values=numbers))
-    return tuple(records)
+    records, refused = list[MetricRecord](), list[str]()
+    for number, line in enumerate(content[: _whole_lines(content)].split(b"\n")[:-1], start=1):
+        try:
+            with boundary(RunFolderError, f"{path}, line {number} is not a metrics record"):
+                records.append(_record(line))
+        except RunFolderError as exc:
+            refused.append(str(exc))
+    return tuple(records), tuple(refused)
+
+
+def _record(line: bytes) -> MetricRecord:
+    values = json.loads(line)
+    step, stage = values.pop("step"), values.pop("stage")
+    numbers = {str(name): float(value) for name, value in values.items()}
+    return MetricRecord(step=int(step), stage=str(stage), values=numbers)
 
 
 def reproducible_bytes(path: Path) -> bytes:

@@ -5,18 +5,23 @@ import logging
 from collections.abc import Callable, Mapping
 
 from headrace.errors import HeadraceError, RunFolderError, boundary
+from headrace.printable import single_line
 from headrace.protocols import MetricSink
 
 logger = logging.getLogger(__name__)
 
 
 class TeeSink:
-    """Sends every record to every sink, in order; closes all of them even if closing one fails."""
+    """Sends every record to every sink, in order; closes all of them even if closing one fails.
+
+    Names of metrics that a user's code chose are rendered so that every system takes them (`printable.single_line`).
+    """
 
     def __init__(self, *sinks: MetricSink) -> None:
         self._sinks = sinks
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        values = {single_line(name): value for name, value in values.items()}
         for sink in self._sinks:
             sink.log(step, values)
 

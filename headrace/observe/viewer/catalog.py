@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.errors import ConfigError, RunFolderError
 from headrace.observe.rollouts.records import EpisodeRecord, MethodRecord, iter_lines, iter_raw
+from headrace.printable import visible
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 UNCREDITED = "not credited"
@@ -173,7 +174,7 @@ def method_text(method: MethodRecord | None) -> str:
     if method is None:
         return UNCREDITED
     params = ", ".join(f"{name} {value}" for name, value in method.params.items())
-    return f"{method.method} ({params})" if params else method.method
+    return visible(f"{method.method} ({params})" if params else method.method)
 
 
 def finite_mean(values: Sequence[float]) -> float | None:

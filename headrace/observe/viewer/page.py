@@ -19,8 +19,9 @@ from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, Step
 from headrace.observe.viewer.anchors import Anchor, Choice, anchors
 from headrace.observe.viewer.catalog import Catalog, finite_mean, group_of, method_text
 from headrace.observe.viewer.graph import Graph, advantage_tone, state_graph
-from headrace.observe.viewer.safe_text import figure, last_line, one_line, short_key, visible
+from headrace.observe.viewer.safe_text import figure, last_line, one_line, short_key
 from headrace.observe.viewer.tokens import LEGEND, ColorBy, Pieces, Token, tokens_of, tone
+from headrace.printable import visible
 
 MAX_EPISODES = 96
 MAX_TOKENS = 120_000  # of a page; beyond it steps are shown as text
@@ -164,7 +165,7 @@ def _facts(catalog: Catalog) -> list[tuple[str, str]]:
     failed = len(catalog.summaries) - len(played)
     if failed:
         facts.append(("failed", str(failed)))
-    return [*facts, ("credit", visible(method_text(catalog.method)))]
+    return [*facts, ("credit", method_text(catalog.method))]
 
 
 def _group(number: int, id: str, lines: Sequence[EpisodeRecord], pieces: Pieces, budget: TokenBudget) -> PageGroup:

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from headrace.observe.rollouts.records import EpisodeRecord
 from headrace.observe.viewer.catalog import finite_mean, group_of
-from headrace.observe.viewer.safe_text import figure, one_line, span, visible
+from headrace.observe.viewer.safe_text import figure, one_line, span
+from headrace.printable import visible
 
 EQUAL = 1e-12  # advantages that differ by less are the same
 

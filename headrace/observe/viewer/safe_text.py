@@ -1,22 +1,11 @@
-"""Escape text of models and unknown authors for terminals, where it could move the cursor, change colours or hide other
-text. Also formats keys and numbers in short."""
+"""Shorten text of models and unknown authors to a line, with its control characters escaped (`headrace.printable`), and
+format keys and numbers in short."""
 
 import math
-import re
 
-# C0 and C1 controls but newline and tab, line and paragraph separators, direction marks, and zero-width characters
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
+from headrace.printable import visible
 
 DUST = 1e-12  # advantages are some tenths, and float64 has 16 digits
-
-
-def visible(text: str) -> str:
-    r"""Escape characters that act instead of being displayed.
-
-    >>> visible("a\x1b[31mb\u202ec\n")
-    'a\\x1b[31mb\\u202ec\n'
-    """
-    return _UNSEEN.sub(lambda match: _escape(match[0]), text)
 
 
 def one_line(text: str, width: int) -> str:
@@ -82,8 +71,3 @@ def span(low: float, high: float, *, sign: bool = False) -> str:
     if low == high or (math.isnan(low) and math.isnan(high)):
         return figure(low, sign=sign)
     return f"{figure(low, sign=sign)} … {figure(high, sign=sign)}"
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -12,8 +12,9 @@ from rich.text import Text
 from headrace.observe.rollouts.records import EpisodeRecord, StepRecord
 from headrace.observe.viewer.anchors import Anchor
 from headrace.observe.viewer.catalog import Catalog, EpisodeSummary, method_text
-from headrace.observe.viewer.safe_text import figure, last_line, one_line, short_key, span, times, visible
+from headrace.observe.viewer.safe_text import figure, last_line, one_line, short_key, span, times
 from headrace.observe.viewer.tokens import LEGEND, ColorBy, Token, tone
+from headrace.printable import visible
 
 _BACKGROUNDS = {  # of tones; the text is white on them, on dark and light terminals alike
     "l1": "#1f4e5f",
@@ -47,7 +48,7 @@ def heading(catalog: Catalog) -> Text:
         parts.append("lean: without tokens")
     if catalog.other_steps:
         parts.append(f"also in this file: training steps {', '.join(map(str, catalog.other_steps))} (--step)")
-    return Text(f"{catalog.path}\n", style="bold").append(" · ".join(parts), style="not bold")
+    return Text(f"{visible(str(catalog.path))}\n", style="bold").append(" · ".join(parts), style="not bold")
 
 
 def overview(catalog: Catalog) -> Table:

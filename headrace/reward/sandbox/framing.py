@@ -14,18 +14,27 @@ def pack(value: Any) -> bytes:
 
 
 def send(descriptor: int, value: Any) -> None:
-    data = memoryview(pack(value))
-    while data:
-        data = data[os.write(descriptor, data) :]
+    send_bytes(descriptor, pack(value))
 
 
-def receive(descriptor: int) -> Any:
-    """Read the next value. Returns None if the other side is gone."""
-    head = _read_exactly(descriptor, LENGTH.size)
-    return None if head is None else json.loads(_read_exactly(descriptor, LENGTH.unpack(head)[0]) or b"null")
+def receive(descriptor: int, max_bytes: int | None = None) -> Any:
+    """Read the next value. Returns None if the other side is gone; raises ValueError if the value has more bytes."""
+    head = read_exactly(descriptor, LENGTH.size)
+    if head is None:
+        return None
+    (size,) = LENGTH.unpack(head)
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"a message of {size} bytes: at most {max_bytes} are allowed")
+    return json.loads(read_exactly(descriptor, size) or b"null")
 
 
-def _read_exactly(descriptor: int, size: int) -> bytes | None:
+def send_bytes(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def read_exactly(descriptor: int, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
         chunk = os.read(descriptor, size - len(data))

@@ -1,8 +1,9 @@
 """Build the isolation layers around a process from what this machine allows, and record which are active.
 
 Standard library only. The order matters: mounts while the interpreter can still be read, then the change of user, then
-the user namespace (in which the process has every right over its own PID namespaces and none outside), then the fork
-into the PID namespace, then Landlock and seccomp. An ordinary user makes the user namespace first, because it gives
+the user namespace (in which the process has every right over its own namespaces and none outside), then the fork
+into the PID namespace, then Landlock and seccomp. No foreign code runs before all of them stand, and none of it has a
+capability. An ordinary user makes the user namespace first, because it gives
 the right to mount.
 """
 
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.reward.sandbox import linux
-from headrace.reward.sandbox.limits import CallLimits, IsolationLayer, may_fork
+from headrace.reward.sandbox.limits import CallLimits, IsolationLayer
 
 if sys.platform != "win32":
     import resource
 
-SCRATCH = "/scratch"
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SCRATCH = "/scratch/call"
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero can be mapped as uncounted memory
 INSIDE_ID = 1000
 LAYERS_VARIABLE = "HEADRACE_ISOLATION"  # set inside to the active layers, for a sandbox within a sandbox
 _FRESH_IDS = 0x40000000  # user ids above this are unused on any machine we know of
@@ -81,7 +82,7 @@ def isolate_outside(plan: IsolationPlan) -> tuple[Isolation, str]:
     proc = os.open("/proc/self", os.O_PATH) if linux.available and os.path.isdir("/proc/self") else -1
     if os.getuid() == 0:
         _enter_network_and_ipc_namespaces(isolation, plan)
-        scratch = _enter_mount_namespace(isolation, plan, owner=user)
+        scratch = _enter_mount_namespace(isolation, plan, owner=user if IsolationLayer.UID in plan.layers else 0)
         if not _interpreter_needs_root(isolation):
             if IsolationLayer.USER not in plan.layers or not _can_make_user_namespace(user):
                 _enter_pid_namespace(isolation, plan)  # while root's rights last
@@ -104,32 +105,32 @@ def isolate_outside(plan: IsolationPlan) -> tuple[Isolation, str]:
 def isolate_inside(isolation: Isolation, plan: IsolationPlan, scratch: str) -> None:
     """Apply limits, privileges, Landlock and seccomp to the first process inside, before any foreign code runs."""
     os.umask(0o077)
-    nests = may_fork(isolation.active)
     with isolation.add(plan, IsolationLayer.RLIMITS) as enabled:
         if enabled:
             _set_rlimits(isolation, plan.limits)
     if linux.available:
-        linux.keep_capabilities(linux.SYS_ADMIN if nests else 0)
+        linux.drop_capabilities()
         linux.no_new_privileges()
         with suppress(OSError):  # forbidden by the filter of an outer sandbox, which ends this process with it
             linux.die_with_parent()
     with isolation.add(plan, IsolationLayer.LANDLOCK) as enabled:
         if enabled:
             readable = ("/",) if scratch == SCRATCH else (*plan.readable, *system_paths())
-            linux.landlock(read=readable, write=(scratch,), devices=DEVICES)
+            # Landlock has no rule for what is mounted later: it is given the folder above, which is read-only itself
+            writable = os.path.dirname(SCRATCH) if scratch == SCRATCH else scratch
+            linux.landlock(read=readable, write=(writable,), devices=DEVICES)
     with isolation.add(plan, IsolationLayer.SECCOMP) as enabled:
         if enabled:
-            linux.seccomp(may_nest_pids=nests)
+            linux.seccomp(read_only_mounts=IsolationLayer.MOUNT in isolation.active)
 
 
 def isolate_call(plan: IsolationPlan, active: Collection[IsolationLayer]) -> None:
-    """Limit the CPU time of a call's own process, and take away its remaining rights and new namespaces."""
+    """Limit the CPU time of a call's own process, and keep it from signalling and tracing the one that forked it."""
     if IsolationLayer.RLIMITS in active:
         _lower_rlimit(resource.RLIMIT_CPU, plan.limits.cpu_s)
-    if linux.available:
-        linux.keep_capabilities(0)
-    if IsolationLayer.SECCOMP in active:
-        linux.seccomp(may_nest_pids=False)
+    if IsolationLayer.LANDLOCK in active:
+        with suppress(OSError):  # before ABI 6; PID 1 then still ignores signals of its own namespace
+            linux.landlock_scope()
 
 
 def system_paths() -> list[str]:
@@ -302,6 +303,9 @@ def _populate_root(
     if not os.path.lexists(root + "/tmp"):
         os.symlink(SCRATCH, root + "/tmp")
     linux.make_read_only(root)
+    for path in DEVICES:
+        with suppress(OSError):  # not there, or on a mount that shows no devices here either
+            linux.allow_device(root + path)
     size = f"size={plan.limits.scratch_mb}m,nr_inodes=4096,mode=700,uid={owner},gid={owner}"
     linux.mount("scratch", root + SCRATCH, "tmpfs", linux.NOSUID | linux.NODEV, size)
 

@@ -11,7 +11,7 @@ class CallLimits:
 
     wall_s: float = 10.0
     cpu_s: int = 10  # of each process
-    memory_mb: int = 1024  # address space of each process, and resident memory of all of them beyond what was imported
+    memory_mb: int = 1024  # address space of each process, and memory of all processes of a call together
     processes: int = 16  # with threads, and the call itself
     open_files: int = 64
     file_mb: int = 16  # of each file
@@ -62,8 +62,12 @@ EVERY_LAYER = frozenset(IsolationLayer)
 def isolation_gaps(layers: Collection[IsolationLayer]) -> list[str]:
     """Describe what these layers leave open; the gaps that strict mode refuses come first."""
     gaps = essential_gaps(layers)
+    if IsolationLayer.MOUNT not in layers:
+        gaps.append(
+            "names, sizes and times of files can be seen, and temporary files fill the disk (no mount namespace)"
+        )
     if IsolationLayer.SECCOMP not in layers:
-        gaps.append("system calls are not filtered (no seccomp)")
+        gaps.append("system calls are not filtered, so shared memory is not counted (no seccomp)")
     if IsolationLayer.RLIMITS not in layers:
         gaps.append("memory, CPU time and file sizes are not limited (no resource limits)")
     return gaps
@@ -74,6 +78,8 @@ def essential_gaps(layers: Collection[IsolationLayer]) -> list[str]:
     gaps = []
     if IsolationLayer.MOUNT not in layers and IsolationLayer.LANDLOCK not in layers:
         gaps.append("files are not isolated (neither a mount namespace nor Landlock)")
+    elif IsolationLayer.MOUNT not in layers and IsolationLayer.SECCOMP not in layers:
+        gaps.append("modes and times of files are not protected (neither a mount namespace nor seccomp)")
     if IsolationLayer.NETWORK not in layers and IsolationLayer.SECCOMP not in layers:
         gaps.append("the network is not isolated (neither a network namespace nor seccomp)")
     if IsolationLayer.PID not in layers:
@@ -84,8 +90,8 @@ def essential_gaps(layers: Collection[IsolationLayer]) -> list[str]:
 
 
 def may_fork(layers: Collection[IsolationLayer]) -> bool:
-    """Say whether a warm worker can fork each call into a PID namespace of its own, which ends all processes in it."""
-    return IsolationLayer.USER in layers and IsolationLayer.PID in layers
+    """Say whether a warm worker can fork calls: it can end their processes, and be given a folder for each."""
+    return {IsolationLayer.USER, IsolationLayer.MOUNT, IsolationLayer.PID} <= set(layers)
 
 
 OVER_CPU, OVER_MEMORY = 76, 77  # exit status of a supervisor: the first process inside used too much

@@ -10,7 +10,6 @@ import platform
 import struct
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 
 available = sys.platform == "linux"
@@ -25,6 +24,7 @@ NEW_MOUNT, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
     0x40000000,
 )
 BIND, RECURSIVE, PRIVATE, NOSUID, NODEV, DETACH = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x2
+_MOUNT_READ_ONLY, _MOUNT_NOSUID, _MOUNT_NODEV = 0x1, 0x2, 0x4  # of mount_setattr
 
 
 def _call(name: str, *arguments: object) -> int:
@@ -47,10 +47,6 @@ def unshare(flags: int) -> None:
     _call("unshare", ctypes.c_int(flags))
 
 
-def setns(descriptor: int, flags: int) -> None:
-    _call("setns", ctypes.c_int(descriptor), ctypes.c_int(flags))
-
-
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
 
@@ -67,8 +63,17 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def make_read_only(path: str) -> None:
-    """Make all mounts at and below `path` read-only and nosuid; `mount_setattr` keeps flags that may not be cleared."""
-    attributes = struct.pack("=QQQQ", 0x1 | 0x2, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
+    """Make all mounts at and below `path` read-only, nosuid and nodev; flags that may not be cleared are kept."""
+    _set_mount_flags(path, add=_MOUNT_READ_ONLY | _MOUNT_NOSUID | _MOUNT_NODEV, clear=0)
+
+
+def allow_device(path: str) -> None:
+    """Let the mount of one device file, which `make_read_only` covered, be opened as a device."""
+    _set_mount_flags(path, add=0, clear=_MOUNT_NODEV)
+
+
+def _set_mount_flags(path: str, *, add: int, clear: int) -> None:
+    attributes = struct.pack("=QQQQ", add, clear, 0, 0)
     _syscall(442, ctypes.c_int(-100), path.encode(), ctypes.c_uint(0x8000), attributes, ctypes.c_size_t(32))
 
 
@@ -90,13 +95,8 @@ def set_dumpable() -> None:
     _call("prctl", ctypes.c_int(4), *map(ctypes.c_ulong, (1, 0, 0, 0)))
 
 
-SYS_ADMIN = 1 << 21
-
-
-def keep_capabilities(mask: int) -> None:
-    header = struct.pack("=Ii", 0x20080522, 0)
-    low, high = mask & 0xFFFFFFFF, mask >> 32
-    _call("capset", header, struct.pack("=IIIIII", low, low, 0, high, high, 0))
+def drop_capabilities() -> None:
+    _call("capset", struct.pack("=Ii", 0x20080522, 0), bytes(24))
 
 
 # --- Landlock --------------------------------------------------------------------------------------------------------
@@ -135,6 +135,15 @@ def landlock(*, read: Iterable[str], write: Iterable[str], devices: Iterable[str
     return abi
 
 
+def landlock_scope() -> None:
+    """Keep this process and its children from signalling and tracing all others, parents too. Needs ABI 6."""
+    ruleset = _syscall(444, struct.pack("=QQQ", 0, 0, 0b11), ctypes.c_size_t(24), ctypes.c_uint(0))
+    try:
+        _syscall(446, ctypes.c_int(ruleset), ctypes.c_uint(0))
+    finally:
+        os.close(ruleset)
+
+
 def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -155,6 +164,9 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
     "bpf": (321, 280),
@@ -170,12 +182,15 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "umount2": (166, 39),
     "pivot_root": (155, 41),
     "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
     "move_mount": (429, 429),
     "fsopen": (430, 430),
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
     "chroot": (161, 51),
     "swapon": (167, 224),
     "swapoff": (168, 225),
@@ -191,6 +206,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "mknodat": (259, 33),
     "acct": (163, 89),
     "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
     "settimeofday": (164, 170),
     "clock_settime": (227, 112),
     "adjtimex": (159, 171),
@@ -204,8 +220,16 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "personality": (135, 92),
     "vhangup": (153, 58),
     "fanotify_init": (300, 262),
+    # the only sockets are pairs (see `_filter_instructions`), which need none of these
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "setsockopt": (54, 208),  # larger buffers
     # memory that no limit of a process counts
+    "vmsplice": (278, 75),  # a pipe keeps the pages of the process, also after it gave them back
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -213,44 +237,76 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "mq_open": (240, 180),
 }
+# calls that programs do without when the kernel has none: pages that stay in a pipe or socket when their file is gone
+_MISSING: dict[str, tuple[int, int]] = {"splice": (275, 76), "tee": (276, 77), "sendfile": (40, 71)}
+# changes of files that Landlock does not see: denied where no read-only mount forbids them
+_METADATA: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
+# calls on a process by its number in the first argument: only 0, which is the caller, is allowed
+_ON_SELF_ONLY: dict[str, tuple[int, int]] = {
+    "prlimit64": (302, 261),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "sched_setaffinity": (203, 122),
+}
+_HIGHEST = 469  # the last call that was looked at for these lists; later ones do not exist inside
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _NEW_ANYTHING = 0x7E020000  # every CLONE_NEW* flag that clone takes
+_SHARED, _ANONYMOUS = 0x01, 0x20  # of mmap
+_PR_SET_PDEATHSIG, _F_SETPIPE_SZ, _AF_UNIX, _SOCK_STREAM = 1, 1031, 1, 1
 
 
-def seccomp(*, may_nest_pids: bool) -> None:
+def seccomp(*, read_only_mounts: bool) -> None:
     """Make the system calls above, and new namespaces, fail with EPERM in this process and its children.
 
-    `may_nest_pids` allows `unshare` and `setns` for a PID namespace, which a process needs to fork calls into one of
-    their own. Raises OSError also on an architecture whose call numbers are not listed here.
+    `read_only_mounts` says that mounts keep foreign files as they are; otherwise calls that change modes, owners and
+    times of files are denied too. Raises OSError also on an architecture whose call numbers are not listed here.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(0, f"no seccomp filter for {platform.machine()}")
-    column, architecture = _ARCHITECTURES[platform.machine()]
-    code = _assemble_filter(column, architecture, may_nest_pids)
+    code = assemble_filter(platform.machine(), read_only_mounts=read_only_mounts)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
     no_new_privileges()
     _call("prctl", ctypes.c_int(22), ctypes.c_ulong(2), header, ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
-@cache
-def _assemble_filter(column: int, architecture: int, may_nest_pids: bool) -> bytes:
-    """Assemble the BPF program. Cached, because every call's process installs it."""
+def assemble_filter(machine: str, *, read_only_mounts: bool) -> bytes:
+    """Assemble the BPF program: eight bytes an instruction (code, jump if true, jump if false, constant)."""
+    column, architecture = _ARCHITECTURES[machine]
     return b"".join(
-        struct.pack("=HBBI", *line) for line in _filter_instructions(column, architecture, may_nest_pids=may_nest_pids)
+        struct.pack("=HBBI", *line)
+        for line in _filter_instructions(column, architecture, read_only_mounts=read_only_mounts)
     )
 
 
-def assemble_call_filter() -> None:
-    """Fill the cache before forking, so that the calls' processes need not assemble their filter."""
-    if platform.machine() in _ARCHITECTURES:
-        _assemble_filter(*_ARCHITECTURES[platform.machine()], False)
-
-
-def _filter_instructions(column: int, architecture: int, *, may_nest_pids: bool) -> list[tuple[int, int, int, int]]:
+def _filter_instructions(column: int, architecture: int, *, read_only_mounts: bool) -> list[tuple[int, int, int, int]]:
     """List the BPF instructions (code, jump if true, jump if false, constant) of a deny list: others are allowed."""
-    unshare, setns, clone, clone3, prctl = ((272, 308, 56, 435, 157), (97, 268, 220, 435, 167))[column]
+    calls = ((272, 308, 56, 435, 157, 9, 53, 72, 141, 251), (97, 268, 220, 435, 167, 222, 199, 25, 140, 30))[column]
+    unshare, setns, clone, clone3, prctl, mmap, socketpair, fcntl, setpriority, ioprio_set = calls
     lines = [
         _load(4),
         _if_equal(architecture, 1, 0),
@@ -258,21 +314,46 @@ def _filter_instructions(column: int, architecture: int, *, may_nest_pids: bool)
         _load(0),
         (0x35, 0, 1, 0x40000000),  # x32 calls have other numbers: deny all of them
         _return(_EPERM),
+        (0x25, 0, 1, _HIGHEST),
+        _return(_ENOSYS),
     ]
-    for numbers in _NUMBERS.values():
+    denied = _NUMBERS if read_only_mounts else _NUMBERS | _METADATA
+    for numbers in denied.values():
         number = numbers[column]
         if number is not None:
             lines += [_if_equal(number, 0, 1), _return(_EPERM)]
-    lines += [_if_equal(clone3, 0, 1), _return(_ENOSYS)]  # its flags are behind a pointer; glibc falls back to clone
-    for number, argument in ((unshare, 0), (setns, 1)):
-        if may_nest_pids:
-            lines += [_if_equal(number, 0, 4), _load_argument(argument), _if_equal(NEW_PID, 1, 0), _return(_EPERM)]
-            lines += [_return(_ALLOW)]
-        else:
-            lines += [_if_equal(number, 0, 1), _return(_EPERM)]
-    lines += [_if_equal(clone, 0, 4), _load_argument(0), (0x45, 0, 1, _NEW_ANYTHING), _return(_EPERM), _return(_ALLOW)]
-    lines += [_if_equal(prctl, 0, 3), _load_argument(0), _if_equal(1, 0, 1), _return(_EPERM)]  # PR_SET_PDEATHSIG
+    # the flags of clone3 are behind a pointer; glibc falls back to clone
+    for number in (clone3, *(numbers[column] for numbers in _MISSING.values())):
+        lines += [_if_equal(number, 0, 1), _return(_ENOSYS)]
+    for number in (unshare, setns):
+        lines += [_if_equal(number, 0, 1), _return(_EPERM)]
+    for number in (numbers[column] for numbers in _ON_SELF_ONLY.values()):
+        lines += _for_call(number, _load_argument(0), _if_equal(0, 1, 0), _return(_EPERM))
+    for number in (setpriority, ioprio_set):  # (kind, who): this process only, whose kind is 0 or 1
+        lines += _for_call(
+            number, _load_argument(0), (0x25, 2, 0, 1), _load_argument(1), _if_equal(0, 1, 0), _return(_EPERM)
+        )
+    lines += _for_call(clone, _load_argument(0), (0x45, 0, 1, _NEW_ANYTHING), _return(_EPERM))
+    lines += _for_call(prctl, _load_argument(0), _if_equal(_PR_SET_PDEATHSIG, 0, 1), _return(_EPERM))
+    # shared memory without a file is in nobody's count once a process gives its pages back
+    lines += _for_call(mmap, _load_argument(3), (0x45, 0, 2, _ANONYMOUS), (0x45, 0, 1, _SHARED), _return(_EPERM))
+    lines += _for_call(fcntl, _load_argument(1), _if_equal(_F_SETPIPE_SZ, 0, 1), _return(_EPERM))
+    # a pair of datagram sockets can send to any address; a pair of streams only to each other
+    lines += _for_call(
+        socketpair,
+        _load_argument(0),
+        _if_equal(_AF_UNIX, 0, 3),
+        _load_argument(1),
+        (0x54, 0, 0, 0xF),  # without SOCK_CLOEXEC and SOCK_NONBLOCK
+        _if_equal(_SOCK_STREAM, 1, 0),
+        _return(_EPERM),
+    )
     return [*lines, _return(_ALLOW)]
+
+
+def _for_call(number: int, *lines: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    """List the instructions that judge one system call; past the last of them the call is allowed."""
+    return [_if_equal(number, 0, len(lines) + 1), *lines, _return(_ALLOW)]
 
 
 def _load(offset: int) -> tuple[int, int, int, int]:

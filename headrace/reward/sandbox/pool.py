@@ -11,15 +11,17 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -180,7 +182,9 @@ class SandboxWorker:
             return self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # the kernel has not let go of it: nothing here can end it
+                return self._process.wait(_STOP_S)
+            return -signal.SIGKILL
         finally:
             remove_leftovers(scratch_root(), self._process.pid)
 
@@ -225,14 +229,26 @@ def _spawn(settings: SandboxSettings, inherited: tuple[int, ...]) -> "subprocess
         [settings.python, "-s", "-P", "-c", _START, root, *map(str, inherited)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+        stderr=subprocess.PIPE if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
         env=environment(),
         cwd="/",
         pass_fds=inherited,
         start_new_session=True,
         **user_options,
     )
+    if process.stderr is not None:
+        threading.Thread(target=_log_stderr, args=(process.stderr, process.pid), daemon=True).start()
     return process
+
+
+def _log_stderr(stream: IO[bytes], pid: int) -> None:
+    """Log the first lines that a worker and the code it imports write to stderr, and discard the rest."""
+    left = _STREAM_BYTES
+    with stream:
+        while chunk := stream.readline(_REASON_CHARS):
+            if left > 0:
+                logger.debug("worker %d wrote: %s", pid, ascii(chunk.decode(errors="replace").rstrip()))
+            left -= len(chunk)
 
 
 def _check_reply(reply: Mapping[str, Any], nonce: str) -> CallResult:
@@ -298,8 +314,20 @@ def readable_paths(spec: str, extra: Sequence[str]) -> tuple[str, ...]:
         paths.update((str(place.resolve()), *list_code(place.resolve().parent)))
     for entry in path_entries():
         paths.update(list_code(Path(entry)))
-    paths.update(str(Path(path).resolve()) for path in extra)
+    paths.update(_check_readable(path) for path in extra)
     return tuple(sorted(paths))
+
+
+def _check_readable(path: str) -> str:
+    """Resolve a path of `readable`. Raises ConfigError for those that would show the whole machine or its processes."""
+    resolved = Path(path).resolve()
+    if resolved == Path("/") or resolved.is_relative_to("/proc"):
+        raise ConfigError(
+            f'rl.reward_runner.readable has "{path}", which would show reward functions '
+            f"{'every file of this machine' if resolved == Path('/') else 'the processes of this machine'}: "
+            "list the files and folders that they need"
+        )
+    return str(resolved)
 
 
 def path_entries() -> list[str]:
@@ -310,13 +338,25 @@ def path_entries() -> list[str]:
 
 
 def list_code(folder: Path) -> list[str]:
-    """List the Python files, extensions and packages of a folder."""
-    return [
-        str(entry)
-        for entry in folder.iterdir()
-        if not entry.name.startswith(".")
-        and (entry.suffix in (".py", ".so") or (entry.is_dir() and (entry / "__init__.py").exists()))
-    ]
+    """List the Python files, extensions and packages of a folder.
+
+    A link counts only if it leads to such a file or package inside the folder: its target is shown under its name, and
+    a repository may carry a link to any place of the machine.
+    """
+    root = folder.resolve()
+    return [str(entry) for entry in folder.iterdir() if not entry.name.startswith(".") and _is_code(entry, root)]
+
+
+def _is_code(entry: Path, root: Path) -> bool:
+    try:
+        target = entry.resolve(strict=True)
+        parts = target.relative_to(root).parts
+        if not parts or any(part.startswith(".") for part in parts):
+            return False
+        is_module = target.is_file() and {entry.suffix, target.suffix} <= {".py", ".so"}
+        return is_module or (target / "__init__.py").is_file()
+    except (OSError, RuntimeError, ValueError):  # a link to nothing, to itself, or out of the folder
+        return False
 
 
 # --- the pool --------------------------------------------------------------------------------------------------------

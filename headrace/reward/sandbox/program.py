@@ -1,11 +1,12 @@
 """Run an untrusted program, such as one that a model wrote, and report how it ended.
 
 For authors of reward functions: code executed in the function's own process could forge its score. `run_untrusted`
-starts another interpreter with isolation of its own. Inside the sandbox it adds Landlock, seccomp and limits to the
-outer layers (other namespaces cannot be made there), so the program sees neither the reward function's files nor its
-memory. Standard library only.
+starts another interpreter with isolation of its own: user, namespaces, folder and limits. In the sandbox it asks the
+worker's supervisor to do that outside, so a program is beside the reward function and never inside of its sandbox: it
+can neither see nor name the process that judges it, and shares none of its limits. Standard library only.
 """
 
+import math
 import os
 import selectors
 import signal
@@ -15,8 +16,10 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import IO, Any
 
 from headrace.reward.sandbox import framing
 from headrace.reward.sandbox.isolation import (
@@ -26,7 +29,6 @@ from headrace.reward.sandbox.isolation import (
     environment,
     interpreter_paths,
     isolate_call,
-    isolate_inside,
     package_folder,
 )
 from headrace.reward.sandbox.limits import (
@@ -34,17 +36,21 @@ from headrace.reward.sandbox.limits import (
     OVER_CPU,
     OVER_MEMORY,
     CallLimits,
-    IsolationLayer,
     Outcome,
     limits_from,
 )
-from headrace.reward.sandbox.supervisor import remove_leftovers, supervise
+from headrace.reward.sandbox.supervisor import ProgramRequest, remove_leftovers, supervise
 
 SMALL = CallLimits(wall_s=5.0, cpu_s=5, memory_mb=512, processes=4)
 _PROGRAM = "main.py"
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from headrace.reward.sandbox.program import main; \
 sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
-_NOT_INHERITED = frozenset({IsolationLayer.USER, IsolationLayer.UID})  # outer layers that do not cover the program
+_PROGRAM_IDS = 1 << 28  # users of programs are above those of workers
+_REQUEST_BYTES = 64 << 20  # of a program and its standard input
+_RETURN_S, _RETURN_SHARE = 2.0, 0.2  # of the time of a call, kept for the reward function after its last program
+_STOP_S = 10.0
+_MAX_DESCRIPTORS = 1024
+_channel = -1  # in the sandbox: the socket on which to ask for programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +67,93 @@ def run_untrusted(code: str, stdin: str = "", limits: CallLimits = SMALL) -> Pro
     """Run Python source text with this standard input. Blocks for as long as the program runs, within the limits.
 
     OUTPUT, TIMEOUT, CPU and MEMORY are the program's doing; NOT_RUN says nothing about the program. `wall_s` counts
-    from the start of the program; starting it may take `import_s`.
+    from the start of the program; starting it may take `import_s`. In a reward function, the limits are at most those
+    of the call, and a program ends with TIMEOUT while the call still has time to return.
     """
+    if _channel >= 0:
+        return _ask_supervisor(code, stdin, limits)
+    if os.environ.get(LAYERS_VARIABLE):
+        return _not_run("in the sandbox, only the reward function's own process and its forks can call run_untrusted")
+    return _run_here(code, stdin, limits, folder=tempfile.gettempdir())
+
+
+# --- in the sandbox of a reward function -----------------------------------------------------------------------------
+
+
+def connect(descriptor: int) -> None:
+    """Set the socket on which this process, in the sandbox, asks for programs."""
+    global _channel
+    _channel = descriptor
+
+
+def _ask_supervisor(code: str, stdin: str, limits: CallLimits) -> ProgramResult:
+    """Let the supervisor of this worker run the program outside of this sandbox, where it cannot reach this process."""
+    ours, theirs = socket.socketpair()
+    reply: Any = None
+    with ours:
+        with suppress(OSError), theirs, socket.socket(fileno=os.dup(_channel)) as channel:
+            socket.send_fds(channel, [b"p"], [theirs.fileno()])
+        with suppress(ConnectionError):
+            framing.send(ours.fileno(), {"code": code, "stdin": stdin, "limits": asdict(limits)})
+            reply = framing.receive(ours.fileno())
+    if reply is None:
+        return _not_run("the supervisor of this sandbox did not run the program")
+    return ProgramResult(
+        outcome=Outcome(reply["outcome"]), status=reply["status"], stdout=reply["stdout"], stderr=reply["stderr"]
+    )
+
+
+def _not_run(reason: str) -> ProgramResult:
+    return ProgramResult(outcome=Outcome.NOT_RUN, status=-1, stdout="", stderr=reason)
+
+
+# --- in the supervisor of a worker -----------------------------------------------------------------------------------
+
+
+def host_program(request: ProgramRequest, *, most: CallLimits) -> None:
+    """Run the program that a call asks for, with limits of at most `most`, and send the result to the call."""
+    order = framing.receive(request.connection, _REQUEST_BYTES)
+    if order is None:
+        return
+    stop_at = request.deadline - min(_RETURN_S, _RETURN_SHARE * most.wall_s)
+    limits = _at_most(limits_from(order["limits"]), most)
+    result = _run_here(
+        order["code"], order["stdin"], limits, folder=request.folder, stop_at=stop_at, caller=request.connection
+    )
+    if result.outcome is Outcome.NOT_RUN and time.monotonic() >= stop_at and 2 * request.used_s > most.wall_s:
+        result = replace(result, outcome=Outcome.TIMEOUT)  # earlier programs used up the time of the call
+    framing.send(request.connection, asdict(result))
+
+
+def _at_most(limits: CallLimits, most: CallLimits) -> CallLimits:
+    names = ("cpu_s", "memory_mb", "processes", "open_files", "file_mb", "scratch_mb")
+    lower = {name: min(getattr(limits, name), getattr(most, name)) for name in names}
+    return replace(limits, output_bytes=min(limits.output_bytes, most.memory_mb << 16), **lower)
+
+
+# --- outside of any sandbox ------------------------------------------------------------------------------------------
+
+
+def _run_here(
+    code: str, stdin: str, limits: CallLimits, *, folder: str, stop_at: float = math.inf, caller: int | None = None
+) -> ProgramResult:
+    """Run the program in a new process below this one, at the latest until `stop_at`, or until `caller` hangs up."""
+    if time.monotonic() >= stop_at:
+        return _not_run("the call has no time left")
     ours, theirs = socket.socketpair()
     began, begins = os.pipe()
     with ours, open(began, "rb") as began_file, tempfile.TemporaryFile() as stdin_file:
         stdin_file.write(stdin.encode(errors="surrogatepass"))
         stdin_file.seek(0)
+        start = _spawn if caller is None else _ForkedProcess.start  # a process that serves a call has no other threads
         with theirs:
-            process = _spawn((theirs.fileno(), begins), stdin_file.fileno())
+            process = start((theirs.fileno(), begins), stdin_file.fileno())
         os.close(begins)
-        outer = [layer for layer in os.environ.get(LAYERS_VARIABLE, "").split(",") if layer]
-        scratch = tempfile.gettempdir()
-        order = {"code": code, "limits": asdict(limits), "outer": outer, "scratch": scratch}
         with process:
             with suppress(ConnectionError):  # the process ended before it read its order: the program has not begun
-                framing.send(ours.fileno(), order)
-            result = _follow(process, ours, began_file.fileno(), limits, nested=bool(outer))
-            ours.close()
-        remove_leftovers(scratch, process.pid)
+                framing.send(ours.fileno(), {"code": code, "limits": asdict(limits), "scratch": folder})
+            result = _follow(process, ours, began_file.fileno(), limits, stop_at=stop_at, caller=caller)
+        remove_leftovers(folder, process.pid)
         return result
 
 
@@ -96,52 +170,114 @@ def _spawn(inherited: tuple[int, int], stdin: int) -> "subprocess.Popen[bytes]":
     )
 
 
+@dataclass(slots=True)
+class _ForkedProcess:
+    """A fork of this process that runs `main`, used like a Popen: it saves the start of an interpreter."""
+
+    pid: int
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    status: int | None = None
+
+    @classmethod
+    def start(cls, inherited: tuple[int, int], stdin: int) -> "_ForkedProcess":
+        out, err = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                for descriptor, number in ((stdin, 0), (out[1], 1), (err[1], 2)):
+                    os.dup2(descriptor, number)
+                for low, high in pairwise((2, *sorted(inherited), _MAX_DESCRIPTORS)):
+                    os.closerange(low + 1, high)
+                os._exit(main(*inherited))
+            finally:
+                os._exit(70)
+        os.close(out[1])
+        os.close(err[1])
+        return cls(pid, open(out[0], "rb"), open(err[0], "rb"))
+
+    def __enter__(self) -> "_ForkedProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stdout.close()
+        self.stderr.close()
+
+    def kill(self) -> None:
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end. Raises TimeoutExpired."""
+        until = time.monotonic() + timeout
+        while self.status is None:
+            done, raw = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.status = os.waitstatus_to_exitcode(raw)
+            elif time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            else:
+                time.sleep(0.001)
+        return self.status
+
+
 def _follow(
-    process: "subprocess.Popen[bytes]", lifeline: socket.socket, began: int, limits: CallLimits, *, nested: bool
+    process: "subprocess.Popen[bytes] | _ForkedProcess",
+    lifeline: socket.socket,
+    began: int,
+    limits: CallLimits,
+    *,
+    stop_at: float,
+    caller: int | None,
 ) -> ProgramResult:
     """Read the output of the process, up to the limits, until it ends; then end what is left of it."""
     assert process.stdout is not None
     assert process.stderr is not None
     outputs = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), began: bytearray()}
-    open_streams = {process.stdout.fileno(), process.stderr.fileno()}
-    deadline = time.monotonic() + limits.import_s
+    # the supervisor has the other end of the lifeline until it ends, also when the program closes its streams
+    open_ends = {process.stdout.fileno(), process.stderr.fileno(), lifeline.fileno()}
+    deadline = min(stop_at, time.monotonic() + limits.import_s)
     over: Outcome | None = None
     with selectors.DefaultSelector() as ready:
-        for stream in outputs:
-            ready.register(stream, selectors.EVENT_READ)
-        while open_streams and over is None:
+        for descriptor in (*outputs, lifeline.fileno(), *([] if caller is None else [caller])):
+            ready.register(descriptor, selectors.EVENT_READ)
+        while open_ends and over is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 over = Outcome.TIMEOUT
             for key, _ in ready.select(max(0.0, left)):
-                chunk = os.read(key.fd, 65_536)
-                outputs[key.fd] += chunk
+                if key.fd == caller:
+                    over = Outcome.NOT_RUN  # nobody waits for it
+                    continue
+                chunk = b"" if key.fd == lifeline.fileno() else os.read(key.fd, 65_536)
                 if key.fd == began:
-                    deadline = time.monotonic() + limits.wall_s
+                    deadline = min(stop_at, time.monotonic() + limits.wall_s)
                 if key.fd == began or not chunk:
                     ready.unregister(key.fd)
-                    open_streams.discard(key.fd)
-                if len(outputs[key.fd]) > limits.output_bytes:
-                    over = Outcome.OUTPUT
-    if over is not None:
-        _end(process, lifeline, nested=nested)
-    status = process.wait()
+                    open_ends.discard(key.fd)
+                if chunk:
+                    outputs[key.fd] += chunk
+                    over = Outcome.OUTPUT if len(outputs[key.fd]) > limits.output_bytes else over
+    lifeline.close()  # if the supervisor is still there, it ends everything
+    status = _wait(process)
     has_begun = outputs.pop(began) or os.read(began, 1)  # its output may have been read first
     out, err = (bytes(data[: limits.output_bytes]).decode(errors="replace") for data in outputs.values())
     outcome = (over or _outcome(status)) if has_begun else Outcome.NOT_RUN
     return ProgramResult(outcome=outcome, status=status, stdout=out, stderr=err)
 
 
-def _end(process: "subprocess.Popen[bytes]", lifeline: socket.socket, *, nested: bool) -> None:
-    """Cut the lifeline, so that the supervisor ends everything; in an outer sandbox, which has none, kill the group."""
-    lifeline.close()
-    if nested:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def _wait(process: "subprocess.Popen[bytes] | _ForkedProcess") -> int:
+    """Wait for the supervisor of a program, which has little left to do; one that is stopped is killed."""
+    try:
+        return process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(_STOP_S)
 
 
 def _outcome(status: int) -> Outcome:
-    if status in (OVER_CPU, -signal.SIGKILL):  # in an outer sandbox there is no supervisor to report it
+    if status == OVER_CPU:
         return Outcome.CPU
     if status == OVER_MEMORY:
         return Outcome.MEMORY
@@ -152,43 +288,43 @@ def _outcome(status: int) -> Outcome:
 
 
 def main(control: int, begins: int) -> int:
-    """Isolate this process and run the program in it. `begins` gets a byte when the program takes over."""
+    """Isolate a process and run the program in it. `begins` gets a byte when the program takes over."""
     order = framing.receive(control)
     if order is None:
         return 1
-    outer = frozenset(map(IsolationLayer, order["outer"])) - _NOT_INHERITED
-    nested = bool(order["outer"])
     plan = IsolationPlan(
-        layers=frozenset({IsolationLayer.LANDLOCK, IsolationLayer.SECCOMP, IsolationLayer.RLIMITS})
-        if nested
-        else EVERY_LAYER,
+        layers=EVERY_LAYER,
         readable=tuple(interpreter_paths()),
         scratch=order["scratch"],
-        uid_offset=os.getpid(),
+        uid_offset=_PROGRAM_IDS + os.getpid(),
         limits=limits_from(order["limits"]),
-        outer=outer,
     )
-    if not nested:
-        return supervise(
-            plan,
-            lambda isolation, _: _exec_program(order["code"], plan, isolation, begins),
-            lifeline=control,
-            keep=(begins,),
-        )
-    isolation = Isolation(active=set(outer), reasons={})
-    scratch = tempfile.mkdtemp(dir=plan.scratch)
-    os.close(control)
-    isolate_inside(isolation, plan, scratch)
-    os.chdir(scratch)
-    os.environ.update(HOME=scratch, TMPDIR=scratch)
-    return _exec_program(order["code"], plan, isolation, begins)
+    work = _ProgramProcesses(code=order["code"], plan=plan, begins=begins)
+    return supervise(plan, work, lifeline=control, keep=(begins,))
 
 
-def _exec_program(code: str, plan: IsolationPlan, isolation: Isolation, begins: int) -> int:
-    """Replace this process by an interpreter that runs the program. Never returns."""
-    Path(_PROGRAM).write_bytes(code.encode(errors="surrogatepass"))  # half a character is an error of the program
-    isolate_call(plan, isolation.active)
-    os.environ.pop(LAYERS_VARIABLE, None)
-    os.write(begins, b"b")
-    os.set_inheritable(begins, False)
-    os.execv(sys.executable, [sys.executable, "-s", "-P", _PROGRAM])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProgramProcesses:
+    """The work of a program's processes: the first inside becomes the program, and the builder waits for it."""
+
+    code: str
+    plan: IsolationPlan
+    begins: int
+
+    def prepare(self, isolation: Isolation) -> None:
+        pass
+
+    def run(self, isolation: Isolation, scratch: str, programs: int) -> int:
+        """Replace this process by an interpreter that runs the program. Never returns."""
+        Path(_PROGRAM).write_bytes(self.code.encode(errors="surrogatepass"))  # half a character is its own error
+        isolate_call(self.plan, isolation.active)
+        os.environ.pop(LAYERS_VARIABLE, None)
+        os.write(self.begins, b"b")
+        os.set_inheritable(self.begins, False)
+        os.execv(sys.executable, [sys.executable, "-s", "-P", _PROGRAM])
+
+    def kept_by_builder(self) -> tuple[int, ...]:
+        return ()
+
+    def attend(self, supervisor: socket.socket | None) -> bool:
+        return False

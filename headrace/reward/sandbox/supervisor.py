@@ -3,46 +3,94 @@
 Three generations: the supervisor (this file), the builder, which makes the namespaces, and the first process inside,
 which is PID 1 of its namespace where there is one, so that everything it started ends with it. The supervisor ends
 when its lifeline closes: the other end is in the process that started it, so not even a SIGKILL there leaves
-anything behind. It never runs foreign code. Standard library only.
+anything behind. It never runs foreign code. For a worker it also starts the programs that its calls ask for: beside
+the worker and not inside it, so that a program cannot reach the call that judges it. Standard library only.
 """
 
 import os
 import select
 import shutil
 import signal
+import socket
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from headrace.reward.sandbox import linux
+from headrace.reward.sandbox.attendant import CALL_BEGAN, CALL_EVENT
 from headrace.reward.sandbox.isolation import LAYERS_VARIABLE, Isolation, IsolationPlan, isolate_inside, isolate_outside
-from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY
+from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY, CallLimits
+from headrace.reward.sandbox.memory import exceeds, resident_bytes
 
 _POLL_MS = 50
+_PROGRAMS_AT_ONCE = 8  # of one call; further ones wait
+_LATE_S = 1.0  # after the deadline of its call, a program's host is ended
 
-Body = Callable[[Isolation, str], int]  # takes the isolation and the writable folder, returns an exit status
+
+class SandboxedWork(Protocol):
+    """The work of the processes that a supervisor starts."""
+
+    def prepare(self, isolation: Isolation) -> None:
+        """Prepare in the builder, before it forks the first process inside."""
+
+    def run(self, isolation: Isolation, scratch: str, programs: int) -> int:
+        """Run in the first process inside, with its writable folder and its socket for programs (-1: none)."""
+
+    def attend(self, supervisor: socket.socket | None) -> bool:
+        """Attend in the builder until the work is over; returns False if there is nothing to do but wait for it."""
+
+    def kept_by_builder(self) -> tuple[int, ...]:
+        """List the descriptors that `attend` needs."""
 
 
-def supervise(plan: IsolationPlan, body: Body, *, lifeline: int, keep: tuple[int, ...]) -> int:
-    """Run `body` in isolation and return its exit status (above 128: a signal ended it).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramRequest:
+    """A program that a call asks for."""
 
-    `keep` are descriptors for `body` alone; the supervisor closes its own copies.
+    connection: int  # to the call's process
+    folder: str  # for temporary folders of programs
+    deadline: float  # of the call, by the monotonic clock
+    used_s: float  # by earlier programs of this call
+
+
+ProgramHost = Callable[[ProgramRequest], None]
+
+
+def supervise(
+    plan: IsolationPlan,
+    work: SandboxedWork,
+    *,
+    lifeline: int,
+    keep: tuple[int, ...],
+    host: ProgramHost | None = None,
+) -> int:
+    """Run `work` in isolation and return its exit status (above 128: a signal ended it).
+
+    `keep` are descriptors for `work` alone; the supervisor closes its own copies. `host` runs the programs that are
+    asked for from inside, in a process of its own for each.
     """
     if linux.available:
         linux.adopt_orphans()
-    scratch = tempfile.mkdtemp(prefix=_scratch_prefix(os.getppid(), os.getpid()), dir=plan.scratch)
+    prefix = _scratch_prefix(os.getppid(), os.getpid())
+    scratch = tempfile.mkdtemp(prefix=prefix, dir=plan.scratch)
+    programs = None if host is None else _Programs.open(host, plan, prefix)
     builder = os.fork()
     if builder == 0:
-        _build(replace(plan, scratch=scratch), body, lifeline)
+        _build(replace(plan, scratch=scratch), work, lifeline, programs)
     for descriptor in keep:
         os.close(descriptor)
+    if programs is not None:
+        programs.close_inside()
     try:
-        return _watch(builder, lifeline, memory_bytes=plan.limits.memory_mb << 20)
+        return _watch(builder, lifeline, programs, memory_bytes=plan.limits.memory_mb << 20)
     finally:
         _kill_all(builder)
-        shutil.rmtree(scratch, ignore_errors=True)
+        for folder in (scratch, *([programs.folder] if programs is not None and programs.folder else [])):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def scratch_root() -> str:
@@ -61,30 +109,38 @@ def _scratch_prefix(owner: int, supervisor: int) -> str:
     return f"headrace-{owner}-{supervisor}-"
 
 
-def _build(plan: IsolationPlan, body: Body, lifeline: int) -> None:
-    """Build the isolation, fork `body` into it, and exit with the status of that process. Never returns."""
+def _build(plan: IsolationPlan, work: SandboxedWork, lifeline: int, programs: "_Programs | None") -> None:
+    """Build the isolation, fork `work` into it, and exit with the status of that process. Never returns."""
     status = 70
     with _exit_with(lambda: status):
         os.setpgid(0, 0)
         os.close(lifeline)
+        supervisor, first_channel = (None, -1) if programs is None else programs.enter_builder()
         isolation, scratch = isolate_outside(plan)
+        work.prepare(isolation)
         inside = os.fork()
         if inside == 0:
             with _exit_with(lambda: status):
                 if linux.available:
                     os.setsid()  # a signal to "my group" must not reach the builder
+                if supervisor is not None:
+                    supervisor.close()
                 isolate_inside(isolation, plan, scratch)
                 os.chdir(scratch)
                 os.environ.update(
                     {"HOME": scratch, "TMPDIR": scratch, LAYERS_VARIABLE: ",".join(sorted(isolation.active))}
                 )
                 tempfile.tempdir = scratch  # the module has cached the folder outside
-                status = body(isolation, scratch)
+                status = work.run(isolation, scratch, first_channel)
         if linux.available:
             linux.die_with_parent()
+        kept = (*work.kept_by_builder(), *([] if supervisor is None else [supervisor.fileno()]))
         for descriptor in range(3, 64):
-            with suppress(OSError):
-                os.close(descriptor)
+            if descriptor not in kept:
+                with suppress(OSError):
+                    os.close(descriptor)
+        if work.attend(supervisor):
+            os.kill(inside, signal.SIGKILL)
         _, raw, used = os.wait4(inside, 0)
         status = os.waitstatus_to_exitcode(raw)
         if status == -signal.SIGKILL and used.ru_utime + used.ru_stime > plan.limits.cpu_s - 0.5:
@@ -107,32 +163,167 @@ class _exit_with:
         os._exit(self._status())
 
 
-def _watch(builder: int, lifeline: int, *, memory_bytes: int) -> int:
-    poll = select.poll()
-    poll.register(lifeline, select.POLLIN)
+def _watch(builder: int, lifeline: int, programs: "_Programs | None", *, memory_bytes: int) -> int:
     parent = os.getppid()
+    next_check = 0.0
     while True:
-        done, raw = os.waitpid(builder, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(raw)
-        gone = bool(poll.poll(_POLL_MS)) or os.getppid() != parent
-        if gone:
+        for pid, raw in _reap():
+            if pid == builder:
+                return os.waitstatus_to_exitcode(raw)
+            if programs is not None:
+                programs.note_end(pid)
+        poll = select.poll()
+        for descriptor in (lifeline, *(() if programs is None else programs.descriptors())):
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(_POLL_MS)}
+        if lifeline in ready or os.getppid() != parent:
             return 0
-        if _exceeds_memory(builder, memory_bytes):
-            return OVER_MEMORY
+        if programs is not None:
+            programs.handle(ready, lifeline)
+        if time.monotonic() >= next_check:
+            if _exceeds_memory(builder, memory_bytes, () if programs is None else tuple(programs.running)):
+                return OVER_MEMORY
+            next_check = time.monotonic() + _POLL_MS / 1000
 
 
-def _exceeds_memory(builder: int, memory_bytes: int) -> bool:
-    """Say whether the first process inside uses too much memory; a forked call that does is killed here."""
+def _reap() -> Iterator[tuple[int, int]]:
+    """Yield the PID and status of each child that has ended; processes whose parent was killed are among them."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+@dataclass(slots=True)
+class _Programs:
+    """Starts the programs that the current call asks for, and ends them with it."""
+
+    host: ProgramHost
+    limits: CallLimits
+    root: str  # in which `folder` is made when the first program is asked for
+    prefix: str
+    builder: socket.socket  # says when calls begin and end
+    channel: socket.socket | None  # on which the current call asks; at first the import, or the only call
+    inside: tuple[socket.socket, socket.socket]  # the other ends of both
+    folder: str = ""
+    deadline: float | None = None  # of the current call
+    used_s: float = 0.0  # by programs of the current call that have ended
+    running: dict[int, float] = field(default_factory=dict)  # when the host of each program started
+
+    @classmethod
+    def open(cls, host: ProgramHost, plan: IsolationPlan, prefix: str) -> "_Programs":
+        builder, for_builder = socket.socketpair()
+        channel, for_inside = socket.socketpair()
+        return cls(
+            host=host,
+            limits=plan.limits,
+            root=plan.scratch,
+            prefix=prefix,
+            builder=builder,
+            channel=channel,
+            inside=(for_builder, for_inside),
+        )
+
+    def close_inside(self) -> None:
+        for end in self.inside:
+            end.close()
+
+    def enter_builder(self) -> tuple[socket.socket, int]:
+        """Close the supervisor's ends, in the builder; returns the builder's and the first process's."""
+        self.builder.close()
+        if self.channel is not None:
+            self.channel.close()
+        return self.inside[0], self.inside[1].detach()
+
+    def descriptors(self) -> tuple[int, ...]:
+        """List the descriptors to wait for. A call that has too many programs is not listened to."""
+        listened = (self.builder, self.channel if len(self.running) < _PROGRAMS_AT_ONCE else None)
+        return tuple(item.fileno() for item in listened if item is not None and item.fileno() >= 0)
+
+    def note_end(self, pid: int) -> None:
+        """Count the time of a program whose host has ended."""
+        if pid in self.running:
+            self.used_s += time.monotonic() - self.running.pop(pid)
+
+    def handle(self, ready: set[int], lifeline: int) -> None:
+        if self.builder.fileno() in ready:
+            self._follow_call()
+        elif self.channel is not None and self.channel.fileno() in ready:
+            self._start(lifeline)
+
+    def _follow_call(self) -> None:
+        data, descriptors, _, _ = socket.recv_fds(self.builder, CALL_EVENT.size, 1)
+        if len(data) < CALL_EVENT.size:  # the builder has ended
+            self.builder.close()
+            return
+        self._end_programs()
+        event, deadline = CALL_EVENT.unpack(data)
+        if event == CALL_BEGAN:
+            self.channel, self.deadline = socket.socket(fileno=descriptors[0]), deadline
+
+    def _end_programs(self) -> None:
+        """End the programs of the last call: each host is the lifeline of its program."""
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.running, self.used_s = {}, 0.0
+        if self.channel is not None:
+            self.channel.close()
+        self.channel, self.deadline = None, None
+
+    def _start(self, lifeline: int) -> None:
+        assert self.channel is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self.channel.close()
+            self.channel = None
+        if len(descriptors) != 1:
+            return  # not a request of ours
+        if not self.folder:
+            self.folder = tempfile.mkdtemp(prefix=self.prefix, dir=self.root)
+            os.chmod(self.folder, 0o711)  # the users of programs enter it
+        now = time.monotonic()
+        request = ProgramRequest(
+            connection=descriptors[0],
+            folder=self.folder,
+            deadline=self.deadline or now + self.limits.import_s + self.limits.wall_s,
+            used_s=self.used_s + sum(now - started for started in self.running.values()),
+        )
+        pid = os.fork()
+        if pid == 0:
+            with _exit_with(lambda: 0):
+                os.close(lifeline)
+                self.builder.close()
+                if self.channel is not None:
+                    self.channel.close()
+                if linux.available:
+                    linux.die_with_parent()
+                signal.setitimer(signal.ITIMER_REAL, max(0.0, request.deadline - now) + _LATE_S)
+                self.host(request)
+        os.close(descriptors[0])
+        self.running[pid] = now
+
+
+def _exceeds_memory(builder: int, memory_bytes: int, hosts: Collection[int]) -> bool:
+    """Say whether the first process inside uses too much memory; a forked call that does is killed here.
+
+    All other processes but the `hosts` of programs are of the one call that the first process runs: its descendants,
+    and orphans, which become children of the first process of a PID namespace, or without one of this process.
+    """
+    apart = {pid for host in hosts for pid in (host, *descendants(host))}
     for inside in children(builder):
         inherited = resident_bytes(inside)  # by every forked call
         if inherited > memory_bytes:
             return True
-        for call in children(inside):
-            used = sum(max(0, resident_bytes(pid) - inherited) for pid in (call, *descendants(call)))
-            if used > memory_bytes:
+        call = [pid for pid in descendants(os.getpid()) if pid not in (builder, inside) and pid not in apart]
+        if exceeds(call, memory_bytes, inherited=inherited):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(inside, signal.SIGUSR1)  # tells the worker why; it blocks this signal
+            for pid in call:
                 with suppress(ProcessLookupError):
-                    os.kill(call, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
     return False
 
 
@@ -163,10 +354,3 @@ def descendants(pid: int) -> list[int]:
     for child in pids:  # grows while it is read
         pids += children(child)
     return pids
-
-
-def resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0

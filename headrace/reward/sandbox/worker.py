@@ -1,20 +1,21 @@
 """Runs inside the isolation: imports the code once, then forks each call into a PID namespace of its own.
 
-A call's process has its own pipes and nothing else: stdin is empty, stdout and stderr are read up to a limit, and the
-result goes over a private descriptor, after a nonce that only this call was given. Functions that matter after foreign
+The process that forks sees neither requests nor results: `attendant` exchanges them with the call's process, which
+has its own descriptors and nothing else: stdin is empty, stdout and stderr are read up to a limit, and the result goes
+over a private descriptor, after a nonce that only this call was given. Functions that matter after foreign
 code was imported are bound to names here first, so that code which patches `os` or `json` changes its own results
 only. Standard library only.
 """
 
+import fcntl
 import gc
 import json
 import os
 import resource
-import select
-import shutil
 import signal
+import socket
+import struct
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,22 +23,36 @@ from functools import partial
 from typing import Any, Protocol
 
 from headrace.reward import user_function
-from headrace.reward.sandbox import framing, linux
+from headrace.reward.sandbox import framing, linux, program
+from headrace.reward.sandbox.attendant import (
+    FORK,
+    FORKED,
+    NUM_CALL_DESCRIPTORS,
+    Attendant,
+    mount_scratch,
+    unmount_scratch,
+)
 from headrace.reward.sandbox.isolation import Isolation, IsolationPlan, isolate_call
 from headrace.reward.sandbox.limits import (
     OUT_OF_MEMORY,
     RAISED,
     RETURNED,
     IsolationLayer,
-    Outcome,
     limits_from,
     may_fork,
 )
+from headrace.reward.sandbox.scratch import ScratchState, capture
 from headrace.reward.sandbox.supervisor import supervise
 
-_fork, _write, _exit, _dumps = os.fork, os.write, os._exit, json.dumps
-_RESULT = 3  # the private descriptor, in a call's process
+_fork, _write, _exit, _dumps, _close, _wait4 = os.fork, os.write, os._exit, json.dumps, os.close, os.wait4
+_DESCRIPTOR, _DESCRIPTORS = struct.Struct("=i"), struct.Struct(f"={NUM_CALL_DESCRIPTORS}i")
+_SOL_SOCKET, _SCM_RIGHTS, _CMSG_CLOEXEC = socket.SOL_SOCKET, socket.SCM_RIGHTS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_CONTROL_SPACE = socket.CMSG_SPACE(_DESCRIPTORS.size)
+_RESULT, _PROGRAMS = 3, 4  # the private descriptors of a call's process
 _MESSAGE_CHARS = 2000
+_MEMORY_SIGNALS = (signal.SIGUSR1,)  # the supervisor has killed a call because of its memory
+_LEFT_PROCESSES = "importing it left {} processes behind, which were ended: start them inside the function"
+_kill, _waitpid = os.kill, os.waitpid
 
 
 class UserCode(Protocol):
@@ -62,8 +77,9 @@ def main(control: int, lifeline: int) -> int:
         uid_offset=order["uid_offset"],
         limits=limits_from(order["limits"]),
     )
-    body = partial(_serve, plan=plan, order=order, control=control)
-    return supervise(plan, body, lifeline=lifeline, keep=(control,))
+    work = _WorkerProcesses(plan=plan, order=order, control=control)
+    host = partial(program.host_program, most=plan.limits)
+    return supervise(plan, work, lifeline=lifeline, keep=(control,), host=host)
 
 
 def _renumber(descriptor: int) -> int:
@@ -73,44 +89,180 @@ def _renumber(descriptor: int) -> int:
     return low
 
 
-def _serve(isolation: Isolation, scratch: str, *, plan: IsolationPlan, order: dict[str, Any], control: int) -> int:
-    """Report the active layers, import the code, then answer calls until the trainer is gone."""
-    warm = bool(order["warm"]) and may_fork(isolation.active)
+@dataclass(slots=True, kw_only=True)
+class _WorkerProcesses:
+    """The work of a worker's processes: the first inside runs foreign code, and the builder attends to forked calls."""
+
+    plan: IsolationPlan
+    order: dict[str, Any]
+    control: int
+    pair: tuple[socket.socket, socket.socket] | None = None  # builder and first process, if calls are forked
+
+    def prepare(self, isolation: Isolation) -> None:
+        """Choose whether calls are forked: it takes a PID namespace and a new folder for each of them."""
+        if self.order["warm"] and may_fork(isolation.active):
+            with suppress(OSError):  # the user namespace gives the right to mount in a mount namespace of its own only
+                linux.unshare(linux.NEW_MOUNT)
+                mount_scratch(self.plan.limits)
+                unmount_scratch()
+                self.pair = socket.socketpair()
+
+    def run(self, isolation: Isolation, scratch: str, programs: int) -> int:
+        program.connect(programs)
+        if self.pair is None:
+            return _serve_one_call(isolation, self.plan, self.order, self.control)
+        os.close(self.control)
+        self.pair[0].close()
+        return _serve_forks(isolation, scratch, self.plan, self.order, self.pair[1])
+
+    def kept_by_builder(self) -> tuple[int, ...]:
+        return () if self.pair is None else (self.control, self.pair[0].fileno())
+
+    def attend(self, supervisor: socket.socket | None) -> bool:
+        if self.pair is None:
+            return False
+        assert supervisor is not None
+        with suppress(OSError):  # the trainer, the supervisor or the worker is gone: so is this process
+            Attendant(control=self.control, worker=self.pair[0], supervisor=supervisor, limits=self.plan.limits).serve()
+        return True
+
+
+def _import_code(
+    isolation: Isolation, plan: IsolationPlan, order: dict[str, Any], control: int, scratch: str
+) -> tuple[UserCode, ScratchState] | None:
+    """Report the active layers and import the code, if the trainer agrees; returns it and the files that it made.
+
+    Returns None if it is not to run. `scratch` is "" for a worker of one call.
+    """
+    warm = bool(scratch)
     framing.send(control, {"layers": sorted(isolation.active), "reasons": isolation.reasons, "warm": warm})
     if framing.receive(control) is None:  # the trainer may refuse these layers
-        return 0
-    if not warm:
+        return None
+    if warm:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a handler, no process of its namespace can signal PID 1
+    else:
         isolate_call(plan, isolation.active)
     sys.path += [entry for entry in order["path"] if entry not in sys.path]
     loaded: list[UserCode] = []
     failure = CapturedError(lambda: loaded.append(user_function.load(order["target"])))
-    framing.send(control, {"about": loaded[0].about} if loaded else {"failed": failure.text})
-    if not loaded:
-        return 0
-    if warm:
-        linux.assemble_call_filter()
-        gc.collect()
-        gc.freeze()  # a collection in a call would copy every page that holds an object
-    pidfd = os.pidfd_open(os.getpid()) if warm else -1
-    while (request := framing.receive(control)) is not None:
-        nonce = request["nonce"].encode()
-        if not warm:
-            payload = _call_to_bytes(loaded[0].call, request["argument"])
-            framing.send(control, {"outcome": "", "payload": (nonce + payload).decode(errors="replace")})
-            return 0
-        answer = _Call(plan, isolation, scratch, pidfd).run(loaded[0].call, request["argument"], nonce)
-        _empty_folder(scratch)  # before replying: a folder that cannot be emptied fails this call and ends this worker
-        framing.send(control, answer)
+    about = loaded[0].about if loaded else {}
+    if warm and loaded and (ended := end_other_processes()):
+        about = {**about, "notices": [*about["notices"], _LEFT_PROCESSES.format(ended)]}
+    files = capture(scratch) if warm else ScratchState("", ())  # before the folder of the first call covers it
+    framing.send(control, {"about": about} if loaded else {"failed": failure.text})
+    return (loaded[0], files) if loaded else None
+
+
+def _serve_one_call(isolation: Isolation, plan: IsolationPlan, order: dict[str, Any], control: int) -> int:
+    """Import the code and answer one call in this process: a cold worker."""
+    imported = _import_code(isolation, plan, order, control, "")
+    request = None if imported is None else framing.receive(control)
+    if imported is not None and request is not None:
+        payload = _call_to_bytes(imported[0].call, request["argument"])
+        framing.send(
+            control, {"outcome": "", "payload": (request["nonce"].encode() + payload).decode(errors="replace")}
+        )
     return 0
 
 
-def _empty_folder(folder: str) -> None:
-    """Empty the folder, so that the next call finds it as this one did."""
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
+def _serve_forks(
+    isolation: Isolation, scratch: str, plan: IsolationPlan, order: dict[str, Any], attendant: socket.socket
+) -> int:
+    """Import the code and fork a process for each call, until the attendant is gone.
+
+    Nothing of a call comes into this process but the descriptors that its own process needs, and how that ended.
+    """
+    receive, send, pidfd_open = attendant.recvmsg, attendant.sendmsg, os.pidfd_open
+    imported = _import_code(isolation, plan, order, attendant.fileno(), scratch)
+    if imported is None:
+        return 0
+    code, files = imported
+    signal.pthread_sigmask(signal.SIG_BLOCK, _MEMORY_SIGNALS)
+    gc.collect()
+    gc.freeze()  # a collection in a call would copy every page that holds an object
+    while True:
+        data, control, _, _ = receive(1, _CONTROL_SPACE, _CMSG_CLOEXEC)
+        if data != FORK:
+            return 0
+        descriptors = list(_DESCRIPTORS.unpack(control[0][2]))
+        pid = _fork()
+        if pid == 0:
+            _run_call(code.call, plan, isolation, files, descriptors)
+        for descriptor in descriptors:
+            _close(descriptor)
+        process = pidfd_open(pid)
+        send([FORKED], [(_SOL_SOCKET, _SCM_RIGHTS, _DESCRIPTOR.pack(process))])
+        _close(process)
+        _, raw, used = _wait4(pid, 0)
+        end_other_processes()
+        over_memory = signal.sigtimedwait(_MEMORY_SIGNALS, 0) is not None
+        send([_death(os.waitstatus_to_exitcode(raw), used, plan.limits.cpu_s, over_memory=over_memory)])
+
+
+def _run_call(
+    function: Callable[[Any], Any],
+    plan: IsolationPlan,
+    isolation: Isolation,
+    files: ScratchState,
+    descriptors: list[int],
+) -> None:
+    """Run one call in the process forked for it. Never returns."""
+    try:
+        os.setsid()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _MEMORY_SIGNALS)
+        request, result, out, err, programs = (
+            fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _PROGRAMS + 1) if descriptor <= _PROGRAMS else descriptor
+            for descriptor in descriptors
+        )
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.dup2(result, _RESULT)
+        os.dup2(programs, _PROGRAMS, inheritable=False)
+        program.connect(_PROGRAMS)
+        order = framing.receive(request)
+        nonce = order["nonce"].encode()
+        os.closerange(_PROGRAMS + 1, plan.limits.open_files + 8)
+        os.chdir(files.folder)  # mounted for this call
+        files.restore()
+        isolate_call(plan, isolation.active)
+        data = memoryview(nonce + _call_to_bytes(function, order["argument"]))
+        while data:
+            data = data[_write(_RESULT, data) :]
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+    finally:
+        _exit(0)
+
+
+def _death(status: int, used: "resource.struct_rusage", cpu_s: int, *, over_memory: bool) -> bytes:
+    """Say how a call's process ended, as a key of `ENDS`."""
+    if status >= 0:
+        return b"0"
+    if status == -signal.SIGKILL and over_memory:
+        return b"m"
+    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and used.ru_utime + used.ru_stime > cpu_s - 0.5):
+        return b"c"
+    return b"x"
+
+
+def end_other_processes() -> int:
+    """End and reap every other process of this PID namespace, whose first process this is; returns how many there were.
+
+    The kernel signals all of them at once, and a process that is being ended cannot fork, so none escapes.
+    """
+    assert os.getpid() == 1
+    with suppress(ProcessLookupError):
+        _kill(-1, signal.SIGKILL)
+    count = 0
+    with suppress(ChildProcessError):
+        while True:
+            _, raw = _waitpid(-1, 0)
+            count += os.WIFSIGNALED(raw)
+    return count
+
+
+# --- foreign code ----------------------------------------------------------------------------------------------------
 
 
 class CapturedError:
@@ -155,115 +307,3 @@ def _call_to_bytes(function: Callable[[Any], Any], argument: Any) -> bytes:
     if results and not caught.text:
         return RETURNED + results[0]
     return (OUT_OF_MEMORY if caught.out_of_memory else RAISED) + _dumps(caught.text).encode()
-
-
-@dataclass(slots=True)
-class _Call:
-    """Runs one call in a process of its own: forks it, watches it, ends it."""
-
-    plan: IsolationPlan
-    isolation: Isolation
-    scratch: str
-    pidfd: int  # of this process: the PID namespace of the next call is made in its namespace
-
-    def run(self, function: Callable[[Any], Any], argument: Any, nonce: bytes) -> dict[str, Any]:
-        pipes = [os.pipe() for _ in range(3)]  # result, stdout, stderr
-        linux.setns(self.pidfd, linux.NEW_PID)
-        linux.unshare(linux.NEW_PID)
-        pid = _fork()
-        if pid == 0:
-            self._in_call(function, argument, nonce, [write for _, write in pipes])
-        for _, write in pipes:
-            os.close(write)
-        reads = [read for read, _ in pipes]
-        try:
-            return self._watch(pid, reads)
-        finally:
-            for read in reads:
-                os.close(read)
-
-    def _in_call(self, function: Callable[[Any], Any], argument: Any, nonce: bytes, writes: list[int]) -> None:
-        """Run the call in the forked process. Never returns."""
-        try:
-            os.setsid()
-            result, out, err = writes
-            spare = os.dup(result)  # the pipes may have the numbers that dup2 overwrites
-            os.dup2(out, 1)
-            os.dup2(err, 2)
-            os.dup2(spare, _RESULT)
-            os.closerange(_RESULT + 1, self.plan.limits.open_files + 8)
-            isolate_call(self.plan, self.isolation.active)
-            data = memoryview(nonce + _call_to_bytes(function, argument))
-            while data:
-                data = data[_write(_RESULT, data) :]
-            with suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-        finally:
-            _exit(0)
-
-    def _watch(self, pid: int, reads: list[int]) -> dict[str, Any]:
-        limits = self.plan.limits
-        bounds = dict(zip(reads, (limits.result_bytes, limits.output_bytes, limits.output_bytes), strict=True))
-        outputs = {read: bytearray() for read in reads}
-        over = _drain(pid, outputs, bounds, deadline=time.monotonic() + limits.wall_s)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        _, raw, used = os.wait4(pid, 0)
-        if not over:
-            over = _death_outcome(os.waitstatus_to_exitcode(raw), used, limits.cpu_s)
-        result, out, err = (bytes(outputs[read]).decode(errors="replace") for read in reads)
-        tails = {"stdout": out[-_MESSAGE_CHARS:], "stderr": err[-_MESSAGE_CHARS:]}
-        return {"outcome": over, "payload": "" if over else result, **tails}
-
-
-def _drain(pid: int, outputs: dict[int, bytearray], bounds: dict[int, int], *, deadline: float) -> str:
-    """Read until the process has ended (returns "") or exceeds a limit (returns that outcome)."""
-    ended = os.pidfd_open(pid)
-    poll = select.poll()
-    for descriptor in (ended, *outputs):
-        poll.register(descriptor, select.POLLIN)
-    for read in outputs:
-        os.set_blocking(read, False)
-    try:
-        while True:
-            left = deadline - time.monotonic()
-            ready = poll.poll(max(0, left * 1000)) if left > 0 else []
-            if not ready:
-                return Outcome.TIMEOUT
-            for read, event in ready:
-                if read in outputs and not _read_chunk(read, outputs[read], bounds[read]) and event & select.POLLHUP:
-                    poll.unregister(read)
-                if read in outputs and len(outputs[read]) > bounds[read]:
-                    return Outcome.RESULT_SIZE if read == next(iter(outputs)) else Outcome.OUTPUT
-            if any(read == ended for read, _ in ready):
-                return _drain_rest(outputs, bounds)
-    finally:
-        os.close(ended)
-
-
-def _drain_rest(outputs: dict[int, bytearray], bounds: dict[int, int]) -> str:
-    """Read the rest of the pipes of a process that has ended; while an orphan holds them there is no end of file."""
-    for position, (read, data) in enumerate(outputs.items()):
-        while len(data) <= bounds[read] and _read_chunk(read, data, bounds[read]):
-            pass
-        if len(data) > bounds[read]:
-            return Outcome.OUTPUT if position else Outcome.RESULT_SIZE
-    return ""
-
-
-def _read_chunk(read: int, data: bytearray, bound: int) -> bool:
-    try:
-        part = os.read(read, min(65_536, bound + 1 - len(data)))
-    except BlockingIOError:
-        return False
-    data += part
-    return bool(part)
-
-
-def _death_outcome(status: int, used: "resource.struct_rusage", cpu_s: int) -> str:
-    if status >= 0:
-        return ""
-    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and used.ru_utime + used.ru_stime > cpu_s - 0.5):
-        return Outcome.CPU
-    return Outcome.MEMORY if status == -signal.SIGKILL else Outcome.CRASHED

@@ -35,6 +35,7 @@ from headrace.rollout.next_logprobs import NextVersionScorer, score_all
 from headrace.rollout.partial_rollout import PartialRollouts
 from headrace.rollout.publisher import Publisher
 from headrace.types import Group, Task, WeightsHandle
+from headrace.watchdog import watching
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +179,10 @@ class RolloutExecutor:
         self._waiting = True
         try:
             self._admit()
-            while not self._batch_is_ready():
-                await self._wait_for_progress()
+            with watching("a batch of groups", detail=self.pending, has_deadline=True) as activity:
+                while not self._batch_is_ready():
+                    await self._wait_for_progress()
+                    activity.beat()
             groups = self._take()
         finally:
             self._waiting = False

@@ -38,7 +38,8 @@ class SamplingClient:
     def sample(
         self, prompt: IntArray, params: SamplingParams, *, num_samples: int = 1, version: int = 0
     ) -> RequestFuture[tuple[Completion, ...]]:
-        """Sample `num_samples` sequences with seeds from `params.seed` on. They are cut where the context ends."""
+        """Sample `num_samples` sequences, the first with `params.seed`, the others with hashes of it and their place.
+        They are cut where the context ends."""
         room = max(self.context - len(prompt), 1)  # the server refuses a prompt that leaves none
         fitting = replace(params, max_tokens=min(params.max_tokens, room))
         return self._submit(

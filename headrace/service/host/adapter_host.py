@@ -197,7 +197,7 @@ class AdapterHost:
             with boundary(BackendError, f"{what} failed"):
                 return run()
 
-        return self._worker.submit(guarded)
+        return self._worker.submit(guarded, what=f"the host: {what}")
 
     def _train(self, what: str, run: Callable[[], R]) -> "Future[R]":
         def shared() -> R:

@@ -23,6 +23,7 @@ from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerE
 from headrace.service.host.folder_check import check_folder
 from headrace.service.host.model_host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
 from headrace.train.batch import BoundLoss, bind_loss, call_loss, check_data, concat_arrays
+from headrace.train.torch_backend import explain_non_finite
 from headrace.types import (
     Adam,
     Completion,
@@ -140,11 +141,10 @@ class FakeHost:
         ends = np.cumsum([len(datum.targets) for datum in data])[:-1]
         logprobs_by_datum = tuple(float_array(part) for part in np.split(logprobs.detach().numpy(), ends))
         total = float(out.loss.detach())
+        forward = ForwardOut(loss=total, logprobs=logprobs_by_datum, metrics=out.metrics)
         if not np.isfinite(total):
-            raise BackendError("the loss is not finite")
-        return ForwardOut(loss=total, logprobs=logprobs_by_datum, metrics=out.metrics), _table_gradient(
-            table_VV, inputs_T, targets, gradient.numpy()
-        )
+            raise BackendError(explain_non_finite(forward, [torch.from_numpy(table)]))
+        return forward, _table_gradient(table_VV, inputs_T, targets, gradient.numpy())
 
     def optim_step(self, model: str, update: Adam | DiscardGradient) -> "Future[UpdateOut]":
         return self._submit(f"optim_step {model}", lambda: self._step(self._model(model), update))

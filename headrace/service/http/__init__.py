@@ -6,7 +6,8 @@
 - `evaluation_routes`: evaluate a policy, compare two.
 - `schemas`, `evaluation_schemas`: pydantic models of bodies.
 - `auth`: API keys, rate limits, quotas.
-- `middleware`: error responses and body limits.
+- `middleware`: error responses; keys and sizes, checked before bodies are read.
+- `connections`: deadlines of connections, and their number.
 - `prometheus_metrics`: GET /metrics.
 - `server`: serve an application on a socket.
 """

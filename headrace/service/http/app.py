@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
@@ -19,11 +19,11 @@ from headrace.render import Renderer
 from headrace.service.core import Service
 from headrace.service.host.model_host import AdapterSpec
 from headrace.service.http import schemas
-from headrace.service.http.auth import Access, ApiUser, RateLimited
+from headrace.service.http.auth import Access, ApiUser, RateLimited, key_of
 from headrace.service.http.completions import completion_routes
 from headrace.service.http.evaluation_routes import evaluation_routes
 from headrace.service.http.management import rest_routes
-from headrace.service.http.middleware import BodyLimit, add_error_handlers
+from headrace.service.http.middleware import RequestGate, add_error_handlers
 from headrace.service.requests.request_table import Done, Failed, PendingRequest
 from headrace.service.store.checkpoint_copy import copy_weights
 from headrace.service.store.entities import rank_of
@@ -45,11 +45,17 @@ FREQUENT = frozenset(f"/api/v1/{name}" for name in ("retrieve_future", "forward_
 
 
 def make_app(
-    service: Service, access: Access, *, flags: dict[str, object] | None = None, renderer: Renderer | None = None
+    service: Service,
+    access: Access,
+    *,
+    flags: dict[str, object] | None = None,
+    renderer: Renderer | None = None,
+    public_url: str = "",
 ) -> FastAPI:
     """Make the application of a service.
 
     `flags` are added to what `client/config` tells the SDK. With a `renderer` there are OpenAI's completions too.
+    Download links begin with `public_url`; without one, with the address that the client connected to.
     """
 
     @contextlib.asynccontextmanager
@@ -57,27 +63,25 @@ def make_app(
         async with service.running():
             yield
 
-    app = FastAPI(title="headrace", version=__version__, lifespan=lifespan)
+    # a redirect of a path with a slash too many would follow the Host header
+    app = FastAPI(title="headrace", version=__version__, lifespan=lifespan, redirect_slashes=False)
 
     # async, though nothing is awaited: others would be run on threads, which is slow, and limits are counted on one
-    async def authenticate(
-        x_api_key: Annotated[str | None, Header()] = None, authorization: Annotated[str | None, Header()] = None
-    ) -> ApiUser:
+    async def authenticate(request: Request) -> ApiUser:
         """Find the user by the SDK's header, or by what OpenAI's clients send."""
-        bearer = authorization.removeprefix("Bearer ") if authorization else None
-        return access.authenticate(x_api_key or bearer)
+        return access.authenticate(key_of(request.scope["headers"]))
 
     async def rate_limit(user: Annotated[ApiUser, Depends(authenticate)]) -> ApiUser:
         access.check_rate(user)
         return user
 
     app.include_router(_tinker_routes(service, access, authenticate, rate_limit, {**FLAGS, **(flags or {})}))
-    app.include_router(rest_routes(service, access, rate_limit))
+    app.include_router(rest_routes(service, access, rate_limit, public_url))
     if renderer is not None:
         app.include_router(completion_routes(service, access, renderer, rate_limit))
     app.include_router(evaluation_routes(service.evaluator, access, rate_limit))
     add_error_handlers(app)
-    app.add_middleware(BodyLimit, limit=service.limits.body_bytes)
+    app.add_middleware(RequestGate, access=access, limit=service.limits.body_bytes)
     return app
 
 
@@ -131,7 +135,7 @@ def _session_routes(api: APIRouter, service: Service, user: Any, limited_user: A
     @api.post("/create_session")
     async def create_session(
         body: schemas.CreateSession,
-        x_idempotency_key: Annotated[str | None, Header()] = None,
+        x_idempotency_key: schemas.IdempotencyKey = None,
         user: ApiUser = limited_user,
     ) -> dict[str, object]:
         session = await service.sessions.create(user, body, x_idempotency_key)
@@ -185,7 +189,7 @@ def _model_routes(api: APIRouter, service: Service, user: Any, limited_user: Any
     @api.post("/copy_weights")
     async def copy(
         body: schemas.CopyWeights,
-        x_idempotency_key: Annotated[str | None, Header()] = None,
+        x_idempotency_key: schemas.IdempotencyKey = None,
         user: ApiUser = limited_user,
     ) -> dict[str, object]:
         return {"tinker_path": await copy_weights(service, user, body, x_idempotency_key)}

@@ -7,8 +7,9 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.errors import ConfigError, HeadraceError, RequestError
 
@@ -71,6 +72,21 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def key_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Read the key from the SDK's header, or from the one that OpenAI's clients send.
+
+    >>> key_of([(b"authorization", b"Bearer tml-x")])
+    'tml-x'
+    """
+    found = {name: value.decode("latin-1") for name, value in headers if name in (b"x-api-key", b"authorization")}
+    return found.get(b"x-api-key") or found.get(b"authorization", "").removeprefix("Bearer ") or None
+
+
+class CountBytes(Protocol):
+    def __call__(self, size: int, *, more: bool) -> None:
+        """Count bytes of a body; without `more` all of it is there. Raises RateLimited."""
+
+
 class Access:
     """Know the keys, and count what each of them does. Without `keys` whoever asks is the user "local" (the server then
     listens on this machine alone)."""
@@ -83,6 +99,7 @@ class Access:
         self._clock = clock
         self._buckets: dict[str, _TokenBucket] = {}
         self._polls: dict[str, int] = {}
+        self._receiving: dict[str, int] = {}  # bytes of bodies that have not come completely
         self.num_refused = 0  # requests that came too soon
 
     def authenticate(self, key: str | None) -> ApiUser:
@@ -112,6 +129,25 @@ class Access:
             yield
         finally:
             self._polls[user.name] -= 1
+
+    @contextlib.contextmanager
+    def receiving(self, user: ApiUser) -> Iterator[CountBytes]:
+        """Count the bytes of a body while it comes: those of all of a key's bodies are at most its `open_bytes`."""
+        held = 0
+
+        def count(size: int, *, more: bool) -> None:
+            nonlocal held
+            others = self._receiving.get(user.name, 0) - held
+            if others and others + held + size > user.quota.open_bytes:
+                raise RateLimited(f"this key is sending bodies of {user.quota.open_bytes} bytes already", retry_s=1.0)
+            change = size if more else -held
+            held += change
+            self._receiving[user.name] = self._receiving.get(user.name, 0) + change
+
+        try:
+            yield count
+        finally:
+            self._receiving[user.name] = self._receiving.get(user.name, 0) - held
 
     @property
     def num_polls(self) -> int:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Depends, Query, Request
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -45,13 +46,16 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 
 
-def rest_routes(service: Service, access: Access, rate_limit: Callable[..., Awaitable[ApiUser]]) -> APIRouter:
+def rest_routes(
+    service: Service, access: Access, rate_limit: Callable[..., Awaitable[ApiUser]], public_url: str = ""
+) -> APIRouter:
+    """Make the routes; download links begin with `public_url`, or the address that the client connected to."""
     routes = APIRouter()
     links = _Links()
     user = Depends(rate_limit)
     _run_routes(routes, service, user)
     _checkpoint_routes(routes, service, user)
-    _download_routes(routes, service, links, user)
+    _download_routes(routes, service, links, public_url, user)
     _session_routes(routes, service, user)
     _monitoring_routes(routes, service, access, user)
     return routes
@@ -194,12 +198,13 @@ class _Links:
             raise NotFound("this link is not valid, or not any more: ask for a new one")
 
 
-def _download_routes(routes: APIRouter, service: Service, links: _Links, user: Any) -> None:
+def _download_routes(routes: APIRouter, service: Service, links: _Links, public_url: str, user: Any) -> None:
     def link(request: Request, checkpoint: CheckpointEntity, file: str) -> tuple[str, float]:
         expires = int(time.time() + LINK_S)
         signature = links.sign(f"{checkpoint.path}/{file}", expires)
-        url = request.url_for("download", signature=signature, expires=str(expires), file=file)
-        return str(url.include_query_params(path=checkpoint.path)), expires
+        path = request.app.url_path_for("download", signature=signature, expires=str(expires), file=file)
+        base = public_url.rstrip("/") or _socket_url(request)
+        return f"{base}{quote(path)}?{urlencode({'path': checkpoint.path})}", expires
 
     @routes.get(f"{ONE}/archive")
     async def archive(request: Request, run: str, kind: str, name: str, user: ApiUser = user) -> Response:
@@ -228,6 +233,12 @@ def _download_routes(routes: APIRouter, service: Service, links: _Links, user: A
             raise NotFound(f"there is no file {file[:200]}")
         await service.checkpoints.check(checkpoint, only=file)
         return FileResponse(folder / file)
+
+
+def _socket_url(request: Request) -> str:
+    """Return the address that the client connected to; the Host header is the client's to choose."""
+    host, port = request.scope["server"]
+    return f"{request.scope['scheme']}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _files(folder: Path) -> list[str]:

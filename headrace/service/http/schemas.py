@@ -1,12 +1,36 @@
 """Pydantic models of the wire's JSON bodies. Clients grow fields weekly, so unknown ones are ignored."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from fastapi import Header
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt
+from pydantic_core import PydanticCustomError
+
+M = TypeVar("M", bound=Mapping[str, object])
+METADATA_ENTRIES, METADATA_BYTES = 64, 16 * 2**10
+
+
+def check_metadata(metadata: M) -> M:
+    """Bound the entries of user_metadata and their size together. Raises PydanticCustomError, a ValueError."""
+    size = sum(len(name.encode("utf-8", "replace")) + _text_bytes(value) for name, value in metadata.items())
+    if len(metadata) > METADATA_ENTRIES or size > METADATA_BYTES:
+        raise PydanticCustomError(
+            "metadata",
+            "user_metadata has {entries} entries of {size} bytes: send at most {most} entries of {most_bytes} bytes",
+            {"entries": len(metadata), "size": size, "most": METADATA_ENTRIES, "most_bytes": METADATA_BYTES},
+        )
+    return metadata
+
+
+def _text_bytes(value: object) -> int:
+    return len(value.encode("utf-8", "replace")) if isinstance(value, str) else 0  # only texts are kept
+
 
 Id = Annotated[str, Field(max_length=400, pattern=r"^[\x21-\x7e]+$")]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
-Metadata = Annotated[dict[Annotated[str, Field(max_length=256)], str], Field(max_length=64)]
+Metadata = Annotated[dict[str, str], AfterValidator(check_metadata)]
+IdempotencyKey = Annotated[str | None, Header(max_length=400)]
 
 
 class RequestBody(BaseModel):
@@ -15,7 +39,7 @@ class RequestBody(BaseModel):
 
 class CreateSession(RequestBody):
     tags: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = []
-    user_metadata: dict[str, object] | None = None
+    user_metadata: Annotated[dict[str, object], AfterValidator(check_metadata)] | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: Annotated[str, Field(max_length=256)] | None = None
@@ -26,7 +50,7 @@ class Heartbeat(RequestBody):
 
 
 class Reason(RequestBody):
-    type: str = "success"
+    type: Annotated[str, Field(max_length=256)] = "success"
 
 
 class FinishSession(RequestBody):
@@ -101,7 +125,7 @@ class LoadWeights(RequestBody):
     session_id: Id | None = None
     model_seq_id: Number | None = None
     base_model: str | None = None
-    user_metadata: Metadata | None = None
+    user_metadata: dict[str, str] | None = None  # checked where it is kept: journalled bodies are parsed again
     path: Annotated[str, Field(max_length=1000)]
     optimizer: bool = False
 

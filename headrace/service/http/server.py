@@ -1,17 +1,22 @@
 """Serve an application on a socket; beyond this machine only with keys, or whoever reaches the port could train."""
 
 import contextlib
+import functools
 import ipaddress
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
 
 from headrace.errors import ConfigError
+from headrace.service.http.connections import BoundedConnection, ConnectionLimits
+from headrace.service.settings import Limits
 
 BACKLOG = 4096
+OTHER_FILES = 256  # file descriptors for everything but connections
 CLOSE_S = 5  # how long open requests may take to end
 
 
@@ -42,10 +47,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def make_server(app: FastAPI) -> uvicorn.Server:
+def make_server(app: FastAPI, limits: Limits) -> uvicorn.Server:
+    connections = ConnectionLimits(
+        max_open=_max_connections(limits.connections), header_s=limits.header_s, body_s=limits.body_s
+    )
     config = uvicorn.Config(
         app,
-        http="h11",  # the other one, taken where it happens to be installed, has no limit for headers
+        http=cast(Any, functools.partial(BoundedConnection, limits=connections)),
         log_config=None,
         access_log=False,
         ws="none",
@@ -55,11 +63,21 @@ def make_server(app: FastAPI) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
+def _max_connections(wanted: int) -> int:
+    """Return how many connections the process can have open, at most `wanted`."""
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return wanted if files == resource.RLIM_INFINITY else max(1, min(wanted, files - OTHER_FILES))
+
+
 @contextlib.contextmanager
-def serving(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def serving(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0, limits: Limits | None = None) -> Iterator[str]:
     """Serve the application on a thread of its own and yield its URL: for tests and notebooks."""
     listening = listen(host, port)
-    server = make_server(app)
+    server = make_server(app, limits or Limits())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="headrace-serve", daemon=True)
     thread.start()
     try:

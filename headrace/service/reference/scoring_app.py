@@ -7,16 +7,15 @@ kept, so nothing is journalled, and a request may be sent again.
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
 
-from fastapi import Depends, FastAPI, Header, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.responses import Response
 
 from headrace import __version__
 from headrace.errors import ModelError, RequestError, boundary
 from headrace.service.evaluation.reference_scoring import Score
-from headrace.service.http.auth import Access, ApiUser
-from headrace.service.http.middleware import BodyLimit, add_error_handlers
+from headrace.service.http.auth import Access, ApiUser, key_of
+from headrace.service.http.middleware import RequestGate, add_error_handlers
 from headrace.service.store.registry import NotFound
 from headrace.service.wire.loss_conversion import to_loss_and_data
 from headrace.service.wire.messages import PROTOBUF, decompress, parse_forward, read_forward, write_forward
@@ -30,8 +29,8 @@ def make_reference_app(models: Mapping[str, Score], access: Access, *, body_byte
     app = FastAPI(title="headrace reference models", version=__version__)
     threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
-    async def rate_limit(x_api_key: Annotated[str | None, Header()] = None) -> ApiUser:
-        user = access.authenticate(x_api_key)
+    async def rate_limit(request: Request) -> ApiUser:
+        user = access.authenticate(key_of(request.scope["headers"]))
         access.check_rate(user)
         return user
 
@@ -52,7 +51,7 @@ def make_reference_app(models: Mapping[str, Score], access: Access, *, body_byte
         return Response(body, media_type=PROTOBUF)
 
     add_error_handlers(app)
-    app.add_middleware(BodyLimit, limit=body_bytes)
+    app.add_middleware(RequestGate, access=access, limit=body_bytes)
     return app
 
 

@@ -74,6 +74,7 @@ class RequestTable:
         self._open_by_owner: Counter[str] = Counter()
         self._bytes_by_owner: Counter[str] = Counter()
         self._watchers: dict[str, list[asyncio.Future[None]]] = {}
+        self.num_finished = 0  # since the start
         self.closed = False  # no call waits any longer
 
     # --- quotas ---
@@ -81,6 +82,10 @@ class RequestTable:
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    def open_by_owner(self) -> dict[str, int]:
+        """Count the open requests of every owner who has some."""
+        return {owner: count for owner, count in self._open_by_owner.items() if count > 0}
 
     def check_quota(self, user: ApiUser) -> None:
         """Raise RateLimited when the user's open requests, or their bodies, take all the room of its key."""
@@ -231,6 +236,7 @@ class RequestTable:
         """Set the outcome and wake its waiters."""
         pending.outcome, pending.finished, pending.operation = outcome, finished, None
         self._remove_open(pending.row)
+        self.num_finished += 1
         self._recent[pending.row.id] = pending
         self._recent_bytes += _size(outcome)
         while self._recent_bytes > self._keep_bytes and len(self._recent) > 1:

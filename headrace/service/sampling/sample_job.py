@@ -53,7 +53,7 @@ def parse_sample_job(body: schemas.Sample, *, id: str, context: int, vocabulary:
             top_k=sampling.top_k if 0 < sampling.top_k < vocabulary else None,
             stop_tokens=stop_tokens,
             stop_strings=stop_strings,
-            seed=(seed + index) % 2**63,
+            seed=sample_seed(seed, index),
         )
         for index in range(body.num_samples)
     )
@@ -67,6 +67,16 @@ def parse_sample_job(body: schemas.Sample, *, id: str, context: int, vocabulary:
         targets=targets,
         target_rows=rows,
     )
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Return the seed of one sample of a request: the request's own for the first, hashes of both for the others, so
+    that no sample repeats one of a request with a neighbouring seed.
+
+    >>> sample_seed(7, 0), sample_seed(7, 1) == sample_seed(8, 0)
+    (7, False)
+    """
+    return seed % 2**63 if index == 0 else derive_seed("sample of a request", seed, index)
 
 
 def _parse_prompt(prompt: schemas.Prompt, vocabulary: int) -> IntArray:

@@ -1,9 +1,10 @@
-"""Queue sampling requests by owner and run many at a time, owners taking turns."""
+"""Queue sampling requests by owner and run many at a time. Owners that wait get the same number of sequences, however
+many they ask for in one request."""
 
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,9 @@ class SamplingQueue:
     running: int = 0
     num_tokens: int = 0
     accepted_seqs: dict[str, set[int]] = field(default_factory=dict)  # since the start, by sampling session
-    _queues: OrderedDict[str, "deque[_Waiting]"] = field(default_factory=OrderedDict)  # by owner
+    _queues: dict[str, "deque[_Waiting]"] = field(default_factory=dict)  # by owner
+    _started: dict[str, int] = field(default_factory=dict)  # sequences, by owner
+    _floor: int = 0  # what the owner had who was served last
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _turns: "set[asyncio.Future[bool]]" = field(default_factory=set)
     _closed: bool = False
@@ -152,7 +155,10 @@ class SamplingQueue:
     # --- turns ---
 
     def _add(self, owner: str, waiting: _Waiting) -> None:
-        self._queues.setdefault(owner, deque()).append(waiting)
+        if owner not in self._queues:  # whoever was away has no claim to what others got meanwhile
+            self._queues[owner] = deque()
+            self._started[owner] = max(self._started.get(owner, 0), self._floor)
+        self._queues[owner].append(waiting)
         self._start_waiting()
 
     def _give_back(self, sequences: int) -> None:
@@ -160,14 +166,17 @@ class SamplingQueue:
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        """Start waiting sequences while there is room; the owner who was served goes to the end."""
+        """Start waiting sequences while there is room, of the owner who has had fewest."""
         while self.running < self.max_running and self._queues and not self._closed:
-            owner, queue = self._queues.popitem(last=False)
+            owner = min(self._queues, key=self._started.__getitem__)
+            queue = self._queues.pop(owner)
             if not queue:
                 continue
             waiting = queue.popleft()
             if queue:
                 self._queues[owner] = queue
+            self._floor = self._started[owner]
+            self._started[owner] += waiting.size
             self.running += waiting.size
             waiting.start()
 

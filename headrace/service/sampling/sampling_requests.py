@@ -7,6 +7,7 @@ from headrace.errors import RequestError, boundary
 from headrace.service.host.model_host import FullFinetune
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.request_table import PendingRequest, RequestTable, to_failure
 from headrace.service.requests.sessions import Sessions
 from headrace.service.sampling.sample_job import SampleJob, parse_sample_job
@@ -26,9 +27,11 @@ class SamplingRequests:
         requests: RequestTable,
         sessions: Sessions,
         queue: SamplingQueue,
+        admission: RequestAdmission,
     ) -> None:
         self._card, self._registry = card, registry
         self._requests, self._sessions, self._queue = requests, sessions, queue
+        self._admission = admission
         self._old_samplers = frozenset(registry.samplers)  # their requests may be in the journal only
 
     # --- sessions ---
@@ -104,7 +107,7 @@ class SamplingRequests:
                 finished = await self._requests.load_from_journal(id)
                 if finished is not None:
                     return finished, sequence_ids
-            self._requests.check_quota(user)
+            self._admission.check(user)
         row = JournalRow(id=id, target=sampler.id, seq=body.seq_id, kind="sample", owner=user.name, body=raw)
         pending, is_new = await self._requests.register(row, self._parse(body, id))
         if is_new:
@@ -112,7 +115,7 @@ class SamplingRequests:
             self._queue.enqueue(pending)
         return pending, sequence_ids
 
-    def resume(self, row: JournalRow) -> None:
+    async def resume(self, row: JournalRow) -> None:
         """Queue a request that an earlier server left in the journal."""
         pending = self._requests.restore(row, None)
         pending.accepted.set_result(None)
@@ -120,7 +123,7 @@ class SamplingRequests:
             with boundary(RequestError, "the request cannot be read any more"):
                 pending.operation = self._parse(schemas.Sample.model_validate_json(row.body or b""), row.id)
         except RequestError as exc:
-            self._requests.notify(pending, to_failure(exc), 0)
+            await self._requests.finish(pending, to_failure(exc))
             return
         self._queue.enqueue(pending)
 

@@ -24,7 +24,7 @@ ADOPT = "headrace serve --adopt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMarker:
-    """What `server.json` says."""
+    """The content of `server.json`."""
 
     id: str  # the journal has the same
     finished: int  # the journal has had outcomes up to this number

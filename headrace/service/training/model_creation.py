@@ -53,6 +53,10 @@ class ModelCreation:
         """Create a new model of a session with the weights of a checkpoint."""
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+        try:
+            schemas.check_metadata(body.user_metadata or {})
+        except ValueError as exc:
+            raise RequestError(str(exc)) from exc
         session = self._registry.session(body.session_id, user.name)
         id = model_id(session.id, body.model_seq_id)
         if id in self._registry.models:

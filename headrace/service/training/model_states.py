@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class Recording:
-    """What the journal gets together with an outcome, and folders to remove once it has it."""
+    """Changes that the journal gets together with an outcome, and folders to remove once it has them."""
 
     changes: list[Change] = field(default_factory=list)
     statements: list[Statement] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Recording:
 
 @dataclass(slots=True)
 class SideEffects:
-    """What becomes true with an outcome.
+    """Changes that become true with an outcome.
 
     Records may change until it is written, so what to write is decided then, while `changed` are held, and once more if
     the journal could not be written.

@@ -77,9 +77,14 @@ class InvalidOp:
 Operation = CreateOp | ForwardOp | OptimStepOp | SaveOp | SnapshotOp | LoadOp | InvalidOp
 
 
-def parse_operation(kind: str, body: bytes) -> Operation:
-    """Parse the body of a training request. Never raises: a wrong body gives an `InvalidOp`."""
+def parse_operation(kind: str, body: bytes, *, ran_before: bool = False) -> Operation:
+    """Parse the body of a training request. Never raises: a wrong body gives an `InvalidOp`.
+
+    `ran_before`: a server has run it already, so names that only an older server took are taken again.
+    """
     try:
+        if ran_before and kind in FORWARDS:
+            return forward_operation(parse_forward(body), own_numbers=True)
         return PARSERS[kind](body)
     except RequestError as exc:
         return InvalidOp(message=str(exc))
@@ -102,11 +107,11 @@ def _parse_forward(body: bytes) -> Operation:
     return forward_operation(parse_forward(body))
 
 
-def forward_operation(message: Any) -> Operation:
+def forward_operation(message: Any, *, own_numbers: bool = False) -> Operation:
     """Convert a parsed ForwardBackwardRequest. Never raises."""
     try:
         request, server_inputs = parse_server_inputs(read_forward(message))
-        loss, data = to_loss_and_data(request, server_inputs)
+        loss, data = to_loss_and_data(request, server_inputs, own_numbers=own_numbers)
     except RequestError as exc:
         return InvalidOp(message=str(exc))
     return ForwardOp(
@@ -169,6 +174,7 @@ def _parse_load(body: bytes) -> Operation:
     return LoadOp(path=request.path, optimizer=request.optimizer)
 
 
+FORWARDS = ("forward_backward", "forward")
 PARSERS = {
     "create_model": _parse_create,
     "create_model_from": _parse_create_from,

@@ -5,14 +5,15 @@ which the host runs them.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import assert_never
 
 from headrace import whole_folder
-from headrace.errors import BackendError, RequestError
+from headrace.errors import BackendError, HeadraceError, RequestError
 from headrace.service.host.model_host import FullFinetune, ModelHost
 from headrace.service.requests.request_table import Done, Outcome, PendingRequest, done_json
 from headrace.service.sampling.sampler_cache import MADE_ROOM, SamplerCache
@@ -26,7 +27,7 @@ from headrace.service.store.entities import (
     folder_name,
     sampler_id,
 )
-from headrace.service.store.registry import Registry, ServerFault
+from headrace.service.store.registry import Change, Registry, ServerFault
 from headrace.service.telemetry import Telemetry
 from headrace.service.training.model_queue import ModelQueue
 from headrace.service.training.model_states import ModelStates, Recording, SideEffects
@@ -61,6 +62,8 @@ class OperationRunner:
     ) -> None:
         self._host, self._registry, self._samplers, self._states = host, registry, samplers, states
         self._folder, self._telemetry, self._clock = folder, telemetry, clock
+        self._saving: dict[str, asyncio.Future[None]] = {}  # by path or sampler, resolved when the save has ended
+        self._unrecorded: dict[str, int] = {}  # by path, the request that saved it, until the journal has it
 
     async def run(
         self, queue: ModelQueue, pending: PendingRequest, operation: Operation, effects: SideEffects
@@ -164,12 +167,33 @@ class OperationRunner:
     ) -> Outcome:
         model = self._model(queue)
         path = checkpoint_path(model.id, operation.kind, operation.name)
-        if path in self._registry.checkpoints and not operation.overwrite:
-            raise RequestError(f"{path} is there already: choose another name, or save with overwrite=True")
+        with self._reserved(path) as earlier:
+            unrecorded = self._unrecorded.get(path, pending.row.seq) != pending.row.seq
+            taken = earlier is not None or unrecorded or path in self._registry.checkpoints
+            if taken and not operation.overwrite:
+                raise RequestError(f"{path} is there already: choose another name, or save with overwrite=True")
+            return await self._save_as(path, pending, operation, effects, earlier)
+
+    async def _save_as(
+        self,
+        path: str,
+        pending: PendingRequest,
+        operation: SaveOp,
+        effects: SideEffects,
+        earlier: "asyncio.Future[None] | None",
+    ) -> Outcome:
+        """Save to a new folder, and replace what the path named then; `earlier`: a save of the same path that runs."""
+        model = self._registry.models[pending.row.target]
         folder = Path("checkpoints") / folder_name(path, str(pending.row.seq))
         with_optimizer = operation.kind is CheckpointKind.TRAINING
-        await asyncio.wrap_future(self._host.save(model.id, self._folder / folder, optimizer=with_optimizer))
+        try:
+            await asyncio.wrap_future(self._host.save(model.id, self._folder / folder, optimizer=with_optimizer))
+        except HeadraceError:
+            effects.stale.append(str(folder))
+            raise
         size = await asyncio.to_thread(_size, self._folder / folder)
+        if earlier is not None:
+            await asyncio.wait([earlier])
         now = time.time()
         checkpoint = CheckpointEntity(
             path=path,
@@ -186,13 +210,21 @@ class OperationRunner:
             user_metadata=operation.user_metadata,
             number=self._registry.next_number(),
         )
-        effects.add(path, lambda recording: self._record_checkpoint(checkpoint, recording))
+        self._unrecorded[path] = pending.row.seq
+        effects.add(path, lambda recording: self._record_checkpoint(checkpoint, recording, pending.row.seq))
         answer = {"path": path, "type": pending.row.kind}
         return done_json(answer | ({"size_bytes": size} if operation.kind is CheckpointKind.EXTERNAL else {}))
 
-    def _record_checkpoint(self, checkpoint: CheckpointEntity, recording: Recording) -> None:
+    def _record_checkpoint(self, checkpoint: CheckpointEntity, recording: Recording, seq: int) -> None:
         replaced = self._registry.checkpoints.get(checkpoint.path)
-        recording.changes.append(self._registry.keep(checkpoint))
+        keep = self._registry.keep(checkpoint)
+
+        def apply() -> None:
+            keep.apply()
+            if self._unrecorded.get(checkpoint.path) == seq:
+                del self._unrecorded[checkpoint.path]
+
+        recording.changes.append(Change(keep.statement, apply))
         if replaced is not None and replaced.folder != checkpoint.folder:
             recording.statements.append(mark_for_deletion(replaced.folder))
             recording.marked.append(replaced.folder)
@@ -201,8 +233,12 @@ class OperationRunner:
         """Copy the weights for sampling: from memory now, and from a folder after a restart."""
         model = self._model(queue)
         id = sampler_id(model.session, operation.number)
-        if id in self._registry.samplers:
-            raise RequestError(f"there is a sampling session '{id}' already")
+        with self._reserved(id) as earlier:
+            if earlier is not None or id in self._registry.samplers:
+                raise RequestError(f"there is a sampling session '{id}' already")
+            return await self._snapshot_as(id, model, effects)
+
+    async def _snapshot_as(self, id: str, model: ModelEntity, effects: SideEffects) -> Outcome:
         folder, full = Path("snapshots") / folder_name(id), isinstance(model.spec, FullFinetune)
         evicted = self._samplers.evict_full_copy(model.owner, training=True) if full else ()
         copied = self._host.snapshot(model.id, id)
@@ -229,6 +265,20 @@ class OperationRunner:
         effects.changed += [old.id for old in evicted]
         effects.add(id, record)
         return done_json({"sampling_session_id": id, "fingerprint": fingerprint, "type": "save_weights_for_sampler"})
+
+    @contextlib.contextmanager
+    def _reserved(self, name: str) -> "Iterator[asyncio.Future[None] | None]":
+        """Hold a name while something is saved under it; yield the save that holds it already, if there is one."""
+        earlier, mine = self._saving.get(name), asyncio.get_running_loop().create_future()
+        self._saving[name] = mine
+        try:
+            yield earlier
+        finally:
+            mine.set_result(None)
+            if self._saving.get(name) is mine:
+                del self._saving[name]
+            if earlier is not None and not earlier.done():  # this one was refused
+                self._saving[name] = earlier
 
     async def _load(
         self, queue: ModelQueue, pending: PendingRequest, operation: LoadOp, effects: SideEffects

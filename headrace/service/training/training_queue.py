@@ -1,4 +1,5 @@
-"""Run training requests, each exactly once: strictly by sequence number within a model, in turn between models.
+"""Run training requests, each exactly once: strictly by sequence number within a model, in turn between owners, and
+between the models of an owner.
 
 A request waits until those before it are there. `window` of them are handed to the host at a time, which runs them in
 the order they were handed over, so it never idles and no model queues far ahead of others.
@@ -10,6 +11,7 @@ outcome stays the one that was reported.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
@@ -68,6 +70,8 @@ class TrainingQueue:
         )
         self._queues: dict[str, ModelQueue] = {}
         self._turns: deque[ModelQueue] = deque()
+        self._last_turn: dict[str, int] = {}  # by owner
+        self._turn_numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_running = 0
         self._closed = False
@@ -170,12 +174,17 @@ class TrainingQueue:
         """Return the number that has to come before this request can run, if it has not come."""
         return self._queues[pending.row.target].missing_seq()
 
+    def is_awaited(self, model: str, seq: int) -> bool:
+        """Say whether requests that are here wait for this number, which has not come."""
+        queue = self._queues.get(model)
+        return queue is not None and bool(queue.waiting) and seq == queue.missing_seq()
+
     def is_resident(self, model: str) -> bool:
         return model in self._queues and self._queues[model].resident
 
     def is_behind(self, model: str) -> bool:
         """Say whether the saved state may lack updates that were made."""
-        return self._queues[model].is_behind
+        return model in self._queues and self._queues[model].is_behind
 
     @property
     def num_resident(self) -> int:
@@ -195,20 +204,25 @@ class TrainingQueue:
 
     def _next_queue(self) -> ModelQueue | None:
         """Choose the model whose turn it is; one that the host does not have is brought back first."""
-        for _ in range(len(self._turns)):
-            queue = self._turns.popleft()
-            if not queue.waiting:
-                continue
+        while True:
+            for _ in range(len(self._turns)):  # those without requests leave, the others keep their order
+                queue = self._turns.popleft()
+                if queue.waiting:
+                    self._turns.append(queue)
+            ready = [queue for queue in self._turns if not queue.restoring and (not queue.resident or queue.can_run())]
+            if not ready:
+                return None
+            queue = min(ready, key=lambda queue: self._last_turn.get(self._owner(queue), 0))
+            self._last_turn[self._owner(queue)] = next(self._turn_numbers)
+            self._turns.remove(queue)
             self._turns.append(queue)
-            if queue.restoring:
-                continue
-            if not queue.resident:
-                queue.restoring = True
-                self._spawn(self._restore(queue))
-                continue
-            if queue.can_run():
+            if queue.resident:
                 return queue
-        return None
+            queue.restoring = True
+            self._spawn(self._restore(queue))
+
+    def _owner(self, queue: ModelQueue) -> str:
+        return self._registry.models[queue.model].owner
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -327,7 +341,7 @@ class TrainingQueue:
         for row in rows:
             pending = PendingRequest(
                 row=row,
-                operation=parse_operation(row.kind, row.body or b""),
+                operation=parse_operation(row.kind, row.body or b"", ran_before=row.state == "done"),
                 accepted=asyncio.get_running_loop().create_future(),
                 since=time.monotonic(),
                 replay=True,

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from headrace.errors import RequestError
 from headrace.service.http.auth import ApiUser
+from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.request_table import PendingRequest, RequestTable
 from headrace.service.requests.sessions import Sessions
 from headrace.service.store.entities import ModelEntity
@@ -29,10 +30,17 @@ class TrainingRequests:
     """Lives on one event loop. `body_bytes`: the limit of a compressed body."""
 
     def __init__(
-        self, registry: Registry, requests: RequestTable, sessions: Sessions, queue: TrainingQueue, *, body_bytes: int
+        self,
+        registry: Registry,
+        requests: RequestTable,
+        sessions: Sessions,
+        queue: TrainingQueue,
+        admission: RequestAdmission,
+        *,
+        body_bytes: int,
     ) -> None:
         self._registry, self._requests, self._sessions, self._queue = registry, requests, sessions, queue
-        self._body_bytes = body_bytes
+        self._admission, self._body_bytes = admission, body_bytes
 
     async def forward_backward(self, user: ApiUser, body: bytes, encoding: str | None) -> PendingRequest:
         """Accept a forward or forward_backward request, a protobuf body."""
@@ -81,7 +89,8 @@ class TrainingRequests:
         self._sessions.check_open(self._registry.sessions[model.session])
         if model.frozen:
             raise RequestError(f"'{model.id}' holds a copy and cannot be trained: make a new model from its path")
-        self._requests.check_quota(user)
+        if not self._queue.is_awaited(model.id, seq):  # one that others wait for is taken, or they would wait for ever
+            self._admission.check(user)
         if seq > model.saved_seq + MAX_SEQ_AHEAD:
             raise RequestError(f"seq_id {seq} is too far ahead")
 

@@ -31,7 +31,8 @@ class WireLoss:
 
     name: str  # in `headrace.algo.losses`
     inputs: tuple[str, ...]
-    numbers: Callable[[dict[str, float]], dict[str, float]]  # converts the wire's parameters into ours
+    params: tuple[str, ...] = ()  # the wire's names of its numbers
+    numbers: Callable[[dict[str, float]], dict[str, float]] = dict  # converts the wire's parameters into ours
 
 
 def _clipped(numbers: dict[str, float], *, low: float, high: float) -> dict[str, float]:
@@ -46,14 +47,17 @@ def _bounded(numbers: dict[str, float]) -> dict[str, float]:
 
 POLICY = (TARGETS, "logprobs", ADVANTAGES)
 WIRE_LOSSES: Mapping[str, WireLoss] = {
-    "cross_entropy": WireLoss(name="cross_entropy", inputs=(TARGETS, WEIGHTS), numbers=dict),
-    "importance_sampling": WireLoss(name="importance_sampling", inputs=POLICY, numbers=dict),
-    "ppo": WireLoss(name="ppo", inputs=POLICY, numbers=lambda numbers: _clipped(numbers, low=0.8, high=1.2)),
-    "cispo": WireLoss(name="cispo", inputs=POLICY, numbers=_bounded),
-    "dro": WireLoss(name="dro", inputs=POLICY, numbers=dict),
+    "cross_entropy": WireLoss(name="cross_entropy", inputs=(TARGETS, WEIGHTS)),
+    "importance_sampling": WireLoss(name="importance_sampling", inputs=POLICY),
+    "ppo": WireLoss(
+        name="ppo", inputs=POLICY, params=CLIPS, numbers=lambda numbers: _clipped(numbers, low=0.8, high=1.2)
+    ),
+    "cispo": WireLoss(name="cispo", inputs=POLICY, params=CLIPS, numbers=_bounded),
+    "dro": WireLoss(name="dro", inputs=POLICY, params=("beta",)),
     "gspo": WireLoss(
         name="gspo_token",
         inputs=(*POLICY, "sequence_ratio_mask"),
+        params=CLIPS,
         numbers=lambda numbers: _clipped(numbers, low=1.0 - 3e-4, high=1.0 + 4e-4),
     ),
 }
@@ -64,11 +68,12 @@ REFUSED = {
 
 
 def to_loss_and_data(
-    request: WireForward, server_inputs: ServerInputs = NO_SERVER_INPUTS
+    request: WireForward, server_inputs: ServerInputs = NO_SERVER_INPUTS, *, own_numbers: bool = False
 ) -> tuple[LossSpec, tuple[Datum, ...]]:
     """Convert a request, but for the arrays that the server computes (`server_inputs`).
 
-    Raises RequestError when the loss is unknown, or an input is missing or malformed.
+    With `own_numbers` the wire's losses take this package's names of numbers too, as older servers allowed. Raises
+    RequestError when the loss is unknown, or an input is missing or malformed.
     """
     if request.loss in REFUSED:
         raise RequestError(f"loss '{request.loss}' is not served: {REFUSED[request.loss]}")
@@ -76,6 +81,8 @@ def to_loss_and_data(
         raise RequestError("there is nothing to train on: the request has no data")
     wire = WIRE_LOSSES.get(request.loss)
     numbers = _numbers(request)
+    if wire is not None and not own_numbers:
+        _check_names(numbers, wire, request.loss)
     spec = LossSpec(
         fn=request.loss.removeprefix(OWN) if wire is None else wire.name,
         params=numbers if wire is None else wire.numbers(numbers),
@@ -97,6 +104,18 @@ def _numbers(request: WireForward) -> dict[str, float]:
             raise RequestError(f"'{name}' of loss '{request.loss}' must be a number, not the text {value!r}")
         numbers[name] = float(value)
     return numbers
+
+
+def _check_names(numbers: Mapping[str, float], wire: WireLoss, loss: str) -> None:
+    """Refuse names that the wire does not define: ours may mean another thing, such as a distance for a bound."""
+    for name in numbers:
+        if name not in wire.params:
+            ours = f"; '{OWN}{wire.name}' takes this package's names"
+            raise RequestError(
+                f"loss '{loss}' takes no parameter '{name}': "
+                + (nearest_name_hint(name, wire.params) if wire.params else "it has none")
+                + (ours if name in loss_inputs(find_loss(wire.name)).params else "")
+            )
 
 
 def _find(name: str, wire_name: str) -> LossFn:

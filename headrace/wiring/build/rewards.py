@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.algo.datum import scored_datum
 from headrace.config import Config, ModelConfig, RewardRunnerConfig, RewardTermConfig, RlConfig
-from headrace.config.paths import is_code_path
+from headrace.config.paths import term_name
 from headrace.errors import ConfigError, ModelError, boundary
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.value_head import is_scalar_folder
@@ -133,11 +133,6 @@ def _user_term(term: RewardTermConfig, c: RewardRunnerConfig) -> GroupTerm:
     with ThreadPoolExecutor(max_workers=1) as aside:  # it has an event loop of its own
         aside.submit(check_importable, user, settings).result()
     return sandboxed_term(user, settings, fork_groups=c.fork == "group")
-
-
-def term_name(term: RewardTermConfig) -> str:
-    """Return the name of the term's metric."""
-    return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
 
 
 def _check_format(term: RewardTermConfig) -> None:

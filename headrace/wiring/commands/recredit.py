@@ -17,7 +17,7 @@ from headrace.config import (
     absolute_paths,
     load_config,
 )
-from headrace.config.paths import find_path, is_code_path, split_function
+from headrace.config.paths import find_path, is_code_path, split_function, term_name
 from headrace.errors import ConfigError
 from headrace.loops.rescore_saved import read_saved, score_saved, write_recredited
 from headrace.names import JUDGE, REWARD_MODEL, REWARDS
@@ -28,7 +28,7 @@ from headrace.reward import user_function
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.user_term import UserRewardSpec, check_importable, signature_from
-from headrace.wiring.build.rewards import close_terms, make_terms, term_name
+from headrace.wiring.build.rewards import close_terms, make_terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

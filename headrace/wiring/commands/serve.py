@@ -1,8 +1,10 @@
 """Build a service from serve.toml: model, host, journal, keys and application."""
 
 import contextlib
+import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +35,15 @@ from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal, put
 from headrace.service.store.ownership import claim
 from headrace.service.telemetry import Telemetry
+from headrace.watchdog import Watchdog
 from headrace.wiring.build.models import fuse_cuda_layers
 from headrace.wiring.build.sinks import MetricOutputs, model_sink
 from headrace.wiring.commands.serve_references import make_rewards, open_references
 
+logger = logging.getLogger(__name__)
+
 KEY_KIND, FIRST_OWNER = "key", "local"
+STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # of the watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +63,14 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
     """
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
-    with boundary(ConfigError, f"the folder {folder} cannot be made"):
-        atomic_files.make_folder(folder)
     _raise_file_limit()
-    journal = Journal(config.serve.journal or str(folder / "journal.sqlite"))
-    with contextlib.closing(journal), _folder_lock(folder), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(private_files(folder, config.serve.journal))
+        journal = stack.enter_context(contextlib.closing(_open_journal(config, folder)))
+        stack.enter_context(_folder_lock(folder))
         claim(folder, journal, adopt=adopt)
         stack.enter_context(no_progress_bars())
+        stack.enter_context(Watchdog(tell_s=STALL_WARN_S, end_s=STALL_END_S, go_on="; start the server again"))
         keys, fresh_key = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)
         engine = config.engine
@@ -101,7 +108,9 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
         outputs = MetricOutputs(config.metrics, collector=ServiceCollector(service, access))
         with contextlib.closing(host), contextlib.closing(outputs), contextlib.closing(telemetry):
             renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
-            app = make_app(service, access, flags=dict(config.flags), renderer=renderer)
+            app = make_app(
+                service, access, flags=dict(config.flags), renderer=renderer, public_url=config.serve.public_url
+            )
             yield ServiceHandle(app=app, card=card, new_key=fresh_key)
 
 
@@ -117,6 +126,41 @@ def _folder_lock(folder: Path) -> Iterator[None]:
         except FolderLockedError as exc:
             raise ConfigError(f"another server is running: {exc}; or give 'serve.folder' another") from exc
         yield
+
+
+def _open_journal(config: ServeConfig, folder: Path) -> Journal:
+    return Journal(config.serve.journal or str(folder / "journal.sqlite"))
+
+
+@contextlib.contextmanager
+def private_files(folder: Path, journal: str = "") -> Iterator[None]:
+    """Make the server's folder, and keep it and a journal outside of it to the user who serves: files that are made
+    inside the block are 0600, folders 0700, and earlier ones that others could read are tightened."""
+    before = os.umask(0o077)
+    try:
+        with boundary(ConfigError, f"the folder {folder} cannot be made"):
+            atomic_files.make_folder(folder)
+        beside = [Path(journal + end) for end in ("", "-wal", "-shm")] if journal and "://" not in journal else []
+        tightened = sum(map(_tighten, (folder, *folder.rglob("*"), *beside)))
+        if tightened:
+            logger.warning("%d files and folders of %s could be read by other users: not any more", tightened, folder)
+        yield
+    finally:
+        os.umask(before)
+
+
+def _tighten(path: Path) -> bool:
+    """Take the rights of other users away; links and what belongs to another user stay. True if there were any."""
+    try:
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode) or not mode & 0o077:
+            return False
+        path.chmod(stat.S_IMODE(mode) & 0o700)
+    except OSError as exc:
+        if not isinstance(exc, FileNotFoundError):
+            logger.warning("%s can be read by other users, and that cannot be changed: %s", path, exc)
+        return False
+    return True
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:

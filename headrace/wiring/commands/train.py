@@ -5,16 +5,18 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from headrace.config import Config, to_mapping
-from headrace.errors import ConfigError, Interrupted
+from headrace.errors import ConfigError, HeadraceError, Interrupted
 from headrace.folder_lock import FolderLock, hold_folder
 from headrace.model.compute_thread import limit_torch_threads
 from headrace.model.cuda.determinism import make_deterministic
@@ -25,9 +27,11 @@ from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.jsonl import check_records, restore_cut
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
+from headrace.watchdog import Watchdog
 from headrace.wiring.build.models import load_tokens, starting_model
 from headrace.wiring.build.sinks import MetricOutputs
-from headrace.wiring.preflight import preflight
+from headrace.wiring.input_files import record_inputs
+from headrace.wiring.preflight import check_resumed_files, preflight
 from headrace.wiring.resume import ResumePlan, StageCheckpoint, check_same_run, plan_resume
 from headrace.wiring.runtime.service import check_service, starting_state
 from headrace.wiring.signals import log_to, stop_on_signals
@@ -48,28 +52,51 @@ class RunResult:
     figures: Mapping[str, Any]  # for programs
 
 
-def train(config: Config, *, config_text_path: Path, resume: Path | None) -> RunResult:
-    """Run the stages of a configuration, from the beginning or from a run folder's newest checkpoints."""
+def train(
+    config: Config, *, config_text_path: Path, resume: Path | None, accept_changed_files: bool = False
+) -> RunResult:
+    """Run the stages of a configuration, from the beginning or from a run folder's newest checkpoints.
+
+    A new run that fails before its first stage leaves no run folder. A resumed one goes on with data and code that have
+    changed only if `accept_changed_files` says so.
+    """
     served_tokens, wait_s = None, lock_wait_s()
     if config.model.service is not None:
         with no_progress_bars():
             served_tokens = check_service(config)
     elif choose_device(config.model.device) == "cuda" and config.run.deterministic:  # refuses one that is not there
         make_deterministic()
-    if resume is None:
-        folder = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
-    else:
-        folder = RunFolder.open(resume)
-        check_same_run(folder, config)
-    with hold_folder(folder.path, wait_s=wait_s) as lock, log_to(folder.log), no_progress_bars():
+    with contextlib.ExitStack() as on_failure:
         if resume is None:
-            folder.write_config(tomli_w.dumps(to_mapping(config)))
-            folder.write_environment()
-        logger.info("%s: run folder %s", config_text_path, folder.path)
-        try:
-            return asyncio.run(_train(config, folder, lock, served_tokens))
-        except Interrupted as exc:
-            raise Interrupted(f"{exc}; go on with  headrace train {folder.config} {folder.path} --resume") from exc
+            folder = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
+            on_failure.push(partial(_remove_failed_start, folder.path))
+        else:
+            folder = RunFolder.open(resume)
+            folder.check_access()
+            check_same_run(folder, config)
+        start = _Start(
+            resumes=resume is not None, accept_changed_files=accept_changed_files, keep_folder=on_failure.pop_all
+        )
+        with hold_folder(folder.path, wait_s=wait_s) as lock, log_to(folder.log), no_progress_bars():
+            if resume is None:
+                folder.write_config(tomli_w.dumps(to_mapping(config)))
+                folder.write_environment()
+            logger.info("%s: run folder %s", config_text_path, folder.path)
+            try:
+                return asyncio.run(_train(config, folder, lock, served_tokens, start))
+            except Interrupted as exc:
+                raise Interrupted(f"{exc}; {go_on(folder)}") from exc
+
+
+def _remove_failed_start(folder: Path, error: type[BaseException] | None, *details: object) -> None:
+    """Remove the folder of a run that could not start; after a bug of ours it stays, with its log."""
+    if error is not None and issubclass(error, HeadraceError | KeyboardInterrupt):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def go_on(folder: RunFolder) -> str:
+    """Return the words that say how to resume a run."""
+    return f"go on with  headrace train {folder.config} {folder.path} --resume"
 
 
 def lock_wait_s() -> float:
@@ -86,20 +113,40 @@ def lock_wait_s() -> float:
     return wait_s
 
 
-async def _train(config: Config, folder: RunFolder, lock: FolderLock, served_tokens: TokenizerOnly | None) -> RunResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Says how a run starts."""
+
+    resumes: bool
+    accept_changed_files: bool
+    keep_folder: Callable[[], object]  # called when the stages begin: from then on a failure leaves the run folder
+
+
+async def _train(
+    config: Config, folder: RunFolder, lock: FolderLock, served_tokens: TokenizerOnly | None, start: _Start
+) -> RunResult:
     """Load everything, run the stages, write the report. `served_tokens`: of a model at a service."""
     if served_tokens is not None:
-        start, tokens = starting_state(config.model), served_tokens
+        model, tokens = starting_state(config.model), served_tokens
     else:
-        start = starting_model(config, folder)
-        tokens = load_tokens(config.model, start)
+        model = starting_model(config, folder)
+        tokens = load_tokens(config.model, model)
     threads = limit_torch_threads()
     stop = asyncio.Event()
     with (
         contextlib.closing(MetricOutputs(config.metrics)) as outputs,
         stop_on_signals(stop, deadline_s=config.checkpoint.deadline_s),
+        Watchdog(
+            tell_s=config.run.stall_warn_s,
+            end_s=config.run.stall_end_s,
+            go_on=f"; {go_on(folder)}",
+        ),
     ):
         plan = plan_resume(config, folder, check_owner=lock.check)
+        if start.resumes:
+            check_resumed_files(config, folder, plan, accept_changes=start.accept_changed_files)
+        else:
+            record_inputs(config, folder)
         inputs = preflight(config, plan, tokens)
         run = RunContext(
             config=config,
@@ -111,11 +158,14 @@ async def _train(config: Config, folder: RunFolder, lock: FolderLock, served_tok
             stop=stop,
             threads=threads,
         )
-        figures = await _run_stages(run, plan, start)
+        start.keep_folder()
+        figures = await _run_stages(run, plan, model)
     summary = {key: value for key, value in figures.items() if isinstance(value, int | float)}
     lock.check()
     report = write_report(folder.path, summary)
     lines = [f"{name} = {value:.4g}" for name, value in summary.items()]
+    if start.resumes and plan.is_finished:
+        lines.insert(0, "This run was finished already, so nothing was trained: start a new one without --resume.")
     text = "\n".join([f"Run folder: {folder.path}", f"Report: {report}", *lines])
     return RunResult(folder=folder.path, report=report, text=text, figures=figures)
 

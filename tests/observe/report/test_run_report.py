@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from headrace.errors import RunFolderError
 from headrace.observe.report.charts import charts, other_names
 from headrace.observe.report.episodes import compare, conversation, sample_file
 from headrace.observe.report.run_report import headline, write_report
 from headrace.observe.rollouts.records import EpisodeRecord, read_lines
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics
+from headrace.printable import visible
 
 ATTACK = "<script>document.title='owned'</script><img src=http://evil.invalid/x onerror=alert(1)>"
 
@@ -152,6 +154,62 @@ def test_everything_a_model_or_user_wrote_is_escaped(synthetic_run: Callable[...
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
     assert any(ATTACK in words for words in page.words)
+
+
+def test_control_characters_and_changes_of_direction_are_visible_everywhere(synthetic_run: Callable[..., Path]) -> None:
+    unseen = "\x1b[31m\x07\u202e\u2066"
+    folder = synthetic_run(unseen)
+    (folder / "config.toml").write_text('[run]\nname = "x\\u202e"\n# \u202e\n')
+    sink = JsonlSink(folder / "metrics.jsonl", stage="rl")
+    sink.log(61, {f"reward/{unseen}": 1.0, f"other/{unseen}": 1.0})
+    sink.close()
+    page = write_report(folder, {unseen: unseen}).read_text()
+    assert page == visible(page)
+    assert page.count(r"\x1b[31m\x07\u202e\u2066") > 5
+    assert r"<h1>x\u202e</h1>" in page
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.toml", "run = 3"),
+        ("config.toml", "model = []"),
+        ("environment.json", '{"packages": 3, "git": [1]}'),
+        ("rollouts/step_abc.jsonl", ""),
+        ("rollouts/eval_zzz.jsonl", "[" * 100_000),
+        ("metrics.jsonl", '{"step": 1, "stage": 3, "a": 1}\n'),
+    ],
+)
+def test_odd_files_of_a_strangers_run_do_not_keep_the_report_from_being_written(
+    synthetic_run: Callable[..., Path], file: str, text: str
+) -> None:
+    folder = synthetic_run()
+    for evaluated in folder.glob("rollouts/eval_*"):
+        evaluated.unlink()
+    (folder / file).write_text(text)
+    assert "Headrace report" in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("config.toml", "\x00"), ("environment.json", "[]"), ("metrics.jsonl", "[" * 100_000 + "\n")],
+)
+def test_files_that_cannot_be_read_are_named(synthetic_run: Callable[..., Path], file: str, text: str) -> None:
+    folder = synthetic_run()
+    (folder / file).write_text(text)
+    with pytest.raises(RunFolderError, match=file):
+        write_report(folder)
+
+
+def test_links_in_a_strangers_run_are_replaced_and_not_followed(
+    synthetic_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, victim = synthetic_run(), tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("report.html", "report.html.tmp"):
+        (folder / name).symlink_to(victim)
+    assert not write_report(folder).is_symlink()
+    assert victim.read_text() == "mine"
 
 
 def test_the_page_asks_for_nothing_outside_itself(synthetic_run: Callable[..., Path]) -> None:

@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import FolderLockedError, RunFolderError
-from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes, restore_cut
+from headrace.observe.sinks.jsonl import (
+    JsonlSink,
+    MetricRecord,
+    read_metrics,
+    readable_metrics,
+    repair_metrics,
+    reproducible_bytes,
+    restore_cut,
+)
 
 NAMES = st.from_regex(r"[a-z]{1,4}/[a-z@1]{1,4}", fullmatch=True)
 
@@ -143,3 +151,22 @@ def test_a_sink_whose_folder_was_taken_over_writes_and_cuts_nothing(tmp_path: Pa
         sink.truncate_after(1)
     sink.close()
     assert path.read_bytes() == before
+
+
+def test_lines_that_are_no_records_are_numbered_and_the_others_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"stage":"rl","step":1,"loss":0.5}\n'
+    bad = [b"\x00\xff\n", b"[]\n", b'{"stage":"rl"}\n', b'{"stage":"rl","step":1,"x":"y"}\n']
+    path.write_bytes(good + bad[0] + good + b"".join(bad[1:]) + b"tor")
+    repair_metrics(path)
+    assert path.read_bytes().endswith(b'"y"}\n'), "the torn line is cut"
+    records, refused = readable_metrics(path)
+    assert len(records) == 2
+    assert [sentence.partition(", line ")[2][:1] for sentence in refused] == ["2", "4", "5", "6"]
+    assert "ends in the middle of line 7" in caplog.text
+    assert "line 2 is not a metrics record" in caplog.text
+    with pytest.raises(RunFolderError, match="line 2 is not a metrics record"):
+        read_metrics(path)
+    repair_metrics(tmp_path / "none")  # nothing to repair

@@ -26,6 +26,13 @@ def test_a_tee_gives_every_sink_every_record_and_closes_all_of_them() -> None:
     assert last.closed
 
 
+def test_names_that_no_other_system_could_take_are_escaped() -> None:
+    sink = MemorySink()
+    TeeSink(sink).log(1, {"loss/half a pair \ud800": 1.0, "loss/two\nlines \x1b[31m\u202e": 2.0, "loss/total": 3.0})
+    expected = {"loss/half a pair \\ud800": 1.0, "loss/two\\nlines \\x1b[31m\\u202e": 2.0, "loss/total": 3.0}
+    assert sink.records == [(1, expected)]
+
+
 def test_a_run_goes_on_without_a_sink_that_fails_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         def __init__(self) -> None:

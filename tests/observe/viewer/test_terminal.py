@@ -18,6 +18,7 @@ from headrace.observe.rollouts.files import save_trajectories
 from headrace.observe.viewer import graph, safe_text
 from headrace.observe.viewer.query import ViewQuery, view
 from headrace.observe.viewer.tokens import ColorBy, Token, find_tokenizer, token_pieces, tone
+from headrace.printable import visible
 from support import rollout_files
 
 
@@ -111,6 +112,17 @@ def test_hostile_text_stays_text(tmp_path: Path, asked: dict[str, object]) -> No
     coloured = shown(path, width=400, colour=True, **asked)
     assert "\x1b[" in coloured
     assert not re.search("\x1b(?![[][0-9;]*m)|\x1b[[]5m|\x07|\u202e", coloured), "only our own escape sequences"
+
+
+def test_the_heading_of_a_strangers_file_is_text(tmp_path: Path) -> None:
+    path = rollout_files.save(tmp_path / "a\x1b[2J.jsonl")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        line["credit"] = {"method": "gigpo\x1b[31m", "params": {"\u202e": "\x07"}}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    text = shown(path, width=400)
+    assert text == visible(text)
+    assert r"credit gigpo\x1b[31m (\u202e \x07)" in text
 
 
 def tokenizer_file(folder: Path) -> Path:

@@ -82,6 +82,7 @@ def test_nothing_is_missing_where_every_layer_stands() -> None:
     [
         ({IsolationLayer.MOUNT, IsolationLayer.LANDLOCK}, "files are not isolated"),
         ({IsolationLayer.NETWORK, IsolationLayer.SECCOMP}, "the network is not isolated"),
+        ({IsolationLayer.MOUNT, IsolationLayer.SECCOMP}, "modes and times of files are not protected"),
         ({IsolationLayer.PID}, "other processes are not out of sight"),
         ({IsolationLayer.UID}, "the number of processes is not limited"),
     ],
@@ -135,6 +136,11 @@ BY_FILTERS = {
     "reads_parent_memory": (Outcome.RAISED, "PermissionError"),
     "writes_outside": (Outcome.RAISED, "PermissionError"),
     "links_out": (Outcome.RAISED, "PermissionError"),
+    "changes_mode": (Outcome.RAISED, "PermissionError"),
+    "changes_mode_of_code": (Outcome.RAISED, "PermissionError"),
+    "changes_times": (Outcome.RAISED, "PermissionError"),
+    "memory_without_file": (Outcome.RAISED, "PermissionError"),
+    "sends_datagram": (Outcome.RAISED, "PermissionError"),
     "connects_tcp": (Outcome.RAISED, "PermissionError"),
     "connects_abstract": (Outcome.RAISED, "PermissionError"),
     "kills_trainer": (Outcome.RAISED, "PermissionError"),
@@ -151,6 +157,7 @@ BY_FILTERS = {
 async def test_attacks_without_namespaces(mode: Mode, name: str, tmp_path: Path) -> None:
     secret = written(tmp_path, "a token", "secret.txt")
     data = {"secret": str(secret), "folder": str(tmp_path), "trainer": os.getpid(), "port": 9, "abstract": "x"}
+    data["mailbox"] = str(tmp_path / "mailbox")
     limits = replace(LIMITS, wall_s=1.0) if name == "endless_sleep" else LIMITS
     settings = mode.settings(limits=limits, layers=EVERY_LAYER - NAMESPACES)
     running = asyncio.ensure_future(call(f"{ATTACKS}:one", settings, attack=name, **data))
@@ -164,6 +171,34 @@ async def test_attacks_without_namespaces(mode: Mode, name: str, tmp_path: Path)
     assert detail in answer.detail
     assert len(seen) >= (3 if name == "endless_sleep" else 1)  # of quick ones some are gone before anyone looks
     assert [process for process in seen if process.is_running()] == []
+
+
+BY_MOUNTS = (
+    "reads_secret",
+    "reads_accounts",
+    "looks_at_secret",
+    "writes_outside",
+    "writes_code",
+    "changes_mode",
+    "changes_mode_of_code",
+    "changes_times",
+    "clears_read_only",
+    "clears_read_only_in_namespace",
+    "remounts",
+)
+
+
+async def test_the_mount_namespace_alone_keeps_files(mode: Mode, tmp_path: Path) -> None:
+    """Without Landlock and seccomp, at a call's own time and by whatever namespaces it can make."""
+    secret = written(tmp_path, "a token", "secret.txt")
+    layers = EVERY_LAYER - {IsolationLayer.LANDLOCK, IsolationLayer.SECCOMP}
+    sandbox = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS, layers=layers))
+    rows = [a_row(attack=name, secret=str(secret), folder=str(tmp_path)) for name in BY_MOUNTS]
+    answers = await asyncio.gather(*(sandbox.call({"rows": [row]}) for row in rows))
+    await sandbox.close()
+    assert {name: answer.outcome for name, answer in zip(BY_MOUNTS, answers, strict=True)} == dict.fromkeys(
+        BY_MOUNTS, Outcome.RAISED
+    )
 
 
 # an import that answers for its worker
@@ -219,9 +254,16 @@ def f(messages, **kwargs):
 
 
 async def test_a_worker_whose_code_speaks_for_it_is_not_believed(mode: Mode, tmp_path: Path) -> None:
-    answer = await call(f"{written(tmp_path, FORGING_WORKER)}:f", mode.settings(limits=LIMITS))
+    settings = replace(mode.settings(limits=LIMITS), warm=False)
+    answer = await call(f"{written(tmp_path, FORGING_WORKER)}:f", settings)
     assert answer.outcome == Outcome.MALFORMED
     assert answer.detail == "an answer that is not JSON, or nested too deeply"
+
+
+async def test_code_that_speaks_for_a_forking_worker_is_not_asked(mode: Mode, tmp_path: Path) -> None:
+    """Results of forked calls do not pass through the process that imported the code."""
+    answer = await call(f"{written(tmp_path, FORGING_WORKER)}:f", mode.settings(limits=LIMITS))
+    assert json.loads(answer.result) == [{"score": 1.0}]
 
 
 async def test_an_import_that_leaves_threads_runs_cold_with_a_notice(
@@ -265,6 +307,108 @@ async def test_code_beside_the_file_can_be_imported_and_data_only_if_listed(tmp_
     assert "FileNotFoundError" in answer.detail
     answer = await call(f"{file}:f", SandboxSettings(limits=LIMITS, readable=(str(data),)))
     assert json.loads(answer.result) == [{"score": 15.0}]
+
+
+def test_links_that_lead_out_of_the_folder_are_no_code(tmp_path: Path) -> None:
+    """A repository can carry links to any place; what they lead to would be shown under their names."""
+    folder, private = tmp_path / "repository", tmp_path / "private"
+    for package in (folder / "package", private / "package"):
+        package.mkdir(parents=True)
+        written(package, "", "__init__.py")
+    own = [written(folder, "", name) for name in ("mine.py", "fast.so")]
+    written(folder, "a token", ".env")
+    written(folder, "a token", "notes.txt")
+    (folder / "folder.py").mkdir()
+    links = {
+        "root.py": Path("/"),
+        "home.so": private,
+        "borrowed": private / "package",
+        "secret.py": written(private, "", "secret.py"),
+        "hidden.py": folder / ".env",
+        "data.py": folder / "notes.txt",
+        "above": folder,
+        "nothing.py": folder / "missing.py",
+        "itself.py": folder / "itself.py",
+    }
+    for name, place in links.items():
+        (folder / name).symlink_to(place)
+    inside = [folder / "alias.py", folder / "other_name"]
+    inside[0].symlink_to("mine.py")
+    inside[1].symlink_to("package")
+    assert sorted(pool.list_code(folder)) == sorted(map(str, (*own, *inside, folder / "package")))
+
+
+LOOKS_AROUND = """
+import os
+def f(messages, places, **kwargs):
+    return float(sum(os.path.exists(place) for place in places))
+"""
+
+
+async def test_links_beside_the_function_show_nothing_of_the_machine(mode: Mode, tmp_path: Path) -> None:
+    folder, private = tmp_path / "repository", tmp_path / "private"
+    for made in (folder, private):
+        made.mkdir()
+    written(private, "a token", "secret.txt")
+    file = written(folder, LOOKS_AROUND)
+    (folder / "x.py").symlink_to("/")
+    (folder / "home.so").symlink_to(private)
+    places = [str(folder / name) for name in ("x.py/etc/passwd", "x.py/proc/self/status", "home.so/secret.txt")]
+    answer = await call(f"{file}:f", mode.settings(limits=LIMITS), places=places)
+    assert json.loads(answer.result) == [{"score": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("/", "every file of this machine"), ("/proc/self", "the processes of this machine")]
+)
+def test_the_whole_machine_cannot_be_made_readable(path: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f'readable has "{path}", which would show reward functions {reason}'):
+        Sandbox({"spec": f"{ATTACKS}:good"}, SandboxSettings(limits=LIMITS, readable=(path,)))
+
+
+async def test_a_package_reads_its_own_data(mode: Mode, tmp_path: Path) -> None:
+    (tmp_path / "judging").mkdir()
+    written(tmp_path / "judging", "", "__init__.py")
+    written(tmp_path / "judging", "0.25", "weights.txt")
+    file = written(
+        tmp_path,
+        "import pathlib, judging\nFOLDER = pathlib.Path(judging.__file__).parent\n"
+        "def f(text): return float((FOLDER / 'weights.txt').read_text())\n",
+    )
+    answer = await call(f"{file}:f", mode.settings(limits=LIMITS))
+    assert json.loads(answer.result) == [{"score": 0.25}]
+
+
+async def test_what_an_import_writes_is_logged_at_debug_and_reaches_no_terminal(
+    mode: Mode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This process's stderr is a terminal here; the import must not get it."""
+    ours, terminal = os.openpty()
+    saved = os.dup(2)
+    os.dup2(terminal, 2)
+    caplog.set_level(logging.DEBUG, logger=pool.__name__)
+    try:
+        text = (
+            "import os, sys\nTTY = any(map(os.isatty, range(3)))\nprint('hello', '\\x1b[2J', file=sys.stderr)\n"
+            "def f(text): return float(TTY)\n"
+        )
+        answer = await call(f"{written(tmp_path, text)}:f", mode.settings(limits=LIMITS))
+    finally:
+        os.dup2(saved, 2)
+        for descriptor in (ours, terminal, saved):
+            os.close(descriptor)
+    assert json.loads(answer.result) == [{"score": 0.0}]
+    assert "hello \\x1b[2J" in caplog.text
+
+
+async def test_processes_that_an_import_leaves_are_ended_with_a_notice(mode: Mode, tmp_path: Path) -> None:
+    text = "import os, time\nLEFT = os.fork()\nif LEFT == 0:\n    time.sleep(1000)\ndef f(text): os.kill(LEFT, 0)\n"
+    sandbox = Sandbox({"spec": f"{written(tmp_path, text)}:f"}, mode.settings(limits=LIMITS))
+    [notice] = (await sandbox.describe())["notices"]
+    assert notice.startswith("importing it left 1 processes behind, which were ended")
+    answer = await sandbox.call({"rows": [a_row()]})
+    assert "ProcessLookupError" in answer.detail
+    await sandbox.close()
 
 
 async def test_modules_of_this_path_are_found_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from headrace.service.client import (
 from headrace.service.client.codec import write_forward
 from headrace.service.client.futures import promise
 from headrace.service.host.fake_host import FakeHost
+from headrace.service.sampling.sample_job import sample_seed
 from headrace.service.settings import Limits
 from headrace.service.wire.loss_conversion import to_loss_and_data
 from headrace.service.wire.messages import parse_forward, read_forward
@@ -483,7 +484,7 @@ async def test_samples_have_seeds_of_their_own_and_the_log_probs_of_their_tokens
     client = await service.create_sampling()
     drawn = await (await client.sample(PROMPT, PARAMS, num_samples=3, version=7))
     assert len({tuple(each.tokens.tolist()) for each in drawn}) > 1
-    again = await (await client.sample(PROMPT, replace(PARAMS, seed=PARAMS.seed + 2)))
+    again = await (await client.sample(PROMPT, replace(PARAMS, seed=sample_seed(PARAMS.seed, 2))))
     assert again[0].tokens.tolist() == drawn[2].tokens.tolist()
     assert drawn[0].versions.tolist() == [7] * 5
     scores = await (await client.logprobs(int_array([*PROMPT, *drawn[0].tokens])))

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from headrace import atomic_files
 from headrace.errors import CheckpointError, DamageError, StorageError
 from headrace.model.tiny import make_model
 from headrace.service.host import model_files
@@ -188,6 +189,20 @@ def test_a_folder_without_digests_of_an_earlier_version_is_read_with_a_line_in_t
             host.load("mine", tmp_path / "mine", optimizer=True).result(LIMIT_S)
         host.open_sampler("new", tmp_path / "mine").result(LIMIT_S)
     assert sum("read unchecked" in record.message for record in caplog.records) == 1
+
+
+def test_a_saved_folder_is_flushed_with_the_names_of_those_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    real = atomic_files.fsync
+    monkeypatch.setattr(atomic_files, "fsync", lambda path: (flushed.append(path), real(path)))
+    with opened() as host:
+        host.create("mine", AdapterSpec(rank=2))
+        host.save("mine", tmp_path / "states" / "one" / "0001", optimizer=True).result(LIMIT_S)
+    assert {tmp_path, tmp_path / "states", tmp_path / "states" / "one"} <= set(flushed)
+    written = {file.name for file in (tmp_path / "states" / "one" / "0001").iterdir()}
+    assert written <= {path.name for path in flushed}
 
 
 def test_a_disk_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,3 +248,22 @@ def test_the_base_is_never_changed() -> None:
             host.create(name, spec)
             train(host, name, [0, 1])
     assert all(torch.equal(before[name], each) for name, each in lm.model.state_dict().items())
+
+
+def test_a_loss_that_is_not_finite_says_whether_weights_or_data_are_to_blame() -> None:
+    (first, *_) = data(0)
+    huge = Datum(
+        inputs=first.inputs,
+        targets=first.targets,
+        arrays={"weights": float_array(np.full(first.targets.shape, 3e38))},
+    )
+    with opened() as host:
+        host.create("mine", AdapterSpec(rank=2))
+        with pytest.raises(BackendError, match="weights and log-probs are finite: look at the data"):
+            host.forward_backward("mine", [huge], CROSS_ENTROPY).result(LIMIT_S)
+        host.forward_backward("mine", data(0), CROSS_ENTROPY).result(LIMIT_S)
+        host.optim_step("mine", Adam(learning_rate=1e15)).result(LIMIT_S)
+        host.forward_backward("mine", data(0), CROSS_ENTROPY)
+        host.optim_step("mine", Adam(learning_rate=1e30))
+        with pytest.raises(BackendError, match=r"weights (are not finite|have exploded).*lower learning rate"):
+            host.forward_backward("mine", data(0), CROSS_ENTROPY).result(LIMIT_S)

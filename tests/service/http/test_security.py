@@ -131,7 +131,7 @@ def test_large_bodies_are_refused(tmp_path: Path) -> None:
         http = running.http()
         assert http.post("/api/v1/forward_backward", content=bytes(1001)).status_code == 413
         pieces = (bytes(400) for _ in range(3))  # no Content-Length
-        assert http.post("/api/v1/forward_backward", content=pieces).status_code == 400
+        assert http.post("/api/v1/forward_backward", content=pieces).status_code == 413
         assert http.get("/api/v1/healthz").json() == {"status": "ok"}
 
 

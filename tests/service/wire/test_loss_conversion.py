@@ -164,3 +164,30 @@ def test_a_failed_request_leaves_what_earlier_ones_accumulated() -> None:
     step = fake.optim_step("m", Adam(learning_rate=0.1, clip_norm=0.0)).result()
     assert step.grad_norm == pytest.approx(math.sqrt(0.5))  # (-0.5, 0.5) at the row of token 0
     fake.close()
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["clip_high", "clip_low", "ratio_high", "clip_hgh_threshold", "dual_clip"])
+def test_wire_losses_take_the_wires_names_only(loss: str, name: str) -> None:
+    """`clip_high` is a distance, `clip_high_threshold` a bound: 0.2 of one is 1.2 of the other."""
+    asked = ask(loss, {name: 0.2}, logprobs=[0.0], advantages=[1.0], sequence_ratio_mask=[1.0])
+    with pytest.raises(RequestError, match=f"loss '{loss}' takes no parameter '{name}'") as refused:
+        to_loss_and_data(asked)
+    assert "did you mean 'clip_h" not in str(refused.value) or "'clip_high_threshold'" in str(refused.value)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
+def test_wire_losses_without_numbers_take_none(loss: str) -> None:
+    asked = ask(loss, {"beta": 0.2}, weights=[1.0], logprobs=[0.0], advantages=[1.0])
+    with pytest.raises(RequestError, match="takes no parameter 'beta': it has none"):
+        to_loss_and_data(asked)
+
+
+def test_the_packages_own_loss_takes_its_own_names() -> None:
+    asked = ask("headrace:ppo", {"clip_high": 0.3}, weights=[1.0], logprobs=[0.0], advantages=[1.0])
+    assert to_loss_and_data(asked)[0].params == {"clip_high": 0.3}
+
+
+def test_what_an_older_server_has_run_is_run_again_as_it_was() -> None:
+    asked = ask("ppo", {"clip_high": 0.3}, logprobs=[0.0], advantages=[1.0])
+    assert to_loss_and_data(asked, own_numbers=True)[0].params["clip_high"] == 0.3

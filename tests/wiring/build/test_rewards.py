@@ -74,7 +74,7 @@ async def totals(made: Config, *answers: str) -> dict[str, float]:
 
 async def test_a_users_function_runs_elsewhere_unless_it_is_trusted(file: Path) -> None:
     term = RewardTermConfig(fn=f"{file}:pid")
-    assert await totals(config(term), "4") == {"pid": 1.0}  # the first process of its own namespace
+    assert await totals(config(term), "4") == {"pid": 2.0}  # beside the worker, the first of its own namespace
     assert await totals(config(term, runner=RewardRunnerConfig(type="inprocess")), "4") == {"pid": float(os.getpid())}
 
 
@@ -147,7 +147,7 @@ async def test_strict_runs_where_everything_is_isolated_and_refuses_elsewhere(fi
         with pytest.raises(ConfigError, match="strict is on"):
             make_terms(made, None)
     else:
-        assert await totals(made, "4") == {"pid": 1.0}
+        assert await totals(made, "4") == {"pid": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,207 @@
+"""Tell a stall: what has not moved, since when, what else was going on, and where every thread and task stands.
+
+Code that may hang says what it does with `watching(...)` and that it moves with `beat()`. Both only write to a table,
+so they cost next to nothing. A `Watchdog` reads the table on a thread of its own, and asks its event loop for a sign of
+life. What has not moved for `tell_s` is told in the log, and again each time that twice as long has passed; what has
+not moved for `end_s` ends the process, so that no wait is endless.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CoroutineType, FrameType, TracebackType
+from typing import Any, Self
+
+from headrace.errors import HeadraceError, boundary
+
+logger = logging.getLogger(__name__)
+
+EXIT_STALLED = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
+MAX_FRAMES, MAX_TASKS, MAX_OTHERS = 12, 20, 8
+EVENT_LOOP = "event loop"
+
+
+@dataclass(eq=False, slots=True)
+class Activity:
+    """Work that is going on now."""
+
+    what: str
+    thread: str
+    detail: Callable[[], str] | None  # more words, asked for when a stall is told; may be called on any thread
+    has_deadline: bool  # of its own: it is told, and never ended from here
+    moved: float = field(default_factory=time.monotonic)  # when it began or last moved
+    told_s: float = 0.0  # how long it had not moved when it was last told
+
+    def beat(self) -> None:
+        """Note that the work moves."""
+        self.moved, self.told_s = time.monotonic(), 0.0
+
+    def describe(self, now: float) -> str:
+        text = f"{self.what} ({now - self.moved:.0f} s without progress, {self.thread})"
+        if self.detail is None:
+            return text
+        try:
+            with boundary(HeadraceError, "cannot be described"):
+                return f"{text}: {self.detail()}"
+        except HeadraceError as exc:
+            return f"{text}: {exc}"
+
+
+_numbers = itertools.count()
+_open: dict[int, Activity] = {}  # by number, so that the oldest comes first; each entry has one writer
+_on_thread = threading.local()
+
+
+@contextmanager
+def watching(what: str, *, detail: Callable[[], str] | None = None, has_deadline: bool = False) -> Iterator[Activity]:
+    """Enter an activity into the table while the block runs; works in threads and in coroutines."""
+    number = next(_numbers)
+    _open[number] = activity = Activity(what, threading.current_thread().name, detail, has_deadline)
+    try:
+        yield activity
+    finally:
+        del _open[number]
+
+
+@contextmanager
+def watching_thread(what: str) -> Iterator[None]:
+    """Enter an activity of this thread, which `beat()` finds; for code that holds its thread to the end."""
+    with watching(what) as activity:
+        outer, _on_thread.activity = getattr(_on_thread, "activity", None), activity
+        try:
+            yield
+        finally:
+            _on_thread.activity = outer
+
+
+def beat() -> None:
+    """Note that the work of this thread moves; does nothing outside of `watching_thread`."""
+    activity: Activity | None = getattr(_on_thread, "activity", None)
+    if activity is not None:
+        activity.beat()
+
+
+class Watchdog:
+    """Watches all activities of the process. Use as `with Watchdog(...):` in the thread of the event loop, if any."""
+
+    def __init__(
+        self,
+        *,
+        tell_s: float,
+        end_s: float,  # 0: never
+        go_on: str = "",  # how to go on after the end, for the last message
+        exit: Callable[[int], object] = os._exit,
+    ) -> None:
+        assert tell_s > 0
+        assert end_s >= 0
+        self._tell_s, self._end_s, self._go_on, self._exit = tell_s, end_s, go_on, exit
+        self._interval_s = min(5.0, tell_s / 4, *([end_s / 4] if end_s else []))
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_number = -1
+
+    def __enter__(self) -> Self:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+        else:
+            self._loop_number = next(_numbers)
+            name = threading.current_thread().name
+            _open[self._loop_number] = Activity(f"the {EVENT_LOOP}", name, None, has_deadline=False)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(timeout=10 * self._interval_s)
+        _open.pop(self._loop_number, None)
+
+    def _run(self) -> None:
+        woke = time.monotonic()
+        while not self._ended.wait(self._interval_s):
+            now = time.monotonic()
+            if now - woke > 3 * self._interval_s:  # the whole process stood still, or the machine slept
+                for activity in list(_open.values()):
+                    activity.beat()
+            woke = now
+            self._ask_loop()
+            self.check(now)
+
+    def _ask_loop(self) -> None:
+        activity = _open.get(self._loop_number)
+        if self._loop is not None and activity is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(activity.beat)
+
+    def check(self, now: float) -> None:
+        """Tell what has not moved for long, and end the process for what has not moved for too long."""
+        open_now = list(_open.values())
+        stalled = [activity for activity in open_now if now - activity.moved >= max(self._tell_s, 2 * activity.told_s)]
+        for activity in stalled:
+            activity.told_s = now - activity.moved
+            others = [other.describe(now) for other in open_now if other is not activity]
+            logger.warning("no progress: %s", activity.describe(now))
+            more = f"; and {len(others) - MAX_OTHERS} more" if len(others) > MAX_OTHERS else ""
+            logger.warning("  meanwhile: %s%s", "; ".join(others[:MAX_OTHERS]) or "nothing else is going on", more)
+        if stalled:
+            for line in describe_threads():
+                logger.warning("  %s", line)
+            for line in describe_tasks(self._loop):
+                logger.warning("  %s", line)
+        overdue = [a for a in open_now if self._end_s and not a.has_deadline and now - a.moved >= self._end_s]
+        if overdue:
+            logger.error("%s: nothing moved for %g s, so the process ends%s", overdue[0].what, self._end_s, self._go_on)
+            logging.shutdown()
+            self._exit(EXIT_STALLED)
+
+
+def describe_threads() -> Iterator[str]:
+    """Yield a line for each thread and one for each of its innermost calls."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        yield f"thread {names.get(ident, ident)}:"
+        for called in traceback.extract_stack(frame)[-MAX_FRAMES:]:
+            yield f"  {called.filename}:{called.lineno} {called.name}"
+
+
+def describe_tasks(loop: asyncio.AbstractEventLoop | None) -> Iterator[str]:
+    """Yield a line for each place where tasks of the event loop wait, with how many wait there."""
+    if loop is None:
+        return
+    places: Counter[str] = Counter()
+    try:
+        with boundary(HeadraceError, "the tasks of the event loop cannot be listed"):  # they may change meanwhile
+            for task in asyncio.all_tasks(loop):
+                places[" <- ".join(reversed([*_awaits(task.get_coro())])) or "not started"] += 1
+    except HeadraceError as exc:
+        yield str(exc)
+    for place, count in places.most_common(MAX_TASKS):
+        yield f"{count} task{'s' if count > 1 else ''} at {place}"
+
+
+def _awaits(awaited: Any) -> Iterator[str]:
+    """Yield where each coroutine of a chain stands, from the task's own to the innermost."""
+    while isinstance(awaited, CoroutineType):
+        frame: FrameType | None = awaited.cr_frame
+        if frame is not None:
+            yield f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        awaited = awaited.cr_await
+
+
+def open_activities() -> tuple[str, ...]:
+    """Return what is going on now; the oldest comes first."""
+    return tuple(activity.what for activity in list(_open.values()))

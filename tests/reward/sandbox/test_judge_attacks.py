@@ -1,0 +1,178 @@
+"""Programs cannot harm the reward function that judges them, and no call sees or marks another."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.reward.sandbox import pool
+from headrace.reward.sandbox.limits import CallLimits, CallResult, Outcome
+from headrace.reward.sandbox.pool import Sandbox, SandboxSettings, SandboxWorker
+from headrace.reward.sandbox.program import run_untrusted
+from support import sandbox_attacks_judge as attacks
+from support.sandbox_modes import Mode, a_row, modes, skip_unless_possible
+
+ATTACKS = Path(attacks.__file__)
+LIMITS = CallLimits(wall_s=60.0, memory_mb=256, scratch_mb=8, file_mb=4)
+
+
+@pytest.fixture(params=modes(), ids=lambda mode: mode.name)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    skip_unless_possible(request.param)
+    chosen: Mode = request.param
+    return chosen
+
+
+async def run_calls(mode: Mode, *calls: tuple[str, dict[str, object]], limits: CallLimits = LIMITS) -> list[CallResult]:
+    """One after another on one worker for each function; the workers see calls of all kinds."""
+    sandboxes = {name: Sandbox({"spec": f"{ATTACKS}:{name}"}, mode.settings(limits=limits)) for name, _ in calls}
+    answers = [await sandboxes[name].call({"rows": [a_row(**data)]}) for name, data in calls]
+    for sandbox in sandboxes.values():
+        await sandbox.close()
+    return answers
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+async def judge_all(mode: Mode) -> dict[str, CallResult]:
+    sandbox = Sandbox({"spec": f"{ATTACKS}:judge"}, mode.settings(limits=LIMITS))
+    answers = await asyncio.gather(*(sandbox.call({"rows": [a_row(program=name)]}) for name in attacks.PROGRAMS))
+    await sandbox.close()
+    return dict(zip(attacks.PROGRAMS, answers, strict=True))
+
+
+@pytest.fixture(scope="module", params=modes(), ids=lambda mode: mode.name)
+def judged(request: pytest.FixtureRequest) -> dict[str, CallResult]:
+    skip_unless_possible(request.param)
+    return asyncio.run(judge_all(request.param))
+
+
+@pytest.mark.parametrize("name", attacks.PROGRAMS)
+def test_a_program_that_attacks_its_judge_scores_as_one_that_fails(judged: dict[str, CallResult], name: str) -> None:
+    answer = judged[name]
+    assert answer.outcome is Outcome.RETURNED, answer
+    [verdict] = json.loads(answer.result)
+    assert verdict == {"score": float(name == "right"), "parts": {"changed": 0.0}}
+
+
+@pytest.mark.slow
+async def test_programs_leave_their_judge_the_time_to_return(mode: Mode) -> None:
+    limits = CallLimits(wall_s=10.0)
+    [answer] = await run_calls(mode, ("runs_slow_programs", {}), limits=limits)
+    assert answer.outcome is Outcome.RETURNED, answer
+    assert json.loads(answer.result) == [{"score": 0.0, "parts": {"timeouts": 4.0}}]
+
+
+async def test_a_program_has_a_user_and_namespaces_of_its_own(mode: Mode) -> None:
+    sandbox = Sandbox({"spec": f"{ATTACKS}:waits_for_program"}, mode.settings(limits=LIMITS, workers=1))
+    await sandbox.describe()
+    [pid] = sandbox.pids
+    supervisor = psutil.Process(pid)
+    [builder] = supervisor.children()
+    [first] = builder.children()
+    running = asyncio.ensure_future(sandbox.call({"rows": [a_row()]}))
+    program = None
+    while program is None and not running.done():
+        await asyncio.sleep(0.01)
+        program = next((child for child in supervisor.children(recursive=True) if _is_program(child)), None)
+    assert program is not None, running.result()
+    for kind in ("pid", "mnt", "user"):
+        assert _namespace(program, kind) != _namespace(first, kind)
+    if os.getuid() == 0 and mode.user is None:
+        assert program.uids().real not in (0, first.uids().real)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not program.is_running()
+    await sandbox.close()
+
+
+def _is_program(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[-1:] == ["main.py"]
+    except psutil.Error:
+        return False
+
+
+def _namespace(process: psutil.Process, kind: str) -> str:
+    return os.readlink(f"/proc/{process.pid}/ns/{kind}")
+
+
+def test_a_program_that_closes_its_streams_does_not_outlast_its_limit() -> None:
+    result = run_untrusted(attacks.PROGRAMS["outlasts_its_output"], "", CallLimits(wall_s=0.5))
+    assert result.outcome is Outcome.TIMEOUT
+
+
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_leaves_no_mark_on_the_folder_of_the_next(mode: Mode) -> None:
+    answers = await run_calls(mode, *[("leaves_marks", {})] * 3)
+    first, *rest = [json.loads(answer.result)[0] for answer in answers]
+    assert first["parts"] == {"mode": 0o700, "inode": first["parts"]["inode"], "entries": 1, "attributes": 0, "old": 0}
+    assert rest == [first, first]
+
+
+@pytest.mark.parametrize("look", ["looks_through_frames", "looks_through_memory"])
+async def test_a_call_sees_nothing_of_an_earlier_one(mode: Mode, look: str) -> None:
+    sandbox = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS, workers=1))
+    secret = "TASK123456789012" * 100
+    earlier = await sandbox.call({"rows": [a_row(attack="keeps_a_secret", secret=secret)]})
+    assert json.loads(earlier.result) == [{"score": 0.73125}]
+    answer = await sandbox.call({"rows": [a_row(attack=look)]})
+    assert json.loads(answer.result) == [{"score": 0.0}]
+    await sandbox.close()
+
+
+async def test_each_call_has_the_state_that_the_import_built(mode: Mode) -> None:
+    answers = await run_calls(mode, *[("grows_cache", {})] * 3)
+    assert [json.loads(answer.result) for answer in answers] == [[{"score": 2.0}]] * 3
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_STOP_S", 1.0)
+
+
+@pytest.mark.parametrize("generation", ["supervisor", pytest.param("builder", marks=pytest.mark.slow), "first inside"])
+async def test_a_worker_that_is_stopped_does_not_hold_up_the_pool(quick_stop: None, generation: str) -> None:
+    settings = SandboxSettings(limits=CallLimits(wall_s=1.0), workers=1)
+    sandbox = Sandbox({"spec": f"{ATTACKS}:grows_cache"}, settings)
+    await sandbox.describe()
+    [pid] = sandbox.pids
+    supervisor = psutil.Process(pid)
+    [builder] = supervisor.children()
+    [first] = builder.children()
+    {"supervisor": supervisor, "builder": builder, "first inside": first}[generation].send_signal(signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        answer = await sandbox.call({"rows": [a_row()]})
+        assert answer.outcome in (Outcome.RETURNED, Outcome.TIMEOUT)
+        await sandbox.close()
+    _, living = psutil.wait_procs((supervisor, builder, first), timeout=30)
+    assert living == []
+
+
+def test_a_supervisor_that_cannot_be_killed_does_not_hold_up_the_pool(quick_stop: None) -> None:
+    class Unkillable:
+        pid = 2**22 + 1  # above every process
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None, "a wait without a deadline"
+            raise subprocess.TimeoutExpired("supervisor", timeout)
+
+        def kill(self) -> None:
+            pass
+
+    read, write = os.pipe()
+    worker = SandboxWorker(SandboxSettings(), Unkillable(), write)  # type: ignore[arg-type]
+    assert asyncio.run(worker.stop()) == -signal.SIGKILL
+    os.close(read)

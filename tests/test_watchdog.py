@@ -1,0 +1,150 @@
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from headrace import watchdog
+from headrace.watchdog import Watchdog, beat, describe_tasks, open_activities, watching, watching_thread
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, logger="headrace.watchdog")
+    return caplog
+
+
+def dog(tell_s: float = 10.0, end_s: float = 100.0) -> tuple[Watchdog, list[int]]:
+    exits: list[int] = []
+    return Watchdog(tell_s=tell_s, end_s=end_s, go_on="; go on with X", exit=exits.append), exits
+
+
+def test_what_has_not_moved_is_told_once_and_again_after_twice_as_long(told: pytest.LogCaptureFixture) -> None:
+    watch, exits = dog()
+    with watching("the checkpoint of step 3", detail=lambda: "on a slow disk") as activity:
+        for seconds, number in ((9, 0), (10, 1), (19, 1), (20, 2), (39, 2), (40, 3)):
+            watch.check(activity.moved + seconds)
+            first = [line for line in told.messages if line.startswith("no progress: the checkpoint of step 3")]
+            assert len(first) == number, seconds
+    assert "(10 s without progress, MainThread): on a slow disk" in told.text
+    assert not exits
+
+
+def test_a_beat_starts_the_time_again(told: pytest.LogCaptureFixture) -> None:
+    watch, _ = dog()
+    with watching_thread("the trainer"):
+        (activity,) = (activity for activity in watchdog._open.values() if activity.what == "the trainer")
+        activity.moved -= 50
+        beat()
+        watch.check(time.monotonic() + 9)
+    assert "the trainer" not in told.text
+
+
+def test_a_beat_outside_of_watched_work_does_nothing() -> None:
+    beat()
+
+
+def test_the_table_is_empty_afterwards() -> None:
+    with pytest.raises(ValueError, match="x"), watching("work"):
+        raise ValueError("x")
+    assert "work" not in open_activities()
+
+
+def test_it_says_what_else_goes_on_and_where_threads_stand(told: pytest.LogCaptureFixture) -> None:
+    watch, _ = dog()
+    go, waits = threading.Event(), threading.Event()
+
+    def hang_here() -> None:
+        with watching("the reward of group 7"):
+            waits.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=hang_here, name="reward-thread")
+    thread.start()
+    waits.wait(60)
+    with watching("a batch of groups", detail=lambda: 1 / 0) as activity:
+        watch.check(activity.moved + 10)
+    go.set()
+    thread.join()
+    assert "meanwhile: the reward of group 7" in told.text
+    assert "thread reward-thread:" in told.text
+    assert "hang_here" in told.text
+    assert "cannot be described: ZeroDivisionError" in told.text
+
+
+def test_what_has_a_deadline_of_its_own_is_never_ended_from_here(told: pytest.LogCaptureFixture) -> None:
+    watch, exits = dog()
+    with watching("a batch", has_deadline=True) as activity:
+        watch.check(activity.moved + 1000)
+    assert not exits
+    with watching("the trainer: optim_step") as activity:
+        watch.check(activity.moved + 1000)
+    assert exits == [75]
+    assert "the trainer: optim_step: nothing moved for 100 s, so the process ends; go on with X" in told.text
+
+
+def test_no_end_if_none_is_wanted() -> None:
+    watch, exits = dog(end_s=0.0)
+    with watching("the trainer") as activity:
+        watch.check(activity.moved + 1e6)
+    assert not exits
+
+
+@contextmanager
+def until(told: pytest.LogCaptureFixture, text: str) -> Iterator[None]:
+    yield
+    end = time.monotonic() + 60
+    while text not in told.text and time.monotonic() < end:
+        time.sleep(0.01)
+    assert text in told.text
+
+
+def test_a_blocked_event_loop_is_told(told: pytest.LogCaptureFixture) -> None:
+    async def block() -> None:
+        with Watchdog(tell_s=0.2, end_s=0.0):
+            await asyncio.sleep(0.5)  # an idle loop answers
+            assert "no progress" not in told.text
+            with until(told, "no progress: the event loop"):
+                pass  # `until` sleeps on the loop's own thread
+
+    asyncio.run(block())
+
+
+def test_tasks_are_told_by_the_place_where_they_wait() -> None:
+    async def inner() -> None:
+        await asyncio.Event().wait()
+
+    async def outer() -> None:
+        await inner()
+
+    async def run() -> list[str]:
+        tasks = [asyncio.create_task(outer()) for _ in range(3)]
+        await asyncio.sleep(0)
+        lines = list(describe_tasks(asyncio.get_running_loop()))
+        for task in tasks:
+            task.cancel()
+        return lines
+
+    lines = asyncio.run(run())
+    assert any(line.startswith("3 tasks at Event.wait") and "inner" in line and "outer" in line for line in lines), (
+        lines
+    )
+
+
+ENDLESS = """
+import time
+from headrace.watchdog import Watchdog, watching
+with Watchdog(tell_s=0.1, end_s=0.3, go_on="; resume it"), watching("the trainer"):
+    time.sleep(600)
+"""
+
+
+def test_an_endless_wait_ends_the_process_with_a_code_that_schedulers_know() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 75
+    assert "the trainer: nothing moved for 0.3 s, so the process ends; resume it" in ended.stderr

@@ -1,0 +1,101 @@
+"""A stall of each part of a run is told, with the name of the part; then the run ends as if nothing had been."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import wiring
+from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.scheduler import Scheduler
+from headrace.model.tiny import save_tiny
+from headrace.reward.reward_runner import GroupRewardRunner
+from headrace.train.checkpoint import CheckpointStore
+from headrace.train.micro_batch import MicroBatchRunner
+from headrace.wiring.checked_config import load_checked
+
+WORDS = (*"0123456789", "+", "=", "add", "sum")
+CONFIG = """
+[run]
+tensorboard = false
+stall_warn_s = 0.4
+[model]
+path = "model"
+[engine]
+max_num_seqs = 8
+[rl]
+steps = 1
+groups = 2
+group_size = 2
+max_turns = 1
+max_prompt_tokens = 24
+max_episode_tokens = 32
+tasks = { type = "jsonl", path = "tasks.jsonl" }
+rewards = [{ fn = "mine.py:score" }]
+reward_runner = { type = "inprocess" }
+[rl.sampling]
+max_tokens = 4
+"""
+
+
+def slow_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the first call take two seconds on its own thread."""
+    calls = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(2.0)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def slow_once_async(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the first call take two seconds without holding its thread."""
+    calls = []
+
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            await asyncio.sleep(2.0)
+        return await function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "slow", "told"),
+    [
+        (Scheduler, "run_step", slow_once, "no progress: the sampler: a step"),
+        (GroupRewardRunner, "score", slow_once_async, "no progress: the rewards of group"),
+        (MicroBatchRunner, "run", slow_once, "no progress: the trainer: forward_backward"),
+        (EmbeddedEngine, "load", slow_once_async, "no progress: publishing: sampler 0 (EmbeddedEngine) to load"),
+        (CheckpointStore, "save", slow_once, "no progress: the checkpoint of step 1"),
+    ],
+)
+def test_a_stall_is_told_by_name(
+    owner: type,
+    name: str,
+    slow: Callable[[Callable[..., Any]], Callable[..., Any]],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model", words=WORDS, width=16, layers=1, heads=2, kv_heads=1, context=64, seed=0)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "add 1 + 2 ="}\n{"prompt": "add 3 + 4 ="}\n')
+    (tmp_path / "mine.py").write_text(
+        "def score(episode):\n    return float(len(episode.steps[0].completion.tokens))\n"
+    )
+    (tmp_path / "run.toml").write_text(CONFIG)
+    monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
+    config = load_checked(tmp_path / "run.toml", [], command="train")
+    result = wiring.train(config, config_text_path=tmp_path / "run.toml", resume=None)
+    log = (result.folder / "log.txt").read_text()
+    assert told in log
+    assert "meanwhile: " in log
+    assert "thread MainThread:" in log
