@@ -73,12 +73,14 @@ test-cookbook: $(VENV)/cookbook
 test-chaos: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(CHAOS) $(PYTEST_ARGS)
 
-# MINUTES: for training and as many for serving; the states after a power loss take a quarter of an hour beside.
+# MINUTES: for training, as many for serving, and as many for servers after a power loss; every state of a run after a
+# power loss takes a quarter of an hour beside. MINUTES=0: TRIES of each fault of training.
 SEED ?= $(shell date +%s)
 MINUTES ?= 60
+TRIES ?= 1
 ONLY ?=
 chaos: $(DEV)
-	CHAOS_SEED="$(SEED)" CHAOS_MINUTES="$(MINUTES)" CHAOS_ONLY="$(ONLY)" OMP_NUM_THREADS=1 \
+	CHAOS_SEED="$(SEED)" CHAOS_MINUTES="$(MINUTES)" CHAOS_TRIES="$(TRIES)" CHAOS_ONLY="$(ONLY)" OMP_NUM_THREADS=1 \
 		$(BIN)/pytest -m slow tests/chaos $(PYTEST_ARGS)
 
 # What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
