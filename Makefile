@@ -6,7 +6,8 @@
 #   make test        the tests, without those marked slow
 #   make test-slow   the tests marked slow
 #   make test-cookbook  unmodified recipes of the public tinker cookbook against `headrace serve`; some minutes
-#   make test-chaos  a server killed twenty times during training, by itself and under the cookbook's recipes; some minutes
+#   make test-chaos  training and serving killed, on failing disks, with jumping clocks and power losses; some minutes
+#   make chaos       the same with other seeds, for as long as you like: SEED=7 MINUTES=60 ONLY=LoRA
 #   make wheel       the wheel, in dist/
 #   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
@@ -42,11 +43,11 @@ EVAL_PROTOCOL := eval-protocol==0.3.33
 QUANTIZERS := torchao==0.18.0
 PYTEST_ARGS ?=
 RECIPES := tests/service/test_recipes.py
-CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py
+CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py tests/chaos
 WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook test-chaos wheel test-wheel check check-static docs proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos chaos wheel test-wheel check check-static docs proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -71,6 +72,16 @@ test-cookbook: $(VENV)/cookbook
 
 test-chaos: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(CHAOS) $(PYTEST_ARGS)
+
+# MINUTES: for training, as many for serving, and as many for servers after a power loss; every state of a run after a
+# power loss takes a quarter of an hour beside. MINUTES=0: TRIES of each fault of training.
+SEED ?= $(shell date +%s)
+MINUTES ?= 60
+TRIES ?= 1
+ONLY ?=
+chaos: $(DEV)
+	CHAOS_SEED="$(SEED)" CHAOS_MINUTES="$(MINUTES)" CHAOS_TRIES="$(TRIES)" CHAOS_ONLY="$(ONLY)" OMP_NUM_THREADS=1 \
+		$(BIN)/pytest -m slow tests/chaos $(PYTEST_ARGS)
 
 # What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
 # package-data in pyproject.toml no longer names.

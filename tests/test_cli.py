@@ -67,6 +67,17 @@ def test_help_needs_neither_torch_nor_the_configuration() -> None:
     assert "[sft], [reward_model], [rl]" in done.stdout
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read at its beginning")
+def test_a_file_that_the_machine_cannot_read_is_one_sentence(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file.parent / "model").mkdir()
+    (file.parent / "model" / "config.json").symlink_to("/proc/self/mem")  # reading it is an input/output error
+    assert headrace(monkeypatch, "train", file, "--set", "model.path=model") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Input/output error: see to the disk or its permissions" in line
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("x"), 2), (Interrupted("x"), 75), (ModelError("x"), 1), (HeadraceError("x"), 1)]
 )

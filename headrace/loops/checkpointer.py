@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from headrace.errors import HeadraceError, Interrupted
+from headrace.errors import FolderLockedError, HeadraceError, Interrupted, RunFolderError, StorageError
 from headrace.loops.evaluate import EvalResult
 from headrace.protocols import TrainBackend
 from headrace.watchdog import watching_thread
@@ -75,9 +75,12 @@ class Checkpointer:
 
     async def evaluate_or_save(self, done: int, evaluation: Awaitable[EvalResult]) -> float:
         """Return the score after `done` steps. If the evaluation fails, save the steps without a score and re-raise:
-        the training must not be lost with it."""
+        the training must not be lost with it. If its files cannot be written nothing is saved: a resume evaluates
+        these steps again, which it would not do behind a checkpoint."""
         try:
             return (await evaluation).score
+        except (RunFolderError, StorageError, FolderLockedError):
+            raise
         except HeadraceError:
             self._done, self._state = done, self._snapshot()
             await self._save(None)

@@ -226,6 +226,7 @@ class CheckpointStore:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._refused: set[int] = set()  # steps that load_latest found altered; never counted as checkpoints again
         self._unreadable: set[int] = set()  # steps that the machine could not read; never removed
+        self._known: dict[int, float | None] = {}  # scores that were read before: an error now does not change the best
 
     def save(
         self,
@@ -258,6 +259,7 @@ class CheckpointStore:
             scores = self._scores()
             self._check_order(step, scores)
             self._check_room(name, scores, estimate_bytes)
+            scores |= {other: self._known[other] for other in self._unreadable if other in self._known}
             scores[step] = score
             try:
                 writing.mkdir()
@@ -269,10 +271,12 @@ class CheckpointStore:
             except BaseException:  # a full disk, a failed writer, Ctrl-C: remove the half-written folder in any case
                 shutil.rmtree(writing, ignore_errors=True)
                 raise
+        self._known[step] = score
         self._refused.discard(step)
         self.retire_refused()
         self._point(LATEST, step)
-        self._point(BEST, best_step(scores))
+        if self._unreadable <= scores.keys():  # else the best may be one that cannot be read now
+            self._point(BEST, best_step(scores))
         self._remove_unneeded(scores, step)
         return target
 
@@ -321,6 +325,7 @@ class CheckpointStore:
     def _scores(self) -> dict[int, float | None]:
         self._unreadable.clear()
         scores = _sound_scores(self._folder, self._unreadable)
+        self._known |= scores
         return {step: score for step, score in scores.items() if step not in self._refused}
 
     def _check_order(self, step: int, scores: Mapping[int, float | None]) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,11 +61,29 @@ def _end_at_once(deadline_s: float) -> None:
     os._exit(EXIT_TRY_AGAIN)
 
 
+class _LogFile(logging.FileHandler):
+    """A log file whose disk may fail: the run goes on without its lines and says so once."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            logger.warning("%s cannot be written (%s); lines are missing from it", self.baseFilename, error.strerror)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Write what this package logs to a file too. Raises RunFolderError if that cannot be opened."""
     with boundary(RunFolderError, f"the log {path} cannot be written"):
-        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("headrace")
     root.addHandler(handler)

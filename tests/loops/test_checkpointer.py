@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import Interrupted, RolloutError
+from headrace.errors import Interrupted, RolloutError, RunFolderError
 from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.episode_metrics import eval_metrics
 from headrace.loops.evaluate import EvalResult
@@ -184,3 +184,15 @@ async def test_a_score_passes_through_and_an_evaluation_that_fails_saves_the_ste
     with pytest.raises(RolloutError, match="no reward"):
         await bench.checkpointer.evaluate_or_save(3, failing())
     assert bench.store.saved == [(3, {"cursor": 30}, None)]
+
+
+async def test_an_evaluation_whose_files_cannot_be_written_is_repeated_by_a_resume(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, every=0)
+
+    async def failing() -> EvalResult:
+        raise RunFolderError("cannot write metrics.jsonl")
+
+    bench.cursor = 30
+    with pytest.raises(RunFolderError, match="cannot write"):
+        await bench.checkpointer.evaluate_or_save(3, failing())
+    assert bench.store.saved == [], "a resume behind such a checkpoint would leave the evaluation out"

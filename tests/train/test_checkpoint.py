@@ -302,6 +302,18 @@ def test_an_older_checkpoint_that_cannot_be_read_stops_no_save_and_is_not_remove
     assert {name for name in names(two) if name.startswith("step_")} == {"step_000010", "step_000040"}
 
 
+def test_the_best_checkpoint_stays_the_best_while_it_cannot_be_read(
+    two: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fails_for(patch, "read_text", "step_000010/manifest.json")
+        store.save(30, writes(), {}, 0.3)
+        CheckpointStore(two, keep_last=2).save(40, writes(), {}, 0.4)  # a writer that has never read it
+    record = json.loads((two / "step_000030" / "state.json").read_text())
+    assert record["best"] == {"step": 10, "score": 0.5}
+    assert pointer(two, "best") == "step_000010"
+
+
 def test_pointers_that_cannot_be_written_end_nothing(
     two: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from headrace import atomic_files, whole_folder
 from headrace.config import Config, ModelConfig
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, StorageError, boundary
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.hf_generate import GenerateSampler
@@ -125,19 +125,21 @@ def starting_model(config: Config, folder: RunFolder) -> str:
     else:
         tiny = config.model.tiny
         shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed while writing
-        save_tiny(
-            writing,
-            words=tiny_words(config),
-            width=tiny.width,
-            layers=tiny.layers,
-            heads=tiny.heads,
-            kv_heads=tiny.kv_heads,
-            context=tiny.context,
-            seed=config.run.seed,
-        )
-        whole_folder.write_manifest(writing)
-        writing.rename(target)
-        atomic_files.fsync(folder.path)
+        words = tiny_words(config)
+        with boundary(StorageError, f"the starting model cannot be written to {target}"):
+            save_tiny(
+                writing,
+                words=words,
+                width=tiny.width,
+                layers=tiny.layers,
+                heads=tiny.heads,
+                kv_heads=tiny.kv_heads,
+                context=tiny.context,
+                seed=config.run.seed,
+            )
+            whole_folder.write_manifest(writing)
+            writing.rename(target)
+            atomic_files.fsync(folder.path)
     return str(target)
 
 

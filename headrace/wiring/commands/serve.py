@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from pathlib import Path
 import torch
 from fastapi import FastAPI
 
+from headrace import atomic_files
 from headrace.envs import ENVIRONMENTS
-from headrace.errors import ConfigError, FolderLockedError, boundary
+from headrace.errors import ConfigError, FolderLockedError, StorageError, boundary
 from headrace.folder_lock import hold_folder
 from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.device import choose_device, choose_dtype
@@ -137,7 +139,7 @@ def private_files(folder: Path, journal: str = "") -> Iterator[None]:
     before = os.umask(0o077)
     try:
         with boundary(ConfigError, f"the folder {folder} cannot be made"):
-            folder.mkdir(parents=True, exist_ok=True)
+            atomic_files.make_folder(folder)
         beside = [Path(journal + end) for end in ("", "-wal", "-shm")] if journal and "://" not in journal else []
         tightened = sum(map(_tighten, (folder, *folder.rglob("*"), *beside)))
         if tightened:
@@ -167,8 +169,7 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     if path == "tiny":
         path = str(folder / "tiny")
         if not (folder / "tiny" / "config.json").is_file():
-            words = ENVIRONMENTS["key_door"].vocabulary()
-            save_tiny(Path(path), words=words, width=96, layers=3, heads=4, kv_heads=2, context=512, seed=c.seed)
+            _write_tiny(folder / "tiny", seed=c.seed)
     device = choose_device(c.device)
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device))
     fuse_cuda_layers(lm)
@@ -177,6 +178,17 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     tokenizer = folder / "tokenizer"
     lm.tokenizer.save_pretrained(tokenizer)
     return lm, str(tokenizer)
+
+
+def _write_tiny(target: Path, *, seed: int) -> None:
+    """Write the model "tiny", whole or not at all, also if the power fails. Raises StorageError."""
+    words = ENVIRONMENTS["key_door"].vocabulary()
+    writing = target.with_name(f".writing-{target.name}")
+    shutil.rmtree(writing, ignore_errors=True)  # of a server that was killed while writing
+    with boundary(StorageError, f"the model cannot be written to {target}"):
+        save_tiny(writing, words=words, width=96, layers=3, heads=4, kv_heads=2, context=512, seed=seed)
+        atomic_files.fsync_tree(writing)
+        atomic_files.replace_folder(writing, target, aside=target.with_name(f".replaced-{target.name}"))
 
 
 def _kv_tokens(lm: LanguageModel, max_num_seqs: int, *, full: bool) -> int:
