@@ -34,8 +34,10 @@ from headrace.service.telemetry import Telemetry
 from headrace.service.training.model_creation import ModelCreation
 from headrace.service.training.training_queue import TrainingQueue
 from headrace.service.training.training_requests import TrainingRequests
+from headrace.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # what makes no progress is told, and ends the server
 
 
 class Service:
@@ -129,18 +131,19 @@ class Service:
         """Run what the journal has queued, and whatever comes; at the end leave the rest to the journal."""
         with boundary(JournalError, "what an earlier server left cannot be removed"):
             await self.registry.commit(*await asyncio.to_thread(self._clear_leftovers))
-        await self._resume()
-        expiring = asyncio.create_task(self._expire_often(), name="headrace-expire")
-        try:
-            yield
-        finally:
-            self.requests.close()
-            expiring.cancel()
-            await asyncio.gather(expiring, self.sampling.close(), self.trainer.close(), return_exceptions=True)
-            self.references.close()  # after the trainer: a request that it prepares must not fail because we end
-            await self.evaluator.close()
-            with contextlib.suppress(HeadraceError):
-                await asyncio.to_thread(self._note_progress)
+        with Watchdog(tell_s=STALL_WARN_S, end_s=STALL_END_S, go_on="; start the server again"):
+            await self._resume()
+            expiring = asyncio.create_task(self._expire_often(), name="headrace-expire")
+            try:
+                yield
+            finally:
+                self.requests.close()
+                expiring.cancel()
+                await asyncio.gather(expiring, self.sampling.close(), self.trainer.close(), return_exceptions=True)
+                self.references.close()  # after the trainer: a request that it prepares must not fail because we end
+                await self.evaluator.close()
+                with contextlib.suppress(HeadraceError):
+                    await asyncio.to_thread(self._note_progress)
 
     def _clear_leftovers(self) -> list[Change]:
         newer = newer_states(self._folder, self.registry, self._journal)

@@ -35,7 +35,6 @@ from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal, put
 from headrace.service.store.ownership import claim
 from headrace.service.telemetry import Telemetry
-from headrace.watchdog import Watchdog
 from headrace.wiring.build.models import fuse_cuda_layers
 from headrace.wiring.build.sinks import MetricOutputs, model_sink
 from headrace.wiring.commands.serve_references import make_rewards, open_references
@@ -43,7 +42,6 @@ from headrace.wiring.commands.serve_references import make_rewards, open_referen
 logger = logging.getLogger(__name__)
 
 KEY_KIND, FIRST_OWNER = "key", "local"
-STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # of the watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,6 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
         stack.enter_context(_folder_lock(folder))
         claim(folder, journal, adopt=adopt)
         stack.enter_context(no_progress_bars())
-        stack.enter_context(Watchdog(tell_s=STALL_WARN_S, end_s=STALL_END_S, go_on="; start the server again"))
         keys, fresh_key = _keys(config, journal, make_key=make_key)
         lm, tokenizer = _load(config.model, folder)
         engine = config.engine
