@@ -43,8 +43,7 @@ Modules that all of them may use:
 - `types` has the values that pass between stages, `protocols` the interfaces of the stages, `errors` every failure.
 - `render` converts messages to tokens and back; `tool_calls` parses tool calls in a model's text.
 - `metrics` has metrics that carry their reduction; `names` lists the names that a configuration may use.
-- `atomic_files` writes files whole or not at all; `whole_folder` lists the files of a folder with their hashes;
-  `folder_lock` keeps a folder to one process at a time.
+- `storage` writes files and folders that survive crashes, and locks folders.
 - `retry` repeats requests; `user_code` loads a user's functions; `watchdog` tells what has not moved for long.
 - `printable` renders foreign text for logs and terminals; `testing` has a public fake for each protocol.
 """

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace import atomic_files
 from headrace.errors import RunFolderError, boundary
+from headrace.storage import atomic_files
 
 
 def json_line(value: Mapping[str, Any], *, sort_keys: bool = False) -> str:

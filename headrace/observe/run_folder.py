@@ -17,9 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from headrace import atomic_files
 from headrace.errors import ConfigError, RunFolderError, boundary
 from headrace.observe.json_lines import write_whole
+from headrace.storage import atomic_files
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STAMP = "%Y-%m-%dT%H-%M-%SZ"

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace import atomic_files, whole_folder
 from headrace.errors import CheckpointError, StorageError, boundary
-from headrace.whole_folder import MANIFEST, Manifest
+from headrace.storage import atomic_files, whole_folder
+from headrace.storage.whole_folder import MANIFEST, Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from headrace.envs.task_definitions import read_definition
 from headrace.errors import ConfigError, HeadraceError, RunFolderError, StorageError, boundary
 from headrace.observe.json_lines import write_whole
 from headrace.observe.run_folder import RunFolder
-from headrace.whole_folder import sha256_of
+from headrace.storage.whole_folder import sha256_of
 
 logger = logging.getLogger(__name__)
 

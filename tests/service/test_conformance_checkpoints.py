@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.whole_folder import verify
+from headrace.storage.whole_folder import verify
 from support.tinker_sdk import ADAM, DATA, loss_of, tinker
 from support.tinker_server import BASE, KEY, OTHER_KEY, Served, served
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from headrace.config import Config
 from headrace.errors import HeadraceError
-from headrace.folder_lock import LOCK
 from headrace.observe.run_folder import RunFolder, find_latest
 from headrace.observe.sinks.jsonl import JsonlSink, read_metrics, restore_cut
+from headrace.storage.folder_lock import LOCK
 from headrace.wiring.build.models import starting_model
 from headrace.wiring.checked_config import load_checked
 from headrace.wiring.resume import check_same_run, plan_resume

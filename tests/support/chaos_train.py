@@ -96,7 +96,7 @@ PLACES = {  # protocol steps of a run, and at which call of each a kill comes at
     "headrace.infer.engine:EmbeddedEngine.sample": 30,
     "headrace.train.optimizer:MasterAdamW.update": 6,
     "headrace.train.trainer_state:save_file": 6,
-    "headrace.atomic_files:replace_folder": 6,
+    "headrace.storage.atomic_files:replace_folder": 6,
     "headrace.train.checkpoint:CheckpointStore._point": 10,
     "headrace.train.checkpoint:CheckpointStore._remove_unneeded": 6,
     "headrace.observe.sinks.jsonl:JsonlSink.sync": 8,

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace import atomic_files
 from headrace.errors import CheckpointError, FolderLockedError, StorageError
+from headrace.storage import atomic_files
 from headrace.testing import FakeBackend
 from headrace.train.checkpoint import (
     CheckpointStore,
@@ -398,7 +398,7 @@ def test_a_writer_that_fails_leaves_nothing_behind(two: Path, store: CheckpointS
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from headrace import whole_folder
+from headrace.storage import whole_folder
 from headrace.train import checkpoint
 from headrace.train.checkpoint import CheckpointStore
 

@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from headrace import whole_folder
-from headrace.folder_lock import hold_folder
 from headrace.observe.sinks.jsonl import read_metrics, reproducible_bytes
-from headrace.whole_folder import Manifest
+from headrace.storage import whole_folder
+from headrace.storage.folder_lock import hold_folder
+from headrace.storage.whole_folder import Manifest
 from support.paths import ROOT, TESTS
 
 TAKE = "headrace.rollout.executor:RolloutExecutor.take_batch"
 SAMPLE = "headrace.infer.engine:EmbeddedEngine.sample"
 UPDATE = "headrace.train.optimizer:MasterAdamW.update"
 SAVE_FILE = "headrace.train.trainer_state:save_file"  # the model is written by then, the optimiser is not
-RENAME = "headrace.atomic_files:replace_folder"  # all is written, under a temporary name
+RENAME = "headrace.storage.atomic_files:replace_folder"  # all is written, under a temporary name
 POINT_AT = "headrace.train.checkpoint:CheckpointStore._point"  # the checkpoint stands, `latest` names the one before
 START_RL = "headrace.wiring.stages:make_executor"
 EVALUATE = "headrace.wiring.stage_context:evaluate_tasks"

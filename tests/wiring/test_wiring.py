@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import atomic_files, wiring
+from headrace import wiring
 from headrace.data.conversations import ConversationMixture, prompt_of
 from headrace.envs import ENVIRONMENTS, environment_demonstrations
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, RolloutError, RunFolderError
 from headrace.model.tiny import save_tiny
 from headrace.observe.rollouts.files import load_trajectories
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes
+from headrace.storage import atomic_files
 from headrace.types import CreditedEpisode
 from headrace.wiring.build.data import conversations_of, tasks_of, training_conversations
 from headrace.wiring.checked_config import load_checked

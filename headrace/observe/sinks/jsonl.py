@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace import atomic_files
 from headrace.errors import RunFolderError, boundary
 from headrace.observe.json_lines import json_line
+from headrace.storage import atomic_files
 
 logger = logging.getLogger(__name__)
 

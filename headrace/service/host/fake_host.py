@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace import whole_folder
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError, boundary
 from headrace.service.host.folder_check import check_folder
 from headrace.service.host.model_host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
+from headrace.storage import whole_folder
 from headrace.train.batch import BoundLoss, bind_loss, call_loss, check_data, concat_arrays
 from headrace.train.torch_backend import explain_non_finite
 from headrace.types import (

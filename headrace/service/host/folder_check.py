@@ -1,6 +1,6 @@
 """Check a saved model's folder against its digests before anything in it is used.
 
-`write_model` leaves a manifest in every folder (`headrace/whole_folder.py`). Folders of earlier versions have none;
+`write_model` leaves a manifest in every folder (`headrace/storage/whole_folder.py`). Folders of earlier versions have none;
 they are read as they are, and a line in the log says so once for each. Those of other programs have none either.
 """
 
@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace import whole_folder
 from headrace.errors import CheckpointError, DamageError, StorageError
+from headrace.storage import whole_folder
 
 logger = logging.getLogger(__name__)
 

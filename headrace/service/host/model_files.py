@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace import atomic_files, whole_folder
 from headrace.errors import CheckpointError, boundary
 from headrace.model.load import LanguageModel, read_weights
 from headrace.model.multi_lora import Adapter
 from headrace.service.host.folder_check import FORMAT, STATE, check_folder, reading
 from headrace.service.host.hosted_model import adapter_of_state, weights_of
 from headrace.service.host.model_host import AdapterSpec, FullFinetune
+from headrace.storage import atomic_files, whole_folder
 from headrace.train.trainer_state import VALUE_HEAD, VALUE_HEAD_FILE, TrainedState
 
 OPTIMIZER = "optimizer.safetensors"

@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from headrace import atomic_files
 from headrace.errors import CheckpointError, RequestError, boundary
 from headrace.service.core import Service
 from headrace.service.http import schemas
@@ -25,6 +24,7 @@ from headrace.service.store.entities import (
     folder_name,
     model_id,
 )
+from headrace.storage import atomic_files
 
 
 async def copy_weights(service: Service, user: ApiUser, body: schemas.CopyWeights, idempotency: str | None) -> str:

@@ -3,7 +3,7 @@ deleted, snapshots of sessions that had ended.
 
 Only folders that the journal's own records name are removed, and those with names that only writing gives: a folder
 that some other journal knows of stays, and so does a state of a request that this journal lacks. No other server writes
-here meanwhile (`headrace/folder_lock.py`).
+here meanwhile (`headrace/storage/folder_lock.py`).
 """
 
 import shutil

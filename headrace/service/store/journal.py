@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace import atomic_files
 from headrace.errors import ConfigError, JournalError, boundary
+from headrace.storage import atomic_files
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headrace import atomic_files
 from headrace.errors import ConfigError, JournalError, boundary
 from headrace.service.store.cleanup import CHECKPOINTS, SNAPSHOTS, STATES, newer_states
 from headrace.service.store.journal import Journal, put
 from headrace.service.store.registry import Registry
+from headrace.storage import atomic_files
 
 MARKER = "server.json"
 KIND, PAIR = "server", "pair"

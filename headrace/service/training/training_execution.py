@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import assert_never
 
-from headrace import whole_folder
 from headrace.errors import BackendError, HeadraceError, RequestError
 from headrace.service.host.model_host import FullFinetune, ModelHost
 from headrace.service.requests.request_table import Done, Outcome, PendingRequest, done_json
@@ -43,6 +42,7 @@ from headrace.service.training.operations import (
 )
 from headrace.service.training.server_gae import forward_with_gae
 from headrace.service.wire.messages import PROTOBUF, metric_names, write_forward
+from headrace.storage import whole_folder
 from headrace.types import DiscardGradient, ForwardOut, UpdateOut
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from headrace import atomic_files, whole_folder
 from headrace.config import Config, ModelConfig
 from headrace.errors import CheckpointError, StorageError, boundary
 from headrace.infer.cuda import graph_decoder
@@ -31,9 +30,10 @@ from headrace.model.tiny import save_tiny
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.model.value_head import load_scalar_model
 from headrace.observe.run_folder import RunFolder
+from headrace.storage import atomic_files, whole_folder
+from headrace.storage.whole_folder import MANIFEST
 from headrace.train.checkpoint import STATE, verify
 from headrace.train.trainer_state import OPTIMIZER_FILE
-from headrace.whole_folder import MANIFEST
 from headrace.wiring.build.model_sizes import folder_shape, memory_request, tiny_words
 
 START = "start"  # the folder of the model "tiny" in a run folder

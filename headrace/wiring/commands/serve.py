@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 from fastapi import FastAPI
 
-from headrace import atomic_files
 from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError, FolderLockedError, StorageError, boundary
-from headrace.folder_lock import hold_folder
 from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import LanguageModel, load_model, no_progress_bars
@@ -35,6 +33,8 @@ from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal, put
 from headrace.service.store.ownership import claim
 from headrace.service.telemetry import Telemetry
+from headrace.storage import atomic_files
+from headrace.storage.folder_lock import hold_folder
 from headrace.wiring.build.models import fuse_cuda_layers
 from headrace.wiring.build.sinks import MetricOutputs, model_sink
 from headrace.wiring.commands.serve_references import make_rewards, open_references

@@ -17,7 +17,6 @@ import tomli_w
 
 from headrace.config import Config, to_mapping
 from headrace.errors import ConfigError, HeadraceError, Interrupted
-from headrace.folder_lock import FolderLock, hold_folder
 from headrace.model.compute_thread import limit_torch_threads
 from headrace.model.cuda.determinism import make_deterministic
 from headrace.model.device import choose_device
@@ -26,6 +25,7 @@ from headrace.model.tokenizer import TokenizerOnly
 from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.jsonl import check_records, restore_cut
+from headrace.storage.folder_lock import FolderLock, hold_folder
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.watchdog import Watchdog
 from headrace.wiring.build.models import load_tokens, starting_model

@@ -10,11 +10,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from headrace import atomic_files
 from headrace.errors import CheckpointError, DamageError, StorageError
 from headrace.model.tiny import make_model
 from headrace.service.host import model_files
 from headrace.service.host.model_host import AdapterSpec, FullFinetune
+from headrace.storage import atomic_files
 from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
 from support.adapter_hosts import LIMIT_S, STEP, bits, data, opened, request, same, sample, saved, small_model, train
 
@@ -212,7 +212,7 @@ def test_a_disk_that_cannot_be_read_is_no_damage(tmp_path: Path, monkeypatch: py
     with opened() as host:
         host.create("mine", AdapterSpec(rank=2))
         saved(host, "mine", tmp_path / "mine")
-        monkeypatch.setattr("headrace.whole_folder.sha256_of", broken)
+        monkeypatch.setattr("headrace.storage.whole_folder.sha256_of", broken)
         for call in (host.load("mine", tmp_path / "mine", optimizer=True), host.open_sampler("new", tmp_path / "mine")):
             with pytest.raises(StorageError, match="no sign of damage"):
                 call.result(LIMIT_S)

@@ -102,7 +102,7 @@ def test_a_disk_that_cannot_be_read_is_called_that(
     model = trained(client)
     path = model.save_state("kept").result().path
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.whole_folder.sha256_of", broken)
+        patch.setattr("headrace.storage.whole_folder.sha256_of", broken)
         with pytest.raises(tinker.RequestFailedError, match="no sign of damage"):
             client.create_training_client_from_state(path)
     assert client.create_training_client_from_state(path) is not None

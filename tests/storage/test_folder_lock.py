@@ -17,9 +17,9 @@ from typing import NoReturn
 
 import pytest
 
-from headrace import folder_lock
 from headrace.errors import ConfigError, FolderLockedError, StorageError
-from headrace.folder_lock import LOCK, LockHolder, hold_folder, this_process
+from headrace.storage import folder_lock
+from headrace.storage.folder_lock import LOCK, LockHolder, hold_folder, this_process
 from headrace.wiring.commands.serve import _folder_lock as server_lock
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals")
@@ -28,7 +28,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from headrace.errors import FolderLockedError
-from headrace.folder_lock import hold_folder, this_process
+from headrace.storage.folder_lock import hold_folder, this_process
 host = sys.argv[2] or this_process().host
 with hold_folder(Path(sys.argv[1]), beat_s=float(sys.argv[3]), me=replace(this_process(), host=host)) as lock:
     print("held", flush=True)
@@ -199,7 +199,7 @@ RACE = """
 import os, sys, time
 from dataclasses import replace
 from pathlib import Path
-from headrace import folder_lock
+from headrace.storage import folder_lock
 from headrace.errors import FolderLockedError
 folder_lock._POLL_S = 0.01
 folder = Path(sys.argv[1])

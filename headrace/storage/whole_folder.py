@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from headrace import atomic_files
 from headrace.errors import CheckpointError, StorageError
+from headrace.storage import atomic_files
 from headrace.watchdog import beat
 
 MANIFEST = "manifest.json"

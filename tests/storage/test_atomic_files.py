@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace import atomic_files
+from headrace.storage import atomic_files
 
 
 @pytest.fixture
