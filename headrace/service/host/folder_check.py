@@ -1,7 +1,7 @@
 """Check a saved model's folder against its digests before anything in it is used.
 
-`write_model` leaves a manifest in every folder (`headrace/storage/whole_folder.py`). Folders of earlier versions have none;
-they are read as they are, and a line in the log says so once for each. Those of other programs have none either.
+`write_model` leaves a manifest in every folder (`headrace/storage/whole_folder.py`). Folders of earlier versions have
+none; they are read as they are, and a line in the log says so once for each. Those of other programs have none either.
 """
 
 import contextlib
