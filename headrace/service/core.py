@@ -165,6 +165,7 @@ class Service:
         await self.checkpoints.delete_expired()
         await self.sessions.expire()
         await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)
+        await self.sessions.forget_samplers(keep=self.limits.snapshots_per_model)
         await self._forget_old_results()
         await asyncio.to_thread(self._note_progress)
 

@@ -38,6 +38,7 @@ class Sessions:
         self._checkpoints = checkpoints
         self._timeout_s = timeout_s
         self._seen: dict[str, float] = {}
+        self._ended: dict[str, float] = {}  # when a session with sampling sessions was first seen to have ended
 
     async def create(self, user: ApiUser, body: schemas.CreateSession, idempotency: str | None) -> Session:
         """Open a session; a repeat with the same idempotency key gets the first one."""
@@ -106,6 +107,26 @@ class Sessions:
             self._samplers.close(old.id)
             await self._samplers.record_gone([old], f"{keep} snapshots are kept, and newer ones came")
             await self._checkpoints.remove_folder(str(old.folder))
+
+    async def forget_samplers(self, *, keep: int) -> None:
+        """Forget sampling sessions that cannot be used again: of every ended session, once its clients have had the
+        session timeout to notice, and of a running one all but the `keep` newest that are gone."""
+        now, working = time.monotonic(), {pending.row.target for pending in self._requests.open_requests()}
+        unusable: dict[str, list[SamplerRecord]] = {}
+        forgotten: list[SamplerRecord] = []
+        for sampler in sorted(self._registry.samplers.values(), key=age_order):
+            if sampler.id in working:
+                continue
+            if self.is_open(sampler.session):
+                if sampler.gone is not None:
+                    unusable.setdefault(sampler.session, []).append(sampler)
+            elif now - self._ended.setdefault(sampler.session, now) > self._timeout_s:
+                forgotten.append(sampler)
+        forgotten += [old for samplers in unusable.values() for old in samplers[:-keep]]
+        if forgotten:
+            async with self._registry.changing(*(sampler.id for sampler in forgotten)):
+                await self._registry.commit(*(self._registry.forget(sampler) for sampler in forgotten))
+        self._ended = {id: since for id, since in self._ended.items() if now - since <= self._timeout_s}
 
     async def _end(self, id: str, why: str, *, snapshots: bool) -> None:
         """Cancel a session's sampling, fail requests that wait for numbers that never came, unload its models."""
