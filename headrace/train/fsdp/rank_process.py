@@ -1,0 +1,121 @@
+"""Serve the commands of the first rank in a process of its own, until its connection ends.
+
+Run as `python -m headrace.train.fsdp.rank_process` by `ranks.start_rank`; under torchrun and Slurm `headrace train`
+calls `serve_rank`. A thread reads the connection, so that a rank that waits in a collective still answers, and ends
+when the first rank has.
+"""
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.errors import HeadraceError
+from headrace.train.fsdp.launch import RankPlace, open_store
+from headrace.train.fsdp.rank_backend import OutOfMemory, RankBackend
+from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, first_line, join_group
+from headrace.watchdog import EXIT_STALLED
+
+
+def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:
+    """Serve until the first rank says that it is over. The process ends with code 75 if ranks are lost.
+
+    Signals that ask a run to stop are left to the first rank, which needs the others for its last checkpoint.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    store = open_store(place, deadline_s=deadline_s)
+    channel = json.loads(store.get(CHANNEL))
+    connection = Client((channel["address"], channel["port"]), authkey=bytes.fromhex(channel["key"]))
+    connection.send(place.rank)
+    server = _Server(connection)
+    threading.Thread(target=server.read, name="headrace-commands", daemon=True).start()
+    mesh = join_group(
+        store,
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        local_rank=place.local_rank,
+        device=device,
+        timeout_s=deadline_s + SLACK_S,
+    )
+    server.serve(mesh)
+    dist.destroy_process_group()
+
+
+class _Server:
+    """Runs commands on the calling thread while another reads the connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._over = False
+
+    def read(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):  # the first rank has ended, or has found that a rank is lost
+                if self._over:
+                    return
+                os._exit(EXIT_STALLED)
+            if message[0] == "ask":
+                self._send("here")
+            else:
+                self._over = message[0] == "end"
+                self._commands.put(message)
+                if self._over:
+                    return
+
+    def _send(self, *message: Any) -> None:
+        with self._sending:
+            try:
+                self._connection.send(message)
+            except OSError:  # the first rank has ended
+                os._exit(EXIT_STALLED)
+
+    def serve(self, mesh: Any) -> None:
+        backends: dict[int, RankBackend] = {}
+        while True:
+            kind, *command = self._commands.get()
+            if kind == "end":
+                return
+            number, backend, verb, arguments = command
+            try:
+                if verb == "open":
+                    build, options = arguments
+                    backends[backend] = RankBackend(build(), options, mesh, progress=self._progress)
+                    result = None
+                elif verb == "close":
+                    backends.pop(backend, None)
+                    result = None
+                else:
+                    result = getattr(backends[backend], verb)(*arguments)
+            except HeadraceError as exc:
+                self._send("reply", number, "refused", exc)
+            except (OutOfMemory, torch.OutOfMemoryError, MemoryError) as exc:
+                self._send("memory", first_line(exc.__cause__ or exc))
+                os._exit(EXIT_STALLED)
+            except BaseException as exc:  # of a collective, or a bug: the first rank says it, once
+                self._send("broken", f"{type(exc).__name__}: {first_line(exc)}")
+                if os.environ.get("HEADRACE_DEBUG") == "1":
+                    raise
+                os._exit(EXIT_STALLED)
+            else:
+                self._send("reply", number, "done", result)
+
+    def _progress(self, what: str) -> None:
+        self._send("doing", what)
+
+
+if __name__ == "__main__":
+    start = json.loads(sys.stdin.read())
+    torch.set_num_threads(start["threads"])
+    serve_rank(RankPlace(**start["place"]), device=start["device"], deadline_s=start["deadline_s"])
