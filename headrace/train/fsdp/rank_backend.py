@@ -6,7 +6,7 @@ ranks apart: their process group is lost.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,30 @@ from headrace.types import (
 from headrace.watchdog import beat
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(HeadraceError):
     """This rank has no memory left; the others wait for it in vain."""
+
+
+class OutOfStep(HeadraceError):
+    """This rank has failed where the others go on, or has lost them."""
+
+
+def run_part(part: Callable[[], Any]) -> tuple[str, Any]:
+    """Run a rank's part of a command: ("done", result), ("refused", error), ("memory", text) or ("broken", text).
+
+    After one of the last two the ranks are out of step, and all of them must end.
+    """
+    try:
+        with boundary(OutOfStep, "it failed"):
+            try:
+                return "done", part()
+            except (torch.OutOfMemoryError, MemoryError) as exc:
+                raise OutOfMemory(str(exc)) from exc
+    except (OutOfMemory, OutOfStep) as exc:
+        text = (str(exc).splitlines() or [type(exc).__name__])[0]
+        return "memory" if isinstance(exc, OutOfMemory) else "broken", text
+    except HeadraceError as exc:
+        return "refused", exc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +119,11 @@ class ShardRunner(MicroBatchRunner):
                     with boundary(BackendError, "the loss failed"):
                         try:
                             output, seeds = self.loss_of(hidden_TD, packed, batch, loss, want_gradient=want_gradient)
-                        except torch.OutOfMemoryError as exc:
-                            raise OutOfMemory from exc
+                        except (torch.OutOfMemoryError, MemoryError) as exc:
+                            raise OutOfMemory(str(exc)) from exc
+                except OutOfMemory:
+                    raise
                 except HeadraceError as exc:
-                    if isinstance(exc.__cause__, OutOfMemory):
-                        raise exc.__cause__ from exc
                     failures.append(exc)
                     output, seeds = None, []
             if not want_gradient:
@@ -321,9 +343,12 @@ def _gather_rows(share: Share, queued: Sequence[tuple[tuple[int, ...], MicroBatc
     return PartOut(loss=total, logprobs=tuple(logprobs), metrics={name: _read(one) for name, one in metrics.items()})
 
 
-def _read(metric: Metric) -> Metric:
+def _read(metric: Any) -> Any:
     """Replace the tensors of a metric by numbers."""
-    numbers: dict[str, Any] = {field.name: float(getattr(metric, field.name)) for field in fields(metric)}
+    values = {field.name: getattr(metric, field.name) for field in fields(metric)}
+    numbers: dict[str, Any] = {
+        name: _read(value) if is_dataclass(value) else float(value) for name, value in values.items()
+    }
     return replace(metric, **numbers)
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.errors import HeadraceError
 from headrace.train.fsdp.launch import RankPlace, open_store
-from headrace.train.fsdp.rank_backend import OutOfMemory, RankBackend
-from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, first_line, join_group
+from headrace.train.fsdp.rank_backend import RankBackend, run_part
+from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, join_group
 from headrace.watchdog import EXIT_STALLED
 
 
@@ -88,28 +87,22 @@ class _Server:
             if kind == "end":
                 return
             number, backend, verb, arguments = command
-            try:
+
+            def part() -> Any:
                 if verb == "open":
                     build, options = arguments
                     backends[backend] = RankBackend(build(), options, mesh, progress=self._progress)
-                    result = None
                 elif verb == "close":
                     backends.pop(backend, None)
-                    result = None
                 else:
-                    result = getattr(backends[backend], verb)(*arguments)
-            except HeadraceError as exc:
-                self._send("reply", number, "refused", exc)
-            except (OutOfMemory, torch.OutOfMemoryError, MemoryError) as exc:
-                self._send("memory", first_line(exc.__cause__ or exc))
+                    return getattr(backends[backend], verb)(*arguments)
+                return None
+
+            kind, result = run_part(part)
+            if kind in ("memory", "broken"):
+                self._send(kind, result)
                 os._exit(EXIT_STALLED)
-            except BaseException as exc:  # of a collective, or a bug: the first rank says it, once
-                self._send("broken", f"{type(exc).__name__}: {first_line(exc)}")
-                if os.environ.get("HEADRACE_DEBUG") == "1":
-                    raise
-                os._exit(EXIT_STALLED)
-            else:
-                self._send("reply", number, "done", result)
+            self._send("reply", number, kind, result)
 
     def _progress(self, what: str) -> None:
         self._send("doing", what)

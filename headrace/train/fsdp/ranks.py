@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.errors import HeadraceError, RanksLostError
 from headrace.train.fsdp.launch import RankPlace, open_store
-from headrace.train.fsdp.rank_backend import ElsewhereError, OutOfMemory, RankBackend
+from headrace.train.fsdp.rank_backend import ElsewhereError, RankBackend, run_part
 from headrace.watchdog import beat
 
 GRACE_S = 3.0  # for the cause of a failure to show: a broken connection is only its effect
@@ -199,23 +199,24 @@ class Ranks:
     def _own_part(
         self, number: int, verb: str, arguments: tuple[Any, ...], own: Callable[[], RankBackend] | None
     ) -> tuple[str, Any]:
-        try:
+        def part() -> Any:
             if own is not None:
                 self._backends[number] = own()
-                return "done", None
-            if verb == "close":
+            elif verb == "close":
                 self._backends.pop(number, None)
-                return "done", None
-            return "done", getattr(self._backends[number], verb)(*arguments)
-        except HeadraceError as exc:
-            return "refused", exc
-        except (OutOfMemory, torch.OutOfMemoryError) as exc:
-            self._lose(f"rank 0 ran out of memory{self._while_doing(0)} ({first_line(exc.__cause__ or exc)})")
-        except RuntimeError as exc:  # of a collective: another rank is the cause
+            else:
+                return getattr(self._backends[number], verb)(*arguments)
+            return None
+
+        kind, result = run_part(part)
+        if kind == "memory":
+            self._lose(f"rank 0 ran out of memory{self._while_doing(0)} ({result})")
+        elif kind == "broken":  # most often because another rank has ended, which is then the cause
             with self._changed:
-                self._effects.append((time.monotonic(), 0, first_line(exc)))
+                self._effects.append((time.monotonic(), 0, result))
+        if kind in ("memory", "broken"):
             self._await_verdict()
-        raise AssertionError("a verdict raises")
+        return kind, result
 
     def _note_reply(self, rank: int, reply: tuple[str, Any]) -> None:
         with self._changed:
@@ -421,7 +422,3 @@ def _how(code: int | None) -> str:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
     return f"was killed ({name})" + (", perhaps by the system for want of memory" if name == "SIGKILL" else "")
-
-
-def first_line(exc: BaseException) -> str:
-    return (str(exc).splitlines() or [type(exc).__name__])[0]
