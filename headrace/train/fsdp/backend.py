@@ -4,6 +4,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from headrace.model.load import LanguageModel
 from headrace.model.value_head import has_scalar_head
 from headrace.train.batch import bind_loss, check_data, check_head
 from headrace.train.fsdp.dealing import Share, deal
-from headrace.train.fsdp.rank_backend import BackendOptions, Model, RankBackend, merge_parts
+from headrace.train.fsdp.rank_backend import OWN_LOSS, BackendOptions, Model, RankBackend, merge_parts
 from headrace.train.fsdp.ranks import Ranks
 from headrace.train.torch_backend import dummy_datum, dummy_loss
 from headrace.types import (
@@ -29,6 +30,7 @@ from headrace.types import (
     UpdateOut,
     WeightsHandle,
 )
+from headrace.user_code import USER_MODULES
 
 R = TypeVar("R")
 _numbers = itertools.count()
@@ -201,19 +203,26 @@ class FsdpBackend:
         )
         return merge_parts(parts, shares, data)
 
-    def _sent(self, spec: LossSpec) -> LossSpec | None:
-        """Return the loss as other ranks get it: None for one that they make themselves (`make_loss`)."""
-        if isinstance(spec.fn, str) or self._ranks.num_ranks == 1:
+    def _sent(self, spec: LossSpec) -> LossSpec:
+        """Return the loss as other ranks can read it."""
+        if isinstance(spec.fn, str) or self._ranks.num_ranks == 1 or is_importable(spec.fn):
             return spec
-        try:
-            pickle.dumps(spec.fn)
-        except (pickle.PicklingError, AttributeError, TypeError) as exc:
-            if self._options.make_loss is not None:
-                return None
-            raise BackendError(
-                f"the loss {spec.name} cannot be sent to other ranks: give a name, or a function of a module"
-            ) from exc
-        return spec
+        if self._options.make_loss is not None:
+            return replace(spec, fn=OWN_LOSS)
+        raise BackendError(
+            f"the loss {spec.name} cannot be sent to other ranks: give a name, or a function of a module"
+        )
+
+
+def is_importable(function: Callable[..., Any]) -> bool:
+    """Tell whether other processes can import a function by its module and name."""
+    if function.__module__ == "__main__" or function.__module__.startswith(USER_MODULES):
+        return False
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:

@@ -43,6 +43,9 @@ from headrace.types import (
 from headrace.watchdog import beat
 
 
+OWN_LOSS = "\0own"  # in place of the name of a loss that every rank makes itself (`BackendOptions.make_loss`)
+
+
 class OutOfMemory(HeadraceError):
     """This rank has no memory left; the others wait for it in vain."""
 
@@ -197,10 +200,10 @@ class RankBackend:
         self._has_gradient = False
         self._num_updates = 0
 
-    def compute(self, share: Share, spec: LossSpec | None, want_gradient: bool) -> PartOut:
+    def compute(self, share: Share, spec: LossSpec, want_gradient: bool) -> PartOut:
         """Compute this rank's part of a loss; with `want_gradient` all ranks end up with the sum of the gradients."""
-        if spec is None:
-            spec = self._loss_of_run
+        if spec.fn == OWN_LOSS:
+            spec = replace(spec, fn=self._own_loss.fn)
         loss = bind_loss(spec)
         failure: HeadraceError | None = None
         queued: list[tuple[tuple[int, ...], MicroBatchRows]] = []
@@ -221,7 +224,7 @@ class RankBackend:
         return _gather_rows(share, queued)
 
     @functools.cached_property
-    def _loss_of_run(self) -> LossSpec:
+    def _own_loss(self) -> LossSpec:
         assert self._make_loss is not None
         return self._make_loss()
 

@@ -7,6 +7,7 @@ when the first rank has.
 
 import json
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headrace.errors import RanksLostError, boundary
+from headrace.model.load import no_progress_bars
 from headrace.train.fsdp.launch import RankPlace, open_store
 from headrace.train.fsdp.rank_backend import RankBackend, run_part
 from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, join_group
@@ -30,8 +33,9 @@ def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    store = open_store(place, deadline_s=deadline_s)
-    channel = json.loads(store.get(CHANNEL))
+    with boundary(RanksLostError, f"rank {place.rank} has not met the first rank within {deadline_s:g} s"):
+        store = open_store(place, deadline_s=deadline_s)
+        channel = json.loads(store.get(CHANNEL))
     connection = Client((channel["address"], channel["port"]), authkey=bytes.fromhex(channel["key"]))
     connection.send(place.rank)
     server = _Server(connection)
@@ -44,7 +48,8 @@ def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:
         device=device,
         timeout_s=deadline_s + SLACK_S,
     )
-    server.serve(mesh)
+    with no_progress_bars():
+        server.serve(mesh)
     dist.destroy_process_group()
 
 
@@ -55,22 +60,21 @@ class _Server:
         self._connection = connection
         self._sending = threading.Lock()
         self._commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._over = False
 
     def read(self) -> None:
         while True:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):  # the first rank has ended, or has found that a rank is lost
-                if self._over:
-                    return
+                os._exit(EXIT_STALLED)
+            except (ImportError, AttributeError, pickle.UnpicklingError) as exc:
+                self._send("broken", f"a command cannot be read: {exc}")
                 os._exit(EXIT_STALLED)
             if message[0] == "ask":
                 self._send("here")
             else:
-                self._over = message[0] == "end"
                 self._commands.put(message)
-                if self._over:
+                if message[0] == "end":
                     return
 
     def _send(self, *message: Any) -> None:

@@ -57,6 +57,7 @@ class Ranks:
         device: str = "cpu",
         deadline_s: float = 600.0,  # how long a rank may take for one micro-batch, or to load a model
         place: RankPlace | None = None,  # among ranks that a launcher has started; None: start them here
+        threads: int = 1,  # of arithmetic, for each rank that is started here
     ) -> None:
         assert num_ranks > 0
         assert place is None or (place.rank == 0 and place.num_ranks == num_ranks)
@@ -77,7 +78,7 @@ class Ranks:
         host = "127.0.0.1" if place is None else ""
         self._listener = Listener((host, 0), backlog=num_ranks, authkey=key)
         try:
-            self._open(place, key)
+            self._open(place, key, threads)
         except BaseException:
             self._end_all()
             raise
@@ -86,12 +87,11 @@ class Ranks:
 
     # --- starting ---
 
-    def _open(self, place: RankPlace | None, key: bytes) -> None:
+    def _open(self, place: RankPlace | None, key: bytes, threads: int) -> None:
         port = self._listener.address[1]
         store = open_store(place, deadline_s=self._deadline_s)
         at = "127.0.0.1" if place is None else place.address
         store.set(CHANNEL, json.dumps({"address": at, "port": port, "key": key.hex()}))
-        threads = max(1, torch.get_num_threads() // self.num_ranks)
         for rank in range(1, self.num_ranks if place is None else 1):
             start = RankPlace(
                 rank=rank, num_ranks=self.num_ranks, local_rank=rank, address="127.0.0.1", port=store_port(store)

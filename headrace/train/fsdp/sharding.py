@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
+from headrace.model.cpu.packed_linear import PackedLinear
 from headrace.model.load import LanguageModel
 from headrace.train.micro_batch import Seeds
 from headrace.train.optimizer import HALF
@@ -30,6 +31,9 @@ def shard_model(lm: LanguageModel, mesh: DeviceMesh) -> None:
     precision as before, and gradients are added up over ranks in float32.
     """
     model, computed = lm.model, lm.dtype
+    for module in model.modules():
+        if isinstance(module, PackedLinear):  # its packed copies would be whole weights that stay
+            module.__class__ = nn.Linear
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if computed in HALF:
         for parameter in model.parameters():
