@@ -24,7 +24,7 @@ _open: dict[int, Ranks] = {}
 
 def ranks_of(count: int) -> Ranks:
     """Ranks that all tests share. A process has one process group, so those of another number are closed first."""
-    for other in [number for number in _open if number != count]:
+    for other in [number for number in _open if number != count or _open[number].is_lost]:
         _open.pop(other).close()
     if count not in _open:
         _open[count] = Ranks(count, deadline_s=DEADLINE_S)

@@ -7,7 +7,8 @@ whatever the number of ranks was. One process can read it too (`trainer_state.lo
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -62,6 +64,17 @@ def local_part(parameter: Tensor, whole: Tensor) -> Tensor:
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
+@contextmanager
+def _storing(what: str) -> Iterator[None]:
+    """Turn a failure, which torch raises on all ranks and not as an Exception, into a BackendError."""
+    try:
+        with boundary(BackendError, what):
+            yield
+    except CheckpointException as exc:
+        causes = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in sorted(exc.failures.items()))
+        raise BackendError(f"{what}: {causes}") from exc
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +115,7 @@ def save(
         name, _, kind = key.rpartition("/")
         state[key] = local if kind == "step" else like(optimizer.whole[name], local)
     try:
-        with boundary(BackendError, f"{folder / SHARDS} cannot be written"):
+        with _storing(f"{folder / SHARDS} cannot be written"):
             dcp.save(state, checkpoint_id=folder / SHARDS)
             if writer is not None:
                 writer.finish(num_updates, frozen)
@@ -249,7 +262,7 @@ def load(
             name, _, kind = key.rpartition("/")
             state[key] = local if kind == "step" else like(optimizer.whole[name], local)
         try:
-            with boundary(BackendError, f"{folder / SHARDS} cannot be read"):
+            with _storing(f"{folder / SHARDS} cannot be read"):
                 dcp.load(state, checkpoint_id=folder / SHARDS)
         except HeadraceError as exc:
             failure = exc

@@ -187,6 +187,11 @@ class Ranks:
             if self._command is not None:
                 self._command.moved[0] = time.monotonic()
 
+    @property
+    def is_lost(self) -> bool:
+        """Tell whether a rank is lost, after which nothing can be computed any more."""
+        return self._verdict is not None
+
     def on_loss(self, call: Callable[[RanksLostError], None]) -> Callable[[], None]:
         """Call a function when a rank is lost; returns what forgets it."""
         with self._changed:
