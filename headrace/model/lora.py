@@ -112,9 +112,7 @@ def save_adapter(model: nn.Module, folder: Path, *, base_model: str, slot: int =
     write_adapter(folder, pairs, scale=next(iter(layers.values())).scale, base_model=base_model)
 
 
-def write_adapter(
-    folder: Path, layers: Mapping[str, tuple[Tensor, Tensor]], *, scale: float, base_model: str
-) -> None:
+def write_adapter(folder: Path, layers: Mapping[str, tuple[Tensor, Tensor]], *, scale: float, base_model: str) -> None:
     """Write the matrices A and B of each layer as `peft` reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(layers.values()))[0].shape[0]

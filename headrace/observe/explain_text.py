@@ -15,7 +15,6 @@ from headrace.config.schema import MetricsConfig
 from headrace.model.memory import Memory, MemoryPlan, ModelDims, Placement
 from headrace.observe.sinks.alerts import AlertRule
 
-
 RANKS = (2, 3, 4, 6, 8, 16, 32, 64)  # numbers of devices that are tried
 
 

@@ -111,7 +111,7 @@ def load_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW) -> Tra
 
 def shard_sizes(folder: Path) -> dict[str, torch.Size]:
     """Return the shapes of the tensors that several ranks have saved, by name."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -120,7 +120,7 @@ def shard_sizes(folder: Path) -> dict[str, torch.Size]:
 
 def _read_shards(folder: Path, optimizer: MasterAdamW) -> dict[str, Tensor]:
     """Put together the moments that several ranks have saved, and the masters of half-precision parameters."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     flat: dict[str, Tensor] = {}
     for key, size in shard_sizes(folder).items():
@@ -130,7 +130,7 @@ def _read_shards(folder: Path, optimizer: MasterAdamW) -> dict[str, Tensor]:
             real = torch.float32 if kind == "step" else optimizer.masters[name].dtype
             flat[key] = torch.empty(size, dtype=real)
     if flat:
-        dcp.load(flat, checkpoint_id=folder, no_dist=True)
+        load(flat, checkpoint_id=folder, no_dist=True)
     return flat
 
 
@@ -149,7 +149,14 @@ def remove_saved(folder: Path) -> None:
 
     The state file goes first, so that an interrupted save leaves no state at all.
     """
-    names = (STATE_FILE, OPTIMIZER_FILE, "model*.safetensors", "model.safetensors.index.json", ADAPTER_FILE, VALUE_HEAD_FILE)
+    names = (
+        STATE_FILE,
+        OPTIMIZER_FILE,
+        "model*.safetensors",
+        "model.safetensors.index.json",
+        ADAPTER_FILE,
+        VALUE_HEAD_FILE,
+    )
     for file in (file for name in names for file in folder.glob(name)):
         file.unlink()
     shutil.rmtree(folder / "adapter", ignore_errors=True)

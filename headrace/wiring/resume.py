@@ -157,8 +157,8 @@ def _newest(
 def check_same_run(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError unless the run was started with this configuration: anything else would not be a resume.
 
-    Only [metrics], [cluster], the address of a service and the places of files and runs may differ. Files whose digests the run
-    recorded are compared by contents later; of others, the old place must be gone and the name the same.
+    Only [metrics], [cluster], the address of a service and the places of files and runs may differ. Files whose digests
+    the run recorded are compared by contents later; of others, the old place must be gone and the name the same.
     """
     before, _ = use_new_names(folder.read_config())
     if not isinstance(before.get("model"), dict):

@@ -91,7 +91,9 @@ def _fill(head: torch.nn.Linear) -> torch.nn.Linear:
 
 
 @contextmanager
-def sharded(count: int, *, micro_batch_tokens: int = 16, copy: LanguageModel | None = None, **kind: object) -> Iterator[FsdpBackend]:
+def sharded(
+    count: int, *, micro_batch_tokens: int = 16, copy: LanguageModel | None = None, **kind: object
+) -> Iterator[FsdpBackend]:
     build = partial(build_model, **kind)  # type: ignore[arg-type]
     backend = FsdpBackend(ranks_of(count), build, BackendOptions(micro_batch_tokens=micro_batch_tokens), copy=copy)
     try:

@@ -143,8 +143,8 @@ SAMPLERS: Sequence[SamplerCase] = (
 class BackendCase:
     """How to make one backend: each call of `open` gives a new one with the same weights, of VOCABULARY tokens.
 
-    `runs_losses`: it calls a loss given as a function, on a thread of its own in this process. `reverses`: it makes updates that can be
-    scaled back; others refuse to.
+    `runs_losses`: it calls a loss given as a function, on a thread of its own in this process. `reverses`: it makes
+    updates that can be scaled back; others refuse to.
     """
 
     name: str

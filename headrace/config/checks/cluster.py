@@ -13,6 +13,6 @@ def cluster_problems(config: Config) -> Iterator[str]:
     if model.service is not None:
         yield f"'cluster.ranks' is {ranks} and the model is trained at 'model.service': leave one of them out"
     if model.device == "mps":
-        yield f"'cluster.ranks' is {ranks} and 'model.device' is \"mps\", of which a machine has one: leave one of them out"
+        yield f"'cluster.ranks' is {ranks} and a machine has one device \"mps\": leave one of them out"
     if model.compile is True:
         yield f"'model.compile' has not been tried on {ranks} ranks: leave it out, or 'cluster.ranks'"

@@ -4,6 +4,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,9 +137,7 @@ class FsdpBackend:
             data = self._dummies(longest)
             half = len(data) // 2  # two of them, so that gradients have to add up
             batches = (tuple(range(half)), tuple(range(half, len(data))))
-            share = Share(
-                indices=tuple(range(len(data))), data=tuple(data), micro_batches=batches, num_micro_batches=2
-            )
+            share = Share(indices=tuple(range(len(data))), data=tuple(data), micro_batches=batches, num_micro_batches=2)
             what = "the largest micro-batch (lower 'micro_batch_tokens', or write 'model.recompute = true')"
             self._call("compute", share, self._dummy_loss, True, what=what)
             self._call("discard", what="discarding a gradient")
@@ -151,17 +150,15 @@ class FsdpBackend:
         def run() -> None:
             self._call("close", what="closing")
 
-        try:
+        with suppress(HeadraceError):  # a rank is lost, or the thread is closed: nothing is left to drop
             self._submit("closing", run).result()
-        except HeadraceError:  # a rank is lost, or the thread is closed: nothing is left to drop
-            pass
         if self._owns_worker:
             self.worker.close()
 
     # --- on the compute thread ---
 
     def _submit(self, what: str, run: Callable[[], R]) -> "Future[R]":
-        """Queue a request. Its future fails at once when a rank is lost, though this thread may hang in a collective."""
+        """Queue a request. Its future fails at once when a rank is lost, though the thread may hang in a collective."""
         outer: Future[R] = Future()
         outer.set_running_or_notify_cancel()
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -58,9 +59,7 @@ def local_part(parameter: Tensor, whole: Tensor) -> Tensor:
     """Cut this rank's part out of a whole tensor."""
     if not isinstance(parameter, DTensor):
         return whole
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
@@ -116,7 +115,7 @@ def save(
         state[key] = local if kind == "step" else like(optimizer.whole[name], local)
     try:
         with _storing(f"{folder / SHARDS} cannot be written"):
-            dcp.save(state, checkpoint_id=folder / SHARDS)
+            save_shards(state, checkpoint_id=folder / SHARDS)
             if writer is not None:
                 writer.finish(num_updates, frozen)
     except HeadraceError as exc:
@@ -213,7 +212,12 @@ class ModelFolder:
         if value_head:
             save_file(value_head, folder / VALUE_HEAD_FILE)
         self._lm.tokenizer.save_pretrained(folder)
-        state = {"num_updates": num_updates, "lora": bool(self._layers), "frozen": frozen, "ranks": dist.get_world_size()}
+        state = {
+            "num_updates": num_updates,
+            "lora": bool(self._layers),
+            "frozen": frozen,
+            "ranks": dist.get_world_size(),
+        }
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
 
     def _name_files(self) -> None:
@@ -263,7 +267,7 @@ def load(
             state[key] = local if kind == "step" else like(optimizer.whole[name], local)
         try:
             with _storing(f"{folder / SHARDS} cannot be read"):
-                dcp.load(state, checkpoint_id=folder / SHARDS)
+                load_shards(state, checkpoint_id=folder / SHARDS)
         except HeadraceError as exc:
             failure = exc
         agree(failure)

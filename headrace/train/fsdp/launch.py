@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from headrace.errors import ConfigError
 
@@ -54,7 +55,9 @@ def place_from_environment(environment: Mapping[str, str]) -> RankPlace | None:
                 attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
             )
     except (KeyError, ValueError) as exc:
-        raise ConfigError(f"the variables of the launcher are not what they should be ({exc!r}): start it anew") from exc
+        raise ConfigError(
+            f"the variables of the launcher are not what they should be ({exc!r}): start it anew"
+        ) from exc
     return None
 
 
@@ -67,14 +70,14 @@ def first_node(nodes: str) -> str:
     return name if numbers is None else name + re.split(r"[-,]", numbers)[0] + rest
 
 
-def open_store(place: RankPlace | None, *, deadline_s: float) -> "dist.PrefixStore":
+def open_store(place: RankPlace | None, *, deadline_s: float) -> PrefixStore:
     """Open the store that ranks meet at: a new one on this machine (`place` is None), or that of the first rank."""
     timeout = timedelta(seconds=deadline_s)
     if place is None:
-        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
-        return dist.PrefixStore(PREFIX + "0", store)
+        store = TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
+        return PrefixStore(PREFIX + "0", store)
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    store = TCPStore(
         place.address,
         place.port,
         None,
@@ -82,4 +85,4 @@ def open_store(place: RankPlace | None, *, deadline_s: float) -> "dist.PrefixSto
         timeout=timeout,
         wait_for_workers=False,
     )
-    return dist.PrefixStore(f"{PREFIX}{place.attempt}", store)
+    return PrefixStore(f"{PREFIX}{place.attempt}", store)

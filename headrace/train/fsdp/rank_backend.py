@@ -26,8 +26,15 @@ from headrace.train.batch import BoundLoss, bind_loss
 from headrace.train.fsdp import checkpoints
 from headrace.train.fsdp.dealing import Share
 from headrace.train.fsdp.sharded_adam import ShardedAdamW
-from headrace.train.fsdp.sharding import reshard, run_inside, shard_model, start_backward, whole_parameters, whole_tensor
-from headrace.train.micro_batch import MicroBatchOutput, MicroBatchRows, MicroBatchRunner, PackedBatch
+from headrace.train.fsdp.sharding import (
+    reshard,
+    run_inside,
+    shard_model,
+    start_backward,
+    whole_parameters,
+    whole_tensor,
+)
+from headrace.train.micro_batch import MicroBatchOutput, MicroBatchRows, MicroBatchRunner, PackedBatch, Seeds
 from headrace.train.trainer_state import VALUE_HEAD
 from headrace.types import (
     Adam,
@@ -41,7 +48,6 @@ from headrace.types import (
     float_array,
 )
 from headrace.watchdog import beat
-
 
 OWN_LOSS = "\0own"  # in place of the name of a loss that every rank makes itself (`BackendOptions.make_loss`)
 
@@ -116,7 +122,8 @@ class ShardRunner(MicroBatchRunner):
 
         def inside() -> tuple[Tensor | None, MicroBatchOutput | None]:
             hidden_TD = self.lm.hidden(laid_out.tokens_T, laid_out.positions_T, laid_out.context)
-            output, seeds = None, []
+            output: MicroBatchOutput | None = None
+            seeds: Seeds = []
             if packed is not None:
                 try:
                     with boundary(BackendError, "the loss failed"):
@@ -312,12 +319,9 @@ class RankBackend:
 
         Raises BackendError, and changes nothing, when it does not fit.
         """
-        self._num_updates = checkpoints.load(
-            folder, self.lm, self.optimizer, frozen=self._frozen, agree=self._agree
-        )
+        self._num_updates = checkpoints.load(folder, self.lm, self.optimizer, frozen=self._frozen, agree=self._agree)
         self._has_gradient = False
         return self._num_updates
-
 
     @functools.cached_property
     def _frozen(self) -> str:

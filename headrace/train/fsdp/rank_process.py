@@ -12,11 +12,13 @@ import queue
 import signal
 import sys
 import threading
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.errors import RanksLostError, boundary
 from headrace.model.load import no_progress_bars
@@ -84,29 +86,32 @@ class _Server:
             except OSError:  # the first rank has ended
                 os._exit(EXIT_STALLED)
 
-    def serve(self, mesh: Any) -> None:
+    def serve(self, mesh: DeviceMesh) -> None:
         backends: dict[int, RankBackend] = {}
-        while True:
-            kind, *command = self._commands.get()
-            if kind == "end":
-                return
-            number, backend, verb, arguments = command
-
-            def part() -> Any:
-                if verb == "open":
-                    build, options = arguments
-                    backends[backend] = RankBackend(build(), options, mesh, progress=self._progress)
-                elif verb == "close":
-                    backends.pop(backend, None)
-                else:
-                    return getattr(backends[backend], verb)(*arguments)
-                return None
-
-            kind, result = run_part(part)
+        while (message := self._commands.get())[0] != "end":
+            _, number, backend, verb, arguments = message
+            kind, result = run_part(partial(self._run, backends, backend, verb, arguments, mesh))
             if kind in ("memory", "broken"):
                 self._send(kind, result)
                 os._exit(EXIT_STALLED)
             self._send("reply", number, kind, result)
+
+    def _run(
+        self,
+        backends: dict[int, RankBackend],
+        backend: int,
+        verb: str,
+        arguments: tuple[Any, ...],
+        mesh: DeviceMesh,
+    ) -> Any:
+        if verb == "open":
+            build, options = arguments
+            backends[backend] = RankBackend(build(), options, mesh, progress=self._progress)
+            return None
+        if verb == "close":
+            backends.pop(backend, None)
+            return None
+        return getattr(backends[backend], verb)(*arguments)
 
     def _progress(self, what: str) -> None:
         self._send("doing", what)

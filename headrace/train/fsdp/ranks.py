@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 
-from headrace.errors import HeadraceError, RanksLostError
+from headrace.errors import RanksLostError
 from headrace.train.fsdp.launch import RankPlace, open_store
 from headrace.train.fsdp.rank_backend import ElsewhereError, RankBackend, run_part
 from headrace.watchdog import beat
@@ -96,9 +97,7 @@ class Ranks:
             start = RankPlace(
                 rank=rank, num_ranks=self.num_ranks, local_rank=rank, address="127.0.0.1", port=store_port(store)
             )
-            self._processes[rank] = start_rank(
-                start, device=self._device, deadline_s=self._deadline_s, threads=threads
-            )
+            self._processes[rank] = start_rank(start, device=self._device, deadline_s=self._deadline_s, threads=threads)
         accepting = threading.Thread(target=self._accept, name="headrace-accept", daemon=True)
         accepting.start()
         self._await_connections()
@@ -245,7 +244,9 @@ class Ranks:
         tick_s = min(0.5, self._deadline_s / 8)
         while not self._closing and self._verdict is None:
             connections = {connection: rank for rank, connection in self._connections.items()}
-            ready = wait(list(connections), timeout=tick_s) if connections else time.sleep(tick_s) or []
+            if not connections:
+                time.sleep(tick_s)
+            ready = wait(list(connections), timeout=tick_s) if connections else []
             for connection in ready:
                 assert isinstance(connection, Connection)
                 self._receive(connections[connection], connection)
@@ -389,13 +390,11 @@ def start_rank(place: RankPlace, *, device: str, deadline_s: float, threads: int
     return process
 
 
-def store_port(store: dist.PrefixStore) -> int:
+def store_port(store: PrefixStore) -> int:
     return int(store.underlying_store.port)
 
 
-def join_group(
-    store: Any, *, rank: int, num_ranks: int, local_rank: int, device: str, timeout_s: float
-) -> DeviceMesh:
+def join_group(store: Any, *, rank: int, num_ranks: int, local_rank: int, device: str, timeout_s: float) -> DeviceMesh:
     """Join the process group of all ranks, on this rank's own GPU if they compute on GPUs."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)

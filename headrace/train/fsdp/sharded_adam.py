@@ -10,6 +10,12 @@ from torch.distributed.tensor import DTensor
 from headrace.train.optimizer import MasterAdamW
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, which shares its storage."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
 class ShardedAdamW(MasterAdamW):
     """Updates the shards of this rank; only the norm of the gradient needs the others.
 
@@ -21,7 +27,7 @@ class ShardedAdamW(MasterAdamW):
         self._replicated = [name for name, parameter in named.items() if not isinstance(parameter, DTensor)]
         super().__init__(
             {
-                name: nn.Parameter(parameter.detach().to_local()) if isinstance(parameter, DTensor) else parameter
+                name: nn.Parameter(local_of(parameter.detach())) if isinstance(parameter, DTensor) else parameter
                 for name, parameter in named.items()
             }
         )
@@ -31,7 +37,7 @@ class ShardedAdamW(MasterAdamW):
         for name, parameter in self.whole.items():
             if isinstance(parameter, DTensor):
                 gradient, parameter.grad = parameter.grad, None
-                self.parameters[name].grad = None if gradient is None else gradient.to_local()
+                self.parameters[name].grad = None if gradient is None else local_of(gradient)
             else:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -33,7 +33,7 @@ def shard_model(lm: LanguageModel, mesh: DeviceMesh) -> None:
     model, computed = lm.model, lm.dtype
     for module in model.modules():
         if isinstance(module, PackedLinear):  # its packed copies would be whole weights that stay
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if computed in HALF:
         for parameter in model.parameters():
@@ -81,7 +81,8 @@ def reshard(lm: LanguageModel) -> None:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor; every rank must call it."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    plain = tensor.detach()
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
 def whole_parameters(lm: LanguageModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

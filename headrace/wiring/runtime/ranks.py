@@ -102,9 +102,9 @@ class RanksRuntime(LocalRuntime):
             seed=config.run.seed,
             **({"value_head": True} if value_head else {}),
         )
-        has_own_loss = stage_name == "rl" and config.rl is not None
+        rl = config.rl if stage_name == "rl" else None
         options = BackendOptions(
-            micro_batch_tokens=micro_batch_tokens, make_loss=partial(make_loss, config.rl) if has_own_loss else None
+            micro_batch_tokens=micro_batch_tokens, make_loss=None if rl is None else partial(make_loss, rl)
         )
         return FsdpBackend(self._ranks, build, options, copy=self.lm, worker=self._worker)
 

@@ -40,8 +40,8 @@ group_size = 2
 max_turns = 3
 max_prompt_tokens = 64
 max_episode_tokens = 300
-reference = "start"
-loss = "ppo + reference_kl_k3"
+credit = "token_gae"
+loss = "own.py:loss + reference_kl_k3"
 tasks = { type = "env", name = "key_door", size = 50, seed = 2 }
 sampling = { max_tokens = 4 }
 loss_params = { kl_coef = 0.1 }
@@ -57,12 +57,20 @@ keep_last = 9
 ranks = 2
 deadline_s = 200
 """
+OWN_LOSS = """
+from headrace.algo.loss_signature import LossOut
+
+def loss(policy_logprobs_T, sampler_logprobs_T, advantages_T, weights_T):
+    ratio = (policy_logprobs_T - sampler_logprobs_T).exp()
+    return LossOut(loss=-(weights_T * ratio * advantages_T).sum(), metrics={})
+"""
 LIMIT_S = 300
 
 
 def config_file(folder: Path, text: str = CONFIG) -> Path:
     file = folder / "run.toml"
     file.write_text(text)
+    (folder / "own.py").write_text(OWN_LOSS)
     return file
 
 
@@ -140,7 +148,7 @@ def test_ranks_of_torchrun_are_recognised(tmp_path: Path) -> None:
 
 
 def config_of(**model: Any) -> Any:
-    return load_config(f"[cluster]\nranks = 2\n[model]\ndevice = \"{model.get('device', 'cpu')}\"\n", file="run.toml")
+    return load_config(f'[cluster]\nranks = 2\n[model]\ndevice = "{model.get("device", "cpu")}"\n', file="run.toml")
 
 
 def test_another_number_of_ranks_than_the_launcher_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
