@@ -162,6 +162,11 @@ def train(
     from headrace.wiring.checked_config import load_checked
 
     config = load_checked(file, overrides or [], command="train")
+    if {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():  # a launcher may have started several ranks
+        from headrace.wiring.runtime.ranks import serve_other_rank
+
+        if serve_other_rank(config):
+            return
     from headrace import wiring
     from headrace.wiring.resume import run_to_resume
 

@@ -88,6 +88,10 @@ class Interrupted(HeadraceError):
     """The run was asked to stop (SIGTERM or Ctrl-C), has saved a checkpoint and ends."""
 
 
+class RanksLostError(Interrupted):
+    """A rank was killed, hangs or has no memory left: all ranks end, and the run can go on from its checkpoint."""
+
+
 @contextmanager
 def boundary(error: type[HeadraceError], what: str) -> Iterator[None]:
     """Turn any foreign exception into `error` with one sentence. The only `except Exception` in the code base."""

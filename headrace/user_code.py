@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.errors import ConfigError, boundary
 
-_PREFIX = "headrace_user_"  # of the module names of loaded files
+USER_MODULES = "headrace_user_"  # of the module names of loaded files
 
 
 def load_function(spec: str, *, base: Path | None = None) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def import_file(path: Path, *, own_process: bool = False) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}: correct the path")
     digest = hashlib.blake2b(str(path).encode() + path.read_bytes(), digest_size=8).hexdigest()
-    name = f"{_PREFIX}{path.stem}_{digest}"  # one module per file and content
+    name = f"{USER_MODULES}{path.stem}_{digest}"  # one module per file and content
     if name in sys.modules:
         return sys.modules[name]
     if own_process:
@@ -70,7 +70,7 @@ def find_function(module: ModuleType, name: str, *, spec: str) -> Callable[..., 
     value = getattr(module, name, None)
     if value is None or not callable(value):
         what = f"there is no function {name}" if value is None else f"{name} is not a function"
-        is_file = module.__name__.startswith(_PREFIX)
+        is_file = module.__name__.startswith(USER_MODULES)
         place = Path(str(module.__file__)).name if is_file else module.__name__
         raise ConfigError(f'"{spec}": {what}; {place} has {", ".join(_function_names(module)) or "no functions"}')
     function: Callable[..., Any] = value

@@ -32,7 +32,7 @@ def pack(
         members.setdefault(("own", index) if unit is None else ("unit", unit), []).append(index)
     together = list(members.values())
     if beginnings is not None:
-        together = _join_by_prefix(together, lengths, beginnings, budget)
+        together = join_by_prefix(together, lengths, beginnings, budget)
     sized = sorted(
         ((sum(lengths[index] for index in indices), indices) for indices in together),
         key=lambda item: (-item[0], item[1][0]),
@@ -63,7 +63,7 @@ def consecutive_batches(lengths: Sequence[int], *, budget: int) -> list[list[int
     return batches
 
 
-def _join_by_prefix(
+def join_by_prefix(
     units: Sequence[list[int]], lengths: Sequence[int], beginnings: Sequence[bytes], budget: int
 ) -> list[list[int]]:
     """Concatenate units whose first data have the same prefix, cut where the budget is full."""

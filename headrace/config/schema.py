@@ -404,6 +404,14 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class ClusterConfig:
+    """Processes that train together. They do not change what is trained, but for the order of sums."""
+
+    ranks: Positive = 1  # processes that the model is sharded over, each with a GPU of its own on cuda
+    deadline_s: PositiveFloat = 600.0  # how long a rank may make no progress before the run ends with code 75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class WandbConfig:
     """Weights & Biases."""
 
@@ -467,4 +475,5 @@ class Config:
     rl: RlConfig | None = None  # reinforcement learning; starts from the checkpoint of [sft], if given
     eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation of the stages
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when they are written and which are kept
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # training on several GPUs or machines
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # sinks besides metrics.jsonl, and alerts

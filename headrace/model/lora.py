@@ -6,7 +6,7 @@ adapter changes nothing. Adapter files in PEFT's layout are written here too.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -108,20 +108,25 @@ def save_adapter(model: nn.Module, folder: Path, *, base_model: str, slot: int =
     """Write one adapter as `peft` reads it: adapter_config.json and adapter_model.safetensors."""
     layers = dict(lora_layers(model))
     assert layers, "this model has no LoRA layers"
+    pairs = {name: (layer.down[slot], layer.up[slot]) for name, layer in layers.items()}
+    write_adapter(folder, pairs, scale=next(iter(layers.values())).scale, base_model=base_model)
+
+
+def write_adapter(folder: Path, layers: Mapping[str, tuple[Tensor, Tensor]], *, scale: float, base_model: str) -> None:
+    """Write the matrices A and B of each layer as `peft` reads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    first = next(iter(layers.values()))
-    rank = first.down.shape[1]
+    rank = next(iter(layers.values()))[0].shape[0]
     tensors = {}
-    for name, layer in layers.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = layer.down[slot].detach().cpu().contiguous()
-        tensors[f"base_model.model.{name}.lora_B.weight"] = layer.up[slot].detach().cpu().contiguous()
+    for name, (down, up) in layers.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down.detach().cpu().contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up.detach().cpu().contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
-        "lora_alpha": first.scale * rank,
+        "lora_alpha": scale * rank,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

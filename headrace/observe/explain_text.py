@@ -15,6 +15,8 @@ from headrace.config.schema import MetricsConfig
 from headrace.model.memory import Memory, MemoryPlan, ModelDims, Placement
 from headrace.observe.sinks.alerts import AlertRule
 
+RANKS = (2, 3, 4, 6, 8, 16, 32, 64)  # numbers of devices that are tried
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -204,17 +206,41 @@ def _memory(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[s
     }
     width = max(map(len, rows))
     yield from (f"{name:<{width}}  {size_text(size):>10}" for name, size in rows.items() if size)
+    if sharded := _sharded(config, planned, machine):
+        yield sharded
     yield _recomputed(config, planned)
     if planned.kv_tokens:
         reason = "engine.kv_tokens" if config.engine.kv_tokens is not None else "engine.kv_tokens is not set"
         yield f"room for the keys and values of {planned.kv_tokens:,} tokens ({reason})"
-    if memory.total > machine.memory_bytes:
+    if config.cluster.ranks == 1 and memory.total > machine.memory_bytes:
         yield (
             f"this is more than the {size_text(machine.memory_bytes)} the device has: "
             f"lower {_largest(memory)}, or train adapters with [model.lora]"
         )
     else:
         yield f"the device has {size_text(machine.memory_bytes)}"
+
+
+def rank_memory(memory: Memory, ranks: int) -> tuple[int, int]:
+    """Return the bytes of the first of several ranks, which samples from a whole copy, and of every other one."""
+    state = memory.weights + memory.gradients + memory.masters + memory.moments
+    each = -(-state // ranks) + memory.activations + memory.head
+    return each + memory.weights + memory.kv + memory.beside, each
+
+
+def _sharded(config: Config, planned: MemoryPlan, machine: Machine) -> str | None:
+    """Say what each rank needs, or over how many ranks it would fit; None if one device is enough."""
+    memory, ranks, room = planned.memory, config.cluster.ranks, machine.memory_bytes
+    if ranks > 1:
+        first, each = rank_memory(memory, ranks)
+        fits = "" if first <= room else f", which is more than the {size_text(room)} it has"
+        return f"over {ranks} ranks: {size_text(each)} on each, {size_text(first)} on the first, which samples{fits}"
+    if memory.total <= room:
+        return None
+    enough = next((count for count in RANKS if rank_memory(memory, count)[0] <= room), None)
+    if enough is None:
+        return "no number of ranks makes it fit: activations, the whole copy and the cache of the first are too large"
+    return f"it would fit on {enough} such devices (cluster.ranks = {enough})"
 
 
 def _recomputed(config: Config, planned: MemoryPlan) -> str:

@@ -17,7 +17,7 @@ from headrace.algo.loss_signature import Unit
 from headrace.algo.packing import WORTH_SHARING, build_prefix_tree
 from headrace.metrics import Metric, merge_metrics
 from headrace.model import head
-from headrace.model.attention import make_packed
+from headrace.model.attention import Context, make_packed
 from headrace.model.device import to_device
 from headrace.model.load import LanguageModel
 from headrace.model.value_head import scalars
@@ -60,6 +60,21 @@ class MicroBatchRows:
         return [float_array(part) for part in np.split(values, np.cumsum(lengths)[:-1])]
 
 
+Seeds = list[tuple[Tensor, Tensor | None]]  # tensors that a backward pass starts from, and their gradients (None: 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """A micro-batch laid out on the device."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    context: Context
+    rows_R: Tensor  # tokens of the data laid end to end that are rows of the head; on the CPU
+    places_R: Tensor  # of the rows among the packed tokens
+    arrays: Mapping[str, Tensor]  # of the data laid end to end; on the CPU
+
+
 class MicroBatchRunner:
     """Computes micro-batches of one model; gradients go into the optimiser's buffers."""
 
@@ -80,6 +95,21 @@ class MicroBatchRunner:
     def run(self, batch: Sequence[Datum], loss: BoundLoss, *, want_gradient: bool) -> MicroBatchRows | None:
         """Compute the loss, and with `want_gradient` add its gradient; return None if no token has a weight."""
         beat()
+        packed = self.lay_out(batch, loss)
+        if packed is None:
+            return None
+        embedded_TD = self._embed(packed.tokens_T) if want_gradient else None
+        output, seeds = self.compute(packed, batch, loss, embedded_TD=embedded_TD, want_gradient=want_gradient)
+        if seeds:
+            torch.autograd.backward([tensor for tensor, _ in seeds], [gradient for _, gradient in seeds])
+        if want_gradient:
+            self._optimizer.collect()
+        if embedded_TD is not None:
+            self._add_embedding_gradient(packed.tokens_T, embedded_TD)
+        return MicroBatchRows(rows_R=packed.rows_R, output=output)
+
+    def lay_out(self, batch: Sequence[Datum], loss: BoundLoss) -> PackedBatch | None:
+        """Lay a micro-batch out on the device; return None if no token has a weight."""
         device = self.lm.device
         arrays = concat_arrays(batch, loss)
         weighted = arrays["weights"] != 0
@@ -94,29 +124,50 @@ class MicroBatchRunner:
         layout = build_prefix_tree(
             [datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1
         )
-        tokens_T = to_device(torch.tensor(layout.tokens, dtype=torch.long), device)
-        positions_T = to_device(torch.tensor(layout.positions, dtype=torch.long), device)
-        context = make_packed(layout.lengths, device, layout.parents)
-        embedded_TD = self._embed(tokens_T) if want_gradient else None
-        hidden_TD = self.lm.hidden(tokens_T, positions_T, context, embedded_TD=embedded_TD)
+        return PackedBatch(
+            tokens_T=to_device(torch.tensor(layout.tokens, dtype=torch.long), device),
+            positions_T=to_device(torch.tensor(layout.positions, dtype=torch.long), device),
+            context=make_packed(layout.lengths, device, layout.parents),
+            rows_R=rows_R,
+            places_R=to_device(torch.tensor(layout.place, dtype=torch.long)[rows_R], device),
+            arrays=arrays,
+        )
+
+    def compute(
+        self,
+        packed: PackedBatch,
+        batch: Sequence[Datum],
+        loss: BoundLoss,
+        *,
+        embedded_TD: Tensor | None = None,
+        want_gradient: bool,
+    ) -> tuple[MicroBatchOutput, Seeds]:
+        """Compute the loss, and return what its backward pass starts from."""
+        hidden_TD = self.lm.hidden(packed.tokens_T, packed.positions_T, packed.context, embedded_TD=embedded_TD)
+        return self.loss_of(hidden_TD, packed, batch, loss, want_gradient=want_gradient)
+
+    def loss_of(
+        self,
+        hidden_TD: Tensor,
+        packed: PackedBatch,
+        batch: Sequence[Datum],
+        loss: BoundLoss,
+        *,
+        want_gradient: bool,
+    ) -> tuple[MicroBatchOutput, Seeds]:
+        """Compute the loss of hidden states, and return what its backward pass starts from."""
+        device = self.lm.device
         real = torch.float64 if hidden_TD.dtype == torch.float64 else torch.float32
+        rows_R = packed.rows_R
         inputs = {
             name: to_device(array[rows_R] if name == "segments" else array[rows_R].to(real), device)
-            for name, array in arrays.items()
+            for name, array in packed.arrays.items()
         }
-        rows = to_device(torch.tensor(layout.place, dtype=torch.long)[rows_R], device)
         if not loss.reads_policy:
-            output = self._scalar_loss(hidden_TD[rows], inputs, loss, want_gradient=want_gradient)
-        else:
-            targets = packed_targets(batch, rows_R, device=device, dtype=real)
-            run = self._token_loss if loss.unit is Unit.TOKEN else self._sequence_loss
-            output = run(hidden_TD, rows, targets, inputs, loss, want_gradient=want_gradient)
-
-        if want_gradient:
-            self._optimizer.collect()
-        if embedded_TD is not None:
-            self._add_embedding_gradient(tokens_T, embedded_TD)
-        return MicroBatchRows(rows_R=rows_R, output=output)
+            return self._scalar_loss(hidden_TD[packed.places_R], inputs, loss, want_gradient=want_gradient)
+        targets = packed_targets(batch, rows_R, device=device, dtype=real)
+        run = self._token_loss if loss.unit is Unit.TOKEN else self._sequence_loss
+        return run(hidden_TD, packed.places_R, targets, inputs, loss, want_gradient=want_gradient)
 
     def _embed(self, tokens_T: Tensor) -> Tensor | None:
         """Embed the tokens, so that their gradient is added to their rows alone; return None to leave it to autograd.
@@ -149,7 +200,7 @@ class MicroBatchRunner:
         loss: BoundLoss,
         *,
         want_gradient: bool,
-    ) -> MicroBatchOutput:
+    ) -> tuple[MicroBatchOutput, Seeds]:
         """Compute a token-wise loss and its gradient chunk by chunk, while the chunk's probabilities exist."""
         weight_VD = self.lm.head_weight()
         train_head = want_gradient and weight_VD.requires_grad
@@ -178,20 +229,21 @@ class MicroBatchRunner:
             want_gradient=want_gradient,
             chunk_tokens=self._chunk_tokens,
         )
+        seeds: Seeds = []
         if fused.grad_hidden_TD is not None:
             gradient_TD = torch.zeros_like(hidden_TD)
             gradient_TD.index_add_(0, rows_R, fused.grad_hidden_TD)  # a shared token stands for several
-            gradients = [(hidden_TD, gradient_TD)] if hidden_TD.requires_grad else []  # none for a head alone
+            if hidden_TD.requires_grad:  # else a head alone is trained
+                seeds.append((hidden_TD, gradient_TD))
             if train_head and name is None:
                 assert buffer is not None
-                gradients.append((weight_VD, buffer.to(weight_VD.dtype)))
+                seeds.append((weight_VD, buffer.to(weight_VD.dtype)))
             if values_R is not None and gradient_R is not None:
-                gradients.append((values_R, gradient_R))
-            if gradients:
-                torch.autograd.backward([tensor for tensor, _ in gradients], [gradient for _, gradient in gradients])
-        return MicroBatchOutput(
+                seeds.append((values_R, gradient_R))
+        output = MicroBatchOutput(
             losses=[value for value, _ in parts], metrics=[part for _, part in parts], values=fused.logprobs
         )
+        return output, seeds
 
     def _sequence_loss(
         self,
@@ -202,7 +254,7 @@ class MicroBatchRunner:
         loss: BoundLoss,
         *,
         want_gradient: bool,
-    ) -> MicroBatchOutput:
+    ) -> tuple[MicroBatchOutput, Seeds]:
         """Compute all log-probs first, then a loss over sequences, pairs or groups."""
         logprobs, entropy = head.logprobs(
             hidden_TD[rows_R],
@@ -212,20 +264,18 @@ class MicroBatchRunner:
             chunk_tokens=self._chunk_tokens,
         )
         out = call_loss(loss, logprobs, entropy, inputs, self._values(hidden_TD, rows_R, loss))
-        if want_gradient and out.loss.requires_grad:
-            out.loss.backward()  # type: ignore[no-untyped-call]
-        return MicroBatchOutput(losses=[out.loss.detach()], metrics=[out.metrics], values=logprobs.detach())
+        output = MicroBatchOutput(losses=[out.loss.detach()], metrics=[out.metrics], values=logprobs.detach())
+        return output, [(out.loss, None)] if want_gradient and out.loss.requires_grad else []
 
     def _scalar_loss(
         self, hidden_RD: Tensor, inputs: Mapping[str, Tensor], loss: BoundLoss, *, want_gradient: bool
-    ) -> MicroBatchOutput:
+    ) -> tuple[MicroBatchOutput, Seeds]:
         """Compute a loss of one number per token."""
         assert self._scalar_head is not None
         numbers_R = scalars(self._scalar_head, hidden_RD)
         out = call_loss(loss, None, None, inputs, numbers_R)
-        if want_gradient and out.loss.requires_grad:
-            out.loss.backward()  # type: ignore[no-untyped-call]
-        return MicroBatchOutput(losses=[out.loss.detach()], metrics=[out.metrics], values=numbers_R.detach())
+        output = MicroBatchOutput(losses=[out.loss.detach()], metrics=[out.metrics], values=numbers_R.detach())
+        return output, [(out.loss, None)] if want_gradient and out.loss.requires_grad else []
 
     def _values(self, hidden_TD: Tensor, rows_R: Tensor, loss: BoundLoss) -> Tensor | None:
         """Compute the predictions of the value head beside the policy's, if the loss takes them."""

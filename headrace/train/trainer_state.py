@@ -19,10 +19,11 @@ from torch import Tensor
 from headrace.errors import BackendError
 from headrace.model.load import LanguageModel, fingerprint, read_weights
 from headrace.model.lora import LoraLinear, lora_layers, merged_state_dict, save_adapter
-from headrace.train.optimizer import MasterAdamW
+from headrace.train.optimizer import HALF, MasterAdamW
 
 OPTIMIZER_FILE, ADAPTER_FILE, STATE_FILE = "optimizer.safetensors", "lora.safetensors", "trainer.json"
 VALUE_HEAD_FILE, VALUE_HEAD = "value_head.safetensors", "value_head.weight"
+SHARDS = "shards"  # the folder of masters and moments that several ranks have saved (see `fsdp/checkpoints.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def restore_state(optimizer: MasterAdamW, state: TrainedState) -> None:
 def save_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW, *, num_updates: int) -> None:
     """Write the model and its training state into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_saved(folder)
+    remove_saved(folder)
     has_lora = _has_lora(lm)
     if has_lora:
         # without the base model's folder, whose name may depend on a clock
@@ -100,9 +101,37 @@ def load_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW) -> Tra
             raise BackendError(f"{name} in {folder} has another shape: it is another model's")
     if state["frozen"] != _frozen_fingerprint(lm, optimizer):
         raise BackendError(f"{folder} was trained over other frozen weights: set model.path to those it started from")
-    moments = load_file(folder / OPTIMIZER_FILE)
+    if (folder / SHARDS).is_dir():
+        moments = _read_shards(folder / SHARDS, optimizer)
+    else:
+        moments = load_file(folder / OPTIMIZER_FILE)
     moments.pop("empty", None)
     return TrainedState(weights=weights, moments=moments, num_updates=int(state["num_updates"]))
+
+
+def shard_sizes(folder: Path) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors that several ranks have saved, by name."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _read_shards(folder: Path, optimizer: MasterAdamW) -> dict[str, Tensor]:
+    """Put together the moments that several ranks have saved, and the masters of half-precision parameters."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    flat: dict[str, Tensor] = {}
+    for key, size in shard_sizes(folder).items():
+        name, _, kind = key.rpartition("/")
+        is_weight = kind == "master" and optimizer.parameters[name].dtype not in HALF
+        if not is_weight:
+            real = torch.float32 if kind == "step" else optimizer.masters[name].dtype
+            flat[key] = torch.empty(size, dtype=real)
+    if flat:
+        load(flat, checkpoint_id=folder, no_dist=True)
+    return flat
 
 
 def _has_lora(lm: LanguageModel) -> bool:
@@ -115,15 +144,23 @@ def _frozen_fingerprint(lm: LanguageModel, optimizer: MasterAdamW) -> str:
     return fingerprint((name, value) for name, value in named if name not in optimizer.parameters)
 
 
-def _remove_saved(folder: Path) -> None:
+def remove_saved(folder: Path) -> None:
     """Remove the files of an earlier save: its shards, adapter or value head would be read with the new weights.
 
     The state file goes first, so that an interrupted save leaves no state at all.
     """
-    names = (STATE_FILE, "model*.safetensors", "model.safetensors.index.json", ADAPTER_FILE, VALUE_HEAD_FILE)
+    names = (
+        STATE_FILE,
+        OPTIMIZER_FILE,
+        "model*.safetensors",
+        "model.safetensors.index.json",
+        ADAPTER_FILE,
+        VALUE_HEAD_FILE,
+    )
     for file in (file for name in names for file in folder.glob(name)):
         file.unlink()
     shutil.rmtree(folder / "adapter", ignore_errors=True)
+    shutil.rmtree(folder / SHARDS, ignore_errors=True)
 
 
 def _save_merged(lm: LanguageModel, folder: Path) -> None:

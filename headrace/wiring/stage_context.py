@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
+from headrace.train.fsdp.ranks import Ranks
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
 from headrace.wiring.build.episodes import eval_player
 from headrace.wiring.build.loss import make_adam
@@ -36,6 +38,7 @@ from headrace.wiring.inputs import RunInputs
 from headrace.wiring.resume import ResumePlan, StageCheckpoint
 from headrace.wiring.runtime.local import LocalRuntime
 from headrace.wiring.runtime.protocol import Runtime
+from headrace.wiring.runtime.ranks import RanksRuntime
 from headrace.wiring.runtime.service import ServiceRuntime
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class RunContext:
     check_owner: Callable[[], None]  # raises if another process has taken the run folder over
     stop: asyncio.Event  # set when the run is to end after a checkpoint
     threads: int | None  # of arithmetic, for the compute thread; None: as many as torch has
+    ranks: Ranks | None = None  # that train together, if there are several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +229,8 @@ def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint,
         base = whole(state.model_path)
     else:  # adapters need the weights that the stage started from
         base = stage_start(config, state)
-    return LocalRuntime(
+    make = LocalRuntime if run.ranks is None else partial(RanksRuntime, run.ranks)
+    return make(
         config,
         checkpoint.name,
         base=base,

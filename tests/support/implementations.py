@@ -3,10 +3,12 @@
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models
@@ -25,6 +27,7 @@ from headrace.service.client import ServiceBackend, ServiceSampler
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import IntArray, SharedWeights, WeightsHandle, int_array
+from support.fsdp import contract_backend
 from support.served_model import remote_model, remote_service
 
 VOCABULARY = 32
@@ -140,8 +143,8 @@ SAMPLERS: Sequence[SamplerCase] = (
 class BackendCase:
     """How to make one backend: each call of `open` gives a new one with the same weights, of VOCABULARY tokens.
 
-    `runs_losses`: it calls a loss given as a function, on a thread of its own. `reverses`: it makes updates that can be
-    scaled back; others refuse to.
+    `runs_losses`: it calls a loss given as a function, on a thread of its own in this process. `reverses`: it makes
+    updates that can be scaled back; others refuse to.
     """
 
     name: str
@@ -175,10 +178,15 @@ def _service_backend() -> Iterator[TrainBackend]:
         yield ServiceBackend(model)
 
 
-BACKENDS: Sequence[BackendCase] = (
+BACKENDS: Sequence[Any] = (  # cases, slow ones as parameters
     BackendCase(name="fake", open=_fake_backend, runs_losses=False),
     BackendCase(name="torch", open=_torch_backend),
     BackendCase(name="torch-lora", open=_lora_backend),
+    BackendCase(name="fsdp", open=contract_backend, runs_losses=False),
+    pytest.param(
+        BackendCase(name="fsdp-lora", open=partial(contract_backend, lora_rank=2), runs_losses=False),
+        marks=pytest.mark.slow,
+    ),
     BackendCase(name="service", open=_service_backend, runs_losses=False, reverses=False),
 )
 

@@ -33,6 +33,7 @@ from headrace.wiring.build.sinks import MetricOutputs
 from headrace.wiring.input_files import record_inputs
 from headrace.wiring.preflight import check_resumed_files, preflight
 from headrace.wiring.resume import ResumePlan, StageCheckpoint, check_same_run, plan_resume
+from headrace.wiring.runtime.ranks import find_place, open_ranks
 from headrace.wiring.runtime.service import check_service, starting_state
 from headrace.wiring.signals import log_to, stop_on_signals
 from headrace.wiring.stage_context import RunContext, RunState, StageContext, open_stage
@@ -66,6 +67,8 @@ def train(
             served_tokens = check_service(config)
     elif choose_device(config.model.device) == "cuda" and config.run.deterministic:  # refuses one that is not there
         make_deterministic()
+    if config.cluster.ranks > 1:
+        find_place(config)  # refuses what cannot work
     with contextlib.ExitStack() as on_failure:
         if resume is None:
             folder = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
@@ -148,18 +151,20 @@ async def _train(
         else:
             record_inputs(config, folder)
         inputs = preflight(config, plan, tokens)
-        run = RunContext(
-            config=config,
-            folder=folder,
-            inputs=inputs,
-            metric_outputs=outputs,
-            plan=plan,
-            check_owner=lock.check,
-            stop=stop,
-            threads=threads,
-        )
-        start.keep_folder()
-        figures = await _run_stages(run, plan, model)
+        with open_ranks(config, threads=threads) as ranks:
+            run = RunContext(
+                config=config,
+                folder=folder,
+                inputs=inputs,
+                metric_outputs=outputs,
+                plan=plan,
+                check_owner=lock.check,
+                stop=stop,
+                threads=threads,
+                ranks=ranks,
+            )
+            start.keep_folder()
+            figures = await _run_stages(run, plan, model)
     summary = {key: value for key, value in figures.items() if isinstance(value, int | float)}
     lock.check()
     report = write_report(folder.path, summary)

@@ -14,10 +14,12 @@ from headrace.loops.checkpointer import CheckpointWriter
 from headrace.loops.step_batch import Score, thread_scorer
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.value_head import new_value_head
+from headrace.protocols import TrainBackend
 from headrace.render import Renderer
 from headrace.service.reference.scoring_client import REFERENCE_KEY, RemoteReference
 from headrace.train.checkpoint import CheckpointStore
 from headrace.train.frozen_model import FrozenScorer
+from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Datum, FloatArray
 from headrace.wiring.build.models import load_policy, load_scalar, make_sampler, resolve_auto_settings, whole
@@ -50,19 +52,29 @@ class LocalRuntime:
         with ExitStack() as opened:
             self._worker = ComputeThread(threads=threads)
             opened.callback(self._worker.close)
-            self.backend = TorchBackend(
-                self.lm,
-                micro_batch_tokens=stage.micro_batch_tokens,
-                worker=self._worker,
-                value_head=new_value_head(self.lm) if shared else None,
+            self.backend: TorchBackend | FsdpBackend = self._make_backend(
+                config, stage_name, base, micro_batch_tokens=stage.micro_batch_tokens, value_head=shared
             )
             opened.callback(self.backend.close)
             if state is not None:
-                self.backend.load_state(state).result()
+                self._load_state(state)
             self.sampler = make_sampler(config, self.lm, self._worker) if samples else None
             if self.sampler is not None:
                 opened.callback(self.sampler.close)
             self._opened = opened.pop_all()
+
+    def _make_backend(
+        self, config: Config, stage_name: str, base: str, *, micro_batch_tokens: int, value_head: bool
+    ) -> TorchBackend | FsdpBackend:
+        return TorchBackend(
+            self.lm,
+            micro_batch_tokens=micro_batch_tokens,
+            worker=self._worker,
+            value_head=new_value_head(self.lm) if value_head else None,
+        )
+
+    def _load_state(self, state: Path) -> None:
+        self.backend.load_state(state).result()
 
     def open_frozen(self, path: str | None, *, micro_batch_tokens: int) -> Score:
         if path is not None and is_url(path):
@@ -87,7 +99,7 @@ class LocalRuntime:
             )
         return FrozenScorer(lm, micro_batch_tokens=micro_batch_tokens)
 
-    def open_critic(self, path: str, *, micro_batch_tokens: int, state: Path | None) -> TorchBackend:
+    def open_critic(self, path: str, *, micro_batch_tokens: int, state: Path | None) -> TrainBackend:
         backend = TorchBackend(
             load_scalar(self._config.model, path, seed=self._config.run.seed),
             micro_batch_tokens=micro_batch_tokens,

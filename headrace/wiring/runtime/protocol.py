@@ -1,5 +1,5 @@
-"""Define the runtime of a stage, which trains and samples its model: in this process (`local.py`) or at a service
-(`service.py`)."""
+"""Define the runtime of a stage, which trains and samples its model: in this process (`local.py`), on several
+ranks (`ranks.py`) or at a service (`service.py`)."""
 
 from pathlib import Path
 from typing import Protocol
