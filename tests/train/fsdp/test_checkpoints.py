@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headrace import whole_folder
 from headrace.errors import BackendError
+from headrace.storage import whole_folder
 from headrace.train.fsdp import checkpoints
 from headrace.types import CROSS_ENTROPY, Adam, Datum, float_array, int_array
 from support.fsdp import build_model, sharded, single
