@@ -455,6 +455,17 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class ClusterConfig:
+    """Processes besides the one of the run, placed by Ray. They do not change what is trained."""
+
+    # of Ray: "local" starts one on this machine for this run, "auto" finds the one that runs here; empty: no cluster
+    address: str = ""
+    rollout_workers: NonNegative | None = None  # that play groups; unset: 2 if there is an address; 0: the run plays
+    reward_workers: NonNegative = 0  # that score groups; 0: the run scores
+    deadline_s: PositiveFloat = 300.0  # of every wait for a process: its place, its start, a sign of life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Config:
     """The configuration of a run."""
 
@@ -468,3 +479,4 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation of the stages
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when they are written and which are kept
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # sinks besides metrics.jsonl, and alerts
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # processes besides the one of the run

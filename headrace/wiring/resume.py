@@ -157,8 +157,8 @@ def _newest(
 def check_same_run(folder: RunFolder, config: Config) -> None:
     """Raise ConfigError unless the run was started with this configuration: anything else would not be a resume.
 
-    Only [metrics], the address of a service and the places of files and runs may differ. Files whose digests the run
-    recorded are compared by contents later; of others, the old place must be gone and the name the same.
+    Only [metrics], [cluster], the address of a service and the places of files and runs may differ. Files whose digests
+    the run recorded are compared by contents later; of others, the old place must be gone and the name the same.
     """
     before, _ = use_new_names(folder.read_config())
     if not isinstance(before.get("model"), dict):
@@ -196,7 +196,8 @@ def _at_new_places(before: dict[str, Any], config: Config, folder: RunFolder) ->
 def _what_is_trained(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mapping as TOML has it, without the places of numbers and runs and the address of a service."""
     tables = tomllib.loads(tomli_w.dumps(mapping))
-    tables.pop("metrics", None)
+    for table in ("metrics", "cluster"):
+        tables.pop(table, None)
     run = {key: value for key, value in tables.get("run", {}).items() if key not in NOT_TRAINED}
     model = {key: value for key, value in tables["model"].items() if key not in ("service", "service_key_env")}
     service = {"service": "there is one"} if "service" in tables["model"] else {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cluster.runtime import Cluster, open_cluster
 from headrace.config import Config, RlConfig
 from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.evaluate import EvalResult
@@ -30,6 +31,7 @@ from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
+from headrace.wiring.build.cluster_roles import make_roles
 from headrace.wiring.build.episodes import eval_player
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
@@ -78,6 +80,7 @@ class StageContext:
     runtime: Runtime
     terms: Sequence[Term | GroupTerm]  # judge episodes; none in a stage that plays none
     programs: AgentEndpoint
+    cluster: Cluster | None  # workers of [rl]; None: this process does all
     updater: Updater
     jsonl: JsonlSink
     buffer: DataBuffer
@@ -129,6 +132,7 @@ class StageContext:
             """Put away what only a checkpoint older than the one just saved could need."""
             self.run.plan.retire_refused()
             self.jsonl.forget_cut()
+            self.buffer.forget_cut()
 
         folder = self.run.folder.checkpoints / self.checkpoint.name
         return Checkpointer(
@@ -187,6 +191,8 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
         opened.push_async_callback(close_terms, terms)
         programs = AgentEndpoint(runtime.renderer)
         opened.push_async_callback(programs.close)
+        roles = make_roles(config, runtime.renderer, state.reward_model_path) if name == "rl" else None
+        cluster = None if roles is None else await opened.enter_async_context(open_cluster(roles))
         reversible = isinstance(stage, RlConfig) and stage.kl_action == "scale_back"
         updater = Updater(
             backend=runtime.backend,
@@ -208,6 +214,7 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
             runtime=runtime,
             terms=terms,
             programs=programs,
+            cluster=cluster,
             updater=updater,
             jsonl=jsonl,
             buffer=buffer,

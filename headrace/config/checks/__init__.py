@@ -2,6 +2,7 @@
 
 - `run_config`: the whole file of a run (`check`).
 - `async_rl`: `[rl.async]` and `[rl.correction]`.
+- `cluster_roles`: `[cluster]`.
 - `credit_rules`: how `[rl]` rewards episodes and credits their steps.
 - `metric_sinks`: `[metrics]`.
 - `service_runs`: runs whose model is trained at a service.

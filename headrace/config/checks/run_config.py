@@ -14,6 +14,7 @@ from typing import Literal
 
 from headrace import names
 from headrace.config.checks.async_rl import async_problems
+from headrace.config.checks.cluster_roles import cluster_problems
 from headrace.config.checks.credit_rules import credit_problems, gives_rewards
 from headrace.config.checks.metric_sinks import metrics_problems
 from headrace.config.checks.service_runs import service_problems
@@ -101,6 +102,7 @@ def check(
         problems.append(_source_problems("eval.source", config.eval.source, base))
     problems.append(_vocabulary_problems(config))
     problems.append(metrics_problems(config.metrics))
+    problems.append(cluster_problems(config))
     for sentences in problems:
         for sentence in sentences:
             raise ConfigError(f"{file}: {sentence}")

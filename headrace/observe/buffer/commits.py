@@ -58,12 +58,14 @@ class CommitLog:
     """Appends the commits of a stage, and holds those that a resume discards.
 
     Opening cuts the file back to the first `records` records of metrics.jsonl: what a checkpoint counts. The commits
-    after them are in `discarded`, by their number of records. A run folder that was written before this file existed
-    has none.
+    after them are in `discarded`, by their number of records, and in a file beside until `forget_cut`, because another
+    checkpoint may still count on them (`restore_commits`). A run folder that was written before this file existed has
+    none.
     """
 
     def __init__(self, path: Path, *, records: int, check_owner: Callable[[], None] = lambda: None) -> None:
         self._path, self._check_owner = path, check_owner
+        restore_commits(path, records)
         before = read_commits(path) if path.exists() else ()
         kept = [commit for commit in before if commit.records <= records]
         self.discarded: dict[int, Commit] = {commit.records: commit for commit in before if commit.records > records}
@@ -71,6 +73,8 @@ class CommitLog:
         with boundary(RunFolderError, f"cannot open {path}"):
             check_owner()
             atomic_files.make_folder(path.parent)
+            if self.discarded and not _cut_file(path).exists():
+                atomic_files.write_text(_cut_file(path), "".join(commit.line() for commit in before))
             whole = "".join(commit.line() for commit in kept)
             if not path.exists() or path.read_text(encoding="utf-8") != whole:
                 atomic_files.write_text(path, whole)
@@ -93,11 +97,33 @@ class CommitLog:
             self._file.flush()
             os.fsync(self._file.fileno())
 
+    def forget_cut(self) -> None:
+        """Remove what a resume discarded: a newer checkpoint stands, and no other one counts on it."""
+        with boundary(RunFolderError, f"cannot remove {_cut_file(self._path)}"):
+            _cut_file(self._path).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Write out and close the file."""
         if not self._file.closed:
             self.sync()
             self._file.close()
+
+
+def restore_commits(path: Path, records: int) -> None:
+    """Bring commits back that an earlier resume discarded, if a checkpoint of `records` records counts on them."""
+    cut = _cut_file(path)
+    if not cut.exists():
+        return
+    present = {commit.records: commit for commit in (read_commits(path) if path.exists() else ())}
+    last = max(present, default=0)
+    back = {commit.records: commit for commit in read_commits(cut) if last < commit.records <= records}
+    if back:
+        with boundary(RunFolderError, f"cannot restore {path}"):
+            atomic_files.write_text(path, "".join(commit.line() for commit in (present | back).values()))
+
+
+def _cut_file(path: Path) -> Path:
+    return path.with_name(path.name + ".before-cut")
 
 
 def read_commits(path: Path) -> tuple[Commit, ...]:

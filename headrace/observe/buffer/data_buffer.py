@@ -153,6 +153,10 @@ class DataBuffer:
         """Return when every commit is on the disk."""
         self._commits.sync()
 
+    def forget_cut(self) -> None:
+        """Remove the commits that a resume discarded, because a newer checkpoint stands."""
+        self._commits.forget_cut()
+
     def close(self) -> None:
         """Close the file of commits and remove what was spilled."""
         self._commits.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import FolderLockedError, RunFolderError
-from headrace.observe.buffer.commits import CommitLog, read_commits
+from headrace.observe.buffer.commits import CommitLog, read_commits, restore_commits
 from headrace.observe.buffer.data_buffer import DataBuffer
 from headrace.observe.buffer.digests import numbers_digest, rollouts_digest
 from headrace.observe.sinks.jsonl import JsonlSink
@@ -215,3 +215,16 @@ def test_the_file_is_lines_of_json_with_the_documented_keys(tmp_path: Path) -> N
     run.step(1)
     fields = json.loads(run.commits.read_text())
     assert sorted(fields) == ["cursor", "metrics", "records", "rollouts", "stage", "step"]
+
+
+def test_commits_that_were_cut_come_back_for_a_checkpoint_that_counts_on_them(tmp_path: Path) -> None:
+    run = resumed(tmp_path)
+    run.buffer.close()
+    assert [commit.step for commit in read_commits(run.commits)] == [1]
+    restore_commits(run.commits, 3)
+    assert [commit.step for commit in read_commits(run.commits)] == [1, 2, 3]
+    again = CommitLog(run.commits, records=1)
+    again.forget_cut()
+    again.close()
+    restore_commits(run.commits, 3)
+    assert [commit.step for commit in read_commits(run.commits)] == [1]
