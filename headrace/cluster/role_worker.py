@@ -50,14 +50,17 @@ class LogLine:
 class RoleWorker:
     """Base of the actors. Every method that the coordinator calls is a coroutine on one event loop."""
 
+    forwards_log = True  # to the coordinator
+
     def __init__(self) -> None:
         self._outbox: deque[Any] = deque()
         self._arrived = asyncio.Event()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
-        root = logging.getLogger("headrace")
-        root.setLevel(logging.INFO)
-        root.addHandler(_OutboxHandler(self._outbox))
+        if self.forwards_log:
+            root = logging.getLogger("headrace")
+            root.setLevel(logging.INFO)
+            root.addHandler(_OutboxHandler(self._outbox))
 
     async def ready(self) -> bytes:
         """Build the worker and return its process id, or the error that building it ends with on any machine."""

@@ -57,7 +57,7 @@ async def open_cluster(roles: ClusterRoles) -> AsyncIterator[Cluster]:
         await opened.enter_async_context(connected(roles.address, cpus=count, deadline_s=roles.deadline_s))
         place = await opened.enter_async_context(reserved(count, deadline_s=roles.deadline_s))
 
-        async def pool(role: str, workers: int, first: int, kind: type, build: object) -> WorkerPool | None:
+        def pool(role: str, workers: int, first: int, kind: type, build: object) -> WorkerPool | None:
             if not workers:
                 return None
             made = WorkerPool(
@@ -67,10 +67,15 @@ async def open_cluster(roles: ClusterRoles) -> AsyncIterator[Cluster]:
                 kill=_kill,
                 deadline_s=roles.deadline_s,
             )
-            return await opened.enter_async_context(made)
+            opened.push_async_callback(made.close)
+            made.start()
+            return made
 
-        rollouts = await pool("rollout", roles.rollout_workers, 0, RolloutWorker, roles.build_player)
-        rewards = await pool("reward", roles.reward_workers, roles.rollout_workers, RewardWorker, roles.build_rewards)
+        rollouts = pool("rollout", roles.rollout_workers, 0, RolloutWorker, roles.build_player)
+        rewards = pool("reward", roles.reward_workers, roles.rollout_workers, RewardWorker, roles.build_rewards)
+        for started in (rollouts, rewards):
+            if started is not None:
+                await started.started()
         logger.info("cluster: %d rollout workers, %d reward workers", roles.rollout_workers, roles.reward_workers)
         yield Cluster(rollouts=rollouts, rewards=rewards)
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from headrace.cluster.role_worker import LogLine
@@ -68,7 +68,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Keeps `count` workers of a role alive. Use as `async with pool:`."""
+    """Keeps `count` workers of a role alive, from `start` to `close`."""
 
     def __init__(
         self,
@@ -91,20 +91,21 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self.num_lost = 0
 
-    async def __aenter__(self) -> "WorkerPool":
+    def start(self) -> None:
+        """Begin to start the workers."""
+        assert not self._keepers, "a pool is started once"
         self._keepers = [
             asyncio.create_task(self._keep(index), name=f"{self._role} worker {index}") for index in range(self._count)
         ]
         for keeper in self._keepers:
             keeper.add_done_callback(lambda _: self._changed.set())
-        try:
-            await self._until(lambda: len(self._alive) == self._count, "to be started")
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def started(self) -> None:
+        """Wait until all workers are alive. Raises RolloutError at the deadline, and what building a worker raised."""
+        await self._until(lambda: len(self._alive) == self._count, "to be started")
+
+    async def close(self) -> None:
+        """End all workers."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -115,7 +116,7 @@ class WorkerPool:
         return [worker.pid for worker in self._alive.values()]
 
     @contextlib.asynccontextmanager
-    async def worker(self) -> "Any":
+    async def worker(self) -> AsyncIterator[Worker]:
         """Lend the worker with the least to do; waits for one to be there. Raises RolloutError if none comes."""
         await self._until(lambda: bool(self._alive), "of which none is alive")
         worker = min(self._alive.values(), key=lambda worker: (worker.load, worker.index))
