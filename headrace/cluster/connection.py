@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import ConfigError, RolloutError, boundary
@@ -109,6 +110,45 @@ async def reserved(bundles: int, *, deadline_s: float) -> AsyncIterator[Callable
     finally:
         with contextlib.suppress(RolloutError), boundary(RolloutError, "the places are gone already"):
             remove_placement_group(group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """A machine of a Ray cluster."""
+
+    address: str
+    cpus: float
+    free_cpus: float
+
+
+async def look_up_nodes(address: str, *, deadline_s: float) -> tuple[ClusterNode, ...]:
+    """List the living nodes of the Ray at an address, and how many of their CPUs are free."""
+    async with connected(address, cpus=0, deadline_s=deadline_s):
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        return tuple(
+            ClusterNode(
+                address=node["NodeManagerAddress"],
+                cpus=node["Resources"].get("CPU", 0.0),
+                free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+
+
+def spread(nodes: Sequence[ClusterNode], count: int) -> list[ClusterNode] | None:
+    """Deal places of one CPU to the nodes in turn, as far as they have room; None if they have not enough.
+
+    >>> a, b = (ClusterNode(address=name, cpus=4.0, free_cpus=free) for name, free in (("a", 1.0), ("b", 2.5)))
+    >>> [node.address for node in spread([a, b], 3)], spread([a, b], 4)
+    (['a', 'b', 'b'], None)
+    """
+    turns = [(place, number, node) for number, node in enumerate(nodes) for place in range(int(node.free_cpus))]
+    dealt = [node for _, _, node in sorted(turns, key=lambda turn: turn[:2])]
+    return dealt[:count] if len(dealt) >= count else None
 
 
 def missing(bundles: int) -> str:

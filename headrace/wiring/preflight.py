@@ -4,6 +4,7 @@ one trains."""
 import logging
 from collections.abc import Sequence
 
+from headrace.cluster.connection import check_installed
 from headrace.config import Config, RewardModelConfig, RlConfig, SftConfig
 from headrace.errors import RunFolderError
 from headrace.model.tokenizer import TokenizerOnly
@@ -37,6 +38,8 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
     Raises ConfigError or DataError that names what cannot work. Functions that objects of a stage are built from later
     (filters, environments, programs) are imported now too, so that their failures show before training.
     """
+    if config.cluster.address and plan.runs("rl"):
+        check_installed()
     sft_config = config.sft if plan.runs("sft") else None
     pairs_config = config.reward_model if plan.runs("reward_model") else None
     rl_config = config.rl if plan.runs("rl") else None

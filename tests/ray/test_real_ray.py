@@ -25,6 +25,7 @@ from headrace.observe.sinks.jsonl import reproducible_bytes
 from headrace.rollout.executor import AsyncSettings, build_executor
 from headrace.testing import FakeRewardRunner
 from headrace.types import SharedWeights, Task
+from headrace.wiring.commands.cluster_plan import plan_cluster
 from headrace.wiring.commands.train import train
 from support.cluster_workers import content, player_of, seeded_sampler
 
@@ -269,3 +270,11 @@ def test_workers_that_find_no_room_are_told_at_the_deadline(nodes: Any) -> None:
         RolloutError, match=r"waited 3 s .* for room for 92 workers of one CPU each: 3 nodes have 6 CPU"
     ):
         asyncio.run(main())
+
+
+def test_the_plan_names_the_nodes(nodes: Any) -> None:
+    text = CONFIG.format(steps=1, folder=Path())
+    config = load_config(text, overrides=["cluster.address=auto", "cluster.rollout_workers=4"], file="run.toml")
+    planned = plan_cluster(config, file="run.toml")
+    assert "3 of 3 CPUs are free" in planned
+    assert planned.count("rollout worker") == 4
