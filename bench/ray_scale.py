@@ -18,31 +18,53 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-from support.cluster_workers import seeded_sampler
-from support.scripted_episodes import TOKENIZER
-
 from headrace.cluster.runtime import ClusterRoles, open_cluster
+from headrace.model.tiny import END_ID, make_tokenizer
 from headrace.observe.sinks.jsonl import read_metrics
 from headrace.protocols import Sampler
 from headrace.render import Renderer
 from headrace.rollout.executor import AsyncSettings, build_executor
 from headrace.rollout.group import GroupPlayer
-from headrace.testing import FakeRewardRunner
-from headrace.types import Message, Observation, SamplingParams, SharedWeights, StepResult, Task
+from headrace.testing import FakeRewardRunner, FakeSampler
+from headrace.types import (
+    Completion,
+    Message,
+    Observation,
+    SampleRequest,
+    SamplingParams,
+    SharedWeights,
+    StepResult,
+    StopReason,
+    Task,
+    float_array,
+    int_array,
+)
 from headrace.wiring import demo_config, train
 
 TURNS, TOOL_MEAN_S, TOOL_SIGMA = 5, 0.5, 0.6
 GROUP_SIZE, IN_FLIGHT = 8, 64  # episodes
+TOKENIZER = make_tokenizer(("count", "up"))
+
+
+class WordSampler(FakeSampler):
+    """Says the same word at once."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        tokens = [*TOKENIZER("up")["input_ids"], END_ID]
+        logprobs = float_array([-0.5] * len(tokens))
+        return Completion(
+            tokens=int_array(tokens),
+            sampler_logprobs=logprobs,
+            raw_logprobs=logprobs,
+            versions=int_array([self.version] * len(tokens)),
+            stop=StopReason.STOP,
+        )
 
 
 class ToolEnv:
@@ -105,7 +127,7 @@ async def episodes_per_s(workers: int, seconds: float) -> tuple[float, float]:
     in_flight = workers * IN_FLIGHT // GROUP_SIZE  # groups
     batch = max(1, in_flight // 8)
     async with open_cluster(roles) as cluster:
-        sampler = seeded_sampler()
+        sampler = WordSampler()
         executor = build_executor(
             AsyncSettings(max_staleness=1000, max_running=in_flight),
             batch_groups=batch,

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -87,7 +86,7 @@ class ClusterGroupPlayer:
         ended = {index: episode.result for index, episode in enumerate(episodes) if episode.result is not None}
         job = GroupJob(attempt=number, group_id=group_id, task=task, ended=ended)
         try:
-            result = pickle.loads(await worker.call("play", pickle.dumps(job)))
+            result = await worker.call("play", job)
         except asyncio.CancelledError:
             worker.actor.cancel.remote(number)
             raise

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import pickle
 from collections.abc import Sequence
 
 from headrace.cluster.worker_pool import WorkerLostError, WorkerPool
@@ -24,11 +23,11 @@ class ClusterRewardRunner:
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
         if not episodes:
             return ()
-        payload, pauses_s = pickle.dumps(tuple(episodes)), doubling(0.1, 5.0)
+        pauses_s = doubling(0.1, 5.0)
         for attempt in itertools.count(1):
             try:
                 async with self._pool.worker() as worker:
-                    results = pickle.loads(await worker.call("score", payload))
+                    results = await worker.call("score", tuple(episodes))
                 break
             except WorkerLostError as exc:
                 if attempt == MAX_ATTEMPTS:

@@ -1,36 +1,31 @@
 """Score groups in a worker: reward functions and their sandboxes run here."""
 
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.cluster.role_worker import RoleWorker
 from headrace.errors import HeadraceError
 from headrace.protocols import RewardRunner
-from headrace.types import FailedEpisode, Reward
+from headrace.types import Episode, FailedEpisode, Reward
 
 
 class RewardWorker(RoleWorker):
-    """Scores groups with the runner that `build` makes."""
+    """Scores groups with a runner of its own."""
 
-    def __init__(self, build: Callable[[], RewardRunner]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._build = build
         self._runner: RewardRunner | None = None
 
-    def build(self) -> None:
-        self._runner = self._build()
+    def build(self, build: Callable[[], RewardRunner]) -> None:
+        self._runner = build()
 
-    async def score(self, payload: bytes) -> bytes:
+    async def score(self, episodes: Sequence[Episode]) -> list[Reward | FailedEpisode] | HeadraceError:
         """Score the episodes of a group; return a reward or a FailedEpisode for each, or the error that ended it."""
         assert self._runner is not None
         try:
-            scored = await self._runner.score(pickle.loads(payload))
+            scored = await self._runner.score(episodes)
         except HeadraceError as exc:
-            return pickle.dumps(exc)
-        results: list[Reward | FailedEpisode] = [
-            item if isinstance(item, FailedEpisode) else item.reward for item in scored
-        ]
-        return pickle.dumps(results)
+            return exc
+        return [item if isinstance(item, FailedEpisode) else item.reward for item in scored]
 
     async def close(self) -> None:
         """End the processes of users' functions."""

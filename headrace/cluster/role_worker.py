@@ -1,13 +1,10 @@
-"""Share what all roles do in a worker: messages go out with the coordinator's polls, answers come in batches.
-
-Values travel pickled in one `bytes` each: arrays come out as copies of their own, not as views into Ray's memory.
-"""
+"""Share what all roles do in a worker: messages go out with the coordinator's polls, answers come in batches."""
 
 import asyncio
 import logging
 import os
-import pickle
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,20 +59,20 @@ class RoleWorker:
             root.setLevel(logging.INFO)
             root.addHandler(_OutboxHandler(self._outbox))
 
-    async def ready(self) -> bytes:
-        """Build the worker and return its process id, or the error that building it ends with on any machine."""
+    async def ready(self, build: Callable[..., Any]) -> int | HeadraceError:
+        """Build what the role works with; return the process id, or the error, which would be the same elsewhere."""
         try:
             with boundary(RolloutError, "a worker cannot be built"):
-                self.build()
+                self.build(build)
         except HeadraceError as exc:
-            return pickle.dumps(exc)
-        return pickle.dumps(os.getpid())
+            return exc
+        return os.getpid()
 
-    def build(self) -> None:
+    def build(self, build: Callable[..., Any]) -> None:
         """Build what the role works with."""
         raise NotImplementedError
 
-    async def poll(self, timeout_s: float) -> bytes:
+    async def poll(self, timeout_s: float) -> list[Any]:
         """Return the messages that have come up; waits for the first, but no longer than `timeout_s`."""
         if not self._outbox:
             try:
@@ -84,12 +81,11 @@ class RoleWorker:
             except TimeoutError:
                 pass
         self._arrived.clear()
-        messages = [self._outbox.popleft() for _ in range(len(self._outbox))]
-        return pickle.dumps(messages)
+        return [self._outbox.popleft() for _ in range(len(self._outbox))]
 
-    async def answer(self, payload: bytes) -> None:
+    async def answer(self, answers: Sequence[tuple[int, object]]) -> None:
         """Take answers to calls: (id, value or exception)."""
-        for id, value in pickle.loads(payload):
+        for id, value in answers:
             future = self._answers.pop(id, None)
             if future is None or future.done():
                 continue

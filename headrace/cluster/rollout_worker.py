@@ -1,7 +1,6 @@
 """Play groups in a worker: environments and episodes here, sampling at the coordinator."""
 
 import asyncio
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,20 +32,18 @@ class GroupJob:
 
 
 class RolloutWorker(RoleWorker):
-    """Plays groups with the player that `build` makes around a sampler."""
+    """Plays groups with a player that is built around a sampler of its own."""
 
-    def __init__(self, build: Callable[[Sampler], GroupPlayer]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._build = build
         self._player: GroupPlayer | None = None
         self._running: dict[int, asyncio.Task[list[Episode | FailedEpisode]]] = {}
 
-    def build(self) -> None:
-        self._player = self._build(LinkedSampler(self, attempt=0))
+    def build(self, build: Callable[[Sampler], GroupPlayer]) -> None:
+        self._player = build(LinkedSampler(self, attempt=0))
 
-    async def play(self, payload: bytes) -> bytes:
+    async def play(self, job: GroupJob) -> list[Episode | FailedEpisode] | HeadraceError:
         """Play the episodes of a group and return them, or the error that ended it."""
-        job: GroupJob = pickle.loads(payload)
         assert self._player is not None
         player = replace(
             self._player,
@@ -55,9 +52,9 @@ class RolloutWorker(RoleWorker):
         )
         self._running[job.attempt] = asyncio.ensure_future(player.play_episodes(job.task, job.group_id))
         try:
-            return pickle.dumps(await self._running[job.attempt])
+            return await self._running[job.attempt]
         except HeadraceError as exc:
-            return pickle.dumps(exc)
+            return exc
         finally:
             self._running.pop(job.attempt).cancel()
 

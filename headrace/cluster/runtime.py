@@ -55,6 +55,8 @@ async def open_cluster(roles: ClusterRoles) -> AsyncIterator[Cluster]:
     count = roles.rollout_workers + roles.reward_workers
     async with AsyncExitStack() as opened:
         await opened.enter_async_context(connected(roles.address, cpus=count, deadline_s=roles.deadline_s))
+        import ray
+
         place = await opened.enter_async_context(reserved(count, deadline_s=roles.deadline_s))
 
         def pool(role: str, workers: int, first: int, kind: type, build: object) -> WorkerPool | None:
@@ -63,7 +65,8 @@ async def open_cluster(roles: ClusterRoles) -> AsyncIterator[Cluster]:
             made = WorkerPool(
                 role,
                 workers,
-                create=_creator(kind, build, lambda index: place(first + index)),
+                create=_creator(kind, lambda index: place(first + index)),
+                build=ray.put(build),
                 kill=_kill,
                 deadline_s=roles.deadline_s,
             )
@@ -80,17 +83,15 @@ async def open_cluster(roles: ClusterRoles) -> AsyncIterator[Cluster]:
         yield Cluster(rollouts=rollouts, rewards=rewards)
 
 
-def _creator(kind: type, build: object, place: Callable[[int], dict[str, Any]]) -> Callable[[int], Any]:
+def _creator(kind: type, place: Callable[[int], dict[str, Any]]) -> Callable[[int], Any]:
     """Return what starts the actor of an index. Ray does not restart it: a new one is made in its place."""
     import ray
 
-    actor_class, build_ref = ray.remote(kind), ray.put(build)
+    actor_class = ray.remote(kind)
 
     def create(index: int) -> Any:
         options = place(index)
-        return actor_class.options(max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS, **options).remote(
-            build_ref
-        )
+        return actor_class.options(max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS, **options).remote()
 
     return create
 

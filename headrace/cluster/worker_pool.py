@@ -7,13 +7,12 @@ Failures of processes and machines end here. They never reach a group as such: w
 import asyncio
 import contextlib
 import logging
-import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from headrace.cluster.role_worker import LogLine
-from headrace.errors import HeadraceError, RolloutError
+from headrace.errors import EpisodeError, HeadraceError, RolloutError
 from headrace.retry import doubling
 from headrace.watchdog import watching
 
@@ -44,14 +43,15 @@ class Worker:
         return f"{self.role} worker {self.index}"
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the worker. Raises WorkerLostError if it does not get to answer."""
+        """Call a method of the worker. Raises WorkerLostError if it does not get to answer, and EpisodeError if the
+        method itself raises."""
         from ray.exceptions import RayError, RayTaskError
 
         try:
             return await getattr(self.actor, method).remote(*arguments)
         except RayError as exc:
             if isinstance(exc, RayTaskError):
-                raise
+                raise EpisodeError(f"{self.name} failed: {_last_line(exc)}") from exc
             raise WorkerLostError(f"{self.name} (process {self.pid}) is gone: {_first_line(exc)}") from exc
 
     def answer(self, id: int, value: object) -> None:
@@ -64,7 +64,7 @@ class Worker:
         with contextlib.suppress(WorkerLostError):  # the poll finds out as well, and sees to it
             while self._answers:
                 answers, self._answers = self._answers, []
-                await self.call("answer", pickle.dumps(answers))
+                await self.call("answer", answers)
 
 
 class WorkerPool:
@@ -76,13 +76,14 @@ class WorkerPool:
         count: int,
         *,
         create: Callable[[int], Any],  # start the actor of this index, in its place
+        build: object,  # passed to the worker, which builds what it works with; or Ray's reference to it
         kill: Callable[[Any], None],
         deadline_s: float,  # of a start, of an answer to a poll, and of the wait for a worker
         handle: Callable[[Worker, Any], None] = lambda worker, message: None,  # take a message of a worker
     ) -> None:
         assert count > 0
         self._role, self._count, self._deadline_s = role, count, deadline_s
-        self._create, self._kill = create, kill
+        self._create, self._build, self._kill = create, build, kill
         self.handle = handle
         self._alive: dict[int, Worker] = {}
         self._given_up: dict[int, str] = {}  # workers that cannot be started, and why
@@ -160,14 +161,13 @@ class WorkerPool:
 
     async def _keep(self, index: int) -> None:
         """Start a worker, serve it until it is lost, and start it again; the body of a task for each place."""
-        failed_starts, pauses_s = 0, doubling(0.2, 10.0)
+        failed_starts, pauses_s, last = 0, doubling(0.2, 10.0), ""
         while True:
             worker = Worker(self._role, index, self._create(index))
             try:
-                built = pickle.loads(await self._within(worker.call("ready"), f"the start of {worker.name}"))
-                if isinstance(built, HeadraceError):  # it would fail on every machine
-                    self._failure = built
-                    return
+                built = await self._within(worker.call("ready", self._build), f"the start of {worker.name}")
+                if isinstance(built, HeadraceError):
+                    raise built
                 worker.pid = built
                 failed_starts, pauses_s = 0, doubling(0.2, 10.0)
                 self._alive[index] = worker
@@ -177,11 +177,15 @@ class WorkerPool:
                 self.num_lost += 1
                 failed_starts += index not in self._alive
                 logger.warning("%s; it is started again", exc)
+                last = str(exc)
+            except HeadraceError as exc:  # it would fail on every machine
+                self._failure = exc
+                return
             finally:
                 self._alive.pop(index, None)
                 self._kill(worker.actor)
             if failed_starts >= MAX_FAILED_STARTS:
-                self._given_up[index] = f"{worker.name} failed {failed_starts} times in a row to start"
+                self._given_up[index] = f"{worker.name} failed {failed_starts} times in a row to start ({last})"
                 logger.error("%s: the run goes on without it", self._given_up[index])
                 return
             await asyncio.sleep(next(pauses_s))
@@ -189,8 +193,8 @@ class WorkerPool:
     async def _serve(self, worker: Worker) -> None:
         """Take the messages of a worker, until it is lost."""
         while True:
-            payload = await self._within(worker.call("poll", POLL_S), f"a sign of life of {worker.name}")
-            for message in pickle.loads(payload):
+            messages = await self._within(worker.call("poll", POLL_S), f"a sign of life of {worker.name}")
+            for message in messages:
                 if isinstance(message, LogLine):
                     logging.getLogger(message.name).log(message.level, "%s: %s", worker.name, message.text)
                 else:
@@ -202,6 +206,10 @@ class WorkerPool:
                 return await call
         except TimeoutError as exc:
             raise WorkerLostError(f"waited {self._deadline_s:g} s (cluster.deadline_s) for {what}") from exc
+
+
+def _last_line(exc: Exception) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[-1]
 
 
 def _first_line(exc: Exception) -> str:

@@ -40,7 +40,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rollout_workers(**env: Any) -> LocalWorkers:
-    return LocalWorkers(lambda: QuietRolloutWorker(player_of(**env)))
+    return LocalWorkers(QuietRolloutWorker, player_of(**env))
 
 
 @asynccontextmanager
@@ -182,7 +182,7 @@ async def test_what_cannot_be_built_anywhere_is_told_and_not_tried_again() -> No
     def build(sampler: object) -> GroupPlayer:
         raise ConfigError("there is no such environment")
 
-    workers = LocalWorkers(lambda: QuietRolloutWorker(build))
+    workers = LocalWorkers(QuietRolloutWorker, build)
     with pytest.raises(ConfigError, match="no such environment"):
         async with opened(workers.pool(1)):
             pass
@@ -198,7 +198,9 @@ async def test_workers_that_never_start_end_the_run_with_a_sentence() -> None:
         actor.kill()
         return actor
 
-    pool = WorkerPool("rollout", 2, create=create_dead, kill=lambda actor: actor.kill(), deadline_s=30.0)
+    pool = WorkerPool(
+        "rollout", 2, create=create_dead, build=workers.build, kill=lambda actor: actor.kill(), deadline_s=30.0
+    )
     with pytest.raises(RolloutError, match=r"no rollout worker can be started: .* failed 8 times in a row to start"):
         async with opened(pool):
             pass
@@ -206,7 +208,7 @@ async def test_workers_that_never_start_end_the_run_with_a_sentence() -> None:
 
 
 async def test_rewards_come_from_reward_workers_also_when_one_dies() -> None:
-    workers = LocalWorkers(lambda: QuietRewardWorker(lambda: player_of()(seeded_sampler()).reward_runner))
+    workers = LocalWorkers(QuietRewardWorker, lambda: player_of()(seeded_sampler()).reward_runner)
     [group] = await alone([3])
     episodes = [scored.episode for scored in group.episodes]
     async with opened(workers.pool(2)) as pool:

@@ -1,9 +1,12 @@
 """A real Ray of three nodes on this machine, shared by the tests of this folder."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from support.paths import ROOT, TESTS
 
 NODE = {"num_cpus": 3, "object_store_memory": 100 * 2**20}
 
@@ -14,6 +17,8 @@ def nodes() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(TESTS), *([before] if before else [])])  # of workers
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 100 * 2**20}, connect=False
     )
@@ -25,3 +30,7 @@ def nodes() -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

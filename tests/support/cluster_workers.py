@@ -133,8 +133,8 @@ def _died() -> Exception:
 class LocalWorkers:
     """Creates `LocalActor`s for a pool and keeps all of them."""
 
-    def __init__(self, make: Callable[[], RoleWorker]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], RoleWorker], build: Callable[..., Any]) -> None:
+        self._make, self.build = make, build
         self.actors: list[LocalActor] = []
         self.at: dict[int, LocalActor] = {}  # the newest of each place
 
@@ -145,4 +145,11 @@ class LocalWorkers:
         return actor
 
     def pool(self, count: int, *, deadline_s: float = 30.0) -> WorkerPool:
-        return WorkerPool("rollout", count, create=self.create, kill=lambda actor: actor.kill(), deadline_s=deadline_s)
+        return WorkerPool(
+            "rollout",
+            count,
+            create=self.create,
+            build=self.build,
+            kill=lambda actor: actor.kill(),
+            deadline_s=deadline_s,
+        )
