@@ -75,7 +75,7 @@ class DataBuffer:
         self, step: int, groups: Sequence[Group], episodes: Sequence[CreditedEpisode], *, file: Path | None = None
     ) -> None:
         """Begin the transaction of a step with what it trains on. `file` is the rollout file that was saved of it."""
-        saved = {"file": None, "file_bytes": 0, "file_digest": None}
+        saved: dict[str, Any] = {"file": None, "file_bytes": 0, "file_digest": None}
         if file is not None:
             with boundary(RunFolderError, f"cannot read {file}"):
                 saved = {"file": file.name, "file_bytes": file.stat().st_size, "file_digest": file_digest(file)}
@@ -85,7 +85,7 @@ class DataBuffer:
             failed=sum(len(group.failed) for group in groups),
             tokens=sum(credited.scored.episode.num_sampled for credited in episodes),
             digest=rollouts_digest(groups, episodes),
-            **saved,  # type: ignore[arg-type]
+            **saved,
         )
         self._open = step, stored
         self._keep(step, tuple(episodes))
