@@ -8,6 +8,7 @@
 #   make test-cookbook  unmodified recipes of the public tinker cookbook against `headrace serve`; some minutes
 #   make test-chaos  training and serving killed, on failing disks, with jumping clocks and power losses; some minutes
 #   make chaos       the same with other seeds, for as long as you like: SEED=7 MINUTES=60 ONLY=LoRA
+#   make test-ray    runs on a Ray of several nodes on this machine, whose workers are killed; some minutes
 #   make wheel       the wheel, in dist/
 #   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
@@ -44,10 +45,11 @@ QUANTIZERS := torchao==0.18.0
 PYTEST_ARGS ?=
 RECIPES := tests/service/test_recipes.py
 CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py tests/chaos
+RAY := tests/ray
 WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook test-chaos chaos wheel test-wheel check check-static docs proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos chaos test-ray wheel test-wheel check check-static docs proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -65,7 +67,7 @@ test: $(DEV) $(CHROMIUM)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
-	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS)) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY)) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RECIPES) $(PYTEST_ARGS)
@@ -82,6 +84,9 @@ ONLY ?=
 chaos: $(DEV)
 	CHAOS_SEED="$(SEED)" CHAOS_MINUTES="$(MINUTES)" CHAOS_TRIES="$(TRIES)" CHAOS_ONLY="$(ONLY)" OMP_NUM_THREADS=1 \
 		$(BIN)/pytest -m slow tests/chaos $(PYTEST_ARGS)
+
+test-ray: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RAY) $(PYTEST_ARGS)
 
 # What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
 # package-data in pyproject.toml no longer names.

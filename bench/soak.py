@@ -6,8 +6,9 @@
   staleness bound of 2, a reward function in the sandbox, an evaluation every ten steps, a checkpoint every twenty.
 - `serve`: `headrace serve` of the tiny model with eight tenants, each with a key of its own. A tenant opens a session,
   creates an adapter, and for a minute or two trains, samples from a new snapshot, saves and deletes a checkpoint; then
-  it leaves, and comes again with a new adapter. (A model stays on record after its session: some kilobytes each.) Results are kept for 60 s and what has expired is removed every 5 s, so that a soak of minutes sees all that a
-  server of weeks removes.
+  it leaves, and comes again with a new adapter. (A model stays on record after its session: some kilobytes each.)
+  Results are kept for 60 s and what has expired is removed every 5 s, so that a soak of minutes sees all that a server
+  of weeks removes.
 
 The trainer is looked at every second, the server every 15 s when all tenants have paused for a moment, so that open
 requests are not counted. The first third is warm-up and not counted. The figure of a window of 15 s is its smallest

@@ -238,6 +238,21 @@ def explain(
     print(visible(explain_config(config, file=str(file))), end="")
 
 
+cluster_app = typer.Typer(help="Processes of a run on this machine or others, placed by Ray.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
+
+
+@cluster_app.command("plan")
+def cluster_plan(file: File, overrides: Overrides = None) -> None:
+    """Say which processes a run would have and where; starts none."""
+    from headrace.wiring.checked_config import load_checked
+
+    config = load_checked(file, overrides or [], command="train")
+    from headrace.wiring.commands.cluster_plan import plan_cluster
+
+    print(visible(plan_cluster(config, file=str(file))), end="")
+
+
 @app.command()
 def doctor() -> None:
     """Describe this machine and what would run on it.

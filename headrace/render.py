@@ -64,6 +64,10 @@ class Renderer:
         ends = [*eos_tokens, tokenizer.eos_token_id, self._probe_end_of_turn()]
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys(int(token) for token in ends if token is not None))
 
+    def __reduce__(self) -> tuple[type["Renderer"], tuple[PreTrainedTokenizerBase, tuple[int, ...]]]:
+        """Pickle the tokenizer and its ends, for a worker in another process."""
+        return Renderer, (self._tokenizer, self.eos_tokens)
+
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> IntArray:
         """Render the tokens that an engine reads before it samples the assistant's next turn."""
         conversation, last = tuple(messages), self._last

@@ -20,6 +20,7 @@ from headrace.config.presets import ALGORITHMS, preset_text
 from headrace.config.schema import (
     AsyncConfig,
     CheckpointConfig,
+    ClusterConfig,
     Config,
     CorrectionConfig,
     CriticConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "ALGORITHMS",
     "AsyncConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "CorrectionConfig",
     "CriticConfig",

@@ -404,14 +404,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
-class ClusterConfig:
-    """Processes that train together. They do not change what is trained, but for the order of sums."""
-
-    ranks: Positive = 1  # processes that the model is sharded over, each with a GPU of its own on cuda
-    deadline_s: PositiveFloat = 600.0  # how long a rank may make no progress before the run ends with code 75
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class WandbConfig:
     """Weights & Biases."""
 
@@ -463,6 +455,18 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class ClusterConfig:
+    """Processes besides the one of the run. They change nothing that is trained, but the order of sums over ranks."""
+
+    ranks: Positive = 1  # processes that the model is sharded over, each with a GPU of its own on cuda
+    # of Ray: "local" starts one on this machine for this run, "auto" finds the one that runs here; empty: no cluster
+    address: str = ""
+    rollout_workers: NonNegative | None = None  # that play groups; unset: 2 if there is an address; 0: the run plays
+    reward_workers: NonNegative = 0  # that score groups; 0: the run scores
+    deadline_s: PositiveFloat = 600.0  # of every wait for a process: its place, its start, a sign of progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class Config:
     """The configuration of a run."""
 
@@ -475,5 +479,5 @@ class Config:
     rl: RlConfig | None = None  # reinforcement learning; starts from the checkpoint of [sft], if given
     eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation of the stages
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when they are written and which are kept
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # training on several GPUs or machines
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # sinks besides metrics.jsonl, and alerts
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # processes besides the one of the run

@@ -39,6 +39,7 @@ OPTIONAL: Mapping[str, str] = {
     "bitsandbytes": "reference models in eight and four bits",
     "tinker": "programs that train on  headrace serve",
     "psycopg": "the journal of  headrace serve  in Postgres",
+    "ray": "[cluster]: workers in processes of their own",
     "triton": "GPU kernels",
 }
 

@@ -85,6 +85,16 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def commits(self) -> Path:
+        """The transactions of the run, one record a step."""
+        return self.path / "commits.jsonl"
+
+    @property
+    def buffer(self) -> Path:
+        """The batches that the data buffer has no room for in memory; gone when the run ends."""
+        return self.path / "buffer"
+
+    @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 

@@ -70,15 +70,19 @@ class GroupPlayer:
     async def __call__(self, task: Task, group_id: int) -> Group:
         """Play one group of the task and score it."""
         started_version = self.sampler.version
+        ended = await self.play_episodes(task, group_id)
+        return await score_group(task, group_id, ended, self.reward_runner, started_version)
+
+    async def play_episodes(self, task: Task, group_id: int) -> list[Episode | FailedEpisode]:
+        """Play the episodes of a group and leave them unscored."""
         if self.partial_rollouts is None:
             partial_episodes: Sequence[PartialEpisode] = [PartialEpisode() for _ in range(self.group_size)]
         else:
             partial_episodes = self.partial_rollouts.open(group_id, self.group_size)
-        ended = await _gather(
+        return await _gather(
             self._run_or_resume(task, group_id, index, partial_episode)
             for index, partial_episode in enumerate(partial_episodes)
         )
-        return await _score_group(task, group_id, ended, self.reward_runner, started_version)
 
     async def _run_or_resume(
         self, task: Task, group_id: int, index: int, partial_episode: PartialEpisode
@@ -140,7 +144,7 @@ class RemoteGroupPlayer:
     async def __call__(self, task: Task, group_id: int) -> Group:
         """Play one group of the task and score it."""
         ended = await _gather(self._run(task, group_id, index) for index in range(self.group_size))
-        return await _score_group(task, group_id, ended, self.reward_runner, 0)
+        return await score_group(task, group_id, ended, self.reward_runner, 0)
 
     async def _run(self, task: Task, group_id: int, index: int) -> Episode | FailedEpisode:
         id = f"{group_id}/{index}"
@@ -172,7 +176,7 @@ def make_env_or_fail(make_env: Callable[[], Env], id: str, task: Task) -> Env | 
         return FailedEpisode(id=id, task=task, reason=str(exc))
 
 
-async def _score_group(
+async def score_group(
     task: Task,
     group_id: int,
     ended: Sequence[Episode | FailedEpisode],

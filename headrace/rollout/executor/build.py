@@ -1,12 +1,12 @@
 """Build an executor and its parts from settings: the one place that knows which part a setting asks for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from headrace.errors import ConfigError
 from headrace.protocols import Sampler
-from headrace.rollout.executor.executor import RolloutExecutor
+from headrace.rollout.executor.executor import Play, RolloutExecutor
 from headrace.rollout.executor.selection import GroupSelection
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.executor.stats import SamplerUtilization
@@ -35,8 +35,10 @@ def build_executor(
     filters: Sequence[Filter] = (),
     selection: GroupSelection | None = None,
     utilization: SamplerUtilization | None = None,
+    play: Callable[[GroupPlayer], Play] = lambda player: player,
 ) -> RolloutExecutor:
-    """Build an executor whose groups are played by `player`, with partial rollouts recorded.
+    """Build an executor whose groups are played by `player`, with partial rollouts recorded. `play` may send them to
+    other processes; it gets the player as it is used here.
 
     Raises ConfigError when a sampler cannot do what `interrupt` asks for.
     """
@@ -53,7 +55,7 @@ def build_executor(
     if settings.lockstep_tokens:  # an episode's time is not measured on the real clock
         player = replace(player, timeout_s=settings.group_limit_s)
     return RolloutExecutor(
-        play=player,
+        play=play(player),
         next_task=source.next,
         batch_groups=batch_groups,
         settings=settings,

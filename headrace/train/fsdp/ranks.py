@@ -391,7 +391,7 @@ def start_rank(place: RankPlace, *, device: str, deadline_s: float, threads: int
 
 
 def store_port(store: PrefixStore) -> int:
-    return int(store.underlying_store.port)
+    return int(store.underlying_store.port)  # type: ignore[attr-defined]  # a TCPStore
 
 
 def join_group(store: Any, *, rank: int, num_ranks: int, local_rank: int, device: str, timeout_s: float) -> DeviceMesh:

@@ -7,7 +7,8 @@
 - `rewards`: reward terms and the runner that scores groups.
 - `loss`: loss, correction of stale tokens, Adam settings.
 - `rollout_executor`: the executor that plays groups, from [rl] and [rl.async].
-- `episodes`: sampling parameters, end rules, the player of held-out groups.
+- `episodes`: sampling parameters, end rules, the players of training and held-out groups.
+- `cluster_roles`: the workers of [cluster], and what they build.
 - `agent_endpoint`: agent programs and environment threads.
 - `sinks`: metric sinks of [metrics].
 - `saving`: which episodes are saved into the run folder.

@@ -1,10 +1,10 @@
-"""Build what plays episodes: sampling parameters, end rules, and the player of held-out groups."""
+"""Build what plays episodes: sampling parameters, end rules, and the players of training and held-out groups."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
 
 from headrace.config import Config, RlConfig, SamplingConfig
-from headrace.protocols import Env, Sampler
+from headrace.protocols import Env, RewardRunner, Sampler
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import GroupPlayer
@@ -14,6 +14,34 @@ from headrace.wiring.build.data import make_env_of
 from headrace.wiring.build.rewards import make_reward_runner
 
 Play = Callable[[Task, int], Awaitable[Group]]
+
+
+def train_player(
+    c: RlConfig,
+    seed: int,
+    sampler: Sampler,
+    renderer: Renderer,
+    reward_runner: RewardRunner,
+    programs: AgentEndpoint,
+) -> GroupPlayer:
+    """Build the player of training tasks, with the rules of [rl]."""
+    sampling = make_sampling(c.sampling, c.sampling.temperature)
+    return GroupPlayer(
+        group_size=c.group_size,
+        make_env=make_env_of(c.tasks),
+        sampler=sampler,
+        renderer=renderer,
+        reward_runner=reward_runner,
+        sampling=sampling,
+        max_turns=c.max_turns,
+        max_episode_tokens=c.max_episode_tokens,
+        timeout_s=c.asynchronous.task_timeout_s,
+        run_seed=seed,
+        end_tool=c.end_tool,
+        end_pattern=make_end_pattern(c),
+        threads=programs.threads(c.env_threads),
+        generate_fn=programs.generate_fn(c, sampling),
+    )
 
 
 def eval_player(

@@ -10,11 +10,9 @@ from headrace.rollout.executor import AsyncSettings, RolloutExecutor, StaleActio
 from headrace.rollout.executor.selection import SCORES, GroupSelection, TakeBest, TakeFirst
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.filters import FILTERS, Filter, named_filter
-from headrace.rollout.group import GroupPlayer
 from headrace.rollout.publisher import Interrupt
 from headrace.user_code import load_function
-from headrace.wiring.build.data import make_env_of
-from headrace.wiring.build.episodes import make_end_pattern, make_sampling
+from headrace.wiring.build.episodes import train_player
 from headrace.wiring.build.rewards import make_reward_runner, make_truncation
 from headrace.wiring.stage_context import StageContext
 
@@ -23,22 +21,15 @@ def make_executor(
     c: RlConfig, seed: int, context: StageContext, source: TaskSource, utilization: SamplerUtilization
 ) -> RolloutExecutor:
     """Build the executor of the [rl] stage."""
-    sampling = make_sampling(c.sampling, c.sampling.temperature)
-    player = GroupPlayer(
-        group_size=c.group_size,
-        make_env=make_env_of(c.tasks),
-        sampler=context.sampler,
-        renderer=context.renderer,
-        reward_runner=make_reward_runner(context.terms, c, make_truncation(c)),
-        sampling=sampling,
-        max_turns=c.max_turns,
-        max_episode_tokens=c.max_episode_tokens,
-        timeout_s=c.asynchronous.task_timeout_s,
-        run_seed=seed,
-        end_tool=c.end_tool,
-        end_pattern=make_end_pattern(c),
-        threads=context.programs.threads(c.env_threads),
-        generate_fn=context.programs.generate_fn(c, sampling),
+    cluster = context.cluster
+    reward_runner = None if cluster is None else cluster.reward_runner
+    player = train_player(
+        c,
+        seed,
+        context.sampler,
+        context.renderer,
+        reward_runner or make_reward_runner(context.terms, c, make_truncation(c)),
+        context.programs,
     )
     return build_executor(
         make_settings(c.asynchronous),
@@ -49,6 +40,7 @@ def make_executor(
         filters=make_filters(c),
         selection=make_selection(c.asynchronous),
         utilization=utilization,
+        play=(lambda player: player) if cluster is None else cluster.play,
     )
 
 

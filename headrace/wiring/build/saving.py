@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headrace.config import CriticConfig, RlConfig
 from headrace.names import SAVED_EPISODES
@@ -11,11 +12,12 @@ from headrace.observe.run_folder import RunFolder
 from headrace.types import CreditedEpisode, Group
 from headrace.user_code import load_function
 
-Record = Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], None]
+Record = Callable[[int, Sequence[Group], Sequence[CreditedEpisode]], Path | None]
 
 
 def make_record(c: RlConfig, folder: RunFolder, *, check_owner: Callable[[], None] = lambda: None) -> Record:
-    """Return the function that saves the episodes of a step, and why others failed; a step without any has no file.
+    """Return the function that saves the episodes of a step, and why others failed; it returns the file, or None for a
+    step without any.
 
     `check_owner` raises if this process may not write the run folder any more.
     """
@@ -28,21 +30,24 @@ def make_record(c: RlConfig, folder: RunFolder, *, check_owner: Callable[[], Non
         whole_groups=c.save.whole_groups,
     )
 
-    def record(step: int, groups: Sequence[Group], episodes: Sequence[CreditedEpisode]) -> None:
+    def record(step: int, groups: Sequence[Group], episodes: Sequence[CreditedEpisode]) -> Path | None:
         if not selection.takes_step(step + 1):
-            return
+            return None
         failed = [episode for group in groups for episode in group.failed] if selection.takes_failed else []
         selected: list[Saved] = [*select_episodes(episodes, selection), *failed]
-        if selected:
-            about = RolloutFileInfo(
-                run=folder.path.name,
-                training_step=step + 1,
-                method=c.credit,
-                params=c.credit_params if c.critic is None else _critic_params(c.critic),
-                group_sizes=Counter(episode.group_id for episode in episodes),
-            )
-            check_owner()
-            save_trajectories(folder.step_rollouts(step + 1), selected, lean=c.save.lean, about=about)
+        if not selected:
+            return None
+        about = RolloutFileInfo(
+            run=folder.path.name,
+            training_step=step + 1,
+            method=c.credit,
+            params=c.credit_params if c.critic is None else _critic_params(c.critic),
+            group_sizes=Counter(episode.group_id for episode in episodes),
+        )
+        check_owner()
+        path = folder.step_rollouts(step + 1)
+        save_trajectories(path, selected, lean=c.save.lean, about=about)
+        return path
 
     return record
 

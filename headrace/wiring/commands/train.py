@@ -22,9 +22,10 @@ from headrace.model.cuda.determinism import make_deterministic
 from headrace.model.device import choose_device
 from headrace.model.load import no_progress_bars
 from headrace.model.tokenizer import TokenizerOnly
+from headrace.observe.buffer.commits import restore_commits
 from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.sinks.jsonl import check_records, restore_cut
+from headrace.observe.sinks.jsonl import check_records
 from headrace.storage.folder_lock import FolderLock, hold_folder
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.watchdog import Watchdog
@@ -209,7 +210,7 @@ async def _run_stage(
             await body(context)
         last = checkpoint.store.load_latest()
     else:
-        restore_cut(run.folder.metrics, int(last.state["metrics_records"]))
+        restore_commits(run.folder.commits, int(last.state["metrics_records"]))
         check_records(run.folder.metrics, int(last.state["metrics_records"]))
         logger.info("stage %s is complete", checkpoint.name)
     figures = {**state.figures, **last.state["figures"]}
