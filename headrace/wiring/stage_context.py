@@ -175,6 +175,8 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
         judged = plays and has_terms(config, state.reward_model_path)
         runtime = _open_runtime(run, state, checkpoint, samples=name == "rl" or judged)
         opened.callback(runtime.close)
+        if isinstance(runtime, LocalRuntime):
+            await runtime.start()
         terms = make_terms(config, state.reward_model_path) if judged else []
         opened.push_async_callback(close_terms, terms)
         programs = AgentEndpoint(runtime.renderer)
@@ -233,6 +235,7 @@ def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint,
         state=folder,
         threads=run.threads,
         samples=samples,
+        logs=run.folder.path / "servers",
     )
 
 

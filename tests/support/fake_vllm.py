@@ -6,6 +6,7 @@ adapter folder a third that is added. Prompts of a cache block or more have thei
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -199,12 +200,12 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
         if len(body["token_ids"]) > CONTEXT:
             return JSONResponse({"error": {"message": f"The decoder prompt (length {len(body['token_ids'])})"}}, 400)
         if not body.get("stream"):
-            while not state.resumed.is_set():
+            while not state.resumed.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             table, tokens = log_softmax(state.logits(body["model"])), body["token_ids"]
             scored = [
                 {str(token): {"logprob": float(table[before, token]), "rank": 1, "decoded_token": None}}
-                for before, token in zip(tokens, tokens[1:], strict=False)
+                for before, token in itertools.pairwise(tokens)
             ]
             return {"request_id": "x", "model": "m", "choices": [_choice([0], [0.0], "length", None)],
                     "prompt_logprobs": [None, *scored]}  # fmt: skip

@@ -3,6 +3,7 @@
 - `run_config`: the whole file of a run (`check`).
 - `async_rl`: `[rl.async]` and `[rl.correction]`.
 - `credit_rules`: how `[rl]` rewards episodes and credits their steps.
+- `engine_servers`: servers in `[engine]`.
 - `metric_sinks`: `[metrics]`.
 - `service_runs`: runs whose model is trained at a service.
 """

@@ -5,5 +5,6 @@
 - `token_stream.py` reads the tokens of one request; `server_sampler.py` makes one server a `Sampler`.
 - `replicas.py` puts several servers behind one `Sampler`, and takes out, repairs and returns those that fail.
 - `weight_sync.py` writes weights where servers read them; `proof.py` checks what a server holds afterwards.
+- `fleet.py` owns the servers of a run and the sampler over them.
 - `launch.py` starts and stops servers; `guardian.py` is the process between us and a server, which ends it with us.
 """

@@ -79,7 +79,7 @@ class JsonHttp:
         return content.decode(errors="replace")
 
     def _check(self, path: str, status: int, content: bytes) -> None:
-        """Raise for a status that is an error: below 500 the request is refused, from there on the server has failed."""
+        """Raise for an error status: below 500 the request is refused, from there on the server has failed."""
         error = ServerLostError if status >= 500 else SamplerError
         raise error(f"{self.url}{path} answered {status}: {reply_words(status, content)}")
 

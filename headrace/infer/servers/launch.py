@@ -90,11 +90,14 @@ def server_environment(options: ServerOptions) -> dict[str, str]:
 
 
 class LaunchedServer:
-    """A server of ours. Its output goes to `log`; `remove` is a folder to remove if this process is killed."""
+    """A server of ours. Its output goes to `log`; `remove` is a folder to remove if this process is killed.
+
+    `command` is asked for at every start: weights that a server can begin with come and go.
+    """
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Callable[[], Sequence[str]],
         port: int,
         *,
         environment: Mapping[str, str],
@@ -104,7 +107,7 @@ class LaunchedServer:
     ) -> None:
         self.url = f"http://{HOST}:{port}"
         self.log = log
-        self._command, self._environment, self._start_s = tuple(command), dict(environment), start_s
+        self._command, self._environment, self._start_s = command, dict(environment), start_s
         self._remove = remove
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -121,7 +124,7 @@ class LaunchedServer:
         try:
             with self.log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", str(Path(guardian.__file__)), *arguments, *self._command],
+                    [sys.executable, "-I", str(Path(guardian.__file__)), *arguments, *self._command()],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -156,15 +159,19 @@ class LaunchedServer:
                 )  # fmt: skip
             time.sleep(POLL_S)
 
+    def ask_to_stop(self) -> None:
+        """Tell the server to end, and do not wait for it."""
+        if self._process is not None and self._process.stdin is not None and not self._process.stdin.closed:
+            with suppress(OSError):
+                self._process.stdin.write(b"stop")
+                self._process.stdin.close()
+
     def stop(self) -> None:
         """End the server and all of its processes."""
+        self.ask_to_stop()
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
-        with suppress(OSError):
-            process.stdin.write(b"stop")
-            process.stdin.close()
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:

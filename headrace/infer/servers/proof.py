@@ -55,7 +55,7 @@ def trainer_score(backend: TrainBackend) -> TrainerScore:
 
 
 def probe_sequences(vocabulary: int, context: int) -> tuple[IntArray, ...]:
-    """Make a short and a long sequence of arbitrary tokens; the long one fills cache blocks where the context allows."""
+    """Make a short and a long sequence of arbitrary tokens; the long one fills cache blocks if the context allows."""
     numbers = np.random.default_rng(0)
     lengths = (min(48, context - PROBE_TOKENS - 2), min(300, context - PROBE_TOKENS - 2))
     return tuple(int_array(numbers.integers(0, vocabulary, size=max(2, length))) for length in lengths)

@@ -179,11 +179,17 @@ class ReplicaSampler:
             except HeadraceError as exc:
                 self._take_out(replica, exc)
 
-    async def close(self) -> None:
-        tasks = [self._health, *[replica.repair for replica in self._replicas]]
-        for task in tasks:
+    def cancel(self) -> None:
+        """Stop health checks and repairs."""
+        for task in (self._health, *[replica.repair for replica in self._replicas]):
             if task is not None:
                 task.cancel()
+
+    async def close(self) -> None:
+        """Stop everything and close all connections."""
+        self.cancel()
+        for task in (self._health, *[replica.repair for replica in self._replicas]):
+            if task is not None:
                 with suppress(asyncio.CancelledError):
                     await task
         for replica in self._replicas:
@@ -201,10 +207,9 @@ class ReplicaSampler:
             raise SamplerError(self._none_left())
         least = min(self.usable, key=lambda replica: replica.sampler.load_now)
         index = self._affinity.find(request)
-        if index is not None and (preferred := self._replicas[index]).usable:
-            if preferred.sampler.load_now <= least.sampler.load_now + self._limits.affinity_slack:
-                return preferred
-        return least
+        preferred = least if index is None else self._replicas[index]
+        most = least.sampler.load_now + self._limits.affinity_slack
+        return preferred if preferred.usable and preferred.sampler.load_now <= most else least
 
     async def _least_busy(self) -> Replica:
         if not self.usable:

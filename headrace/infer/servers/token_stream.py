@@ -57,7 +57,7 @@ class TokenStream:
 def _apply_spans(versions: list[int], spans: tuple[VersionSpan, ...]) -> list[int]:
     """Replace versions by the server's spans, except where it calls its weights by a name that is no version of ours.
 
-    >>> _apply_spans([4, 4, 4], (VersionSpan(version="3", start=0, end=2), VersionSpan(version="default", start=2, end=3)))
+    >>> _apply_spans([4, 4, 4], (VersionSpan(version="3", start=0, end=2), VersionSpan(version="x", start=2, end=3)))
     [3, 3, 4]
     """
     replaced = list(versions)

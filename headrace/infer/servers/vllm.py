@@ -82,8 +82,7 @@ class VllmApi:
 
     async def load_folder(self, folder: Path, version: int) -> None:
         # a reload from a folder that is not there ends the server
-        if not any(folder.glob("model*.safetensors")):
-            raise SamplerError(f"{folder} holds no model*.safetensors: weights cannot be loaded from it")
+        check_folder(folder)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._http.post("/collective_rpc", body, deadline_s=LOAD_S)
         await self._http.post("/update_weight_version", {"new_version": str(version)}, deadline_s=CONTROL_S)
@@ -116,6 +115,12 @@ class VllmApi:
             await self.context()
         assert self._model is not None
         return self._model
+
+
+def check_folder(folder: Path) -> None:
+    """Raise SamplerError if a folder has no weights."""
+    if not any(folder.glob("model*.safetensors")):
+        raise SamplerError(f"{folder} holds no model*.safetensors: weights cannot be loaded from it")
 
 
 def sampling_body(params: SamplingParams) -> dict[str, Any]:

@@ -95,10 +95,14 @@ class WeightSync:
         shutil.rmtree(self._root, ignore_errors=True)
 
     async def _written_into(self, folder: Path, write: Write) -> str:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         with boundary(SamplerError, f"the weights cannot be written into {folder}"):
+            await asyncio.to_thread(_make_empty, folder)
             return await write(folder)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def make_sync_root(parent: str | None = None) -> Path:
@@ -126,7 +130,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-# --- writers of a model in this process --------------------------------------------------------------------------------
+# --- writers of a model in this process -------------------------------------------------------------------------------
 
 
 def write_model(lm: LanguageModel, folder: Path, *, base_only: bool = False) -> str:

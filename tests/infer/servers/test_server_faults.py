@@ -1,4 +1,4 @@
-"""Failures that were seen at real servers, shown by a fake: each must be found, told, and got over where that can be."""
+"""Failures that were seen at real servers, shown by a fake: each must be found and told, and got over if it can be."""
 
 import asyncio
 import logging
@@ -63,7 +63,7 @@ async def test_a_server_that_samples_the_base_under_an_adapter_is_found() -> Non
         assert list(fleet.servers[0].adapters) == ["headrace-1"]
         fleet.servers[0].faults.ignores_adapters = True
         fleet.trainer.update_adapter()
-        with pytest.raises(SamplerError, match="no inference server is left.*adapter"):
+        with pytest.raises(SamplerError, match=r"no inference server is left.*adapter"):
             await publish(fleet, 2)
 
 
@@ -134,7 +134,7 @@ async def test_a_server_that_comes_back_gets_the_current_version_before_it_is_us
         stale = fleet.servers[0].embed
         fleet.servers[0].faults.dead = False
         async with asyncio.timeout(20):
-            while len(fleet.sampler.usable) < 2:
+            while len(fleet.sampler.usable) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not np.array_equal(fleet.servers[0].embed, stale)
         completions = await asyncio.gather(*[fleet.sampler.sample(request_of(10, seed=seed)) for seed in range(6)])
@@ -205,5 +205,7 @@ async def test_two_versions_are_never_mixed_up_when_a_repair_meets_a_publish() -
 
 async def _until_sampling(fleet: Fleet) -> None:
     async with asyncio.timeout(20):
-        while not any(stream.tokens for replica in fleet.sampler.usable for stream in replica.sampler.open_streams):
+        while not any(  # noqa: ASYNC110
+            stream.tokens for replica in fleet.sampler.usable for stream in replica.sampler.open_streams
+        ):
             await asyncio.sleep(0.001)
