@@ -1,13 +1,8 @@
 """A real vLLM samples what the trainer has: agreement, weight sync, adapters, pauses, and servers that are killed."""
 
 import asyncio
-import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +15,8 @@ from headrace.infer.servers.replicas import ReplicaLimits
 from headrace.infer.servers.vllm import EMPTY_DIGEST
 from headrace.infer.servers.weight_sync import write_model
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, int_array
-from support.paths import ROOT
-from support.real_vllm import PYTHON, Trained, launched, servable_model, trained
+from support.processes import alive, descendants
+from support.real_vllm import Trained, launched, servable_model, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -164,7 +159,9 @@ async def test_a_tied_head_that_keeps_its_old_weights_is_found(tmp_path: Path, s
         async with trained(tied, lm=lm, limits=ReplicaLimits(repairs=1)) as trainer:
             trainer.sampler.usable[0].restart = None
             await trainer.train(0.1)
-            with pytest.raises(SamplerError, match=r"does not hold version 1.*a copy whose head is a tensor of its own"):
+            with pytest.raises(
+                SamplerError, match=r"does not hold version 1.*a copy whose head is a tensor of its own"
+            ):
                 await trainer.publish(1)
     # the folder that we write has a head of its own, and a server that began with one follows
     write_model(lm, _made(tmp_path / "untied"))
@@ -180,33 +177,6 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def workers_of(server: LaunchedServer) -> list[int]:
-    """The processes below a server's guardian, outermost first."""
-    assert server.pid is not None
-    return descendants(server.pid)
-
-
-def descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [pid]
-    while waiting:
-        below = children.get(waiting.pop(0), [])
-        found += below
-        waiting += below
-    return found
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 async def test_a_killed_server_is_started_again_and_brought_up_to_date(servers: list[LaunchedServer]) -> None:
     async with trained(servers) as trainer:
         await trainer.train()
@@ -217,7 +187,8 @@ async def test_a_killed_server_is_started_again_and_brought_up_to_date(servers: 
                 any(stream.tokens for stream in replica.sampler.open_streams) for replica in trainer.sampler.usable
             ):
                 await asyncio.sleep(0.001)
-        old = workers_of(servers[1])
+        assert servers[1].pid is not None
+        old = descendants(servers[1].pid)
         os.kill(old[0], signal.SIGKILL)  # the API process, whose workers would live on
         for completion in await asyncio.gather(*tasks):
             assert len(completion.tokens) == 240
@@ -232,101 +203,3 @@ async def test_a_killed_server_is_started_again_and_brought_up_to_date(servers: 
         completion = await second.sample(request_of(50))
         assert completion.versions.tolist() == [1] * 50
         assert await difference(trainer, completion) < 1e-4
-
-
-RUN = """
-[run]
-name = "t"
-folder = "runs"
-tensorboard = false
-[model]
-path = "tiny"
-[model.tiny]
-width = 64
-layers = 2
-heads = 2
-kv_heads = 1
-context = 256
-[engine]
-type = "vllm"
-launch = {{ python = "{python}", replicas = {replicas} }}
-[rl]
-steps = {steps}
-groups = 2
-group_size = 4
-max_turns = 3
-max_prompt_tokens = 96
-max_episode_tokens = 192
-tasks = {{ type = "env", name = "key_door", size = 9, seed = 1 }}
-[rl.sampling]
-max_tokens = 8
-[rl.optimizer]
-learning_rate = 1e-2
-"""
-
-
-def start_run(folder: Path, *, replicas: int, steps: int) -> "subprocess.Popen[bytes]":
-    (folder / "run.toml").write_text(RUN.format(python=PYTHON, replicas=replicas, steps=steps))
-    return subprocess.Popen(
-        [sys.executable, "-m", "headrace.start", "train", "run.toml"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=(folder / "out.txt").open("wb"),
-        stderr=subprocess.STDOUT,
-    )
-
-
-def wait_for_steps(folder: Path, run: "subprocess.Popen[bytes]", count: int) -> None:
-    end = time.monotonic() + 900
-    while time.monotonic() < end:
-        lines = [line for file in folder.glob("runs/*/metrics.jsonl") for line in file.read_text().splitlines()]
-        if any(json.loads(line)["step"] >= count for line in lines if line.endswith("}")):
-            return
-        assert run.poll() is None, (folder / "out.txt").read_text()[-3000:]
-        time.sleep(0.2)
-    raise AssertionError((folder / "out.txt").read_text()[-3000:])
-
-
-@pytest.mark.usefixtures("servers")  # skipped as they are
-def test_a_run_survives_the_death_of_one_of_its_servers(tmp_path: Path) -> None:
-    run = start_run(tmp_path, replicas=2, steps=12)
-    try:
-        wait_for_steps(tmp_path, run, 2)
-        processes = descendants(run.pid)
-        api = [pid for pid in processes if b"api_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        api = [pid for pid in api if b"guardian" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(api[0], signal.SIGKILL)
-        assert run.wait(900) == 0, (tmp_path / "out.txt").read_text()[-3000:]
-    finally:
-        run.kill()
-    text = (tmp_path / "out.txt").read_text()
-    assert "is taken out, 1 are left" in text
-    [metrics] = tmp_path.glob("runs/*/metrics.jsonl")
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    mismatches = [value for record in records for name, value in _values(record) if name == "rollout/mismatch_k3"]
-    assert len(mismatches) == 12
-    assert max(mismatches) < 1e-8
-    assert not any(alive(pid) for pid in processes)
-
-
-def _values(record: dict[str, object]) -> list[tuple[str, float]]:
-    values = record.get("values", record)
-    assert isinstance(values, dict)
-    return list(values.items())
-
-
-@pytest.mark.usefixtures("servers")
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
-    run = start_run(tmp_path, replicas=1, steps=1000)
-    wait_for_steps(tmp_path, run, 1)
-    processes = descendants(run.pid)
-    assert len(processes) >= 4  # guardian, API, engine core, worker
-    weights = list(Path("/dev/shm").glob(f"headrace-weights-{run.pid}-*"))
-    assert weights
-    run.kill()
-    run.wait(60)
-    end = time.monotonic() + 60
-    while any(alive(pid) for pid in processes) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not any(alive(pid) for pid in processes)
-    assert not any(folder.exists() for folder in weights)

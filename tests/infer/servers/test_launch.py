@@ -20,6 +20,7 @@ from headrace.infer.servers.launch import (
     vllm_command,
 )
 from support.paths import ROOT
+from support.processes import alive
 
 # A server with a worker of its own, which does not end by itself when the server is killed; both write their ids.
 SERVER = """
@@ -49,13 +50,6 @@ def make_server(folder: Path, *, start_s: float = 60.0, code: str = SERVER) -> L
 
 def pids(folder: Path) -> list[int]:
     return [int(word) for word in (folder / "pids").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until_gone(processes: list[int]) -> None:
