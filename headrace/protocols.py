@@ -66,11 +66,20 @@ class SamplerFlags:
     # (`continue_from`) need not prefill it again; every other cached prefix is still dropped. Needed by
     # `interrupt = "inflight"`.
     holds_in_flight: bool = False
+    # A continued request draws the tokens that it would have drawn uninterrupted, under the same weights.
+    resumes_draws: bool = True
+    # `score` takes temperatures other than 1; others raise SamplerError, and the trainer has to score.
+    scores_any_temperature: bool = True
 
 
 def sampler_flags(sampler: Sampler) -> SamplerFlags:
     """Read a sampler's optional attributes."""
-    return SamplerFlags(holds_in_flight=bool(getattr(sampler, "holds_in_flight", False)))
+    default = SamplerFlags()
+    return SamplerFlags(
+        holds_in_flight=bool(getattr(sampler, "holds_in_flight", default.holds_in_flight)),
+        resumes_draws=bool(getattr(sampler, "resumes_draws", default.resumes_draws)),
+        scores_any_temperature=bool(getattr(sampler, "scores_any_temperature", default.scores_any_temperature)),
+    )
 
 
 class TrainBackend(Protocol):

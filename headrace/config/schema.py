@@ -101,15 +101,37 @@ class RemoteConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class LaunchConfig:
+    """Inference servers that a run starts on this machine and stops at its end."""
+
+    python: Text  # interpreter of an environment that has vLLM or SGLang
+    replicas: Positive = 1  # how many servers
+    gpus: tuple[Text, ...] = ()  # CUDA_VISIBLE_DEVICES of each server; unset: all see all
+    args: tuple[str, ...] = ()  # further arguments of the servers
+    env: dict[str, str] = field(default_factory=dict)  # further environment variables of the servers
+    start_s: PositiveFloat = 900.0  # how long a server may take until it answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class EngineConfig:
     """The sampling engine: how many sequences it decodes together, and the size of its KV cache."""
 
-    type: Literal["embedded", "generate"] = "embedded"  # continuous batching, or the plain `generate` of transformers
+    # continuous batching, the plain `generate` of transformers, or servers (docs/engines.md)
+    type: Literal["embedded", "generate", "vllm", "sglang"] = "embedded"
+    urls: tuple[Text, ...] = ()  # vllm, sglang: servers that run already, and serve this run only
+    launch: LaunchConfig | None = None  # vllm, sglang: start servers here
+    # vllm, sglang: where weights are written for the servers; unset: the RAM disk /dev/shm
+    sync_folder: Text | None = None
     max_num_seqs: Positive = 32  # sequences that are decoded together
     kv_tokens: Positive | None = None  # positions in the KV cache; unset: twice `max_num_seqs` of the longest sequences
     prefill_chunk_tokens: Positive = 128  # long prompts are read in chunks of this size
     # cuda: decode in captured CUDA graphs, several tokens at a time; auto: in half precision, if the model is supported
     cuda_graphs: FlagOrAuto = "auto"
+
+    @property
+    def is_served(self) -> bool:
+        """Tell whether inference servers sample, in processes of their own."""
+        return self.type in ("vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)

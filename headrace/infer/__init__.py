@@ -9,5 +9,6 @@
 - `multistep.py` is the interface of multi-step decoding, which `cuda/` implements in CUDA graphs.
 - `determinism_check.py` checks batch invariance on this machine.
 - `hf_generate.py` samples with transformers' own modules; `openai_client.py` calls an OpenAI-compatible server.
+- `servers/` samples at inference servers: vLLM and SGLang.
 - `openai_api/` serves a sampler to agent programs in OpenAI's protocol.
 """

@@ -38,6 +38,7 @@ from headrace.wiring.build.episodes import eval_player
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
 from headrace.wiring.build.rewards import close_terms, has_terms, make_terms
+from headrace.wiring.build.servers import mismatch_alarm
 from headrace.wiring.build.sinks import MetricOutputs, stage_source
 from headrace.wiring.inputs import RunInputs
 from headrace.wiring.resume import ResumePlan, StageCheckpoint
@@ -191,6 +192,8 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
         judged = plays and has_terms(config, state.reward_model_path)
         runtime = _open_runtime(run, state, checkpoint, samples=name == "rl" or judged)
         opened.callback(runtime.close)
+        if isinstance(runtime, LocalRuntime):
+            await runtime.start()
         terms = make_terms(config, state.reward_model_path) if judged else []
         opened.push_async_callback(close_terms, terms)
         programs = AgentEndpoint(runtime.renderer)
@@ -255,6 +258,7 @@ def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint,
         state=folder,
         threads=run.threads,
         samples=samples,
+        logs=run.folder.path / "servers",
     )
 
 
@@ -288,5 +292,7 @@ def _open_sink(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink, b
     if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
         sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=start + 1))
     sinks += run.metric_outputs.sinks(stage_source(config, run.folder.path, stage=name, start=start))
+    if (alarm := mismatch_alarm(config, stage=name, run=run.folder.path.name)) is not None:
+        sinks.append(alarm)
     sinks.append(Progress(name, checkpoint.steps, start=start))  # last: a failure above must not leave a bar behind
     return GpuMetricsSink(TeeSink(*sinks), gpu_values)

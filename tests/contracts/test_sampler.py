@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import SamplerError
-from headrace.protocols import Sampler
+from headrace.protocols import Sampler, sampler_flags
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, float_array, int_array
 from support.implementations import SAMPLERS, SamplerCase
 
@@ -107,6 +107,15 @@ async def test_a_score_agrees_with_what_sampling_recorded(sampler: Sampler) -> N
     np.testing.assert_allclose(score[len(request.prompt) :], completion.sampler_logprobs, atol=1e-4)
 
 
+async def test_a_score_at_another_temperature_is_told_or_refused(case: SamplerCase, sampler: Sampler) -> None:
+    if not sampler_flags(sampler).scores_any_temperature:
+        with pytest.raises(SamplerError, match="temperature 1"):
+            await sampler.score([int_array([3, 7, 4])], 0.5)
+        return
+    [plain], [cold] = await sampler.score([int_array([3, 7, 4])]), await sampler.score([int_array([3, 7, 4])], 0.5)
+    assert not case.random or not np.allclose(plain[1:], cold[1:])
+
+
 async def test_what_is_told_of_a_beginning_is_its_score(sampler: Sampler) -> None:
     """Whether a sampler tells it is its own affair; what it tells has to be right."""
     request = request_of(6, seed=3)
@@ -190,6 +199,8 @@ async def test_known_next_version_logprobs_stay_and_new_tokens_have_none(case: S
 async def test_a_call_interrupted_without_new_weights_ends_as_if_it_had_not_been(
     case: SamplerCase, sampler: Sampler
 ) -> None:
+    if not sampler_flags(sampler).resumes_draws:
+        pytest.skip("this sampler draws other tokens after an interrupt")
     expected = await sampler.sample(request_of(LONG, seed=8))
     task = await begin(case, sampler, request_of(LONG, seed=8))
     await sampler.pause(interrupt=True)

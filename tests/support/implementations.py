@@ -29,6 +29,7 @@ from headrace.train.torch_backend import TorchBackend
 from headrace.types import IntArray, SharedWeights, WeightsHandle, int_array
 from support.fsdp import contract_backend
 from support.served_model import remote_model, remote_service
+from support.server_samplers import open_fleet
 
 VOCABULARY = 32
 CONTEXT = 256
@@ -126,6 +127,16 @@ def _snapshot(sampler: Sampler) -> WeightsHandle:
     return sampler.model.export_weights().result(100)
 
 
+@asynccontextmanager
+async def _vllm_sampler() -> AsyncIterator[Sampler]:
+    async with open_fleet() as fleet:
+        yield fleet.sampler
+
+
+def _table_weights(sampler: Sampler) -> WeightsHandle:
+    return SharedWeights(fingerprint="table-0")
+
+
 TOO_LONG = int_array([3] * (CONTEXT + 1))
 
 SAMPLERS: Sequence[SamplerCase] = (
@@ -133,6 +144,7 @@ SAMPLERS: Sequence[SamplerCase] = (
     SamplerCase(name="embedded", open=_embedded_engine, oversized=TOO_LONG, handle=_own_weights),
     SamplerCase(name="generate", open=_generate_sampler, oversized=TOO_LONG, handle=_tiny_weights, batched=False),
     SamplerCase(name="service", open=_service_sampler, oversized=TOO_LONG, handle=_snapshot, batched=False),
+    SamplerCase(name="vllm-fake", open=_vllm_sampler, oversized=TOO_LONG, handle=_table_weights),
 )
 
 

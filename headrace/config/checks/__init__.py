@@ -4,6 +4,7 @@
 - `async_rl`: `[rl.async]` and `[rl.correction]`.
 - `cluster`: `[cluster]`.
 - `credit_rules`: how `[rl]` rewards episodes and credits their steps.
+- `engine_servers`: servers in `[engine]`.
 - `metric_sinks`: `[metrics]`.
 - `service_runs`: runs whose model is trained at a service.
 """

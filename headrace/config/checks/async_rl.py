@@ -38,7 +38,7 @@ def async_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
             "'rl.async.lockstep_tokens' repeats a run exactly, and keys and values that 'rl.async.interrupt' = "
             '"inflight" keeps cannot be computed again: write "abort", or leave the first out'
         )
-    if c.interrupt == "inflight" and engine.type != "embedded":
+    if c.interrupt == "inflight" and engine.type == "generate":
         yield (
             f'\'rl.async.interrupt\' is "inflight", but engine "{engine.type}" keeps no keys and values: '
             'write "abort" or "drain"'

@@ -28,6 +28,11 @@ def _rank_problems(config: Config) -> Iterator[str]:
         yield f"'cluster.ranks' is {ranks} and the model is trained at 'model.service': leave one of them out"
     if model.device == "mps":
         yield f"'cluster.ranks' is {ranks} and a machine has one device \"mps\": leave one of them out"
+    if config.engine.is_served:
+        yield (
+            f"'cluster.ranks' is {ranks} and 'engine.type' is \"{config.engine.type}\": servers take weights from one "
+            "process so far; leave one of them out"
+        )
     if model.compile is True:
         yield f"'model.compile' has not been tried on {ranks} ranks: leave it out, or 'cluster.ranks'"
 

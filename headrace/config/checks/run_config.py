@@ -16,6 +16,7 @@ from headrace import names
 from headrace.config.checks.async_rl import async_problems
 from headrace.config.checks.cluster import cluster_problems
 from headrace.config.checks.credit_rules import credit_problems, gives_rewards
+from headrace.config.checks.engine_servers import server_problems
 from headrace.config.checks.metric_sinks import metrics_problems
 from headrace.config.checks.service_runs import service_problems
 from headrace.config.introspect import default_of
@@ -58,7 +59,8 @@ def check(
 
     `base` is the folder of the TOML file.
     """
-    problems = [_command_problems(config, command), service_problems(config), cluster_problems(config)]
+    problems = [_command_problems(config, command), service_problems(config)]
+    problems += [cluster_problems(config), server_problems(config)]
     problems.append(_model_problems(config, base) if config.model.service is None else _served_problems(config, base))
     if config.sft is not None:
         problems.append(_stage_problems("sft", config.sft, base))

@@ -138,6 +138,8 @@ class ServiceSampler:
     An interrupted call returns what it was to continue: the server returns no unfinished sequences.
     """
 
+    scores_any_temperature = False
+
     def __init__(self, service: ServiceClient, client: SamplingClient) -> None:
         self._service = service
         self._client = client

@@ -2,6 +2,7 @@
 
 - `models`: load models as [model] says; build the sampler as [engine] says.
 - `model_sizes`: the size of a model and the memory that its stages need.
+- `servers`: the sampler over inference servers, as [engine] says.
 - `extra_models`: critic, reference and teacher models, the KL limit.
 - `data`: tasks, conversations, pairs and environments.
 - `rewards`: reward terms and the runner that scores groups.

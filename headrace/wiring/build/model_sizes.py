@@ -56,7 +56,7 @@ def memory_request(config: Config) -> MemoryRequest:
     """Collect what the memory plan follows from; the larger stage counts where stages differ."""
     rl, lora = config.rl, config.model.lora
     stages = [stage for stage in (config.sft, config.reward_model, rl) if stage is not None]
-    sampled = rl is not None or config.eval.source is not None
+    sampled = (rl is not None or config.eval.source is not None) and not config.engine.is_served
     return MemoryRequest(
         micro_batch_tokens=max((stage.micro_batch_tokens for stage in stages), default=0),
         kv=_kv_room(config) if sampled else KvBudget(wanted=0, least=0),
@@ -75,7 +75,8 @@ def _frozen_copies(config: Config) -> int:
     rl = config.rl
     if rl is None:
         return 0
-    sampler = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
+    differs = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
+    sampler = differs and not config.engine.is_served
     local = [path for path in (rl.reference, rl.teacher) if path is not None and not is_url(path)]
     return sampler + len(local) + sum(term.fn == REWARD_MODEL for term in rl.rewards)
 

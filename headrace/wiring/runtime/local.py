@@ -10,11 +10,12 @@ from pathlib import Path
 from headrace.config import Config, RlConfig
 from headrace.config.paths import is_url
 from headrace.errors import ModelError
+from headrace.infer.servers.fleet import ServerFleet
 from headrace.loops.checkpointer import CheckpointWriter
 from headrace.loops.step_batch import Score, thread_scorer
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.value_head import new_value_head
-from headrace.protocols import TrainBackend
+from headrace.protocols import Sampler, TrainBackend
 from headrace.render import Renderer
 from headrace.service.reference.scoring_client import REFERENCE_KEY, RemoteReference
 from headrace.train.checkpoint import CheckpointStore
@@ -23,6 +24,7 @@ from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Datum, FloatArray
 from headrace.wiring.build.models import load_policy, load_scalar, make_sampler, resolve_auto_settings, whole
+from headrace.wiring.build.servers import make_fleet
 
 
 class LocalRuntime:
@@ -38,6 +40,7 @@ class LocalRuntime:
         state: Path | None,  # the checkpoint to go on from
         threads: int | None,  # of arithmetic; None: as many as torch has
         samples: bool,  # whether episodes are played
+        logs: Path | None = None,  # the folder for the output of inference servers
     ) -> None:
         stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[stage_name]
         assert stage is not None
@@ -58,10 +61,23 @@ class LocalRuntime:
             opened.callback(self.backend.close)
             if state is not None:
                 self._load_state(state)
-            self.sampler = make_sampler(config, self.lm, self._worker) if samples else None
-            if self.sampler is not None:
-                opened.callback(self.sampler.close)
+            self.sampler: Sampler | None = None
+            self._fleet: ServerFleet | None = None
+            if samples and config.engine.is_served:
+                longest = max(self._longest, 0 if config.rl is None else config.rl.max_episode_tokens)
+                self._fleet = make_fleet(config, self.lm, self.backend, self._worker, longest=longest, logs=logs)
+                opened.callback(self._fleet.close)
+                self.sampler = self._fleet.sampler
+            elif samples:
+                engine = make_sampler(config, self.lm, self._worker)
+                opened.callback(engine.close)
+                self.sampler = engine
             self._opened = opened.pop_all()
+
+    async def start(self) -> None:
+        """Start inference servers, if there are any, and bring them to the weights of the model."""
+        if self._fleet is not None:
+            await self._fleet.start(await asyncio.wrap_future(self.backend.export_weights()))
 
     def _make_backend(
         self, config: Config, stage_name: str, base: str, *, micro_batch_tokens: int, value_head: bool

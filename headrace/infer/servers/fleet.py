@@ -1,0 +1,40 @@
+"""The inference servers of a run: start those that are ours, load the weights into all, and stop ours at the end."""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.infer.servers.launch import LaunchedServer
+from headrace.infer.servers.replicas import ReplicaSampler
+from headrace.infer.servers.weight_sync import WeightSync
+from headrace.types import WeightsHandle
+
+
+class ServerFleet:
+    """Own the servers that were launched, the sampler over all of them, and the folder of their weights."""
+
+    def __init__(
+        self, sampler: ReplicaSampler, sync: WeightSync, root: Path, launched: Sequence[LaunchedServer] = ()
+    ) -> None:
+        self.sampler = sampler
+        self._sync, self._root, self._launched = sync, root, tuple(launched)
+
+    async def start(self, handle: WeightsHandle) -> None:
+        """Start the servers, load the weights as version 0 and prove that they hold them. Raises SamplerError."""
+        await self._sync.prepare(handle, 0)
+        for server in self._launched:
+            await asyncio.to_thread(server.start)
+        await asyncio.gather(*[asyncio.to_thread(server.wait_ready) for server in self._launched])
+        await self.sampler.start(handle)
+
+    def close(self) -> None:
+        """Stop the servers and remove the weights."""
+        with suppress(RuntimeError):  # its event loop is closed, and with it all tasks
+            self.sampler.cancel()
+        for server in self._launched:
+            server.ask_to_stop()
+        for server in self._launched:
+            server.stop()
+        shutil.rmtree(self._root, ignore_errors=True)

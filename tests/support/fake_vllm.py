@@ -1,0 +1,304 @@
+"""A server that answers as vLLM 0.32 does, in the shapes that were recorded from one, with the failures that were seen.
+
+Its model is a table: the logits of the next token are a row of `embed @ head`. A folder of weights holds the two, an
+adapter folder a third that is added. Prompts of a cache block or more have their last rows cached. From a folder of
+transformers it loads that model instead.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from headrace.service.http.server import serving
+from headrace.types import FloatArray, IntArray, float_array
+
+VOCABULARY, WIDTH, BLOCK = 32, 8, 128
+CONTEXT = 256
+
+
+@dataclass
+class Faults:
+    """Failures to show; all were seen at a real server."""
+
+    ignores_adapters: bool = False  # requests that name an adapter are answered by the base
+    keeps_head: bool = False  # a reload replaces the embedding and not the head
+    keeps_prefixes: bool = False  # /reset_prefix_cache drops nothing, and says that it did
+    aborts_nothing: bool = False  # /pause?mode=abort answers, and requests go on
+    raw_logprobs: bool = False  # started without --logprobs-mode processed_logprobs
+    dies_after: int | None = None  # tokens; then every connection is closed
+    dead: bool = False
+
+
+class TrainerTable:
+    """The trainer's side: the weights, a writer of folders, and scores."""
+
+    def __init__(self, seed: int = 0) -> None:
+        numbers = np.random.default_rng(seed)
+        self.embed = numbers.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
+        self.head = numbers.normal(size=(WIDTH, VOCABULARY)).astype(np.float32)
+        self.adapter = np.zeros((VOCABULARY, VOCABULARY), dtype=np.float32)
+        self.num_updates = 0
+
+    def update(self) -> None:
+        """Train for a step."""
+        numbers = np.random.default_rng(1000 + self.num_updates)
+        self.num_updates += 1
+        self.embed = self.embed + 0.3 * numbers.normal(size=self.embed.shape).astype(np.float32)
+        self.head = self.head + 0.3 * numbers.normal(size=self.head.shape).astype(np.float32)
+
+    def update_adapter(self) -> None:
+        self.num_updates += 1
+        numbers = np.random.default_rng(1000 + self.num_updates)
+        self.adapter = self.adapter + 0.3 * numbers.normal(size=self.adapter.shape).astype(np.float32)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"table-{self.num_updates}"
+
+    async def write(self, folder: Path) -> str:
+        save_file({"embed": self.embed, "head": self.head}, folder / "model.safetensors")
+        return self.fingerprint
+
+    async def write_adapter(self, folder: Path) -> str:
+        save_file({"adapter": self.adapter}, folder / "adapter_model.safetensors")
+        return self.fingerprint
+
+    async def score(self, sequences: Sequence[IntArray], temperature: float) -> Sequence[FloatArray]:
+        logits = (self.embed @ self.head + self.adapter) / (temperature or 1.0)
+        table = log_softmax(logits)
+        return [float_array(table[sequence[:-1], sequence[1:]]) for sequence in sequences]
+
+
+def log_softmax(logits: Any) -> Any:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@dataclass
+class FakeVllm:
+    """The state of one server."""
+
+    embed: Any
+    head: Any
+    faults: Faults = field(default_factory=Faults)
+    adapters: dict[str, Any] = field(default_factory=dict)
+    version: str = "default"
+    paused: asyncio.Event = field(default_factory=asyncio.Event)
+    resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    aborts: int = 0  # counts aborts; a request that began before the last one ends
+    prefixes: dict[bytes, Any] = field(default_factory=dict)  # logits after a cached prompt
+    log: list[str] = field(default_factory=list)  # routes that were called
+    requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of generate
+    running: int = 0
+    network: Any = None  # in place of the table, once a folder of transformers was loaded
+
+    def __post_init__(self) -> None:
+        self.resumed.set()
+
+    def logits(self, name: str, tokens: Sequence[int]) -> Any:
+        """The logits after each of the tokens."""
+        if self.network is not None:
+            with torch.inference_mode():
+                return self.network(torch.tensor([list(tokens)])).logits[0].float().numpy()
+        table = self.embed @ self.head
+        if name in self.adapters and not self.faults.ignores_adapters:
+            table = table + self.adapters[name]
+        return table[list(tokens)]
+
+    def reload(self, folder: Path) -> None:
+        if (folder / "config.json").is_file():  # a model of transformers
+            self.network = AutoModelForCausalLM.from_pretrained(folder)
+            return
+        weights = load_file(folder / "model.safetensors")
+        self.embed = weights["embed"]
+        if not self.faults.keeps_head:
+            self.head = weights["head"]
+
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yield one choice for each token, as a stream does."""
+        params, tokens, name = body["sampling_params"], list(body["token_ids"]), body["model"]
+        began, spans = self.aborts, list[dict[str, Any]]()
+        numbers = np.random.default_rng(params["seed"])
+        temperature, key = params["temperature"], np.array(tokens, dtype=np.int32).tobytes() + name.encode()
+        self.running += 1
+        try:
+            for number in range(params["max_tokens"]):
+                while not self.resumed.is_set():
+                    await asyncio.sleep(0.002)
+                    if self.aborts > began:
+                        break
+                if self.aborts > began or self.faults.dead:
+                    break
+                row = self.logits(name, tokens)[-1]
+                if number == 0 and len(tokens) >= BLOCK:
+                    row = self.prefixes.setdefault(key, row)
+                logprobs = log_softmax(row / temperature) if temperature else log_softmax(row)
+                drawn = numbers.uniform()
+                token = int(np.searchsorted(np.cumsum(np.exp(logprobs.astype(np.float64))), drawn * (1 - 1e-9)))
+                if temperature == 0:
+                    token = int(row.argmax())
+                token = min(token, len(row) - 1)
+                told = log_softmax(row) if self.faults.raw_logprobs else logprobs
+                tokens.append(token)
+                if not spans or spans[-1]["version"] != self.version:
+                    spans.append({"version": self.version, "start": number, "end": number})
+                spans[-1]["end"] = number + 1
+                stopped = token in params["stop_token_ids"]
+                finish = "stop" if stopped else "length" if number + 1 == params["max_tokens"] else None
+                if self.faults.dies_after is not None and number >= self.faults.dies_after:
+                    self.faults.dead = True
+                    break
+                yield _choice([token], [float(told[token])], finish, spans if finish else None)
+                if finish:
+                    return
+                await asyncio.sleep(0)
+            yield _choice([], [], "abort", spans)
+        finally:
+            self.running -= 1
+
+
+def _choice(
+    tokens: list[int], logprobs: list[float], finish: str | None, spans: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    content = [
+        {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
+        for token, logprob in zip(tokens, logprobs, strict=True)
+    ]
+    return {
+        "index": 0,
+        "finish_reason": finish,
+        "stop_reason": None,
+        "token_ids": tokens,
+        "routed_experts": None,
+        "sampling_mask": None,
+        "weight_versions": spans,
+        "logprobs": {"content": content},
+    }
+
+
+def make_fake_app(state: FakeVllm) -> FastAPI:
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def record(request: Request, call_next: Any) -> Any:
+        state.log.append(request.url.path + (f"?{request.url.query}" if request.url.query else ""))
+        if state.faults.dead:
+            return JSONResponse({"error": {"message": "EngineCore encountered an issue.", "code": 500}}, 500)
+        return await call_next(request)
+
+    @app.get("/health")
+    async def health() -> PlainTextResponse:
+        return PlainTextResponse("")
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        base = {"id": "m", "object": "model", "parent": None, "max_model_len": CONTEXT}
+        more = [{"id": name, "parent": "m", "max_model_len": None} for name in state.adapters]
+        return {"object": "list", "data": [base, *more]}
+
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Any:
+        body = await request.json()
+        state.requests.append(body)
+        if body["model"] != "m" and body["model"] not in state.adapters:
+            return JSONResponse({"error": {"message": f"The model '{body['model']}' does not exist"}}, 404)
+        if len(body["token_ids"]) > CONTEXT:
+            return JSONResponse({"error": {"message": f"The decoder prompt (length {len(body['token_ids'])})"}}, 400)
+        if not body.get("stream"):
+            while not state.resumed.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            tokens = body["token_ids"]
+            rows = log_softmax(state.logits(body["model"], tokens))
+            scored = [
+                {str(token): {"logprob": float(row[token]), "rank": 1, "decoded_token": None}}
+                for row, token in zip(rows, tokens[1:], strict=False)
+            ]
+            return {"request_id": "x", "model": "m", "choices": [_choice([0], [0.0], "length", None)],
+                    "prompt_logprobs": [None, *scored]}  # fmt: skip
+
+        async def events() -> AsyncIterator[str]:
+            async for choice in state.generate(body):
+                if state.faults.dead:
+                    raise ConnectionError("killed")  # the connection breaks in the middle of a chunk
+                yield f"data: {json.dumps({'request_id': body.get('request_id'), 'choices': [choice]})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @app.post("/pause")
+    async def pause(mode: str = "abort") -> Any:
+        state.resumed.clear()
+        if mode == "abort" and not state.faults.aborts_nothing:
+            state.aborts += 1
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    async def resume() -> Any:
+        state.resumed.set()
+        return {"status": "resumed"}
+
+    @app.post("/collective_rpc")
+    async def collective_rpc(request: Request) -> Any:
+        body = await request.json()
+        assert body["method"] == "reload_weights"
+        state.reload(Path(body["kwargs"]["weights_path"]))
+        return {"results": [None]}
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(request: Request) -> Any:
+        state.version = (await request.json())["new_version"]
+        return {"success": True, "new_version": state.version}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Any:
+        if not state.faults.keeps_prefixes:
+            state.prefixes.clear()
+        return {"success": True}
+
+    @app.post("/reset_mm_cache")
+    @app.post("/reset_encoder_cache")
+    async def reset_other() -> Any:
+        return PlainTextResponse("")
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: Request) -> Any:
+        body = await request.json()
+        if body["lora_name"] in state.adapters:
+            return JSONResponse({"error": {"message": "has already been loaded."}}, 400)
+        folder = Path(body["lora_path"])
+        state.adapters[body["lora_name"]] = load_file(folder / "adapter_model.safetensors")["adapter"]
+        return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: Request) -> Any:
+        name = (await request.json())["lora_name"]
+        if name not in state.adapters:
+            return JSONResponse({"error": {"message": f"The lora adapter '{name}' cannot be found."}}, 404)
+        del state.adapters[name]
+        return PlainTextResponse("Success")
+
+    @app.post("/weight_checker")
+    async def weight_checker() -> Any:
+        return {"checksums": {"model.embed_tokens.weight": f"{float(state.embed.sum()):.6f}"}}
+
+    return app
+
+
+@contextlib.contextmanager
+def fake_vllm(seed: int = 99, faults: Faults | None = None) -> Iterator[tuple[str, FakeVllm]]:
+    """Serve a fake whose weights are others than the trainer's, and yield its URL and state."""
+    table = TrainerTable(seed)
+    state = FakeVllm(embed=table.embed, head=table.head, faults=faults or Faults())
+    with serving(make_fake_app(state)) as url:
+        yield url, state
