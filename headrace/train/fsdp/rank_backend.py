@@ -98,7 +98,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOut:
-    """What one rank has computed of a request."""
+    """The part of a request that one rank has computed."""
 
     loss: float
     logprobs: tuple[FloatArray, ...]  # of the rank's own data
