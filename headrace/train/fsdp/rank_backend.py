@@ -98,7 +98,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOut:
-    """What one rank has computed of a request."""
+    """Holds the results of one rank for a request."""
 
     loss: float
     logprobs: tuple[FloatArray, ...]  # of the rank's own data
