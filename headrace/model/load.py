@@ -40,6 +40,7 @@ from headrace.names import SMOLLM2, SMOLLM2_INSTALL
 
 logger = logging.getLogger(__name__)
 
+HELD_BYTES = 2**32  # of tensors that a fingerprint holds before it adds them up
 STACKED_BYTES = 2**28  # of tensors whose sums are computed together for a fingerprint
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them
 
@@ -309,15 +310,25 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    titles, tables = list[str](), list[Tensor]()
+    titles, tables, size_bytes = list[str](), list[Tensor](), 0
+
+    def add_up() -> None:
+        for title, number in zip(titles, _table_sums(tables), strict=True):
+            digest.update(title.encode())
+            digest.update(number.to_bytes(8, "little", signed=True))
+        titles.clear()
+        tables.clear()
+
     for name, tensor in named:
+        if size_bytes > HELD_BYTES:  # tensors may be made one by one: do not keep all of them
+            add_up()
+            size_bytes = 0
+        size_bytes += tensor.nbytes
         table = tensor.detach().contiguous().reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
         whole_words = table.shape[1] * table.element_size() % 8 == 0
         tables.append(table.view(torch.int64 if whole_words else integer[table.element_size()]))
         titles.append(f"{name} {tensor.dtype} {tuple(tensor.shape)};")
-    for title, number in zip(titles, _table_sums(tables), strict=True):
-        digest.update(title.encode())
-        digest.update(number.to_bytes(8, "little", signed=True))
+    add_up()
     return digest.hexdigest()
 
 

@@ -111,15 +111,16 @@ def load_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW) -> Tra
 
 def shard_sizes(folder: Path) -> dict[str, torch.Size]:
     """Return the shapes of the tensors that several ranks have saved, by name."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _read_shards(folder: Path, optimizer: MasterAdamW) -> dict[str, Tensor]:
     """Put together the moments that several ranks have saved, and the masters of half-precision parameters."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     flat: dict[str, Tensor] = {}
@@ -130,7 +131,7 @@ def _read_shards(folder: Path, optimizer: MasterAdamW) -> dict[str, Tensor]:
             real = torch.float32 if kind == "step" else optimizer.masters[name].dtype
             flat[key] = torch.empty(size, dtype=real)
     if flat:
-        load(flat, checkpoint_id=folder, no_dist=True)
+        load(flat, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return flat
 
 

@@ -208,6 +208,13 @@ def test_any_exchange_of_two_places_changes_the_fingerprint(dtype: Any, columns:
     assert (fingerprint({**plain, "a": swapped.view_as(plain["a"])}.items()) == fingerprint(plain.items())) == same
 
 
+def test_tensors_that_are_made_one_by_one_have_the_same_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {f"w{index}": torch.randn(3, 8 + index) for index in range(9)}
+    expected = fingerprint(named.items())
+    monkeypatch.setattr("headrace.model.load.HELD_BYTES", 200)
+    assert fingerprint((name, tensor.clone()) for name, tensor in named.items()) == expected
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_permutations_names_shapes_and_types_change_the_fingerprint(dtype: torch.dtype) -> None:
     plain = weights(dtype, 4)

@@ -6,7 +6,15 @@ from headrace.config import Config, load_config
 from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.memory import MemoryPlan, ModelDims, Placement, choose_placement, plan_memory
 from headrace.names import min_kv_tokens
-from headrace.observe.explain_text import Machine, chosen_text, explain, max_checkpoints, size_text, support_table
+from headrace.observe.explain_text import (
+    Machine,
+    chosen_text,
+    explain,
+    max_checkpoints,
+    rank_memory,
+    size_text,
+    support_table,
+)
 from headrace.wiring.build.model_sizes import memory_request
 
 SHAPE = ModelDims(  # 388 parameters: see tests/model/test_memory.py
@@ -139,6 +147,21 @@ def test_an_algorithm_is_shown_with_what_it_stands_for() -> None:
     assert "[rl.critic]" in text
     assert "algorithm ppo = credit token_gae, loss ppo, weighting token_mean, a critic" in text
     assert "algorithm" not in explained()
+
+
+def test_ranks_share_the_state_of_training() -> None:
+    config = load_config(TEXT, file="run.toml")
+    memory = plan(config, CPU).memory
+    state = memory.weights + memory.gradients + memory.masters + memory.moments
+    first, each = rank_memory(memory, 4)
+    assert each == state // 4 + memory.activations + memory.head
+    assert first == each + memory.weights + memory.kv + memory.beside
+    assert f"over 4 ranks: {size_text(each)} on each, {size_text(first)} on the first" in explained("cluster.ranks=4")
+    assert "ranks" not in explained().partition("Memory")[2]
+    tight = Machine(memory_bytes=rank_memory(memory, 3)[0], disk_free_bytes=2**40)
+    assert memory.total > tight.memory_bytes
+    assert "it would fit on 3 such devices (cluster.ranks = 3)" in explained(machine=tight)
+    assert "no number of ranks makes it fit" in explained(machine=Machine(memory_bytes=2**10, disk_free_bytes=2**40))
 
 
 def test_a_run_that_does_not_fit_is_told_what_to_lower() -> None:

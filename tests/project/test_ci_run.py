@@ -61,8 +61,7 @@ def test_every_suite_runs_and_the_last_line_is_that_of_make_test(tmp_path: Path)
     ended = ci_run(tmp_path)
     assert (ended.status, ended.calls) == (0, ALL)
     assert ended.last == "1503 passed, 4 skipped in 412.05s (0:06:52)"
-    assert list(ended.rows) == ["demo", "test", "test-wheel", "test-slow", "test-cookbook", "test-chaos", "test-ray", "test-vllm"]
-    assert list(ended.rows) == ["demo", "test", "test-wheel", "test-slow", "test-cookbook", "test-chaos", "test-vllm"]
+    assert list(ended.rows) == ["test" if call.endswith(" test") else call for call in ALL]
     assert all(" passed " in row for row in ended.rows.values())
     assert "12 passed, 1500 deselected" in ended.rows["test-slow"]
 

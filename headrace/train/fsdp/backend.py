@@ -1,7 +1,7 @@
 """The training backend of several ranks: deals the data of a request, and merges what the ranks return."""
 
 import itertools
-import pickle
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -213,13 +213,10 @@ class FsdpBackend:
 
 def is_importable(function: Callable[..., Any]) -> bool:
     """Tell whether other processes can import a function by its module and name."""
-    if function.__module__ == "__main__" or function.__module__.startswith(USER_MODULES):
+    module, name = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "")
+    if module == "__main__" or module.startswith(USER_MODULES):
         return False
-    try:
-        pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return False
-    return True
+    return getattr(sys.modules.get(module), name, None) is function
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:

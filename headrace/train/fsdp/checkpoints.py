@@ -1,8 +1,9 @@
 """Save and load what ranks have trained together, for any number of ranks.
 
 A saved folder is a model folder of transformers, written by the first rank tensor by tensor, plus `shards/`, in which
-`torch.distributed.checkpoint` keeps the masters and moments: every rank writes its own part, and reads what it needs
-whatever the number of ranks was. One process can read it too (`trainer_state.load_trained`).
+`torch.distributed.checkpoint` keeps the masters and moments as safetensors (its own format is pickled). Every rank
+writes its own part, and reads what it needs whatever the number of ranks was. One process can read it too
+(`trainer_state.load_trained`).
 """
 
 import copy
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
@@ -115,7 +117,7 @@ def save(
         state[key] = local if kind == "step" else like(optimizer.whole[name], local)
     try:
         with _storing(f"{folder / SHARDS} cannot be written"):
-            save_shards(state, checkpoint_id=folder / SHARDS)
+            save_shards(state, storage_writer=HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True))
             if writer is not None:
                 writer.finish(num_updates, frozen)
     except HeadraceError as exc:
@@ -267,7 +269,7 @@ def load(
             state[key] = local if kind == "step" else like(optimizer.whole[name], local)
         try:
             with _storing(f"{folder / SHARDS} cannot be read"):
-                load_shards(state, checkpoint_id=folder / SHARDS)
+                load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)))
         except HeadraceError as exc:
             failure = exc
         agree(failure)

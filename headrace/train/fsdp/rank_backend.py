@@ -98,7 +98,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOut:
-    """The part of a request that one rank has computed."""
+    """Holds the results of one rank for a request."""
 
     loss: float
     logprobs: tuple[FloatArray, ...]  # of the rank's own data

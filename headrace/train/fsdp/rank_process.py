@@ -7,7 +7,6 @@ when the first rank has.
 
 import json
 import os
-import pickle
 import queue
 import signal
 import sys
@@ -69,7 +68,7 @@ class _Server:
                 message = self._connection.recv()
             except (EOFError, OSError):  # the first rank has ended, or has found that a rank is lost
                 os._exit(EXIT_STALLED)
-            except (ImportError, AttributeError, pickle.UnpicklingError) as exc:
+            except (ImportError, AttributeError, TypeError, ValueError) as exc:
                 self._send("broken", f"a command cannot be read: {exc}")
                 os._exit(EXIT_STALLED)
             if message[0] == "ask":

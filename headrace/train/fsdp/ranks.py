@@ -391,7 +391,8 @@ def start_rank(place: RankPlace, *, device: str, deadline_s: float, threads: int
 
 
 def store_port(store: PrefixStore) -> int:
-    return int(store.underlying_store.port)  # type: ignore[attr-defined]  # a TCPStore
+    inner: Any = store.underlying_store
+    return int(inner.port)
 
 
 def join_group(store: Any, *, rank: int, num_ranks: int, local_rank: int, device: str, timeout_s: float) -> DeviceMesh:

@@ -98,7 +98,8 @@ def weights(folder: Path, stage: str, step: int, part: str = ".") -> bytes:
 @pytest.mark.slow
 def test_a_run_whose_rank_was_killed_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir(), broken.mkdir()
+    for folder in (whole, broken):
+        folder.mkdir()
     finished = start(config_file(whole))
     text, _ = finished.communicate(timeout=LIMIT_S)
     assert finished.returncode == 0, text
