@@ -86,6 +86,7 @@ class WorkerPool:
         self._create, self._build, self._kill = create, build, kill
         self.handle = handle
         self._alive: dict[int, Worker] = {}
+        self._begun: set[int] = set()  # places whose worker has been alive
         self._given_up: dict[int, str] = {}  # workers that cannot be started, and why
         self._keepers: list[asyncio.Task[None]] = []
         self._failure: HeadraceError | None = None
@@ -102,8 +103,9 @@ class WorkerPool:
             keeper.add_done_callback(lambda _: self._changed.set())
 
     async def started(self) -> None:
-        """Wait until all workers are alive. Raises RolloutError at the deadline, and what building a worker raised."""
-        await self._until(lambda: len(self._alive) == self._count, "to be started")
+        """Wait until each worker has been alive once, or was given up. Raises RolloutError at the deadline, and what
+        building a worker raised."""
+        await self._until(lambda: len(self._begun | self._given_up.keys()) == self._count, "to be started")
 
     async def close(self) -> None:
         """End all workers."""
@@ -129,11 +131,11 @@ class WorkerPool:
 
     async def _until(self, reached: Callable[[], bool], what: str) -> None:
         """Wait until `reached`. Raises RolloutError at the deadline, and when no worker can be started any more."""
-        if reached() and self._failure is None:
+        if reached() and self._failure is None and len(self._given_up) < self._count:
             return
         began_s = told_s = time.monotonic()
         with watching(f"{self._role} workers {what}", has_deadline=True):
-            while not reached() or self._failure is not None:
+            while not reached() or self._failure is not None or len(self._given_up) == self._count:
                 for keeper in self._keepers:
                     if keeper.done() and not keeper.cancelled():
                         keeper.result()  # our bug, if it raises
@@ -171,6 +173,7 @@ class WorkerPool:
                 worker.pid = built
                 failed_starts, pauses_s = 0, doubling(0.2, 10.0)
                 self._alive[index] = worker
+                self._begun.add(index)
                 self._changed.set()
                 await self._serve(worker)
             except WorkerLostError as exc:
