@@ -96,9 +96,10 @@ async def test_cached_prefixes_of_earlier_weights_are_found(
         [replica] = trainer.sampler.usable
         replica.restart = None
 
-        async def nothing() -> None: ...
+        async def nothing(mode: object = None) -> None: ...
 
-        monkeypatch.setattr(replica.sampler.api, "flush_caches", nothing)
+        for verb in ("flush_caches", "pause", "resume"):  # a pause of an idle engine drops its caches too
+            monkeypatch.setattr(replica.sampler.api, verb, nothing)
         await trainer.train(0.1)
         with pytest.raises(SamplerError, match="cached prefixes"):
             await trainer.publish(1)
