@@ -219,7 +219,10 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
             while not state.resumed.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             tokens = body["token_ids"]
-            rows = log_softmax(state.logits(body["model"], tokens))
+            rows_before = state.logits(body["model"], tokens)
+            rows = log_softmax(rows_before)
+            if len(tokens) >= BLOCK:  # what was computed is cached; what is cached is not read
+                state.prefixes[np.array(tokens, dtype=np.int32).tobytes() + body["model"].encode()] = rows_before[-1]
             scored = [
                 {str(token): {"logprob": float(row[token]), "rank": 1, "decoded_token": None}}
                 for row, token in zip(rows, tokens[1:], strict=False)

@@ -54,10 +54,10 @@ def servable_model(*, lora_rank: int = 0, tied: bool = False, seed: int = 0) -> 
 
 
 @contextmanager
-def launched(count: int, folder: Path, logs: Path, *, more: Sequence[str] = ()) -> Iterator[list[LaunchedServer]]:
+def launched(count: int, folder: Path, logs: Path, *, lora_rank: int = 8) -> Iterator[list[LaunchedServer]]:
     """Start servers that begin with the model of a folder, and stop them."""
     options = ServerOptions(
-        python=PYTHON, model=folder, context=CONTEXT, dtype="float32", on_cpu=True, lora_rank=8, arguments=tuple(more)
+        python=PYTHON, model=folder, context=CONTEXT, dtype="float32", on_cpu=True, lora_rank=lora_rank
     )
     with ExitStack() as opened:
         servers = []

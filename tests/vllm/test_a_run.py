@@ -105,13 +105,15 @@ def _values(record: dict[str, object]) -> list[tuple[str, float]]:
 
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
     run = start_run(tmp_path, replicas=1, steps=1000)
-    wait_for_steps(tmp_path, run, 1)
-    processes = descendants(run.pid)
-    assert len(processes) >= 4  # guardian, API, engine core, worker
-    weights = list(Path("/dev/shm").glob(f"headrace-weights-{run.pid}-*"))
-    assert weights
-    run.kill()
-    run.wait(60)
+    try:
+        wait_for_steps(tmp_path, run, 1)
+        processes = descendants(run.pid)
+        assert len(processes) >= 4  # guardian, API, engine core, worker
+        weights = list(Path("/dev/shm").glob(f"headrace-weights-{run.pid}-*"))
+        assert weights
+    finally:
+        run.kill()
+        run.wait(60)
     end = time.monotonic() + 60
     while any(alive(pid) for pid in processes) and time.monotonic() < end:
         time.sleep(0.2)

@@ -7,7 +7,8 @@ comparisons find them, after every load:
 - The server's log-probs of fixed sequences against the trainer's under the same version. The difference must stay
   within ten times that measured at the start, and must not be nearer to the version before.
 - The log-probs that it returns when it samples after a long prompt, which it may have cached, against its own scores
-  of the same tokens, for which it reads no cache.
+  of the same tokens, for which it reads no cache. The prompt is one that was not scored since the load: scoring it
+  would put it into the cache anew.
 
 The trainer's side is recorded when a version is published, so that a server can be repaired later.
 """
@@ -55,9 +56,10 @@ def trainer_score(backend: TrainBackend) -> TrainerScore:
 
 
 def probe_sequences(vocabulary: int, context: int) -> tuple[IntArray, ...]:
-    """Make a short and a long sequence of arbitrary tokens; the long one fills cache blocks if the context allows."""
+    """Make a short and a long sequence to score and a long prompt, which fills cache blocks if the context allows."""
     numbers = np.random.default_rng(0)
-    lengths = (min(48, context - PROBE_TOKENS - 2), min(300, context - PROBE_TOKENS - 2))
+    longest = context - PROBE_TOKENS - 2
+    lengths = (min(48, longest), min(300, longest), min(300, longest))
     return tuple(int_array(numbers.integers(0, vocabulary, size=max(2, length))) for length in lengths)
 
 
@@ -65,7 +67,8 @@ class Prover:
     """Compare servers with the trainer. `temperature`: of the run's sampling."""
 
     def __init__(self, score: TrainerScore, sequences: Sequence[IntArray], *, temperature: float = 1.0) -> None:
-        self.sequences = tuple(sequences)
+        *scored, self._prompt = sequences
+        self.sequences = tuple(scored)
         self.params = SamplingParams(max_tokens=PROBE_TOKENS, stop_tokens=(), seed=1)
         self._score, self._temperature = score, temperature
         self._recorded: dict[int, FloatArray] = {}  # by version, in the order of publishing
@@ -125,7 +128,7 @@ class Prover:
 
     async def _check_sampling(self, api: EngineApi, adapter: str | None, version: int) -> None:
         """Raise when sampling after a long prompt and scoring do not agree: a cached prefix is of other weights."""
-        prompt = self.sequences[-1]
+        prompt = self._prompt
         tokens, logprobs = await self._generate(api, adapter, self.params)
         sequence = int_array(np.concatenate([prompt, tokens]))
         scores = (await api.prompt_logprobs(sequence, adapter=adapter))[len(prompt) - 1 :]
@@ -141,7 +144,7 @@ class Prover:
         if self._temperature in (0.0, 1.0):
             return  # the two are the same
         tokens, logprobs = await self._generate(api, adapter, replace(self.params, temperature=self._temperature))
-        sequence = int_array(np.concatenate([self.sequences[-1], tokens]))
+        sequence = int_array(np.concatenate([self._prompt, tokens]))
         [tempered] = await self._score([sequence], self._temperature)
         [raw] = await self._score([sequence], 1.0)
         to_tempered = _mean_difference(logprobs, tempered[-len(tokens) :])
@@ -160,7 +163,7 @@ class Prover:
         self, api: EngineApi, adapter: str | None, params: SamplingParams
     ) -> tuple[list[int], list[float]]:
         tokens, logprobs = list[int](), list[float]()
-        call = GenerateCall(id=f"headrace-probe-{id(self)}", tokens=self.sequences[-1], params=params, adapter=adapter)
+        call = GenerateCall(id=f"headrace-probe-{id(self)}", tokens=self._prompt, params=params, adapter=adapter)
         async for part in api.generate(call):
             tokens += part.tokens
             logprobs += part.logprobs
