@@ -12,11 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.errors import FolderLockedError, HeadraceError, Interrupted, RunFolderError, StorageError
 from headrace.loops.evaluate import EvalResult
+from headrace.observe.machine import return_free_memory
 from headrace.protocols import TrainBackend
 from headrace.watchdog import watching_thread
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
+TRIM_EVERY = 64  # steps between two returns of freed memory
 NO_BACKENDS: Mapping[str, TrainBackend] = {}
 
 
@@ -90,6 +92,8 @@ class Checkpointer:
     async def end_of_step(self, done: int, score: float | None = None) -> None:
         """Checkpoint if it is time, after `done` finished and published steps; raise Interrupted on a stop request."""
         self._done, self._state = done, self._snapshot()
+        if done % TRIM_EVERY == 0:
+            await asyncio.to_thread(return_free_memory)
         if done == self._total or (self._every and done % self._every == 0):
             await self._save(score)
         if self._stop.is_set():

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from headrace.errors import HeadraceError, JournalError, boundary
+from headrace.observe.machine import return_free_memory
 from headrace.service.evaluation.completion_rewards import RewardRule
 from headrace.service.evaluation.evaluate_policy import Evaluator
 from headrace.service.evaluation.reference_scoring import References, Score
@@ -162,6 +163,7 @@ class Service:
     async def expire(self) -> None:
         """Remove expired checkpoints, the work of silent sessions, snapshots beyond the limit and old outcomes."""
         self.requests.forget_old()
+        await asyncio.to_thread(return_free_memory)
         await self.checkpoints.delete_expired()
         await self.sessions.expire()
         await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)
