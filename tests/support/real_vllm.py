@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headrace.infer.servers.launch import LaunchedServer, ServerOptions, free_port, server_environment, vllm_command
 from headrace.infer.servers.proof import Prover, probe_sequences, trainer_score
 from headrace.infer.servers.replicas import Replica, ReplicaLimits, ReplicaSampler
-from headrace.infer.servers.server_sampler import EngineModel, ServerSampler
+from headrace.infer.servers.server_sampler import SampledModel, ServerSampler
 from headrace.infer.servers.vllm import VllmApi
 from headrace.infer.servers.weight_sync import WeightSync, write_adapter, write_model
 from headrace.model.load import LanguageModel, prepare
@@ -129,7 +129,9 @@ async def trained(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         sync = WeightSync(Path(root), write, write_base=write_base if lora else None)
         prover = Prover(trainer_score(backend), probe_sequences(lm.vocabulary, CONTEXT), temperature=temperature)
-        model = EngineModel(context=CONTEXT, vocabulary=lm.vocabulary, eos_tokens=lm.eos_tokens, tokenizer=lm.tokenizer)
+        model = SampledModel(
+            context=CONTEXT, vocabulary=lm.vocabulary, eos_tokens=lm.eos_tokens, tokenizer=lm.tokenizer
+        )
         replicas = [
             Replica(
                 ServerSampler(VllmApi(server.url), model, sync=sync, prover=prover, hold_in_flight=hold),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.infer.servers.proof import Prover, probe_sequences
 from headrace.infer.servers.replicas import Replica, ReplicaLimits, ReplicaSampler
-from headrace.infer.servers.server_sampler import EngineModel, ServerSampler
+from headrace.infer.servers.server_sampler import SampledModel, ServerSampler
 from headrace.infer.servers.vllm import VllmApi
 from headrace.infer.servers.weight_sync import WeightSync
 from headrace.types import SharedWeights
@@ -47,7 +47,7 @@ async def open_fleet(
         write = trainer.write_adapter if lora else trainer.write
         sync = WeightSync(root, write, write_base=trainer.write if lora else None)
         prover = Prover(trainer.score, probe_sequences(VOCABULARY, CONTEXT), temperature=temperature)
-        model = EngineModel(context=CONTEXT, vocabulary=VOCABULARY, eos_tokens=(1,))
+        model = SampledModel(context=CONTEXT, vocabulary=VOCABULARY, eos_tokens=(1,))
         samplers = [
             ServerSampler(VllmApi(url), model, sync=sync, prover=prover, hold_in_flight=hold) for url, _ in servers
         ]

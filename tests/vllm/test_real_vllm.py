@@ -13,7 +13,6 @@ from headrace.infer.servers.launch import LaunchedServer
 from headrace.infer.servers.proof import trainer_score
 from headrace.infer.servers.replicas import ReplicaLimits
 from headrace.infer.servers.vllm import EMPTY_DIGEST
-from headrace.infer.servers.weight_sync import write_model
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, int_array
 from support.processes import alive, descendants
 from support.real_vllm import Trained, launched, servable_model, trained
@@ -152,30 +151,15 @@ async def test_checksums_leave_out_what_is_packed_away(servers: list[LaunchedSer
         assert EMPTY_DIGEST not in found.values()
 
 
-async def test_a_tied_head_that_keeps_its_old_weights_is_found(tmp_path: Path, servers: list[LaunchedServer]) -> None:
+async def test_a_tied_model_follows_folders_that_have_a_head_of_their_own(tmp_path: Path) -> None:
     lm = servable_model(tied=True)
     lm.model.save_pretrained(tmp_path / "tied")
     lm.tokenizer.save_pretrained(tmp_path / "tied")
     with launched(1, tmp_path / "tied", tmp_path, lora_rank=0) as tied:
-        async with trained(tied, lm=lm, limits=ReplicaLimits(repairs=1)) as trainer:
-            trainer.sampler.usable[0].restart = None
-            await trainer.train(0.1)
-            with pytest.raises(
-                SamplerError, match=r"does not hold version 1.*a copy whose head is a tensor of its own"
-            ):
-                await trainer.publish(1)
-    # the folder that we write has a head of its own, and a server that began with one follows
-    write_model(lm, _made(tmp_path / "untied"))
-    with launched(1, tmp_path / "untied", tmp_path, lora_rank=0) as untied:
-        async with trained(untied, lm=servable_model(tied=True)) as trainer:
+        async with trained(tied, lm=lm) as trainer:
             await trainer.train(0.1)
             await trainer.publish(1)
             assert await difference(trainer, await trainer.sampler.sample(request_of(50))) < 1e-4
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 async def test_a_killed_server_is_started_again_and_brought_up_to_date(servers: list[LaunchedServer]) -> None:

@@ -28,7 +28,7 @@ class PauseMode(StrEnum):
 
 
 class Finish(StrEnum):
-    """Why a server ended a request."""
+    """Reasons why a server ended a request."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -31,7 +31,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as a li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Say how a server is started."""
+    """Options of starting a server."""
 
     python: str  # interpreter of the environment that has the server
     model: Path  # the folder that it begins with

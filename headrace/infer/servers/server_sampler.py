@@ -41,8 +41,8 @@ QUIET_S, SETTLE_S = 0.02, 1.0  # tokens sampled before a freeze may still be on 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineModel:
-    """Facts of the model that servers sample from."""
+class SampledModel:
+    """The properties of the model that servers sample from."""
 
     context: int
     vocabulary: int
@@ -63,7 +63,7 @@ class ServerSampler:
     def __init__(
         self,
         api: EngineApi,
-        model: EngineModel,
+        model: SampledModel,
         *,
         sync: WeightSync,
         prover: Prover,

@@ -12,7 +12,7 @@ from headrace.infer.servers.fleet import ServerFleet
 from headrace.infer.servers.launch import COMMANDS, LaunchedServer, ServerOptions, free_port, server_environment
 from headrace.infer.servers.proof import Prover, probe_sequences, trainer_score
 from headrace.infer.servers.replicas import Replica, ReplicaSampler
-from headrace.infer.servers.server_sampler import EngineModel, ServerSampler
+from headrace.infer.servers.server_sampler import SampledModel, ServerSampler
 from headrace.infer.servers.sglang import SglangApi
 from headrace.infer.servers.vllm import VllmApi
 from headrace.infer.servers.weight_sync import WeightSync, Write, make_sync_root, write_adapter, write_model
@@ -43,7 +43,7 @@ def make_fleet(
     context = min(lm.context, longest + 1)  # scoring a sequence samples one token more
     temperature = 1.0 if rl is None else rl.sampling.temperature
     prover = Prover(trainer_score(backend), probe_sequences(lm.vocabulary, context), temperature=temperature)
-    model = EngineModel(context=context, vocabulary=lm.vocabulary, eos_tokens=lm.eos_tokens, tokenizer=lm.tokenizer)
+    model = SampledModel(context=context, vocabulary=lm.vocabulary, eos_tokens=lm.eos_tokens, tokenizer=lm.tokenizer)
     hold = rl is not None and rl.asynchronous.interrupt == "inflight"
     launched = [] if engine.launch is None else _make_servers(config, lm, sync, root, context, logs or root)
     restarts: list[Callable[[], Awaitable[None]] | None] = [_restart(server) for server in launched]
