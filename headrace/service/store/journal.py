@@ -322,7 +322,18 @@ _DAMAGE = ("malformed", "not a database", "corrupt")
 def connect(url: str) -> JournalDatabase:
     if _is_postgres(url):
         return _Postgres(url)
-    return _Sqlite(Path(url.removeprefix("sqlite:///")))
+    file = sqlite_file(url)
+    assert file is not None
+    return _Sqlite(file)
+
+
+def sqlite_file(url: str) -> Path | None:
+    """Return the file of a journal in SQLite.
+
+    >>> sqlite_file("sqlite:///journals/one.sqlite"), sqlite_file("postgresql://x")
+    (PosixPath('journals/one.sqlite'), None)
+    """
+    return None if _is_postgres(url) else Path(url.removeprefix("sqlite:///"))
 
 
 def _is_postgres(url: str) -> bool:
