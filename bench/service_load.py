@@ -11,12 +11,13 @@ samples.
   `p50_s`, `p99_s`: from the call to the result, all clients always waiting; by kind as well. `fairness`: requests that
   ended for the slowest tenant over those for the quickest, while all of them had work.
 - Then the same number of clients, each with four open requests: `refused` are answers with 429, each of which has to
-  say when to come again. Plain HTTP, because the SDK repeats what was refused and tells its caller neither how often nor
-  which requests were accepted. `fairness` as before. `lost` counts accepted requests without an answer, `twice` requests that ran
-  twice (a model's number of updates is not the number of its steps), `unfinished` what the journal has left over.
+  say when to come again. Plain HTTP, because the SDK repeats what was refused and tells its caller neither how often
+  nor which requests were accepted. `fairness` as before. `lost` counts accepted requests without an answer, `twice`
+  requests that ran twice (a model's number of updates is not the number of its steps), `unfinished` what the journal
+  has left over.
 
-The last line is JSON; `ok` is true if fairness is at least 0.5 in both, some requests were refused, all of them with a time,
-and nothing was lost, doubled or left over.
+The last line is JSON; `ok` is true if fairness is at least 0.5 both times, some requests were refused, all of them with
+a time, and nothing was lost, doubled or left over.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, and nothing is told twice."""
+"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, and names are given once."""
 
 import asyncio
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ from headrace.service.requests.request_table import Done, Failed
 from headrace.service.store.journal import Journal
 from headrace.service.store.ownership import claim
 from support.direct_service import ALICE, direct_service
-from support.tinker_sdk import Gate
+from support.tinker_sdk import Gate, until
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,7 @@ async def test_a_request_whose_cancelling_failed_still_gets_its_turn(tmp_path: P
         waiting = await direct.step(model, 1)
         journal.late = waiting.row.id
         cancelling = asyncio.create_task(direct.service.polling.cancel(ALICE, waiting.row.id))
-        while journal.held is None:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(until, lambda: journal.held)
         gate.open()
         for pending in others:  # turns are taken while the model has nothing waiting
             await direct.outcome(pending)
@@ -74,8 +73,7 @@ async def test_of_two_snapshots_of_one_number_the_second_is_refused_while_the_fi
         model, other = await direct.model(), await direct.model()
         journal.late = f"{model}:1"
         first = await direct.submit("save_weights_for_sampler", model, 1, sampling_session_seq_id=0)
-        while journal.held is None:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(until, lambda: journal.held)
         for one, seq in ((model, 2), (other, 1)):  # the number is the session's
             second = await direct.submit("save_weights_for_sampler", one, seq, sampling_session_seq_id=0)
             refused = await direct.outcome(second)

@@ -244,9 +244,7 @@ class OperationRunner:
                 raise RequestError(f"there is a sampling session '{id}' already")
             return await self._snapshot_as(id, pending, model, effects)
 
-    async def _snapshot_as(
-        self, id: str, pending: PendingRequest, model: ModelEntity, effects: SideEffects
-    ) -> Outcome:
+    async def _snapshot_as(self, id: str, pending: PendingRequest, model: ModelEntity, effects: SideEffects) -> Outcome:
         folder, full = Path("snapshots") / folder_name(id), isinstance(model.spec, FullFinetune)
         evicted = self._samplers.evict_full_copy(model.owner, training=True) if full else ()
         copied = self._host.snapshot(model.id, id)

@@ -19,7 +19,7 @@ from headrace.service.store.journal import Journal
 from headrace.service.store.ownership import MARKER, claim, note_progress
 from support.direct_service import direct_service
 from support.killed_folder import copy_as_killed
-from support.tinker_sdk import ADAM, Gate
+from support.tinker_sdk import ADAM, Gate, until
 from support.tinker_server import BASE, served
 
 
@@ -142,8 +142,8 @@ async def queued_backup(folder: Path) -> str:
         gate.open()
         for pending in waiting:
             await direct.outcome(pending)
-        while len(list((folder / "states").glob("*/*"))) > 1:  # old states go when the outcome is told
-            await asyncio.sleep(0.01)
+        # old states go when the outcome is told
+        await asyncio.to_thread(until, lambda: len(list((folder / "states").glob("*/*"))) == 1)
     put_back(folder)
     return model
 
