@@ -1,4 +1,4 @@
-"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, and names are given once."""
+"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, no name is given twice."""
 
 import asyncio
 from concurrent.futures import Future
