@@ -19,7 +19,7 @@ from headrace.service.evaluation.reference_scoring import References, Score
 from headrace.service.host.model_host import ModelHost
 from headrace.service.requests.admission import RequestAdmission
 from headrace.service.requests.polling import Polling
-from headrace.service.requests.request_table import RequestTable
+from headrace.service.requests.request_table import Failed, RequestTable
 from headrace.service.requests.sessions import Sessions
 from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.sampling.sampling_queue import SamplingQueue
@@ -151,8 +151,14 @@ class Service:
         return clear_leftovers(self._folder, self.registry, self._journal.records(GOING), keep=newer)
 
     async def _resume(self) -> None:
-        """Queue the requests that an earlier server left in the journal."""
-        unfinished = await asyncio.wrap_future(self._journal.requests("state = 'queued'"))
+        """Queue the requests that an earlier server left in the journal; damaged ones fail, and never run."""
+        queued = await asyncio.wrap_future(self._journal.requests("state = 'queued'", lenient=True))
+        for row in queued:
+            if row.damage:
+                pending = self.requests.restore(row, None)
+                pending.accepted.set_result(None)
+                await self.requests.finish(pending, Failed(message=row.damage, category="server"), never_ran=True)
+        unfinished = [row for row in queued if not row.damage]
         self.trainer.start(row for row in unfinished if row.kind != "sample" and row.target in self.registry.models)
         for row in unfinished:
             if row.kind == "sample":
@@ -184,7 +190,8 @@ class Service:
 
     def _note_progress(self) -> None:
         with boundary(JournalError, "the server's folder cannot be written"):
-            note_progress(self._folder, self.requests.last_journalled)
+            # not the number in memory: behind a commit whose answer was lost it is larger
+            note_progress(self._folder, self._journal.last_finished())
 
     async def _expire_often(self) -> None:
         while True:

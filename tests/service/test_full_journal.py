@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from headrace.errors import JournalError
@@ -24,6 +25,7 @@ from headrace.service.settings import Limits
 from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal
 from headrace.service.store.registry import Registry
+from headrace.service.wire.proto import FLOAT32, INT64, ForwardBackwardRequest
 from support.killed_folder import copy_as_killed
 
 CARD = ModelCard(name="fake", context=64, vocabulary=16)
@@ -56,8 +58,9 @@ class Client:
 
     async def ask(self, verb: str, body: Any = None, *, method: str = "POST", key: str = "alice") -> Any:
         headers = {"X-API-Key": key, "X-Idempotency-Key": f"{self.attempt} {verb}"}
+        content: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
         for _ in range(4):
-            reply = await self.http.request(method, verb, json=body, headers=headers)
+            reply = await self.http.request(method, verb, headers=headers, **content)
             self.check_memory()
             if reply.status_code < 500:
                 assert reply.status_code < 300, (verb, reply.text)
@@ -128,6 +131,28 @@ async def trained(client: Client, state: State) -> None:
 
 async def step(client: Client, state: State) -> None:
     await client.run("optim_step", {"model_id": state["model"], "seq_id": 1, "adam_params": {"learning_rate": 0.1}})
+
+
+async def forward_backward(client: Client, state: State, *, forward_only: bool = False) -> None:
+    message = ForwardBackwardRequest(
+        model_id=state["model"], seq_id=1, loss_fn="cross_entropy", forward_only=forward_only
+    )
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+    targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
+    targets.dense, targets.dtype = np.array([2, 3], "<i8").tobytes(), INT64
+    weights.dense, weights.dtype = np.ones(2, "<f4").tobytes(), FLOAT32
+    await client.run("forward_backward", bytes(message.SerializeToString()))
+
+
+async def forward(client: Client, state: State) -> None:
+    await forward_backward(client, state, forward_only=True)
+
+
+async def save_external(client: Client, state: State) -> None:
+    body = {"model_id": state["model"], "seq_id": 1, "path": "kept"}
+    path = json.loads(await client.run("save_weights_external", body))["path"]
+    assert path in client.service.registry.checkpoints
 
 
 async def saved(client: Client, state: State) -> None:
@@ -274,9 +299,12 @@ VERBS: dict[str, tuple[Part, Part]] = {
     "create_session": (nothing, session),
     "finish_session": (working_session, finish),
     "create_model": (session, create_model),
+    "forward_backward": (model, forward_backward),
+    "forward": (model, forward),
     "optim_step": (model, step),
     "save_weights": (model, save),
     "save_weights, replacing": (saved, save_again),
+    "save_weights_external": (model, save_external),
     "load_weights": (saved, load),
     "load_weights into a new model": (saved, create_from),
     "save_weights_for_sampler": (model, snapshot),

@@ -37,11 +37,13 @@ class Quota:
     open_requests: int = 20_000
     open_bytes: int = 2 * 2**30
     open_polls: int = 8192
+    sessions: int = 1000  # open ones
     models: int = 64
     checkpoint_bytes: int = 100 * 2**30
 
     def __post_init__(self) -> None:
-        if not self.requests_per_s > 0 or min(self.burst, self.open_requests, self.open_polls, self.models) < 1:
+        counts = (self.burst, self.open_requests, self.open_polls, self.sessions, self.models)
+        if not self.requests_per_s > 0 or min(counts) < 1:
             raise ConfigError("limits of a key must be above 0")
 
 

@@ -1,8 +1,8 @@
 """Bound what a connection may take: time for headers, bodies and answers, and the number of connections.
 
 uvicorn closes connections that are idle between two requests, and no others. Here every wait for a client has a
-deadline: for the headers of a request, for each part of its body, for reading the answer. A poll that the server holds
-open has none, because the server ends it itself.
+deadline: for the headers of a request, for each part of its body, for reading each part of the answer. A poll that the
+server holds open has none, because the server ends it itself.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PART_BYTES = 2**14  # of a body, that have to come within `body_s` unless it ends
-ANSWER_S = 60.0  # a client may stop reading an answer for this long
+ANSWER_S = 60.0  # within which a client has to read something of an answer, however long all of it takes
 LINGER_S = 5.0  # what comes behind a refused body is dropped for this long
 
 
@@ -39,6 +39,7 @@ class BoundedConnection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None  # of headers or of a part of a body
         self._awaited = ""  # what the deadline is for
         self._answer_deadline: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0  # of answers, when that deadline began
         self._part_bytes = 0
         self._refused = False
 
@@ -48,11 +49,12 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         self._limits.num_open += 1
         if self._limits.num_open > self._limits.max_open:
-            if not self._limits.idle:
+            idle = next((one for one in self._limits.idle if not one.transport.get_write_buffer_size()), None)
+            if idle is None:
                 self._refuse()
                 return
-            oldest, _ = self._limits.idle.popitem(last=False)
-            oldest.transport.abort()
+            del self._limits.idle[idle]
+            idle.transport.abort()
         self._update()
 
     def data_received(self, data: bytes) -> None:
@@ -64,16 +66,16 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._await_reading()
         self._update()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._answer_deadline is None:
-            self._answer_deadline = self.loop.call_later(ANSWER_S, self.transport.abort)
+        self._await_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._cancel_answer_deadline()
+        self._await_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limits.num_open -= 1
@@ -123,6 +125,19 @@ class BoundedConnection(H11Protocol):
             self._deadline = self.loop.call_later(self._limits.body_s, self._expire)
             return
         self.transport.abort()
+
+    def _await_reading(self) -> None:
+        """Start the deadline for reading something of what is written and not sent yet, if there is anything."""
+        self._cancel_answer_deadline()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        if self._unread_bytes:
+            self._answer_deadline = self.loop.call_later(ANSWER_S, self._check_reading)
+
+    def _check_reading(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unread_bytes:
+            self._await_reading()
+        else:
+            self.transport.abort()
 
     def _cancel_answer_deadline(self) -> None:
         if self._answer_deadline is not None:

@@ -57,7 +57,7 @@ class Polling:
         deadline = asyncio.get_running_loop().time() + timeout_s
         arguments = (sampler.id, first, first + CLONE_STRIDE, body.prev_cursor)
         while True:
-            rows = await asyncio.wrap_future(self._journal.requests(FINISHED, arguments))
+            rows = await asyncio.wrap_future(self._journal.requests(FINISHED, arguments, lenient=True))
             left_s = deadline - asyncio.get_running_loop().time()
             if rows or left_s <= 0 or self._requests.closed:
                 return rows, max((row.finished for row in rows), default=body.prev_cursor)

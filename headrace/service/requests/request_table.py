@@ -121,7 +121,7 @@ class RequestTable:
     async def load_from_journal(self, id: str) -> PendingRequest | None:
         """Return a finished request that is no longer in memory; without its outcome when that was forgotten."""
         plain = id.isascii() and id.isprintable()  # no other id was ever given out
-        rows = await asyncio.wrap_future(self._journal.requests("id = ?", (id,))) if plain else []
+        rows = await asyncio.wrap_future(self._journal.requests("id = ?", (id,), lenient=True)) if plain else []
         if not rows:
             return None
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -302,7 +302,9 @@ class RequestTable:
 
 
 def outcome_of(row: JournalRow) -> Outcome | None:
-    """Read the outcome of a journalled request; None when there is none, or none any more."""
+    """Read the outcome of a journalled request; None when there is none, or none any more. What was damaged failed."""
+    if row.damage:
+        return Failed(message=row.damage, category="server")
     if row.result is None:
         return None
     if row.state == "failed":
@@ -317,7 +319,7 @@ def to_failure(exc: HeadraceError, hide: Path | None = None) -> Failed:
     The folder to `hide` is not named.
     """
     foreign = exc.__cause__ is not None and not isinstance(exc.__cause__, HeadraceError)
-    ours = isinstance(exc, ServerFault | DamageError | StorageError) or foreign
+    ours = isinstance(exc, ServerFault | DamageError | StorageError | JournalError) or foreign
     message = str(exc) if hide is None else str(exc).replace(str(hide), "the server's folder")
     if isinstance(exc, SamplerGoneError | Gone):
         return Failed(message=message, category="gone")

@@ -1,15 +1,17 @@
 """Open and end the sessions of clients, and clean up when they end.
 
 The work of an ended session is refused, its snapshots are gone, its checkpoints stay. A session that is silent for long
-loses its sampling work and its place on the host, and comes back with its next heartbeat.
+loses its sampling work and its place on the host, and comes back with its next heartbeat, unless it has no model and
+its key needs room for another session. An ended one that made nothing is forgotten after a while.
 """
 
 import secrets
 import time
+from collections import Counter
 from dataclasses import replace
 
 from headrace.service.http import schemas
-from headrace.service.http.auth import ApiUser
+from headrace.service.http.auth import ApiUser, RateLimited
 from headrace.service.requests.request_table import Failed, RequestTable
 from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.sampling.sampling_queue import SamplingQueue
@@ -17,6 +19,9 @@ from headrace.service.store.checkpoint_folders import CheckpointFolders
 from headrace.service.store.entities import SamplerRecord, Session, age_order, folder_name
 from headrace.service.store.registry import Gone, Registry
 from headrace.service.training.training_queue import TrainingQueue
+
+SESSIONS_RETRY_S = 10.0
+SILENT = "silent"  # how a session ended that made room for another
 
 
 class Sessions:
@@ -39,14 +44,36 @@ class Sessions:
         self._timeout_s = timeout_s
         self._seen: dict[str, float] = {}
         self._ended: dict[str, float] = {}  # when a session with sampling sessions was first seen to have ended
+        self._opening: Counter[str] = Counter()  # by owner, sessions that are not in the journal yet
 
     async def create(self, user: ApiUser, body: schemas.CreateSession, idempotency: str | None) -> Session:
-        """Open a session; a repeat with the same idempotency key gets the first one."""
+        """Open a session; a repeat with the same idempotency key gets the first one.
+
+        Raises RateLimited when the key has too many.
+        """
         id = folder_name("session", user.name, idempotency) if idempotency else secrets.token_hex(16)
         async with self._registry.changing(id):
             if id not in self._registry.sessions:
-                await self._registry.commit(self._registry.keep(self._new_session(id, user, body)))
+                await self._make_room(user)
+                self._opening[user.name] += 1
+                try:
+                    await self._registry.commit(self._registry.keep(self._new_session(id, user, body)))
+                finally:
+                    self._opening[user.name] -= 1
         return self._registry.sessions[id]
+
+    async def _make_room(self, user: ApiUser) -> None:
+        """End the oldest silent session without a model if the key has no room for another."""
+        sessions = [one for one in self._registry.sessions.values() if one.owner == user.name and one.finished is None]
+        if len(sessions) + self._opening[user.name] < user.quota.sessions:
+            return
+        with_models = {model.session for model in self._registry.models.values()}
+        unused = [one for one in sessions if one.id not in with_models and self.is_silent(one.id)]
+        if not unused:
+            raise RateLimited(
+                f"this key has {user.quota.sessions} open sessions: finish one first", retry_s=SESSIONS_RETRY_S
+            )
+        await self.finish(user, min(unused, key=age_order).id, SILENT)
 
     def _new_session(self, id: str, user: ApiUser, body: schemas.CreateSession) -> Session:
         metadata = {key: value for key, value in (body.user_metadata or {}).items() if isinstance(value, str)}
@@ -96,6 +123,17 @@ class Sessions:
         for id in [id for id in self._registry.sessions if self.is_silent(id) and id in busy]:
             why = f"session '{id}' was not heard of for {self._timeout_s:g} s, so its sampling was stopped"
             await self._end(id, why, snapshots=False)
+        await self._forget_ended()
+
+    async def _forget_ended(self) -> None:
+        """Forget sessions that ended long ago, and whose models and sampling sessions nobody can ask for."""
+        records = (*self._registry.models.values(), *self._registry.samplers.values())
+        needed = {record.session for record in records}
+        for session in list(self._registry.sessions.values()):
+            if session.finished is not None and session.id not in needed and self.is_silent(session.id):
+                async with self._registry.changing(session.id):
+                    await self._registry.commit(self._registry.forget(session))
+                self._seen.pop(session.id, None)
 
     async def drop_old_snapshots(self, *, keep: int) -> None:
         """Remove all but the newest snapshots of every session."""

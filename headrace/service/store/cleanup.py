@@ -2,15 +2,15 @@
 deleted, snapshots of sessions that had ended.
 
 Only folders that the journal's own records name are removed, and those with names that only writing gives: a folder
-that some other journal knows of stays, and so does a state of a request that this journal lacks. No other server writes
-here meanwhile (`headrace/storage/folder_lock.py`).
+that some other journal knows of stays, and so does a state of a request that this journal lacks. A model whose state is
+missing keeps all others. No other server writes here meanwhile (`headrace/storage/folder_lock.py`).
 """
 
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from headrace.service.store.entities import folder_name
+from headrace.service.store.entities import ModelEntity, folder_name
 from headrace.service.store.journal import Journal, Statement, put, remove
 from headrace.service.store.registry import Change, Registry
 
@@ -30,19 +30,30 @@ def unmark(folder: str) -> Statement:
     return remove(GOING, folder)
 
 
-def newer_states(folder: Path, registry: Registry, journal: Journal) -> list[Path]:
-    """Find states of models behind requests that the journal lacks: it is older than they are.
+def later_states(folder: Path, model: ModelEntity) -> list[Path]:
+    """Find the states of a model behind the one that its record names: of a newer journal, or of a killed server."""
+    numbered = [state for state in _folders(folder / STATES / folder_name(model.id)) if state.name.isdigit()]
+    return [state for state in numbered if int(state.name) > model.saved_seq]
 
-    A state is saved when its request is in the journal, so a kill leaves none of these.
+
+def newer_states(folder: Path, registry: Registry, journal: Journal) -> list[Path]:
+    """Find states of models that are newer than the journal: it lacks their request, or names a state that is gone.
+
+    A kill leaves none of these: a state is saved when its request is in the journal, and the one before it is removed
+    when the journal names the new one.
     """
-    found: list[Path] = []
+    newer: list[Path] = []
     for model in registry.models.values():
-        for state in _folders(folder / STATES / folder_name(model.id)):
-            seq = int(state.name) if state.name.isdigit() else -1
+        for state in later_states(folder, model):
             known = "SELECT 1 FROM requests WHERE target = ? AND seq = ?"
-            if seq > model.saved_seq and not journal.query(known, (model.id, seq)):
-                found.append(state)
-    return found
+            if lost_state(folder, model) or not journal.query(known, (model.id, int(state.name))):
+                newer.append(state)
+    return newer
+
+
+def lost_state(folder: Path, model: ModelEntity) -> bool:
+    """Say whether the state that the journal names is missing."""
+    return model.folder is not None and not (folder / model.folder).is_dir()
 
 
 def clear_leftovers(
@@ -52,6 +63,8 @@ def clear_leftovers(
     for parent in (folder / CHECKPOINTS, folder / SNAPSHOTS, *_folders(folder / STATES)):
         _clear_half_written(parent)
     for model in registry.models.values():
+        if lost_state(folder, model):
+            continue  # another of its states may be all that is left
         for state in _folders(folder / STATES / folder_name(model.id)):
             if state not in keep and (model.folder is None or state != folder / model.folder):
                 shutil.rmtree(state, ignore_errors=True)

@@ -3,10 +3,12 @@
 One thread writes. Writes that come while a transaction runs are committed together in the next one, so a thousand
 requests a second need not be a thousand flushes; a future resolves when its rows are on disk, where a loss of power
 leaves them. Writes are committed in the order in which they were handed over. Reads have a connection and a thread of
-their own. One server at a time holds a journal (`hold`).
+their own. Records, bodies and results have digests, which are made by the thread that writes and checked by whoever
+reads. One server at a time holds a journal (`hold`).
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -17,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,17 +48,36 @@ class JournalRow:
     state: str = "queued"  # or done, or failed
     result: bytes | None = None  # once it has finished, until it is forgotten
     finished: int = 0  # counts what has finished: later ones are larger, whatever the clock says
+    damage: str = ""  # why body and result are left out, in a sentence for clients
 
-    COLUMNS = "id, target, seq, kind, owner, body, state, result, finished"
+    COLUMNS = "id, target, seq, kind, owner, body, state, result, finished, body_digest, result_digest"
 
 
 Statement = tuple[str, tuple[Any, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """An argument of a statement: the SHA-256 of these parts, made when the statement is written."""
+
+    parts: tuple[str | int | bytes, ...]
+
+    def value(self) -> bytes:
+        """Hash the parts with their lengths, so that none can pass for two."""
+        digest = hashlib.sha256()
+        for part in self.parts:
+            plain = part if isinstance(part, bytes) else str(part).encode()
+            digest.update(len(plain).to_bytes(8, "little"))
+            digest.update(plain)
+        return digest.digest()
+
+
 def put(kind: str, id: str, value: object) -> Statement:
     """Keep a JSON value under a kind and an id, in place of the one that was there."""
-    upsert = "ON CONFLICT(kind, id) DO UPDATE SET value = excluded.value"
-    return f"INSERT INTO records(kind, id, value) VALUES(?, ?, ?) {upsert}", (kind, id, json.dumps(value))
+    upsert = "ON CONFLICT(kind, id) DO UPDATE SET value = excluded.value, digest = excluded.digest"
+    text = json.dumps(value)
+    sql = f"INSERT INTO records(kind, id, value, digest) VALUES(?, ?, ?, ?) {upsert}"
+    return sql, (kind, id, text, Digest((kind, id, text)))
 
 
 def remove(kind: str, id: str) -> Statement:
@@ -65,10 +86,20 @@ def remove(kind: str, id: str) -> Statement:
 
 def insert_request(row: JournalRow) -> Statement:
     """Add a request; one that is there already stays as it is."""
-    sql = f"INSERT INTO requests({JournalRow.COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO NOTHING"
+    places = ", ".join("?" * 11)
+    sql = f"INSERT INTO requests({JournalRow.COLUMNS}) VALUES({places}) ON CONFLICT(id) DO NOTHING"
     return sql, (
         row.id, row.target, row.seq, row.kind, row.owner, row.body, row.state, row.result, row.finished,
+        _body_digest(row), _result_digest(row.id, row.state, row.result, row.finished),
     )  # fmt: skip
+
+
+def _body_digest(row: JournalRow) -> Digest | None:
+    return None if row.body is None else Digest((row.id, row.target, row.seq, row.kind, row.owner, row.body))
+
+
+def _result_digest(id: str, state: str, result: bytes | None, finished: int) -> Digest | None:
+    return None if result is None else Digest((id, state, finished, result))
 
 
 def finish_request(
@@ -76,8 +107,11 @@ def finish_request(
 ) -> Statement:
     """Give a queued request its outcome. One that `never_ran` gets an empty body: it is not to be run again either."""
     body = (None,) if forget_body else (b"",) if never_ran else ()
-    columns = f"state = ?, result = ?, finished = ?{', body = ?' if body else ''}"
-    return f"UPDATE requests SET {columns} WHERE id = ? AND state = 'queued'", (state, result, finished, *body, id)
+    forget = ", body = ?, body_digest = NULL" if body else ""
+    columns = f"state = ?, result = ?, finished = ?, result_digest = ?{forget}"
+    digest = _result_digest(id, state, result, finished)
+    sql = f"UPDATE requests SET {columns} WHERE id = ? AND state = 'queued'"
+    return sql, (state, result, finished, digest, *body, id)
 
 
 def forget_bodies(target: str, *, up_to: int) -> Statement:
@@ -100,6 +134,9 @@ class JournalDatabase(Protocol):
 
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]: ...
 
+    def columns(self, table: str) -> set[str]:
+        """Name the columns of a table."""
+
     def hold(self) -> bool:
         """Take the lock that one server at a time has on the journal; the system releases it with this process."""
 
@@ -114,11 +151,22 @@ class Journal:
         self._writer_database = connect(url)
         with boundary(JournalError, f"the journal {self.name} cannot be opened"):
             self._writer_database.run([(sql, ()) for sql in SCHEMA])
+            self._add_columns()
         self._reader_database = connect(url)
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-journal-read")
         self._waiting: queue.Queue[tuple[Sequence[Statement], Future[None]] | None] = queue.Queue(MAX_WAITING)
         self._writing = threading.Thread(target=self._write_groups, name="headrace-journal", daemon=True)
         self._writing.start()
+
+    def _add_columns(self) -> None:
+        """Add the columns that a journal of an earlier version lacks; nothing is known for what is there already."""
+        for table, column in ADDED_COLUMNS:
+            if column not in self._writer_database.columns(table):
+                try:
+                    self._writer_database.run([(f"ALTER TABLE {table} ADD COLUMN {column} BLOB", ())])
+                except Exception:
+                    if column not in self._writer_database.columns(table):  # else another process was quicker
+                        raise
 
     def hold(self, folder: Path) -> None:
         """Hold the journal for the server of this folder until this process ends. Raises ConfigError when another
@@ -150,17 +198,39 @@ class Journal:
         return done
 
     def records(self, kind: str) -> dict[str, Any]:
-        """Read the records of a kind by id."""
-        rows = self.query("SELECT id, value FROM records WHERE kind = ?", (kind,))
+        """Read the records of a kind by id. Raises JournalError if one is not as it was written."""
+        rows = self.query("SELECT id, value, digest FROM records WHERE kind = ?", (kind,))
+        for id, value, digest in rows:
+            if not _matches(digest, Digest((kind, id, value))):
+                raise JournalError(f"the journal {self.name} is damaged (the {kind} {id} was altered): {_REPAIR}")
         try:
-            return {id: json.loads(value) for id, value in rows}
+            return {id: json.loads(value) for id, value, _ in rows}
         except ValueError as exc:
             raise JournalError(f"the journal {self.name} is damaged (a {kind} is no JSON): {_REPAIR}") from exc
 
-    def requests(self, where: str, arguments: Sequence[Any] = ()) -> "Future[list[JournalRow]]":
-        """Read the requests that meet a condition, ordered by target and number."""
+    def requests(
+        self, where: str, arguments: Sequence[Any] = (), *, lenient: bool = False
+    ) -> "Future[list[JournalRow]]":
+        """Read the requests that meet a condition, ordered by target and number.
+
+        Raises JournalError if one is not as it was written; with `lenient` it is there with its `damage`.
+        """
         sql = f"SELECT {JournalRow.COLUMNS} FROM requests WHERE {where} ORDER BY target, seq"
-        return self._reading.submit(lambda: [_row(columns) for columns in self._read(sql, arguments)])
+        return self._reading.submit(
+            lambda: [self._checked(columns, lenient=lenient) for columns in self._read(sql, arguments)]
+        )
+
+    def _checked(self, columns: tuple[Any, ...], *, lenient: bool) -> JournalRow:
+        row, (body_digest, result_digest) = _row(columns[:-2]), columns[-2:]
+        result = _result_digest(row.id, row.state, row.result, row.finished)
+        if _matches(body_digest, _body_digest(row)) and _matches(result_digest, result):
+            return row
+        problem = f"the journal {self.name} is damaged (the request {row.id} was altered): {_REPAIR}"
+        if not lenient:
+            raise JournalError(problem)
+        logger.error("%s", problem)
+        damage = f"the server's journal is damaged (the request {row.id} was altered): send it again as a new one"
+        return replace(row, body=None, result=None, damage=damage)
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run a query and wait for its answer: for starting up, not for the event loop."""
@@ -191,7 +261,7 @@ class Journal:
         """Commit a group of writes together; if that fails, each by itself, so that none fails for another's sake."""
         try:
             with boundary(JournalError, "the journal cannot be written"):
-                self._writer_database.run(statement for statements, _ in group for statement in statements)
+                self._writer_database.run(_hashed(statement) for statements, _ in group for statement in statements)
         except JournalError as exc:
             if len(group) > 1:
                 for item in group:
@@ -202,6 +272,16 @@ class Journal:
             return
         for _, done in group:
             done.set_result(None)
+
+
+def _hashed(statement: Statement) -> Statement:
+    sql, arguments = statement
+    return sql, tuple(each.value() if isinstance(each, Digest) else each for each in arguments)
+
+
+def _matches(stored: Any, digest: Digest | None) -> bool:
+    """Say whether a digest is the stored one; what was written before there were digests always matches."""
+    return stored is None or digest is None or bytes(stored) == digest.value()
 
 
 def _row(columns: tuple[Any, ...]) -> JournalRow:
@@ -222,14 +302,16 @@ def _row(columns: tuple[Any, ...]) -> JournalRow:
 # --- databases -------------------------------------------------------------------------------------------------------
 
 SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS records(kind TEXT NOT NULL, id TEXT NOT NULL, value TEXT NOT NULL, "
+    "CREATE TABLE IF NOT EXISTS records(kind TEXT NOT NULL, id TEXT NOT NULL, value TEXT NOT NULL, digest BLOB, "
     "PRIMARY KEY(kind, id))",
     "CREATE TABLE IF NOT EXISTS requests(id TEXT PRIMARY KEY, target TEXT NOT NULL, seq BIGINT NOT NULL, "
-    "kind TEXT NOT NULL, owner TEXT NOT NULL, body BLOB, state TEXT NOT NULL, result BLOB, finished BIGINT NOT NULL)",
+    "kind TEXT NOT NULL, owner TEXT NOT NULL, body BLOB, state TEXT NOT NULL, result BLOB, finished BIGINT NOT NULL, "
+    "body_digest BLOB, result_digest BLOB)",
     "CREATE INDEX IF NOT EXISTS requests_in_order ON requests(target, seq)",
     "CREATE INDEX IF NOT EXISTS requests_queued ON requests(state)",
     "CREATE INDEX IF NOT EXISTS requests_finished ON requests(finished)",
 )
+ADDED_COLUMNS = (("records", "digest"), ("requests", "body_digest"), ("requests", "result_digest"))
 _REPAIR = (
     "put back a copy of it together with the server's folder, or save what can be read with  "
     "sqlite3 OLD.sqlite .recover | sqlite3 NEW.sqlite"
@@ -240,7 +322,18 @@ _DAMAGE = ("malformed", "not a database", "corrupt")
 def connect(url: str) -> JournalDatabase:
     if _is_postgres(url):
         return _Postgres(url)
-    return _Sqlite(Path(url.removeprefix("sqlite:///")))
+    file = sqlite_file(url)
+    assert file is not None
+    return _Sqlite(file)
+
+
+def sqlite_file(url: str) -> Path | None:
+    """Return the file of a journal in SQLite.
+
+    >>> sqlite_file("sqlite:///journals/one.sqlite"), sqlite_file("postgresql://x")
+    (PosixPath('journals/one.sqlite'), None)
+    """
+    return None if _is_postgres(url) else Path(url.removeprefix("sqlite:///"))
 
 
 def _is_postgres(url: str) -> bool:
@@ -274,6 +367,10 @@ class _Sqlite:
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
         with self._named_damage():
             return self._connection.execute(sql, tuple(arguments)).fetchall()
+
+    def columns(self, table: str) -> set[str]:
+        with self._named_damage():
+            return {column[0] for column in self._connection.execute(f"SELECT * FROM {table} LIMIT 0").description}
 
     def hold(self) -> bool:
         lock = sqlite3.connect(f"{self._path.resolve()}.lock", check_same_thread=False, isolation_level=None, timeout=0)
@@ -344,6 +441,10 @@ class _Postgres:
     def read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
         with self._connection().cursor() as cursor:
             return list(cursor.execute(_dialect(sql), arguments).fetchall())
+
+    def columns(self, table: str) -> set[str]:
+        with self._connection().cursor() as cursor:
+            return {column[0] for column in cursor.execute(f"SELECT * FROM {table} LIMIT 0").description}
 
     def _connection(self) -> Any:
         if self._opened.closed:

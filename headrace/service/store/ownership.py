@@ -6,15 +6,19 @@ not fit is refused with a sentence; `adopt` makes a pair of what is there.
 """
 
 import json
+import logging
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.errors import ConfigError, JournalError, boundary
-from headrace.service.store.cleanup import CHECKPOINTS, SNAPSHOTS, STATES, newer_states
+from headrace.service.store.cleanup import CHECKPOINTS, SNAPSHOTS, STATES, later_states, lost_state, newer_states
+from headrace.service.store.entities import ModelEntity
 from headrace.service.store.journal import Journal, put
 from headrace.service.store.registry import Registry
 from headrace.storage import atomic_files
+
+logger = logging.getLogger(__name__)
 
 MARKER = "server.json"
 KIND, PAIR = "server", "pair"
@@ -34,7 +38,7 @@ def claim(folder: Path, journal: Journal, *, adopt: bool = False) -> None:
     """Hold the journal for the server of this folder, which is locked already.
 
     Raises ConfigError when another server holds it, or when folder and journal do not belong together; with `adopt`
-    they do from now on, and states that the journal cannot explain are moved to the folder `set-aside`.
+    they do from now on, and states behind those that the journal names are moved to the folder `set-aside`.
     """
     journal.hold(folder)
     registry = Registry(journal)
@@ -43,7 +47,8 @@ def claim(folder: Path, journal: Journal, *, adopt: bool = False) -> None:
     if problem is not None and not adopt:
         raise ConfigError(f"{problem}; to go on with both as they are: {ADOPT}")
     if problem is not None:
-        _set_aside(folder, newer_states(folder, registry, journal))
+        for model in registry.models.values():
+            _set_aside(folder, model, later_states(folder, model))
         marker = None
     id = secrets.token_hex(16) if marker is None else marker.id
     with boundary(JournalError, f"the folder {folder} cannot be written"):
@@ -91,7 +96,7 @@ def _problem(
         )
     newer = newer_states(folder, registry, journal)
     if newer or (marker is not None and marker.finished > journal.last_finished()):
-        found = f" ({newer[0].relative_to(folder)} is of a request that it lacks)" if newer else ""
+        found = f" ({newer[0].relative_to(folder)} is a later state than it knows of)" if newer else ""
         return (
             f"the journal {journal.name} is older than the folder {folder}{found}: put back the newer journal, or a "
             "copy of the folder from the journal's time"
@@ -104,13 +109,21 @@ def _holds_models(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
-def _set_aside(folder: Path, states: list[Path]) -> None:
+def _set_aside(folder: Path, model: ModelEntity, states: list[Path]) -> None:
     with boundary(JournalError, f"states cannot be moved to {folder / SET_ASIDE}"):
         for state in states:
             target = folder / SET_ASIDE / f"{state.parent.name}-{state.name}-{secrets.token_hex(4)}"
             atomic_files.make_folder(target.parent)
             state.rename(target)
             atomic_files.fsync(target.parent)
+            logger.warning("the state of model %s behind its request %d is now %s", model.id, int(state.name), target)
+    if lost_state(folder, model):
+        logger.warning(
+            "the journal names the state %s of model %s, which is not there: put it back from a copy of the folder, or "
+            "the model cannot be trained",
+            model.folder,
+            model.id,
+        )
 
 
 def _write_marker(folder: Path, marker: PairMarker) -> None:

@@ -63,7 +63,8 @@ class OperationRunner:
         self._host, self._registry, self._samplers, self._states = host, registry, samplers, states
         self._folder, self._telemetry, self._clock = folder, telemetry, clock
         self._saving: dict[str, asyncio.Future[None]] = {}  # by path or sampler, resolved when the save has ended
-        self._unrecorded: dict[str, int] = {}  # by path, the request that saved it, until the journal has it
+        # by path or sampler, the request that saved it, until the journal has it
+        self._unrecorded: dict[str, str] = {}
 
     async def run(
         self, queue: ModelQueue, pending: PendingRequest, operation: Operation, effects: SideEffects
@@ -79,7 +80,7 @@ class OperationRunner:
             case SaveOp():
                 return await self._save(queue, pending, operation, effects)
             case SnapshotOp():
-                return await self._snapshot(queue, operation, effects)
+                return await self._snapshot(queue, pending, operation, effects)
             case LoadOp():
                 return await self._load(queue, pending, operation, effects)
             case InvalidOp():
@@ -168,8 +169,7 @@ class OperationRunner:
         model = self._model(queue)
         path = checkpoint_path(model.id, operation.kind, operation.name)
         with self._reserved(path) as earlier:
-            unrecorded = self._unrecorded.get(path, pending.row.seq) != pending.row.seq
-            taken = earlier is not None or unrecorded or path in self._registry.checkpoints
+            taken = earlier is not None or path in self._unrecorded or path in self._registry.checkpoints
             if taken and not operation.overwrite:
                 raise RequestError(f"{path} is there already: choose another name, or save with overwrite=True")
             return await self._save_as(path, pending, operation, effects, earlier)
@@ -210,35 +210,41 @@ class OperationRunner:
             user_metadata=operation.user_metadata,
             number=self._registry.next_number(),
         )
-        self._unrecorded[path] = pending.row.seq
-        effects.add(path, lambda recording: self._record_checkpoint(checkpoint, recording, pending.row.seq))
+        self._unrecorded[path] = pending.row.id
+        effects.add(path, lambda recording: self._record_checkpoint(checkpoint, recording, pending.row.id))
         answer = {"path": path, "type": pending.row.kind}
         return done_json(answer | ({"size_bytes": size} if operation.kind is CheckpointKind.EXTERNAL else {}))
 
-    def _record_checkpoint(self, checkpoint: CheckpointEntity, recording: Recording, seq: int) -> None:
+    def _record_checkpoint(self, checkpoint: CheckpointEntity, recording: Recording, request: str) -> None:
         replaced = self._registry.checkpoints.get(checkpoint.path)
-        keep = self._registry.keep(checkpoint)
-
-        def apply() -> None:
-            keep.apply()
-            if self._unrecorded.get(checkpoint.path) == seq:
-                del self._unrecorded[checkpoint.path]
-
-        recording.changes.append(Change(keep.statement, apply))
+        recording.changes.append(self._keep_saved(checkpoint, checkpoint.path, request))
         if replaced is not None and replaced.folder != checkpoint.folder:
             recording.statements.append(mark_for_deletion(replaced.folder))
             recording.marked.append(replaced.folder)
 
-    async def _snapshot(self, queue: ModelQueue, operation: SnapshotOp, effects: SideEffects) -> Outcome:
+    def _keep_saved(self, record: CheckpointEntity | SamplerRecord, name: str, request: str) -> Change:
+        """Make the change that keeps what a request saved; from then on the record holds the name."""
+        keep = self._registry.keep(record)
+
+        def apply() -> None:
+            keep.apply()
+            if self._unrecorded.get(name) == request:
+                del self._unrecorded[name]
+
+        return Change(keep.statement, apply)
+
+    async def _snapshot(
+        self, queue: ModelQueue, pending: PendingRequest, operation: SnapshotOp, effects: SideEffects
+    ) -> Outcome:
         """Copy the weights for sampling: from memory now, and from a folder after a restart."""
         model = self._model(queue)
         id = sampler_id(model.session, operation.number)
         with self._reserved(id) as earlier:
-            if earlier is not None or id in self._registry.samplers:
+            if earlier is not None or id in self._unrecorded or id in self._registry.samplers:
                 raise RequestError(f"there is a sampling session '{id}' already")
-            return await self._snapshot_as(id, model, effects)
+            return await self._snapshot_as(id, pending, model, effects)
 
-    async def _snapshot_as(self, id: str, model: ModelEntity, effects: SideEffects) -> Outcome:
+    async def _snapshot_as(self, id: str, pending: PendingRequest, model: ModelEntity, effects: SideEffects) -> Outcome:
         folder, full = Path("snapshots") / folder_name(id), isinstance(model.spec, FullFinetune)
         evicted = self._samplers.evict_full_copy(model.owner, training=True) if full else ()
         copied = self._host.snapshot(model.id, id)
@@ -259,9 +265,11 @@ class OperationRunner:
         fingerprint = await asyncio.to_thread(_fingerprint, self._folder / folder)
 
         def record(recording: Recording) -> None:
-            recording.changes += [self._registry.keep(sampler), *self._samplers.mark_gone(evicted, MADE_ROOM)]
+            keep = self._keep_saved(sampler, id, pending.row.id)
+            recording.changes += [keep, *self._samplers.mark_gone(evicted, MADE_ROOM)]
             recording.stale += [old.folder for old in evicted if old.folder is not None]
 
+        self._unrecorded[id] = pending.row.id
         effects.changed += [old.id for old in evicted]
         effects.add(id, record)
         return done_json({"sampling_session_id": id, "fingerprint": fingerprint, "type": "save_weights_for_sampler"})

@@ -124,6 +124,8 @@ class TrainingQueue:
             await self._requests.finish_once(pending, to_failure(why), then=then, never_ran=True)
         except JournalError:
             queue.waiting[seq] = pending
+            if queue not in self._turns:  # it left them when nothing else waited
+                self._turns.append(queue)
             raise
         finally:
             self._start_ready()

@@ -29,12 +29,13 @@ from headrace.service.http.auth import Access, HashedKey, hash_key, new_key
 from headrace.service.http.prometheus_metrics import ServiceCollector
 from headrace.service.http.server import check_reach
 from headrace.service.settings import ServeConfig, ServedModel
+from headrace.service.store.cleanup import CHECKPOINTS, SNAPSHOTS, STATES
 from headrace.service.store.entities import ModelCard
-from headrace.service.store.journal import Journal, put
-from headrace.service.store.ownership import claim
+from headrace.service.store.journal import Journal, put, sqlite_file
+from headrace.service.store.ownership import MARKER, SET_ASIDE, claim
 from headrace.service.telemetry import Telemetry
 from headrace.storage import atomic_files
-from headrace.storage.folder_lock import hold_folder
+from headrace.storage.folder_lock import LOCK, hold_folder
 from headrace.wiring.build.models import fuse_cuda_layers
 from headrace.wiring.build.sinks import MetricOutputs, model_sink
 from headrace.wiring.commands.serve_references import make_rewards, open_references
@@ -42,6 +43,11 @@ from headrace.wiring.commands.serve_references import make_rewards, open_referen
 logger = logging.getLogger(__name__)
 
 KEY_KIND, FIRST_OWNER = "key", "local"
+JOURNAL, TINY, TOKENIZER = "journal.sqlite", "tiny", "tokenizer"
+OWNED = frozenset(
+    {STATES, CHECKPOINTS, SNAPSHOTS, SET_ASIDE, LOCK, TINY, TOKENIZER, "metrics", "tensorboard", "wandb"}
+)  # in the server's folder
+JOURNAL_FILES = ("", "-wal", "-shm", ".lock")  # of SQLite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,24 +132,35 @@ def _folder_lock(folder: Path) -> Iterator[None]:
 
 
 def _open_journal(config: ServeConfig, folder: Path) -> Journal:
-    return Journal(config.serve.journal or str(folder / "journal.sqlite"))
+    return Journal(config.serve.journal or str(folder / JOURNAL))
 
 
 @contextlib.contextmanager
 def private_files(folder: Path, journal: str = "") -> Iterator[None]:
-    """Make the server's folder, and keep it and a journal outside of it to the user who serves: files that are made
-    inside the block are 0600, folders 0700, and earlier ones that others could read are tightened."""
+    """Make the server's folder, and keep what the server has in it, and a journal elsewhere, to its user: files that are
+    made inside the block are 0600, folders 0700, and earlier ones of the server that others could read are tightened.
+    The folder itself is, unless it holds anything else."""
     before = os.umask(0o077)
     try:
         with boundary(ConfigError, f"the folder {folder} cannot be made"):
             atomic_files.make_folder(folder)
-        beside = [Path(journal + end) for end in ("", "-wal", "-shm")] if journal and "://" not in journal else []
-        tightened = sum(map(_tighten, (folder, *folder.rglob("*"), *beside)))
+        entries = list(folder.iterdir())
+        owned = [entry for entry in entries if _is_servers(entry.name)]
+        inside = [path for entry in owned if not entry.is_symlink() for path in entry.rglob("*")]
+        file = sqlite_file(journal) if journal else None
+        beside = [] if file is None else [file.with_name(file.name + end) for end in JOURNAL_FILES]
+        tightened = sum(map(_tighten, (*([folder] if owned == entries else []), *owned, *inside, *beside)))
         if tightened:
             logger.warning("%d files and folders of %s could be read by other users: not any more", tightened, folder)
         yield
     finally:
         os.umask(before)
+
+
+def _is_servers(name: str) -> bool:
+    """Say whether a server gives this name to a file or folder."""
+    own = name.removeprefix(".writing-").removeprefix(".replaced-")
+    return own in OWNED or own.startswith((JOURNAL, MARKER))
 
 
 def _tighten(path: Path) -> bool:
@@ -164,15 +181,15 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     """Load the base model; return it with the folder of its tokenizer."""
     path = c.path
     if path == "tiny":
-        path = str(folder / "tiny")
-        if not (folder / "tiny" / "config.json").is_file():
-            _write_tiny(folder / "tiny", seed=c.seed)
+        path = str(folder / TINY)
+        if not (folder / TINY / "config.json").is_file():
+            _write_tiny(folder / TINY, seed=c.seed)
     device = choose_device(c.device)
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device))
     fuse_cuda_layers(lm)
     if Path(path).is_dir():
         return lm, str(Path(path).absolute())
-    tokenizer = folder / "tokenizer"
+    tokenizer = folder / TOKENIZER
     lm.tokenizer.save_pretrained(tokenizer)
     return lm, str(tokenizer)
 

@@ -234,7 +234,7 @@ def test_files_of_the_server_are_its_users_alone(tmp_path: Path, caplog: pytest.
     for file in (old, journal, tmp_path / "foreign"):
         file.write_text("x")
         file.chmod(0o644)
-    (folder / "link").symlink_to(tmp_path / "foreign")
+    (folder / "states" / "link").symlink_to(tmp_path / "foreign")
     with caplog.at_level(logging.WARNING), private_files(folder, str(journal)):
         (folder / "new").mkdir()
         (folder / "new" / "file").write_text("x")
@@ -254,6 +254,36 @@ def test_files_of_the_server_are_its_users_alone(tmp_path: Path, caplog: pytest.
     assert not caplog.text
     (tmp_path / "after").write_text("x")
     assert stat.S_IMODE((tmp_path / "after").stat().st_mode) & 0o077  # of this process everything else is as it was
+
+
+def test_what_is_not_the_servers_stays_as_it_is(tmp_path: Path) -> None:
+    """The folder may be one that holds other things too."""
+    for name in ("project", "states", ".lock"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "server.json").write_text("{}")
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    with private_files(tmp_path):
+        pass
+    modes = {path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {
+        "project": 0o755, "project/file": 0o644, "states": 0o700, "states/file": 0o600, ".lock": 0o700,
+        ".lock/file": 0o600, "server.json": 0o600,
+    }  # fmt: skip
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_a_journal_elsewhere_is_its_users_alone_however_it_is_written(tmp_path: Path) -> None:
+    files = [tmp_path / f"journal.db{end}" for end in ("", "-wal", "-shm", ".lock")]
+    for file in files:
+        file.write_text("x")
+        file.chmod(0o644)
+    with private_files(tmp_path / "folder", "postgresql://user@host/journal.db"):
+        pass
+    with private_files(tmp_path / "folder", f"sqlite:///{files[0]}"):
+        pass
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
 # --- endpoints ---

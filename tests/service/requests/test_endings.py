@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from headrace.service.host.fake_host import FakeHost
+from headrace.service.http import schemas
+from headrace.service.http.auth import ApiUser, Quota, RateLimited
 from headrace.service.settings import Limits
+from support.direct_service import direct_service
 from support.tinker_sdk import ADAM, DATA, loss_of, prompt, sampling, tinker, until
 from support.tinker_server import BASE, OTHER_KEY, Served, served
 
@@ -69,6 +72,35 @@ def test_a_silent_sessions_sampling_is_stopped_with_a_reason(tmp_path: Path) -> 
         sampler = running.client().create_sampling_client(base_model=BASE)
         with pytest.raises(tinker.RequestFailedError, match="was not heard of"):
             sampler.sample(prompt(1), 1, sampling()).result()
+
+
+async def test_the_open_sessions_of_a_key_are_bounded_and_silent_ones_without_a_model_make_room(tmp_path: Path) -> None:
+    user = ApiUser(name="alice", quota=Quota(sessions=2))
+    async with direct_service(tmp_path) as direct:
+        sessions, registry = direct.service.sessions, direct.service.registry
+
+        async def create() -> str:
+            return (await sessions.create(user, schemas.CreateSession(), None)).id
+
+        await direct.model()  # of one session
+        created = await asyncio.gather(*(create() for _ in range(3)), return_exceptions=True)
+        refused = [each for each in created if isinstance(each, RateLimited)]
+        assert [str(each) for each in refused] == ["this key has 2 open sessions: finish one first"] * 2
+        assert refused[0].retry_s > 0
+        (second,) = [each for each in created if isinstance(each, str)]
+        with pytest.raises(RateLimited, match="this key has 2 open sessions"):
+            await create()
+        other = ApiUser(name="bob", quota=Quota(sessions=2))
+        await sessions.create(other, schemas.CreateSession(), None)  # not of this key
+        sessions._timeout_s = -1.0  # all are silent
+        third = await create()
+        assert registry.sessions[second].finished is not None  # not the one with the model
+        assert registry.sessions[direct.session].finished is None
+        await sessions.finish(user, third, "success")
+        await sessions.finish(user, direct.session, "success")
+        await sessions.expire()
+        assert {second, third} & set(registry.sessions) == set()
+        assert registry.sessions[direct.session].finished == "success"  # its model can still be asked for
 
 
 # --- cancelling ------------------------------------------------------------------------------------------------------

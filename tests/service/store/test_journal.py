@@ -16,6 +16,7 @@ from headrace.errors import ConfigError, JournalError
 from headrace.service.store.journal import (
     Journal,
     JournalRow,
+    connect,
     finish_request,
     forget_bodies,
     forget_results,
@@ -127,6 +128,51 @@ def test_bodies_and_results_are_forgotten_where_nothing_needs_them(url: str) -> 
     found = journal.requests("target = ?", ("m",)).result()
     assert [kept.body for kept in found] == [None, None, b"\x00\xff"]
     assert [kept.result for kept in found] == [None, b"r", None]
+    journal.close()
+
+
+OLD_SCHEMA = (
+    "CREATE TABLE records(kind TEXT NOT NULL, id TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY(kind, id))",
+    "CREATE TABLE requests(id TEXT PRIMARY KEY, target TEXT NOT NULL, seq BIGINT NOT NULL, kind TEXT NOT NULL, "
+    "owner TEXT NOT NULL, body BLOB, state TEXT NOT NULL, result BLOB, finished BIGINT NOT NULL)",
+    "INSERT INTO records VALUES('model', 'm', '1')",
+    "INSERT INTO requests VALUES('m:1', 'm', 1, 'optim_step', 'a', NULL, 'queued', NULL, 0)",
+)
+
+
+def test_a_journal_from_before_there_were_digests_is_read_and_written(url: str) -> None:
+    old = connect(url)
+    old.run([(sql, ()) for sql in OLD_SCHEMA])
+    old.run([("UPDATE requests SET body = ?", (b"old",))])
+    old.close()
+    for _ in range(2):
+        journal = Journal(url)
+        assert journal.records("model")["m"] == 1
+        journal.write([insert_request(row(2)), put("model", "n", 2)]).result()
+        journal.write([finish_request("m:1", state="done", result=b"r", finished=1)]).result()
+        first, second = journal.requests("target = ?", ("m",)).result()
+        assert (first.body, first.result, second) == (b"old", b"r", row(2))
+        journal.close()
+
+
+def test_what_was_altered_is_told_by_its_name(url: str) -> None:
+    journal = Journal(url)
+    journal.write([put("model", "m", 1), *(insert_request(row(seq)) for seq in (1, 2, 3))]).result()
+    journal.write([finish_request("m:2", state="done", result=b"r", finished=1)]).result()
+    journal.write([finish_request("m:3", state="failed", result=b"r", finished=2, never_ran=True)]).result()
+    assert len(journal.requests("1 = 1").result()) == 3
+    journal.write([("UPDATE records SET value = ?", ("2",))]).result()
+    journal.write([("UPDATE requests SET kind = ? WHERE seq = ?", ("forward", 1))]).result()
+    journal.write([("UPDATE requests SET result = ? WHERE seq = ?", (b"s", 2))]).result()
+    with pytest.raises(JournalError, match=r"the model m was altered\): put back a copy"):
+        journal.records("model")
+    for seq in (1, 2):
+        with pytest.raises(JournalError, match=rf"the request m:{seq} was altered\): put back a copy"):
+            journal.requests("seq = ?", (seq,)).result()
+    lenient = journal.requests("1 = 1", lenient=True).result()
+    assert [("was altered" in each.damage, each.body, each.result) for each in lenient] == [
+        (True, None, None), (True, None, None), (False, b"", b"r"),
+    ]  # fmt: skip
     journal.close()
 
 

@@ -1,5 +1,6 @@
 """A folder and its journal belong together: another one, an older one or none is refused, and nothing is deleted."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -12,10 +13,13 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.service.host.fake_host import FakeHost
+from headrace.service.requests.request_table import Failed
 from headrace.service.store.journal import Journal
 from headrace.service.store.ownership import MARKER, claim, note_progress
+from support.direct_service import direct_service
 from support.killed_folder import copy_as_killed
-from support.tinker_sdk import ADAM
+from support.tinker_sdk import ADAM, Gate, until
 from support.tinker_server import BASE, served
 
 
@@ -124,6 +128,56 @@ def test_a_folder_of_an_earlier_version_is_taken_as_it_is(tmp_path: Path) -> Non
     for _ in range(2):
         with claimed(tmp_path):
             pass
+
+
+async def queued_backup(folder: Path) -> str:
+    """Train a model for three steps; the journal that is left is from when the last two of them were waiting."""
+    gate = Gate()
+    async with direct_service(folder, host=FakeHost(hold=gate)) as direct:
+        model = await direct.model()
+        await direct.outcome(await direct.step(model, 1))
+        gate.close()
+        waiting = [await direct.step(model, seq) for seq in (2, 3)]
+        copy_as_killed(folder, folder.with_name("backup"))
+        gate.open()
+        for pending in waiting:
+            await direct.outcome(pending)
+        # old states go when the outcome is told
+        await asyncio.to_thread(until, lambda: len(list((folder / "states").glob("*/*"))) == 1)
+    put_back(folder)
+    return model
+
+
+async def test_a_state_of_a_queued_request_is_set_aside_when_it_is_the_only_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    model = await queued_backup(folder)
+    (state,) = (folder / "states").glob("*/*")
+    with pytest.raises(ConfigError, match=rf"is older than the folder .*{state.name}.*put back the newer.*--adopt"):
+        claimed(folder).__enter__()
+    async with direct_service(folder, adopt=True) as direct:
+        (aside,) = (folder / "set-aside").iterdir()
+        assert (aside / "fake.json").is_file()
+        refused = await direct.outcome(f"{model}:3")
+        assert isinstance(refused, Failed)
+        assert "is not there: put it back from a copy" in refused.message
+    assert str(aside) in caplog.text
+    assert "put it back from a copy of the folder" in caplog.text
+
+
+async def test_a_state_stays_while_the_one_that_the_journal_names_is_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    await queued_backup(folder)
+    (state,) = (folder / "states").glob("*/*")
+    older = state.with_name("000000000000")
+    older.mkdir()
+    with served(folder) as running:  # nobody asked whether the journal fits
+        assert running.http().get("/api/v1/healthz").status_code == 200
+        assert state.exists()
+        assert older.exists()
 
 
 HOLD = """
