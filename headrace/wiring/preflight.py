@@ -9,7 +9,7 @@ from headrace.errors import RunFolderError
 from headrace.model.tokenizer import TokenizerOnly
 from headrace.names import SAVED_EPISODES
 from headrace.observe.run_folder import RunFolder
-from headrace.observe.sinks.jsonl import check_records, repair_metrics
+from headrace.observe.sinks.jsonl import check_records, repair_metrics, restore_cut
 from headrace.render import Renderer
 from headrace.types import Task
 from headrace.user_code import load_function
@@ -59,11 +59,14 @@ def check_resumed_files(config: Config, folder: RunFolder, plan: ResumePlan, *, 
     """Check what a resumed run reads besides checkpoints, before anything is trained: data, code and its own records.
 
     Raises ConfigError for changed files unless `accept_changes`, and RunFolderError if metrics.jsonl is shorter than a
-    checkpoint says. A torn last line is cut off; other damage that does not matter to training is logged.
+    checkpoint says. Records that an earlier resume cut off come back if a checkpoint counts on them. A torn last line is
+    cut off; other damage that does not matter to training is logged.
     """
     check_inputs(config, folder, reads=plan.reads, accept_changes=accept_changes)
     newest = [stage.newest for stage in (plan.sft, plan.reward_model, plan.rl) if stage is not None]
-    check_records(folder.metrics, max((int(last.state["metrics_records"]) for last in newest if last), default=0))
+    records = max((int(last.state["metrics_records"]) for last in newest if last), default=0)
+    restore_cut(folder.metrics, records)
+    check_records(folder.metrics, records)
     repair_metrics(folder.metrics)
     try:
         folder.read_environment()
