@@ -6,10 +6,10 @@ removed: of many processes that want the number after a holder who has let go, o
 
 A holder counts its heartbeats up in its own file. A waiter on the same system looks the holder's process up (pid and
 start time), and takes one from before the last boot of its machine for gone. A waiter elsewhere (another host or
-container) takes a holder for gone when the count has stood still for `STALE_S` seconds of the waiter's own clock; clocks
-of two machines are never compared. A holder that wakes up after that finds a higher number than its own, or another
-holder's text: `FolderLock.check` raises, and it must be called before every write that another holder would suffer
-from. Knows nothing of the folder's contents.
+container) takes a holder for gone when the count has stood still for `STALE_S` seconds of the waiter's own clock;
+clocks of two machines are never compared. A holder that wakes up after that finds a higher number than its own, or
+another holder's text: `FolderLock.check` raises, and it must be called before every write that another holder would
+suffer from. Knows nothing of the folder's contents.
 """
 
 import contextlib

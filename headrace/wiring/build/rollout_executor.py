@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.config import AsyncConfig, RlConfig
 from headrace.data.task_source import TaskSource
+from headrace.reward.reward_runner import PartNames
 from headrace.rollout.executor import AsyncSettings, RolloutExecutor, StaleAction, build_executor
 from headrace.rollout.executor.selection import SCORES, GroupSelection, TakeBest, TakeFirst
 from headrace.rollout.executor.stats import SamplerUtilization
@@ -20,7 +21,12 @@ from headrace.wiring.stage_context import StageContext
 
 
 def make_executor(
-    c: RlConfig, seed: int, context: StageContext, source: TaskSource, utilization: SamplerUtilization
+    c: RlConfig,
+    seed: int,
+    context: StageContext,
+    source: TaskSource,
+    utilization: SamplerUtilization,
+    part_names: PartNames,
 ) -> RolloutExecutor:
     """Build the executor of the [rl] stage."""
     sampling = make_sampling(c.sampling, c.sampling.temperature)
@@ -29,7 +35,7 @@ def make_executor(
         make_env=make_env_of(c.tasks),
         sampler=context.sampler,
         renderer=context.renderer,
-        reward_runner=make_reward_runner(context.terms, c, make_truncation(c)),
+        reward_runner=make_reward_runner(context.terms, c, make_truncation(c), part_names),
         sampling=sampling,
         max_turns=c.max_turns,
         max_episode_tokens=c.max_episode_tokens,
