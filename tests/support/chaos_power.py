@@ -78,7 +78,7 @@ def lay_out(recorded: Recorded, after: int, policy: str, luck: random.Random) ->
 
 
 def remove_locks(folder: Path) -> None:
-    """Take the lock of a process that is gone away: after a power loss a start waits a minute for its heartbeat."""
+    """Take the lock of a process that is gone away: a container waits a minute for its heartbeat."""
     for lock in list(folder.rglob(LOCK)):
         shutil.rmtree(lock)
 
