@@ -3,10 +3,12 @@
 Code that may hang says what it does with `watching(...)` and that it moves with `beat()`. Both only write to a table,
 so they cost next to nothing. A `Watchdog` reads the table on a thread of its own, and asks its event loop for a sign of
 life. What has not moved for `tell_s` is told in the log, and again each time that twice as long has passed; what has
-not moved for `end_s` ends the process, so that no wait is endless.
+not moved for `end_s` ends the process, so that no wait is endless. If even the watchdog's thread does not run, because
+another one keeps the interpreter's lock, `faulthandler` writes the stacks to `stacks`.
 """
 
 import asyncio
+import faulthandler
 import itertools
 import logging
 import os
@@ -18,8 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CoroutineType, FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from headrace.errors import HeadraceError, boundary
 
@@ -73,18 +76,28 @@ def watching(what: str, *, detail: Callable[[], str] | None = None, has_deadline
 
 
 @contextmanager
-def watching_thread(what: str) -> Iterator[None]:
-    """Enter an activity of this thread, which `beat()` finds; for code that holds its thread to the end."""
-    with watching(what) as activity:
-        outer, _on_thread.activity = getattr(_on_thread, "activity", None), activity
+def watching_thread(what: str, *, has_deadline: bool = False) -> Iterator[None]:
+    """Enter an activity of this thread, which `beat()` finds; for code that holds its thread to the end.
+
+    The activity around it, the event loop for example, cannot move meanwhile, so it is told and not ended.
+    """
+    outer: Activity | None = getattr(_on_thread, "activity", None)
+    outer_has_deadline = outer is not None and outer.has_deadline
+    with watching(what, has_deadline=has_deadline) as activity:
+        _on_thread.activity = activity
+        if outer is not None:
+            outer.has_deadline = True
         try:
             yield
         finally:
             _on_thread.activity = outer
+            if outer is not None:
+                outer.beat()
+                outer.has_deadline = outer_has_deadline
 
 
 def beat() -> None:
-    """Note that the work of this thread moves; does nothing outside of `watching_thread`."""
+    """Note that the work of this thread moves: of `watching_thread`, or of the event loop; else does nothing."""
     activity: Activity | None = getattr(_on_thread, "activity", None)
     if activity is not None:
         activity.beat()
@@ -99,12 +112,16 @@ class Watchdog:
         tell_s: float,
         end_s: float,  # 0: never
         go_on: str = "",  # how to go on after the end, for the last message
+        ends: bool = True,  # False: nothing is ended before `begin_ending`
+        stacks: Path | None = None,  # the file for the stacks of a process in which no thread of Python can run
         exit: Callable[[int], object] = os._exit,
     ) -> None:
         assert tell_s > 0
         assert end_s >= 0
         self._tell_s, self._end_s, self._go_on, self._exit = tell_s, end_s, go_on, exit
         self._interval_s = min(5.0, tell_s / 4, *([end_s / 4] if end_s else []))
+        self._ends, self._stacks_path = ends, stacks
+        self._stacks: BinaryIO | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,20 +135,40 @@ class Watchdog:
         else:
             self._loop_number = next(_numbers)
             name = threading.current_thread().name
-            _open[self._loop_number] = Activity(f"the {EVENT_LOOP}", name, None, has_deadline=False)
+            _open[self._loop_number] = loop = Activity(f"the {EVENT_LOOP}", name, None, has_deadline=False)
+            _on_thread.activity = loop
+        if self._stacks_path is not None:
+            with boundary(HeadraceError, f"{self._stacks_path} cannot be written"):
+                self._stacks = self._stacks_path.open("ab")
         self._thread.start()
         return self
+
+    def begin_ending(self) -> None:
+        """End what does not move from now on; the time before does not count."""
+        for activity in list(_open.values()):
+            activity.beat()
+        self._ends = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
         self._thread.join(timeout=10 * self._interval_s)
-        _open.pop(self._loop_number, None)
+        if _open.pop(self._loop_number, None) is not None:
+            _on_thread.activity = None
+        if self._stacks is not None:
+            faulthandler.cancel_dump_traceback_later()
+            self._stacks.close()
+
+    def _arm(self) -> None:
+        if self._stacks is not None and not self._stacks.closed:
+            faulthandler.dump_traceback_later(2 * self._tell_s, file=self._stacks)
 
     def _run(self) -> None:
         woke = time.monotonic()
+        self._arm()
         while not self._ended.wait(self._interval_s):
+            self._arm()
             now = time.monotonic()
             if now - woke > 3 * self._interval_s:  # the whole process stood still, or the machine slept
                 for activity in list(_open.values()):
@@ -160,7 +197,8 @@ class Watchdog:
                 logger.warning("  %s", line)
             for line in describe_tasks(self._loop):
                 logger.warning("  %s", line)
-        overdue = [a for a in open_now if self._end_s and not a.has_deadline and now - a.moved >= self._end_s]
+        end_s = self._end_s if self._ends else 0.0
+        overdue = [a for a in open_now if end_s and not a.has_deadline and now - a.moved >= end_s]
         if overdue:
             logger.error("%s: nothing moved for %g s, so the process ends%s", overdue[0].what, self._end_s, self._go_on)
             logging.shutdown()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,64 @@ def test_a_beat_starts_the_time_again(told: pytest.LogCaptureFixture) -> None:
 
 def test_a_beat_outside_of_watched_work_does_nothing() -> None:
     beat()
+
+
+def test_nothing_is_ended_before_the_watchdog_is_told_to(told: pytest.LogCaptureFixture) -> None:
+    exits: list[int] = []
+    watch = Watchdog(tell_s=10.0, end_s=100.0, ends=False, exit=exits.append)
+    with watching("a long start") as activity:
+        activity.moved -= 1000
+        watch.check(time.monotonic())
+        assert "no progress: a long start" in told.text
+        watch.begin_ending()
+        watch.check(time.monotonic() + 99)
+        assert not exits
+        watch.check(time.monotonic() + 101)
+    assert exits == [75]
+
+
+def test_work_on_the_thread_of_the_event_loop_beats_for_it_and_a_long_load_does_not_end_it() -> None:
+    async def run() -> None:
+        exits: list[int] = []
+        with Watchdog(tell_s=1000.0, end_s=4000.0, exit=exits.append) as watch:
+            (loop,) = (activity for activity in watchdog._open.values() if activity.what == "the event loop")
+            loop.moved -= 5000
+            beat()
+            watch.check(time.monotonic())
+            assert not exits
+            with watching_thread("loading a model", has_deadline=True):
+                watch.check(time.monotonic() + 5000)
+                assert not exits
+            watch.check(time.monotonic() + 5000)
+            assert exits == [75]
+        beat()
+
+    asyncio.run(run())
+
+
+GREEDY = """
+import ctypes, sys, time
+from pathlib import Path
+from headrace.watchdog import Watchdog
+log = Path(sys.argv[1])
+def keep_the_interpreter():
+    ctypes.PyDLL(None).sleep(2)  # it does not let other threads run
+with Watchdog(tell_s=0.2, end_s=0.0, stacks=log):
+    end = time.monotonic() + 60
+    while b"keep_the_interpreter" not in log.read_bytes() and time.monotonic() < end:
+        keep_the_interpreter()
+size = log.stat().st_size
+time.sleep(1)
+assert log.stat().st_size == size
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library")
+def test_stacks_are_written_also_if_a_thread_keeps_the_interpreter(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GREEDY, str(tmp_path / "log.txt")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "keep_the_interpreter" in (tmp_path / "log.txt").read_text()
 
 
 def test_the_table_is_empty_afterwards() -> None:

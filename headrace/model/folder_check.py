@@ -40,13 +40,13 @@ def check_model_folder(folder: Path, *, trust_remote_code: bool = False) -> None
 
 def _check_weight_files(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
-        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED or _lists_pickled(path))
         if pickled:
             raise ModelError(
                 f"{folder} has pickled weights ({pickled[0]}), which can run code when they are read, so they are not: "
                 "convert them to safetensors"
             )
-    for index in folder.glob("*.index.json"):
+    for index in folder.glob("*.safetensors.index.json"):  # beside safetensors, other lists of shards are not read
         shards = _read_object(index).get("weight_map")
         for shard in dict.fromkeys(shards.values() if isinstance(shards, dict) else ()):
             if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
@@ -54,6 +54,10 @@ def _check_weight_files(folder: Path) -> None:
                     f"{index} lists {str(shard)[:80]!r}, which is no .safetensors file of that folder: "
                     "save the model again"
                 )
+
+
+def _lists_pickled(path: Path) -> bool:
+    return any(path.name.endswith(f"{suffix}.index.json") for suffix in PICKLED)
 
 
 def _implementations(config: Any) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -157,9 +158,9 @@ class RunFolder:
         for folder in (self.path, self.rollouts, self.checkpoints):
             with boundary(RunFolderError, f"the run cannot go on, because nothing can be written to {folder}"):
                 folder.mkdir(exist_ok=True)
-                probe = folder / ".writable"
+                probe = folder / f".writable.{socket.gethostname()}.{os.getpid()}"  # another resume may look too
                 probe.touch()
-                probe.unlink()
+                probe.unlink(missing_ok=True)
         with boundary(RunFolderError, f"the run cannot go on, because {self.checkpoints} cannot be read"):
             for entry in os.scandir(self.checkpoints):
                 if entry.is_dir():

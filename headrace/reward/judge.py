@@ -2,6 +2,7 @@
 
 A verdict is the last line of a complete reply: SCORE, a code that the question names, and the number. The code is a
 hash of the question, so a conversation cannot hold it, and a score that the judge quotes from there does not count.
+A full stop, "/10", "out of 10" and the end of a code block may follow the number.
 A reply without a verdict is asked for again, then the reward is unknown.
 """
 
@@ -11,6 +12,7 @@ import json
 import math
 import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,8 +29,10 @@ from headrace.types import Episode, Message, Reward, SampleRequest, SamplingPara
 Ask = Callable[[Sequence[Message]], Awaitable[str]]
 
 CUT_OFF = "the judge's reply is not complete, so it is no verdict; raise its max_tokens if it needs more"
+MAX_REPLY_BYTES = 1_000_000
 COMPLETE = ("stop", "eos_token", None)  # of "finish_reason"; some servers give none
 _MARKS = str.maketrans("", "", "*_`")  # models set words in bold
+_FENCE = re.compile(r"\n[ \t]*`{3,}$")
 _NUMBER = r"-?\d{1,9}(?:\.\d{1,9})?"
 
 
@@ -123,15 +127,17 @@ def write_question(episodes: Sequence[Episode], judge: JudgeSettings, code: str)
 
 
 def parse_scores(reply: str, judge: JudgeSettings, count: int, code: str) -> list[float]:
-    """Parse the verdict, which is the last line of the reply and nothing else; bold and "/10" are allowed.
+    """Parse the verdict, which is the last line of the reply and nothing else.
 
-    Raises RewardError if the last line is no verdict, or has too few scores, or some out of range.
+    Bold, a full stop, "/10" and "out of 10" are allowed; after a code, so is the line that ends a code block. Raises
+    RewardError if the last line is no verdict, or has too few scores, or some out of range.
     """
-    last = reply.rstrip().rpartition("\n")[2].translate(_MARKS).strip()
+    text = _FENCE.sub("", reply.rstrip()) if code else reply
+    last = text.rstrip().rpartition("\n")[2].translate(_MARKS).strip()
     pattern = (
-        rf"SCORES\s*{code}\s*:\s*(\[.*\])"
+        rf"SCORES\s*{code}\s*:\s*(\[.*\])\.?"
         if judge.compare
-        else rf"SCORE\s*{code}\s*:\s*({_NUMBER})(?:\s*/\s*{re.escape(f'{judge.best:g}')})?"
+        else rf"SCORE\s*{code}\s*:\s*({_NUMBER})(?:\s*(?:/|out of)\s*{re.escape(f'{judge.best:g}')})?\.?"
     )
     match = re.fullmatch(pattern, last, re.IGNORECASE | re.ASCII)
     if match is None:
@@ -161,9 +167,12 @@ def ask_endpoint(
     temperature: float = 0.0,
     timeout_s: float = 60.0,
 ) -> Ask:
-    """Ask an OpenAI-compatible endpoint; `url` is its base, up to and including /v1."""
+    """Ask an OpenAI-compatible endpoint; `url` is its base, up to and including /v1.
 
-    def post(messages: Sequence[Message]) -> str:
+    `timeout_s` limits a request from its start to the last byte of the reply, however slowly the bytes come.
+    """
+
+    def post(messages: Sequence[Message], deadline: float) -> str:
         body = {
             "model": model,
             "messages": [wire_message(message) for message in messages],
@@ -179,14 +188,38 @@ def ask_endpoint(
             f"{url.rstrip('/')}/chat/completions", data=json.dumps(body).encode(), headers=headers
         )
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            choice = json.loads(answer.read(1_000_000))["choices"][0]
+            reply = b""
+            while (part := answer.read1(1 << 16)) and len(reply) < MAX_REPLY_BYTES:
+                reply += part
+                if time.monotonic() > deadline:
+                    raise TimeoutError(late)
+            choice = json.loads(reply)["choices"][0]
         if (ended := choice.get("finish_reason")) not in COMPLETE:
             raise RewardError(f"{CUT_OFF}: it ended by {str(ended)[:40]!r}")
         return str(choice["message"]["content"] or "")
 
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f'the judge\'s url is "{url}": it must start with http:// or https://')
-    return lambda messages: asyncio.to_thread(post, messages)
+    late = f"the whole reply did not come within {timeout_s:g} s"
+
+    async def ask(messages: Sequence[Message]) -> str:
+        loop, started = asyncio.get_running_loop(), asyncio.Event()
+
+        def run() -> str:
+            loop.call_soon_threadsafe(started.set)
+            return post(messages, time.monotonic() + timeout_s)
+
+        posting = asyncio.ensure_future(asyncio.to_thread(run))
+        try:
+            await started.wait()  # for a thread
+            await asyncio.wait({posting}, timeout=timeout_s)
+            if not posting.done():
+                raise TimeoutError(late)
+            return posting.result()
+        finally:
+            posting.cancel()
+
+    return ask
 
 
 def ask_sampler(sampler: Sampler, renderer: Renderer, params: SamplingParams) -> Ask:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PARTS = 64  # names of parts of one term, each of which is a metric
 LEFT_OUT = "parts_left_out"  # the part that counts parts under further names
+_CANCEL_S = 10.0  # for a term that is cancelled to put away what it holds
 MAX_REASONS = 100  # different reasons of failures that are told apart in the log
 
 
@@ -75,6 +76,9 @@ class GroupRewardRunner:
     If more than `max_invalid_share` of the last evaluations gave no reward, every further call raises RolloutError: the
     policy would learn from those episodes only that the reward function happens to survive. `truncation` sets the
     reward of episodes that a limit cut off; episodes that it excludes do not count as failed evaluations.
+
+    A term that judges groups may take long, because groups queue for it; once it has answered for no group at all for
+    `group_timeout_s`, the group that waits has no reward.
     """
 
     def __init__(
@@ -82,15 +86,20 @@ class GroupRewardRunner:
         terms: Sequence[Term | GroupTerm],
         *,
         timeout_s: float = 60.0,
+        group_timeout_s: float = 600.0,
         max_invalid_share: float = 1.0,
         truncation: TruncatedReward | None = None,
+        part_names: "PartNames | None" = None,
     ) -> None:
+        assert group_timeout_s > 0
         check_terms(terms)
         self._terms = tuple(terms)
         self._calls = CallScheduler(timeout_s=timeout_s)
         self._truncation = truncation or TruncatedReward()
         self._invalid = FailureRateLimit(limit=max_invalid_share)
-        self._parts, self._failures = PartNames(), FailureLog()
+        self._parts, self._failures = part_names or PartNames(), FailureLog()
+        self._group_timeout_s = group_timeout_s
+        self._answered: dict[str, float] = {}  # when a term last answered for a group, by the event loop's clock
 
     async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
         self._invalid.check()
@@ -109,9 +118,27 @@ class GroupRewardRunner:
     async def _column(self, term: Term | GroupTerm, episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         if not isinstance(term, GroupTerm):
             return await self._calls.call_each(term, episodes)
-        judged = await term.judge(episodes) if episodes else ()
+        judged = await self._judge(term, episodes) if episodes else ()
         assert len(judged) == len(episodes)
         return judged
+
+    async def _judge(self, term: GroupTerm, episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
+        clock, limit_s = asyncio.get_running_loop().time, self._group_timeout_s
+        began, judging = clock(), asyncio.ensure_future(term.judge(episodes))
+        try:
+            while not judging.done():
+                left = max(began, self._answered.get(term.name, began)) + limit_s - clock()
+                if left <= 0:
+                    return [RewardError(f"no answer within {limit_s:g} s; raise rl.async.task_timeout_s")] * len(
+                        episodes
+                    )
+                await asyncio.wait({judging}, timeout=left)
+        finally:
+            if not judging.done():
+                judging.cancel()
+                await asyncio.wait({judging}, timeout=_CANCEL_S)
+        self._answered[term.name] = clock()
+        return judging.result()
 
     def _add_up(self, episode: Episode, row: Sequence[Reward | RewardError]) -> ScoredEpisode | FailedEpisode:
         rewards: list[Reward] = []
@@ -179,12 +206,17 @@ class FailureLog:
 class PartNames:
     """Limits the names of parts to MAX_PARTS for each term, the first that it returned: each name is a metric.
 
-    Parts under other names are left out; how many is the part `parts_left_out`. One warning says so.
+    Parts under other names are left out; how many is the part `parts_left_out`. One warning says so. A checkpoint holds
+    the names, so that a resumed run keeps the same ones.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[str, set[str]] = {}
+    def __init__(self, known: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._known: dict[str, set[str]] = {term: set(names) for term, names in (known or {}).items()}
         self._warned: set[str] = set()
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return the names of each term that has any, sorted; the constructor takes them back."""
+        return {term: sorted(known) for term, known in sorted(self._known.items()) if known}
 
     def limit(self, term: str, parts: Mapping[str, float]) -> dict[str, float]:
         known, kept = self._known.setdefault(term, set()), dict[str, float]()

@@ -5,16 +5,18 @@ the highest number is the lock. It is created exclusively, which is atomic on NF
 removed: of many processes that want the number after a holder who has let go, or is gone, exactly one gets it.
 
 A holder counts its heartbeats up in its own file. A waiter on the same system looks the holder's process up (pid and
-start time). A waiter elsewhere (another host, container or boot) takes a holder for gone when the count has stood still
-for `STALE_S` seconds of the waiter's own clock; clocks of two machines are never compared. A holder that wakes up after
-that finds a higher number than its own: `FolderLock.check` raises, and it must be called before every write that
-another holder would suffer from. Knows nothing of the folder's contents.
+start time), and takes one from before the last boot of its machine for gone. A waiter elsewhere (another host or
+container) takes a holder for gone when the count has stood still for `STALE_S` seconds of the waiter's own clock;
+clocks of two machines are never compared. A holder that wakes up after that finds a higher number than its own, or
+another holder's text: `FolderLock.check` raises, and it must be called before every write that another holder would
+suffer from. Knows nothing of the folder's contents.
 """
 
 import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -33,6 +35,8 @@ BEAT_S = 5.0
 _POLL_S = 0.5
 _JOIN_S = 10.0
 _RELEASED = "released"
+_MAX_BYTES = 1 << 16  # of a lock file
+_INITIAL_NAMESPACE = "pid:[4026531836]"  # of process ids, on every Linux machine: outside of containers
 _COUNT_BYTES = 20  # the first line of a lock file: the count of heartbeats, or that the lock was released
 
 
@@ -45,6 +49,8 @@ class LockHolder:
     pid: int
     started: str  # of the process, in the system's own unit; "" where the system does not tell it
     since: str  # when the lock was taken, for people
+    machine: str = ""  # the id of the installed system, which a boot does not change; "" where there is none
+    token: str = ""  # tells two locks of one process apart; "" in a file from before there was one
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} (since {self.since})"
@@ -60,14 +66,18 @@ def this_process() -> LockHolder:
         pid=pid,
         started="" if state is None else state[1],
         since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        machine=_machine(),
+        token=secrets.token_hex(8),
     )
 
 
 class FolderLock:
     """A lock that is held; a thread beats its heart until `release`."""
 
-    def __init__(self, folder: Path, number: int, *, beat_s: float, on_lost: Callable[[], None] | None) -> None:
-        self._folder, self._number, self._on_lost = folder, number, on_lost
+    def __init__(
+        self, folder: Path, number: int, me: LockHolder, *, beat_s: float, on_lost: Callable[[], None] | None
+    ) -> None:
+        self._folder, self._number, self._me, self._on_lost = folder, number, me, on_lost
         self._file = folder / LOCK / _name(number)
         self._pid, self._beats, self._released = os.getpid(), 0, threading.Event()
         self._thread = threading.Thread(target=self._beat_on, args=[beat_s], name="folder lock", daemon=True)
@@ -76,10 +86,10 @@ class FolderLock:
     def check(self) -> None:
         """Raise FolderLockedError if another process has taken the lock over, StorageError if that cannot be read."""
         with _storage(self._folder, "read"):
-            is_ours = _highest(self._folder / LOCK) == self._number and self._file.is_file()
-        if not is_ours:
-            holder = _read(self._folder / LOCK, _highest(self._folder / LOCK))
-            other = "another process" if holder is None or holder.holder is None else str(holder.holder)
+            number = _highest(self._folder / LOCK)
+            claim = _read(self._folder / LOCK, number)
+        if number != self._number or claim is None or claim.holder != self._me:
+            other = "another process" if claim is None or claim.holder is None else str(claim.holder)
             raise FolderLockedError(
                 f"{self._folder} was taken over by {other}, because this process gave no sign of life for a while: it "
                 "ends here and writes nothing more"
@@ -92,8 +102,8 @@ class FolderLock:
         self._released.set()
         self._thread.join(timeout=_JOIN_S)  # a disk that does not answer must not keep the process
         try:
-            _write_count(self._file, _RELEASED)
-        except FileNotFoundError:
+            _write_count(self._file, _RELEASED, self._me)
+        except (FileNotFoundError, FolderLockedError):
             pass  # somebody else has it
         except OSError as exc:
             logger.warning("the lock of %s cannot be released: %s", self._folder, exc)
@@ -102,7 +112,7 @@ class FolderLock:
         while not self._released.wait(beat_s):
             self._beats += 1
             try:
-                _write_count(self._file, f"{self._beats:0{_COUNT_BYTES}d}")
+                _write_count(self._file, f"{self._beats:0{_COUNT_BYTES}d}", self._me)
                 self.check()
             except (FileNotFoundError, FolderLockedError):
                 logger.error("%s was taken over by another process", self._folder)
@@ -129,8 +139,9 @@ def hold_folder(
     about a holder elsewhere takes up to `stale_s` in any case. `on_lost` is called on another thread when the lock
     turns out to be lost. Raises StorageError if the folder cannot be written.
     """
-    number = _acquire(folder, me or this_process(), wait_s=wait_s, stale_s=stale_s)
-    lock = FolderLock(folder, number, beat_s=beat_s, on_lost=on_lost)
+    me = me or this_process()
+    number = _acquire(folder, me, wait_s=wait_s, stale_s=stale_s)
+    lock = FolderLock(folder, number, me, beat_s=beat_s, on_lost=on_lost)
     try:
         yield lock
     finally:
@@ -159,9 +170,9 @@ def _acquire(folder: Path, me: LockHolder, *, wait_s: float, stale_s: float) -> 
             number = _highest(locks)
             claim = None if number == 0 else _read(locks, number)
         now = time.monotonic()
-        if number and claim is None:  # the next holder has removed it
-            time.sleep(0.01)
-            continue
+        is_unreadable = number > 0 and claim is None  # the next holder has removed it, or it is a link to nothing
+        if is_unreadable:
+            claim = _Claim(count="", holder=None)
         alive = False if claim is None or claim.count == _RELEASED else _is_alive(claim.holder, me)
         if claim is not None and watched != (number, claim.count):
             moved = watched is not None
@@ -177,6 +188,9 @@ def _acquire(folder: Path, me: LockHolder, *, wait_s: float, stale_s: float) -> 
                 f"{folder} is in use by {claim.holder or 'another process'}: wait for its end, or stop it, and try "
                 f"again (if that process has nothing to do with the folder, remove {locks})"
             )
+        if is_unreadable and now - still_since < _POLL_S:
+            time.sleep(0.01)
+            continue
         if announced != number and claim is not None:
             patience_s = wait_s if alive else max(wait_s, stale_s)
             logger.warning("%s is in use by %s: waiting up to %g s", folder, claim.holder or "another", patience_s)
@@ -208,8 +222,10 @@ def _claim(locks: Path, number: int, me: LockHolder) -> bool:
 
 def _is_alive(holder: LockHolder | None, me: LockHolder) -> bool | None:
     """Tell whether a holder's process runs; None if that cannot be seen from here."""
-    if holder is None or holder.host != me.host or holder.system != me.system or os.name == "nt":
+    if holder is None or holder.host != me.host or os.name == "nt":
         return None
+    if holder.system != me.system:
+        return False if _has_booted_since(holder, me) else None
     if holder.system:
         state = _process_state(holder.pid)
         return state is not None and state[0] not in "ZX" and state[1] == holder.started
@@ -220,6 +236,14 @@ def _is_alive(holder: LockHolder | None, me: LockHolder) -> bool | None:
     except PermissionError:
         pass
     return None
+
+
+def _has_booted_since(holder: LockHolder, me: LockHolder) -> bool:
+    """Tell whether the holder's machine is this one, before its last boot; never of a container, which may be a copy
+    with the same names on another machine."""
+    boots = [system.removesuffix(f" {_INITIAL_NAMESPACE}") for system in (holder.system, me.system)]
+    outside = holder.system != boots[0] and me.system != boots[1]
+    return outside and boots[0] != boots[1] and holder.machine == me.machine != ""
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -242,9 +266,13 @@ def _highest(locks: Path) -> int:
 
 def _read(locks: Path, number: int) -> _Claim | None:
     try:
-        first, _, rest = (locks / _name(number)).read_text(encoding="utf-8").partition("\n")
+        return _parse((locks / _name(number)).read_bytes())
     except FileNotFoundError:
         return None
+
+
+def _parse(content: bytes) -> _Claim:
+    first, _, rest = content.decode(errors="replace").partition("\n")
     try:
         holder = LockHolder(**json.loads(rest))
     except (ValueError, TypeError):
@@ -252,10 +280,16 @@ def _read(locks: Path, number: int) -> _Claim | None:
     return _Claim(count=first.strip(), holder=holder)
 
 
-def _write_count(path: Path, count: str) -> None:
-    """Overwrite the first line in place, which takes no new room on the disk; the file is never created here."""
-    descriptor = os.open(path, os.O_WRONLY)
+def _write_count(path: Path, count: str, me: LockHolder) -> None:
+    """Overwrite the first line in place, which takes no new room on the disk; the file is never created here.
+
+    Raises FolderLockedError if the file is another holder's.
+    """
+    descriptor = os.open(path, os.O_RDWR)
     try:
+        if _parse(os.read(descriptor, _MAX_BYTES)).holder != me:
+            raise FolderLockedError(f"{path} is another holder's")
+        os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, count.ljust(_COUNT_BYTES).encode())
     finally:
         os.close(descriptor)
@@ -280,6 +314,13 @@ def _system() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _machine() -> str:
+    try:
+        return Path("/etc/machine-id").read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""
 

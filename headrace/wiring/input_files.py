@@ -2,7 +2,7 @@
 
 Files are grouped by the key of the configuration that names them: data, users' code with the local modules that it
 imports, task definitions with the files that they name, model folders. Names are relative to the file or folder that is
-named, so a project may be moved. Loads no data and runs no code.
+named, so a project may be moved. The folder of runs is never an input. Loads no data and runs no code.
 """
 
 import ast
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.machinery import PathFinder
@@ -36,6 +36,7 @@ MAX_FILES = 10_000  # of one folder
 MAX_MODULES = 1_000  # that one file of code imports
 MAX_NAMED = 5  # changed files in a message
 MAX_RUNS = 20  # earlier runs whose digests are used again
+PERMISSIONS = "rl.reward_runner.readable"  # lists what functions may read, outputs of runs perhaps, and is no input
 _INSTALLED = {"site-packages", "dist-packages"}
 _FUNCTION_OF_MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
@@ -95,7 +96,7 @@ def read_record(folder: RunFolder) -> InputRecord | None:
 def record_inputs(config: Config, folder: RunFolder) -> None:
     """Write the digests of all files that a new run reads. Of unchanged files, those of earlier runs are used again."""
     earlier = _digests_of_runs(folder.path.parent)
-    keys = _find_files(config, lambda key, name, path: earlier.get(str(path)))
+    keys = _find_files(config, folder, lambda key, name, path: earlier.get(str(path)))
     _write(folder, InputRecord(run_folder=str(folder.path.resolve()), keys=keys))
 
 
@@ -110,14 +111,14 @@ def check_inputs(config: Config, folder: RunFolder, *, reads: Callable[[str], bo
         logger.info("%s has no %s: changes of data and code are not noticed", folder.path, folder.inputs.name)
         record_inputs(config, folder)
         return
-    before = record.keys
+    before = {key: files for key, files in record.keys.items() if not key.startswith(PERMISSIONS)}
     known = {str(Path(of.folder) / name): file for of in before.values() for name, file in of.files.items()}
 
     def recorded(key: str, name: str, path: Path) -> InputFile | None:
         moved = before[key].files.get(name) if key in before else None
         return known.get(str(path), moved)
 
-    now = _find_files(config, recorded, reads)
+    now = _find_files(config, folder, recorded, reads)
     changed = sorted(
         str(Path(folder_of) / name)
         for key in {*before, *now}
@@ -194,9 +195,12 @@ def follow_move(config: Config, base: Path) -> Config:
 Known = Callable[[str, str, Path], InputFile | None]  # key, name and path -> the file as it was read before
 
 
-def _find_files(config: Config, known: Known, reads: Callable[[str], bool] = lambda key: True) -> dict[str, KeyFiles]:
+def _find_files(
+    config: Config, run: RunFolder, known: Known, reads: Callable[[str], bool] = lambda key: True
+) -> dict[str, KeyFiles]:
     """Find and hash the files of every key that `reads` names; those that `known` has unchanged are not hashed."""
     found: dict[str, KeyFiles] = {}
+    runs = {os.path.realpath(run.path.parent), os.path.realpath(config.run.folder)}
     named = {**_modules(to_mapping(config)), **{key: Path(path) for key, path in named_paths(config).items()}}
     definitions = {
         f"{key}.path"
@@ -205,16 +209,16 @@ def _find_files(config: Config, known: Known, reads: Callable[[str], bool] = lam
     }
     for key, path in named.items():
         with boundary(StorageError, f"the files of '{key}' cannot be read"):
-            if not reads(key) or not path.is_absolute() or not path.exists():
+            if key.startswith(PERMISSIONS) or not reads(key) or not path.is_absolute() or not path.exists():
                 continue
             is_folder = path.is_dir()
             folder = path if is_folder else path.parent
-            paths = _files_of(path, is_definition=key in definitions)
+            paths = _walk(path, runs) if is_folder else _files_of(path, is_definition=key in definitions)
             names = {os.path.relpath(file, folder): file for file in paths}
-            files = {
-                name: _digest(file, known(key, name, file), may_sample=is_folder)
-                for name, file in sorted(names.items())
+            digests = {
+                name: _digest(file, known(key, name, file), in_folder=is_folder) for name, file in sorted(names.items())
             }
+            files = {name: digest for name, digest in digests.items() if digest is not None}
             found[key] = KeyFiles(folder=str(folder), files=files)
     return found
 
@@ -244,8 +248,6 @@ def _module_file(name: str) -> Path | None:
 
 
 def _files_of(path: Path, *, is_definition: bool) -> Iterable[Path]:
-    if path.is_dir():
-        return _walk(path)
     if path.suffix == ".py":
         return _with_imports(path)
     if not is_definition:
@@ -257,12 +259,16 @@ def _files_of(path: Path, *, is_definition: bool) -> Iterable[Path]:
     return [path, *(part for file in beside for part in _files_of(file, is_definition=False))]
 
 
-def _walk(folder: Path) -> list[Path]:
-    """List the files under a folder in order, without hidden ones and what Python compiled."""
+def _walk(folder: Path, runs: Collection[str]) -> list[Path]:
+    """List the files under a folder in order, without hidden ones, what Python compiled, and the folders of `runs`."""
+
+    def is_left_out(place: str, name: str) -> bool:
+        hidden = name.startswith(".") or name == "__pycache__"
+        return hidden or os.path.realpath(os.path.join(place, name)) in runs
 
     def files() -> Iterator[Path]:
         for place, folders, names in os.walk(folder):
-            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+            folders[:] = sorted(name for name in folders if not is_left_out(place, name))
             for name in sorted(names):
                 if not name.startswith(".") and os.path.isfile(path := os.path.join(place, name)):
                     yield Path(path)
@@ -315,18 +321,20 @@ def _module_paths(base: Path, parts: list[str]) -> Iterator[Path]:
         yield place / "__init__.py"
 
 
-def _digest(path: Path, known: InputFile | None, *, may_sample: bool) -> InputFile:
+def _digest(path: Path, known: InputFile | None, *, in_folder: bool) -> InputFile | None:
+    """Hash a file unless it is `known` and looks unchanged; None for one of a folder that this user may not read."""
     status = path.stat()
-    sampled = may_sample and status.st_size > SAMPLED_ABOVE_BYTES
+    sampled = in_folder and status.st_size > SAMPLED_ABOVE_BYTES
     unchanged = (status.st_size, status.st_mtime_ns, sampled)
     if known is not None and (known.size_bytes, known.mtime_ns, known.sampled) == unchanged:
         return known
-    return InputFile(
-        size_bytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        sha256=_sampled_sha256(path, status.st_size) if sampled else sha256_of(path),
-        sampled=sampled,
-    )
+    try:
+        sha256 = _sampled_sha256(path, status.st_size) if sampled else sha256_of(path)
+    except PermissionError:
+        if not in_folder:
+            raise
+        return None
+    return InputFile(size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, sha256=sha256, sampled=sampled)
 
 
 def _sampled_sha256(path: Path, size_bytes: int) -> str:

@@ -62,7 +62,8 @@ def check_resumed_files(config: Config, folder: RunFolder, plan: ResumePlan, *, 
     """Check what a resumed run reads besides checkpoints, before anything is trained: data, code and its own records.
 
     Raises ConfigError for changed files unless `accept_changes`, and RunFolderError if metrics.jsonl is shorter than a
-    checkpoint says. A torn last line is cut off; other damage that does not matter to training is logged.
+    checkpoint says. Records that an earlier resume cut off come back if a checkpoint counts on them. A torn last line
+    is cut off; other damage that does not matter to training is logged.
     """
     check_inputs(config, folder, reads=plan.reads, accept_changes=accept_changes)
     newest = [stage.newest for stage in (plan.sft, plan.reward_model, plan.rl) if stage is not None]

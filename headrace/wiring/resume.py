@@ -17,7 +17,7 @@ from headrace.config.aliases import use_new_names
 from headrace.errors import CheckpointError, ConfigError, RunFolderError
 from headrace.observe.run_folder import RunFolder, find_latest, find_runs
 from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name, has_checkpoints
-from headrace.wiring.input_files import read_record
+from headrace.wiring.input_files import PERMISSIONS, read_record
 
 logger = logging.getLogger(__name__)
 NOT_TRAINED = ("folder", "stall_warn_s", "stall_end_s")  # keys of [run] that do not change what is trained
@@ -184,7 +184,11 @@ def _at_new_places(before: dict[str, Any], config: Config, folder: RunFolder) ->
         key
         for key, path in old.items()
         if path != new.get(key, path)
-        and (key in recorded or (not os.path.exists(path) and Path(path).name == Path(new[key]).name))
+        and (
+            key in recorded
+            or key.startswith(PERMISSIONS)
+            or (not os.path.exists(path) and Path(path).name == Path(new[key]).name)
+        )
     }
     if not moved:
         return before

@@ -32,6 +32,7 @@ from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.train.fsdp.ranks import Ranks
+from headrace.watchdog import watching_thread
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
 from headrace.wiring.build.cluster_roles import make_roles
 from headrace.wiring.build.episodes import eval_player
@@ -190,11 +191,13 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
     async with AsyncExitStack() as opened:
         plays = name == "rl" or (name == "sft" and config.eval.source is not None)
         judged = plays and has_terms(config, state.reward_model_path)
-        runtime = _open_runtime(run, state, checkpoint, samples=name == "rl" or judged)
+        with watching_thread(f"loading the models of stage {name}", has_deadline=True):  # large ones take long
+            runtime = _open_runtime(run, state, checkpoint, samples=name == "rl" or judged)
         opened.callback(runtime.close)
         if isinstance(runtime, LocalRuntime):
             await runtime.start()
-        terms = make_terms(config, state.reward_model_path) if judged else []
+        with watching_thread(f"loading the rewards of stage {name}", has_deadline=True):
+            terms = make_terms(config, state.reward_model_path) if judged else []
         opened.push_async_callback(close_terms, terms)
         programs = AgentEndpoint(runtime.renderer)
         opened.push_async_callback(programs.close)

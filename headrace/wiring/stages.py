@@ -13,6 +13,7 @@ from headrace.loops.evaluate import EvalResult
 from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
+from headrace.reward.reward_runner import PartNames
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.publisher import Publisher
 from headrace.wiring.build.extra_models import make_critic, make_kl_limit, make_scorers
@@ -92,7 +93,8 @@ async def run_rl(context: StageContext) -> None:
     source = TaskSource(inputs.tasks, config.run.seed)
     utilization = SamplerUtilization()
     context.buffer.cursor = source.state_dict
-    executor = make_executor(c, config.run.seed, context, source, utilization)
+    part_names = PartNames({} if context.resumed is None else context.resumed.state.get("part_names"))
+    executor = make_executor(c, config.run.seed, context, source, utilization, part_names)
     if context.resumed is not None:
         source.load_state_dict(context.resumed.state["executor"]["cursor"])
         executor.load_state_dict(context.resumed.state["executor"])
@@ -106,6 +108,8 @@ async def run_rl(context: StageContext) -> None:
 
     def parts() -> dict[str, Any]:
         state: dict[str, Any] = {"executor": executor.snapshot()}
+        if names := part_names.state_dict():
+            state["part_names"] = names
         if critic is not None and critic.updater is not None:
             state["critic_skips_in_a_row"] = critic.updater.skips_in_a_row
         if kl_limit is not None:

@@ -83,8 +83,20 @@ def name_code(folder: Path, **fields: object) -> None:
     edit(folder / "config.json", auto_map=code, **fields)
 
 
+def list_pickled_shards(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "pytorch_model-00001-of-00002.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def leave_only_a_list_of_pickled_shards(folder: Path) -> None:
+    list_pickled_shards(folder)
+    for file in (folder / "model.safetensors", *folder.glob("*.bin"), *folder.glob("*.pt")):
+        file.unlink()
+
+
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "pickled weights": (remove_weights, "has pickled weights .* so they are not: convert them to safetensors"),
+    "a list of pickled shards": (leave_only_a_list_of_pickled_shards, "has pickled weights .*bin.index.json"),
     "a pickled shard": (lambda folder: list_shards(folder, "pytorch_model.bin"), "is no .safetensors file of"),
     "a shard elsewhere": (
         lambda folder: list_shards(folder, "../model.safetensors"),
@@ -131,6 +143,13 @@ def test_code_and_pickles_beside_a_model_that_needs_neither_are_left_alone(folde
     shutil.copy(folder / "evil.py", folder / "custom_generate" / "generate.py")
     assert type(load_model(str(folder)).model).__module__.startswith("transformers.models.llama")
     load_tokenizer(folder)
+    assert not mark.exists()
+
+
+def test_a_list_of_pickled_shards_beside_safetensors_is_not_read(folder: Path, mark: Path) -> None:
+    """Many models on the hub have both."""
+    list_pickled_shards(folder)
+    load_model(str(folder))
     assert not mark.exists()
 
 

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,3 +141,22 @@ def test_half_a_surrogate_pair_can_be_written_and_read(tmp_path: Path) -> None:
 def test_json_lines_are_strict_json() -> None:
     line = json_line({"b": [float("nan"), float("inf")], "a": {"c": float("-inf")}, "d": 0.1}, sort_keys=True)
     assert line == '{"a":{"c":"-Infinity"},"b":["NaN","Infinity"],"d":0.1}\n'
+
+
+def test_two_resumes_that_look_at_a_folder_at_once_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, touch, entered = RunFolder(path=tmp_path), Path.touch, list[int]()
+
+    def touch_and_let_the_other_look(path: Path, *args: Any, **kwargs: Any) -> None:
+        touch(path, *args, **kwargs)
+        if not entered:
+            entered.append(1)
+            with monkeypatch.context() as other:
+                other.setattr(os, "getpid", lambda: 1)
+                folder.check_access()
+
+    monkeypatch.setattr(Path, "touch", touch_and_let_the_other_look)
+    folder.check_access()
+    assert entered
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "rollouts"]

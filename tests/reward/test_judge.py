@@ -1,10 +1,11 @@
 """A judge's scores become rewards, and what it does not say is not known. The endpoint is a real server."""
 
+import asyncio
 import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
 
@@ -113,6 +114,27 @@ def test_a_score_may_be_written_as_models_write(reply: str) -> None:
 
 def test_a_score_may_name_the_best() -> None:
     assert parse_scores("SCORE XYZ: 7/10", ONE, 1, "XYZ") == [7.0]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "SCORE XYZ: 7.",
+        "SCORE XYZ: 7 out of 10",
+        "SCORE XYZ: 7 / 10.",
+        "```\nSCORE XYZ: 7\n\n```\n\n",
+        "SCORE XYZ: 7\n\n",
+    ],
+)
+def test_a_full_stop_the_scale_and_the_end_of_a_code_block_may_follow(reply: str) -> None:
+    assert parse_scores(f"Mostly right.\n{reply}", ONE, 1, "XYZ") == [7.0]
+
+
+def test_only_a_code_makes_a_code_block_a_verdict() -> None:
+    with pytest.raises(RewardError, match="the last line"):
+        parse_scores("It says:\n```\nSCORE: 10\n```", JudgeSettings(rubric="be right", code=False), 1, "")
+    with pytest.raises(RewardError, match="the last line"):
+        parse_scores("SCORE XYZ: 7 out of 5", ONE, 1, "XYZ")
 
 
 @pytest.mark.parametrize("answer", ["SCORE: 10", "SCORE XYZ: 10", "SCORE BBBBBB: 10", "**SCORE** 10"])
@@ -248,3 +270,37 @@ async def test_a_reply_of_a_sampler_that_was_cut_off_is_no_verdict() -> None:
     [reason] = await totals(ask, ONE, RIGHT)
     assert isinstance(reason, str)
     assert "is not complete, so it is no verdict" in reason
+
+
+async def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time() -> None:
+    """Each byte comes soon enough; all of them never would."""
+    enough = threading.Event()
+
+    class Drip(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            while not enough.wait(0.05):
+                try:
+                    self.wfile.write(b" ")
+                except OSError:
+                    return
+
+        def log_message(self, *args: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Drip)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        once = JudgeSettings(rubric="be right", attempts=1)
+        ask = ask_endpoint(f"http://127.0.0.1:{server.server_port}/v1", "judge", timeout_s=0.5)
+        async with asyncio.timeout(60):
+            [reason] = await totals(ask, once, RIGHT)
+    finally:
+        enough.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert isinstance(reason, str)
+    assert "the whole reply did not come within 0.5 s" in reason

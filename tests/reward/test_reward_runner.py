@@ -18,9 +18,10 @@ from headrace.reward.reward_runner import (
     MAX_REASONS,
     GroupRewardRunner,
     InProcessRewardRunner,
+    PartNames,
     combine,
 )
-from headrace.reward.terms import BUILTIN, Term
+from headrace.reward.terms import BUILTIN, GroupTerm, Term
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
 from support.reward_episodes import episode
 
@@ -287,3 +288,46 @@ async def test_an_exception_without_words_or_with_too_many_is_a_failed_episode()
     assert isinstance(wordy, FailedEpisode)
     assert wordless.reason == "reward mine: Wordless: <exception str() failed>"
     assert len(wordy.reason) == MESSAGE_CHARS
+
+
+async def test_a_term_that_never_answers_for_a_group_is_given_up() -> None:
+    async def wait_for_ever(episodes: Sequence[Episode]) -> Sequence[Reward]:
+        await asyncio.Event().wait()
+        return ()
+
+    runner = GroupRewardRunner([GroupTerm(name="mine", judge=wait_for_ever)], group_timeout_s=0.05)
+    async with asyncio.timeout(60):
+        [failed] = await runner.score([episode("up")])
+    assert isinstance(failed, FailedEpisode)
+    assert failed.reason == "reward mine: no answer within 0.05 s; raise rl.async.task_timeout_s"
+
+
+async def test_groups_that_queue_for_a_term_are_waited_for_while_it_answers() -> None:
+    """The clock of a group starts again with every answer that the term gives, so a long queue is no failure."""
+    now, steps = 0.0, asyncio.Semaphore(1)
+
+    async def one_by_one(episodes: Sequence[Episode]) -> Sequence[Reward]:
+        nonlocal now
+        async with steps:
+            await asyncio.sleep(0)
+            now += 40.0  # the last of the groups waits for 400 s
+            await asyncio.sleep(0)
+        return [Reward(total=1.0) for _ in episodes]
+
+    runner = GroupRewardRunner([GroupTerm(name="mine", judge=one_by_one)], group_timeout_s=100.0)
+    loop, clock = asyncio.get_running_loop(), asyncio.get_running_loop().time
+    try:
+        loop.time = lambda: clock() + now  # type: ignore[method-assign]
+        groups = await asyncio.gather(*(runner.score([episode("up")]) for _ in range(10)))
+    finally:
+        loop.time = clock  # type: ignore[method-assign]
+    assert all(isinstance(item, ScoredEpisode) for group in groups for item in group)
+
+
+def test_a_resumed_run_keeps_the_names_of_parts() -> None:
+    first = PartNames()
+    first.limit("mine", {f"z{number}": 1.0 for number in range(MAX_PARTS)})
+    resumed = PartNames(first.state_dict())
+    for names in (first, resumed):
+        assert names.limit("mine", {"a": 1.0, "z3": 2.0}) == {"z3": 2.0, "parts_left_out": 1.0}
+    assert PartNames(None).state_dict() == {}

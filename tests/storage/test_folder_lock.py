@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +184,72 @@ def test_a_lock_file_without_its_text_is_waited_for_and_then_taken_over(tmp_path
     (tmp_path / LOCK / "000001").touch()
     with hold_folder(tmp_path, stale_s=0.1) as lock:
         lock.check()
+
+
+def test_a_lock_file_that_is_a_link_to_nothing_is_told_of_and_then_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / LOCK).mkdir()
+    (tmp_path / LOCK / "000007").symlink_to(tmp_path / "nothing")
+    with caplog.at_level(logging.WARNING), hold_folder(tmp_path, stale_s=0.5) as lock:
+        lock.check()
+    assert "is in use by another" in caplog.text
+    assert [path.name for path in (tmp_path / LOCK).iterdir()] == ["000008"]
+
+
+def test_a_lock_file_that_is_no_text_is_waited_for_and_then_taken_over(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    (tmp_path / LOCK / "000001").write_bytes(b"\xff\xfe\n\xff")
+    with hold_folder(tmp_path, stale_s=0.1) as lock:
+        lock.check()
+
+
+def test_another_holder_under_the_same_number_is_noticed_and_its_file_left_alone(tmp_path: Path) -> None:
+    lost = threading.Event()
+    with hold_folder(tmp_path, beat_s=0.02, on_lost=lost.set) as first:
+        shutil.rmtree(tmp_path / LOCK)  # by somebody who took it for litter
+        with hold_folder(tmp_path, beat_s=LONG_S) as second:
+            with pytest.raises(FolderLockedError, match="was taken over by"):
+                first.check()
+            assert lost.wait(LONG_S)
+            first.release()
+            second.check()
+            count = (tmp_path / LOCK / "000001").read_text().partition("\n")[0]
+            assert count == f"{0:020d}", "neither a heartbeat nor a release of the first"
+
+
+HERE, BEFORE = "boot-2 pid:[4026531836]", "boot-1 pid:[4026531836]"
+
+
+def test_a_holder_from_before_a_reboot_is_gone_at_once(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    me = replace(this_process(), system=HERE, machine="m")
+    write_claim(tmp_path, 4, replace(me, system=BEFORE, token="t"))
+    with hold_folder(tmp_path, stale_s=1e9, me=me) as lock:
+        lock.check()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"host": "far"},
+        {"machine": "n"},
+        {"machine": ""},
+        {"system": "boot-1 pid:[4026532000]"},
+        {"system": "boot-2 pid:[4026532000]"},
+        {"system": ""},
+    ],
+)
+def test_a_holder_that_may_run_elsewhere_is_watched(other: dict[str, str]) -> None:
+    me = replace(this_process(), system=HERE, machine="m")
+    assert folder_lock._is_alive(replace(me, **{"system": BEFORE, **other}), me) is None
+
+
+def test_a_container_is_no_machine_that_was_booted() -> None:
+    me = replace(this_process(), system="boot-2 pid:[4026532000]", machine="m")
+    assert folder_lock._is_alive(replace(me, system="boot-1 pid:[4026532000]"), me) is None
+    nameless = replace(me, system=HERE, machine="")
+    assert folder_lock._is_alive(replace(nameless, system=BEFORE), nameless) is None
 
 
 def test_one_that_saw_a_free_lock_and_slept_does_not_disturb_its_holder(tmp_path: Path) -> None:

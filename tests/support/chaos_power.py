@@ -10,10 +10,11 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.observe.run_folder import RunFolder, find_latest
-from headrace.observe.sinks.jsonl import JsonlSink, read_metrics, restore_cut
+from headrace.observe.sinks.jsonl import JsonlSink, read_metrics
 from headrace.storage.folder_lock import LOCK
 from headrace.wiring.build.models import starting_model
 from headrace.wiring.checked_config import load_checked
+from headrace.wiring.preflight import check_resumed_files
 from headrace.wiring.resume import check_same_run, plan_resume
 from support.chaos_process import ChaosProcess, Disturbance
 from support.chaos_train import LostError, Setup, contents, prepare, run_of
@@ -77,7 +78,7 @@ def lay_out(recorded: Recorded, after: int, policy: str, luck: random.Random) ->
 
 
 def remove_locks(folder: Path) -> None:
-    """Take the lock of a process that is gone away: after a power loss a start waits a minute for its heartbeat."""
+    """Take the lock of a process that is gone away: a container waits a minute for its heartbeat."""
     for lock in list(folder.rglob(LOCK)):
         shutil.rmtree(lock)
 
@@ -107,6 +108,7 @@ def _check_resume(recorded: Recorded, folder: RunFolder, expected: dict[str, int
     check_same_run(folder, recorded.config)
     starting_model(recorded.config, folder)
     plan = plan_resume(recorded.config, folder)
+    check_resumed_files(recorded.config, folder, plan, accept_changes=False)
     found = {name: stage.newest for name in STAGES if (stage := getattr(plan, name)) is not None and stage.newest}
     for name in expected:
         later = [other for other in STAGES[STAGES.index(name) + 1 :] if other in found]
@@ -115,7 +117,6 @@ def _check_resume(recorded: Recorded, folder: RunFolder, expected: dict[str, int
     if found:
         stage = [name for name in STAGES if name in found][-1]
         records = int(found[stage].state["metrics_records"])
-        restore_cut(folder.metrics, records)
         sink = JsonlSink(folder.metrics, stage=stage)
         sink.truncate_after(records)
         sink.close()

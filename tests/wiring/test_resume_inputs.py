@@ -17,6 +17,7 @@ from headrace.errors import ConfigError, DataError, RunFolderError
 from headrace.model.tiny import save_tiny
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.jsonl import readable_metrics, reproducible_bytes
+from headrace.storage.folder_lock import LOCK
 from headrace.wiring.checked_config import load_checked
 from headrace.wiring.input_files import check_inputs, read_record, record_inputs
 from headrace.wiring.resume import check_same_run, run_to_resume
@@ -197,6 +198,57 @@ def test_unchanged_files_are_not_hashed_again(finished: Path, tmp_path: Path) ->
         shutil.rmtree(run.path)
 
 
+def test_what_functions_may_read_is_no_input_and_runs_are_none(stopped: Path) -> None:
+    """Else the outputs of the run itself would count as changed inputs."""
+    readable = "rl.reward_runner={readable=['.']}"
+    for file in (stopped / "model").iterdir():
+        shutil.copy(file, stopped)
+    config = configured(stopped, readable, f"model.path={stopped}")
+    run = RunFolder.create(stopped / "runs", "new", NOON)
+    record_inputs(config, run)
+    record = read_record(run)
+    assert record is not None
+    assert not [key for key in record.keys if "readable" in key]
+    names = record.keys["model.path"].files
+    assert "tasks.jsonl" in names
+    assert not [name for name in names if name.startswith("runs")]
+    run.metrics.write_text("{}")
+    (stopped / "runs" / "another").mkdir()
+    (stopped / "runs" / "another" / "file").write_text("x")
+    check_inputs(config, run, reads=lambda key: True, accept_changes=False)
+    before = json.loads(run.inputs.read_text())
+    before["keys"]["rl.reward_runner.readable[0]"] = before["keys"]["model.path"]  # as an earlier version wrote
+    before["keys"]["rl.reward_runner.readable[0]"]["files"].pop("tasks.jsonl")
+    run.inputs.write_text(json.dumps(before))
+    check_inputs(config, run, reads=lambda key: not key.startswith("model"), accept_changes=False)
+
+
+def test_a_file_of_a_folder_that_may_not_be_read_is_left_out(stopped: Path) -> None:
+    config = configured(stopped)
+    run = RunFolder.create(stopped / "runs", "new", NOON)
+    secret = stopped / "model" / "secret"
+    secret.write_text("x")
+    for path in (stopped, *stopped.rglob("*")):
+        path.chmod(0o777)
+    secret.chmod(0)
+    with ordinary_user(run.path):
+        record_inputs(config, run)
+    record = read_record(run)
+    assert record is not None
+    assert "config.json" in record.keys["model.path"].files
+    assert "secret" not in record.keys["model.path"].files
+
+
+def test_records_that_an_earlier_resume_cut_off_come_back(stopped: Path, finished: Path) -> None:
+    """It went on from an older checkpoint, because the newer one could not be read, and was killed."""
+    run = run_of(stopped)
+    content = run.metrics.read_bytes()
+    run.metrics.with_name("metrics.jsonl.before-cut").write_bytes(content)
+    run.metrics.write_bytes(content[: content.index(b"\n") + 1])
+    resume(stopped)
+    assert reproducible_bytes(run.metrics) == reproducible_bytes(run_of(finished).metrics)
+
+
 def run_of_name(project: Path, prefix: str) -> RunFolder:
     (run,) = (path for path in (project / "runs").iterdir() if path.name.startswith(prefix))
     return RunFolder(path=run)
@@ -353,8 +405,10 @@ def forbid_writing(run: RunFolder) -> None:
 
 
 def forbid_log(run: RunFolder) -> None:
-    for path in (run.path, run.rollouts, run.checkpoints):
+    for path in (run.path, run.rollouts, run.checkpoints, run.path / LOCK):
         path.chmod(0o777)
+    for path in (run.path / LOCK).iterdir():
+        path.chmod(0o666)
     run.log.chmod(0o444)
 
 

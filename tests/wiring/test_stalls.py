@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from headrace import wiring
+from headrace import watchdog, wiring
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.scheduler import Scheduler
 from headrace.model.tiny import save_tiny
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.train.checkpoint import CheckpointStore
 from headrace.train.micro_batch import MicroBatchRunner
+from headrace.wiring import stage_context
 from headrace.wiring.checked_config import load_checked
+from headrace.wiring.commands import train as train_command
 
 WORDS = (*"0123456789", "+", "=", "add", "sum")
 CONFIG = """
@@ -99,3 +101,37 @@ def test_a_stall_is_told_by_name(
     assert told in log
     assert "meanwhile: " in log
     assert "thread MainThread:" in log
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(train_command, "preflight"), (train_command, "record_inputs"), (stage_context, "_open_runtime")],
+)
+def test_a_start_that_takes_long_is_told_and_not_ended(
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model", words=WORDS, width=16, layers=1, heads=2, kv_heads=1, context=64, seed=0)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "add 1 + 2 ="}\n{"prompt": "add 3 + 4 ="}\n')
+    (tmp_path / "mine.py").write_text("def score(episode):\n    return 1.0\n")
+    (tmp_path / "run.toml").write_text(CONFIG.replace("stall_warn_s = 0.4", ""))
+    exits, watchdogs = list[int](), list[watchdog.Watchdog]()
+
+    def watch(**settings: Any) -> watchdog.Watchdog:
+        watchdogs.append(watchdog.Watchdog(**settings, exit=exits.append))
+        return watchdogs[0]
+
+    function, calls = getattr(owner, name), list[int]()
+
+    def take_days(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        watchdogs[0].check(time.monotonic() + 1e6)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(train_command, "Watchdog", watch)
+    monkeypatch.setattr(owner, name, take_days)
+    config = load_checked(tmp_path / "run.toml", [], command="train")
+    result = wiring.train(config, config_text_path=tmp_path / "run.toml", resume=None)
+    assert calls
+    assert "no progress: the event loop" in (result.folder / "log.txt").read_text()
+    assert not exits

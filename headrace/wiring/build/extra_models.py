@@ -12,6 +12,7 @@ from headrace.loops.update import Updater
 from headrace.names import REWARD_MODEL
 from headrace.protocols import TrainBackend
 from headrace.types import LossSpec
+from headrace.watchdog import watching_thread
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
 from headrace.wiring.inputs import RlFunctions
@@ -58,7 +59,8 @@ def _open_trunk(c: RlConfig, critic: CriticConfig, context: StageContext) -> Tra
     saved = None if resumed is None else resumed.folder / "critic"
     adapters = context.run.config.model.lora is not None
     path = whole(start) if saved is None or adapters else str(saved)
-    return context.runtime.open_critic(path, micro_batch_tokens=c.micro_batch_tokens, state=saved)
+    with watching_thread("loading the critic", has_deadline=True):
+        return context.runtime.open_critic(path, micro_batch_tokens=c.micro_batch_tokens, state=saved)
 
 
 def make_kl_limit(c: RlConfig, limit: float, context: StageContext, loss: LossSpec) -> KlLimit:
@@ -87,4 +89,5 @@ def make_scorers(c: RlConfig, context: StageContext, functions: RlFunctions) -> 
 
 
 def _open_frozen(c: RlConfig, context: StageContext, path: str | None) -> Score:
-    return context.runtime.open_frozen(path, micro_batch_tokens=c.micro_batch_tokens)
+    with watching_thread("loading a frozen model", has_deadline=True):
+        return context.runtime.open_frozen(path, micro_batch_tokens=c.micro_batch_tokens)

@@ -19,7 +19,7 @@ from headrace.reward.alignment import Alignment
 from headrace.reward.format import SPEC as FORMAT_SPEC
 from headrace.reward.format import matches
 from headrace.reward.judge import JudgeSettings, ask_endpoint, ask_sampler, judge_term
-from headrace.reward.reward_runner import GroupRewardRunner
+from headrace.reward.reward_runner import GroupRewardRunner, PartNames
 from headrace.reward.sandbox.limits import CallLimits
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term, length, reward_by_model
@@ -72,15 +72,20 @@ def reward_terms(rl: RlConfig) -> tuple[RewardTermConfig, ...]:
 
 
 def make_reward_runner(
-    terms: Sequence[Term | GroupTerm], rl: RlConfig, truncation: TruncatedReward | None = None
+    terms: Sequence[Term | GroupTerm],
+    rl: RlConfig,
+    truncation: TruncatedReward | None = None,
+    part_names: PartNames | None = None,
 ) -> GroupRewardRunner:
     """Build the runner. A reward model scores one episode at a time, so terms may take as long as an episode may."""
     waits = any(term.fn == REWARD_MODEL for term in rl.rewards)
     return GroupRewardRunner(
         terms,
         timeout_s=rl.asynchronous.task_timeout_s if waits else 60.0,
+        group_timeout_s=rl.asynchronous.task_timeout_s,
         max_invalid_share=rl.reward_runner.max_invalid_share,
         truncation=truncation,
+        part_names=part_names,
     )
 
 

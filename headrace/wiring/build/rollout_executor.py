@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.config import AsyncConfig, RlConfig
 from headrace.data.task_source import TaskSource
+from headrace.reward.reward_runner import PartNames
 from headrace.rollout.executor import AsyncSettings, RolloutExecutor, StaleAction, build_executor
 from headrace.rollout.executor.selection import SCORES, GroupSelection, TakeBest, TakeFirst
 from headrace.rollout.executor.stats import SamplerUtilization
@@ -18,7 +19,12 @@ from headrace.wiring.stage_context import StageContext
 
 
 def make_executor(
-    c: RlConfig, seed: int, context: StageContext, source: TaskSource, utilization: SamplerUtilization
+    c: RlConfig,
+    seed: int,
+    context: StageContext,
+    source: TaskSource,
+    utilization: SamplerUtilization,
+    part_names: PartNames,
 ) -> RolloutExecutor:
     """Build the executor of the [rl] stage."""
     cluster = context.cluster
@@ -28,7 +34,7 @@ def make_executor(
         seed,
         context.sampler,
         context.renderer,
-        reward_runner or make_reward_runner(context.terms, c, make_truncation(c)),
+        reward_runner or make_reward_runner(context.terms, c, make_truncation(c), part_names),
         context.programs,
     )
     return build_executor(

@@ -144,7 +144,9 @@ async def _train(
             tell_s=config.run.stall_warn_s,
             end_s=config.run.stall_end_s,
             go_on=f"; {go_on(folder)}",
-        ),
+            ends=False,  # a start may take long, and a resume would take as long again
+            stacks=folder.log,
+        ) as watchdog,
     ):
         plan = plan_resume(config, folder, check_owner=lock.check)
         if start.resumes:
@@ -165,6 +167,7 @@ async def _train(
                 ranks=ranks,
             )
             start.keep_folder()
+            watchdog.begin_ending()
             figures = await _run_stages(run, plan, model)
     summary = {key: value for key, value in figures.items() if isinstance(value, int | float)}
     lock.check()
