@@ -1,4 +1,4 @@
-"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, no name is given twice."""
+"""Outcomes that the journal cannot take, or takes without saying so: nobody waits for ever, no name is given twice."""
 
 import asyncio
 from concurrent.futures import Future
