@@ -1,4 +1,4 @@
-"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, no name is given twice."""
+"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, no name is used twice."""
 
 import asyncio
 from concurrent.futures import Future

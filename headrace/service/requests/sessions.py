@@ -126,8 +126,8 @@ class Sessions:
 
     async def _forget_ended(self) -> None:
         """Forget sessions that ended long ago, and whose models and sampling sessions nobody can ask for."""
-        records = (*self._registry.models.values(), *self._registry.samplers.values())
-        needed = {record.session for record in records}
+        needed = {model.session for model in self._registry.models.values()}
+        needed |= {sampler.session for sampler in self._registry.samplers.values()}
         for session in list(self._registry.sessions.values()):
             if session.finished is not None and session.id not in needed and self.is_silent(session.id):
                 async with self._registry.changing(session.id):
