@@ -38,6 +38,7 @@ from headrace.service.training.training_requests import TrainingRequests
 from headrace.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+KEEP_GONE = 256  # sampling sessions of a session that are gone, to answer 410 for them
 STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # what makes no progress is told, and ends the server
 
 
@@ -173,7 +174,7 @@ class Service:
         await self.checkpoints.delete_expired()
         await self.sessions.expire()
         await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)
-        await self.sessions.forget_samplers(keep=self.limits.snapshots_per_model)
+        await self.sessions.forget_samplers(keep=KEEP_GONE)
         await self._forget_old_results()
         await asyncio.to_thread(self._note_progress)
 

@@ -51,4 +51,4 @@ def test_at_twice_the_capacity_nothing_is_lost_and_no_tenant_starves(tmp_path: P
     assert tally.refused_without_time == 0
     assert bench.unfinished(tmp_path / "journal.sqlite") == 0
     assert sum(verb.startswith("optim_step") for verb in host.log) == CLIENTS * ROUNDS
-    assert bench.fairness(tally) > 0.25  # a tenant that starves is near 0
+    assert bench.fairness(tally) > 0.5  # 0.95 and more is usual; a tenant that starves is near 0
