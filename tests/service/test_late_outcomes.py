@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Outcomes that the journal cannot take, or takes without saying so: nobody waits for ever, no name is given twice."""
-=======
-"""An outcome that the journal cannot take, or takes without saying so: nobody waits for ever, no name is used twice."""
->>>>>>> s1
 
 import asyncio
 from concurrent.futures import Future

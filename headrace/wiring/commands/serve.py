@@ -137,17 +137,11 @@ def _open_journal(config: ServeConfig, folder: Path) -> Journal:
 
 @contextlib.contextmanager
 def private_files(folder: Path, journal: str = "") -> Iterator[None]:
-<<<<<<< HEAD
     """Make the server's folder, and keep what the server has in it, and a journal elsewhere, to its user.
 
     Files that are made inside the block are 0600, folders 0700, and earlier ones of the server that others could read
     are tightened. The folder itself is, unless it holds anything else.
     """
-=======
-    """Make the server's folder, and keep what the server has in it, and a journal elsewhere, to its user. Files that
-    are made inside the block are 0600, folders 0700, and earlier ones of the server that others could read are
-    tightened. The folder itself is, unless it holds anything else."""
->>>>>>> s1
     before = os.umask(0o077)
     try:
         with boundary(ConfigError, f"the folder {folder} cannot be made"):
