@@ -54,6 +54,7 @@ _MAX_DESCRIPTORS = 1 << 16
 _MESSAGE_CHARS = 2000
 _MEMORY_SIGNALS = (signal.SIGUSR1,)  # the supervisor has killed a call because of its memory
 _LEFT_PROCESSES = "importing it left {} processes behind, which were ended: start them inside the function"
+_UNREAD_FILES = "importing it left files that cannot be read and are not there in calls: {}"
 _kill, _waitpid = os.kill, os.waitpid
 
 
@@ -148,9 +149,13 @@ def _import_code(
     loaded: list[UserCode] = []
     failure = CapturedError(lambda: loaded.append(user_function.load(order["target"])))
     about = loaded[0].about if loaded else {}
-    if warm and loaded and (ended := end_other_processes()):
-        about = {**about, "notices": [*about["notices"], _LEFT_PROCESSES.format(ended)]}
-    files = capture(scratch) if warm else ScratchState("", ())  # before the folder of the first call covers it
+    files = ScratchState("", ())
+    if warm and loaded:
+        ended = end_other_processes()
+        files = capture(scratch)  # before the folder of the first call covers it
+        notices = [_LEFT_PROCESSES.format(ended)] if ended else []
+        notices += [_UNREAD_FILES.format(", ".join(files.unread[:3]))] if files.unread else []
+        about = {**about, "notices": [*about["notices"], *notices]}
     framing.send(control, {"about": about} if loaded else {"failed": failure.text})
     return (loaded[0], files) if loaded else None
 
