@@ -61,9 +61,9 @@ def test_memory_that_processes_share_is_counted_once() -> None:
 
 def test_what_cannot_be_counted_exactly_is_counted_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "proportional_bytes", lambda pid: None)
-    with forked(touched) as one, forked(touched) as other:
-        assert exceeds([one, other], 48 * MEGABYTE, inherited=64 * MEGABYTE)
-        assert not exceeds([one, other], 48 * MEGABYTE, inherited=1024 * MEGABYTE)
+    with forked(touched) as one, forked(touched) as two, forked(touched) as three:
+        assert exceeds([one, two, three], 48 * MEGABYTE, inherited=resident_of(one) + 4 * MEGABYTE)
+        assert not exceeds([one, two, three], 48 * MEGABYTE, inherited=1024 * MEGABYTE)
 
 
 def test_descriptors_that_cannot_be_seen_count_as_full(monkeypatch: pytest.MonkeyPatch) -> None:
