@@ -331,6 +331,7 @@ OPEN: dict[IsolationLayer, set[str]] = {
         "pages_in_pipes",
         "slows_user",
         "slows_worker",
+        "limits_worker",  # which is replaced
         "hides_memory",
         "memory_in_huge_pages",
         "memory_in_event_queues",
