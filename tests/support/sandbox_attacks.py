@@ -150,6 +150,52 @@ def pages_in_pipes(messages, **kwargs):
     return 1.0
 
 
+def hides_memory(messages, **kwargs):
+    """Who may not look into a process cannot count its memory exactly."""
+    check_errno(ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0))  # PR_SET_DUMPABLE
+    return 1.0
+
+
+def memory_in_huge_pages(messages, **kwargs):
+    mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000)  # MAP_HUGETLB
+    return 1.0
+
+
+def memory_in_event_queues(messages, **kwargs):
+    check_errno(ctypes.CDLL(None, use_errno=True).inotify_init1(0))
+    return 1.0
+
+
+def memory_in_notices(messages, **kwargs):
+    folder = os.open(".", os.O_RDONLY)
+    fcntl.fcntl(folder, fcntl.F_NOTIFY, fcntl.DN_CREATE)
+    return 1.0
+
+
+def descriptors_on_their_way(messages, **kwargs):
+    """They are limited for all processes of a user together, and what they hold is in no process's list."""
+    ours, theirs = socket.socketpair()
+    socket.send_fds(ours, [b"x"], [theirs.fileno()] * 40)
+    return 1.0
+
+
+def holds_lease(messages, **kwargs):
+    """Whoever opens the file waits for its holder."""
+    with open("own", "w") as file:
+        fcntl.fcntl(file.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    return 1.0
+
+
+def queues_signals(messages, **kwargs):
+    """1.0 if as many signals as it likes wait in the kernel for a process that does not take them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+    libc = ctypes.CDLL(None, use_errno=True)
+    count = 0
+    while count < 3000 and libc.sigqueue(os.getpid(), signal.SIGRTMIN, ctypes.c_void_p()) == 0:
+        count += 1
+    return float(count == 3000)
+
+
 def shared_memory(messages, **kwargs):
     with open("/dev/shm/headrace-attack", "wb") as file:
         file.write(b"x")

@@ -8,12 +8,15 @@ import ctypes
 import os
 import re
 import resource
+import socket
 import stat
 import sys
+import time
 from dataclasses import replace
 
+from headrace.reward.sandbox import framing
 from headrace.reward.sandbox.limits import CallLimits
-from headrace.reward.sandbox.program import run_untrusted
+from headrace.reward.sandbox.program import _connect_to_host, run_untrusted
 
 # each prints something else than "right", so its score is that of a failing program
 PROGRAMS = {
@@ -105,6 +108,44 @@ def runs_slow_programs(messages, **kwargs):
 
 def waits_for_program(messages, **kwargs):
     return float(run_untrusted("import time; time.sleep(1000)", "", CallLimits(wall_s=500.0)).outcome == "timeout")
+
+
+ORDERS = {
+    "right": {"sizes": [5, 0]},
+    "large header": {"sizes": [5, 0], "filling": [[]] * 100_000},
+    "large program": {"sizes": [1 << 40, 0]},
+    "negative size": {"sizes": [1 << 40, -(1 << 40)]},
+}
+
+
+def orders_directly(messages, order, **kwargs):
+    """1.0 if the host of a program answers this order, 0.0 if it hangs up."""
+    with socket.socket(fileno=_connect_to_host()) as connection:
+        with contextlib.suppress(ConnectionError):
+            framing.send(connection.fileno(), {**ORDERS[order], "limits": {"wall_s": 20.0}})
+            connection.sendall(b"pass\n")
+        with contextlib.suppress(ConnectionError):
+            return float(len(connection.recv(1)))
+    return 0.0
+
+
+HOG = """
+kept = bytearray(200 << 20)
+kept[::4096] = b"x" * len(kept[::4096])
+import time
+time.sleep(1000)
+"""
+
+
+def waits_for_hog(messages, **kwargs):
+    return float(run_untrusted(HOG, "", CallLimits(wall_s=500.0, memory_mb=256)).outcome == "timeout")
+
+
+def uses_memory(messages, **kwargs):
+    kept = bytearray(80 << 20)
+    kept[::4096] = b"x" * len(kept[::4096])
+    time.sleep(0.5)  # the supervisor looks 20 times a second
+    return float(len(kept) == 80 << 20)
 
 
 # --- traces ----------------------------------------------------------------------------------------------------------

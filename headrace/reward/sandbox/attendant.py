@@ -23,12 +23,14 @@ from headrace.reward.sandbox import framing, linux
 from headrace.reward.sandbox.isolation import INSIDE_ID, SCRATCH
 from headrace.reward.sandbox.limits import CallLimits, Outcome
 
-FORK, FORKED = b"f", b"p"  # to the worker with the descriptors of a call; from it with the pidfd of its process
+# to the worker with the descriptors of a call; from the call's process; to the worker, which may now let it end
+FORK, FORKED, KNOWN = b"f", b"p", b"k"
 ENDS = {b"0": "", b"c": Outcome.CPU, b"m": Outcome.MEMORY, b"x": Outcome.CRASHED}  # how a call's process ended
 CALL_EVENT = struct.Struct("=cd")  # to the supervisor: which, and the call's deadline by the monotonic clock
 CALL_BEGAN, CALL_ENDED = b"b", b"e"  # the first comes with the socket on which the call asks for programs
 NUM_CALL_DESCRIPTORS = 5  # request, result, stdout, stderr, programs
 
+_CREDENTIALS = struct.Struct("=iII")  # PID, user and group of a sender, filled in by the kernel
 _STATUS_S = 10.0  # for the worker to say how a call's process ended, after it was killed
 _TAIL_CHARS = 2000
 
@@ -54,6 +56,7 @@ class Attendant:
 
     def serve(self) -> None:
         """Pass on the import's messages, then attend to calls until the trainer or the worker is gone."""
+        self.worker.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         if not self._relay_import():
             return
         mount_scratch(self.limits)
@@ -102,7 +105,7 @@ class Attendant:
         reads = [read for read, _ in pipes]
         try:
             self._send_call(request, [write for _, write in pipes], deadline)
-            process = self._receive_pidfd(deadline)
+            process = self._open_process(deadline)
             if process is None:
                 return None
             try:
@@ -130,15 +133,23 @@ class Attendant:
             for descriptor in (body, *writes):
                 os.close(descriptor)
 
-    def _receive_pidfd(self, deadline: float) -> int | None:
+    def _open_process(self, deadline: float) -> int | None:
+        """Return a pidfd of the call's process, which the kernel names as the sender of what it announces itself with.
+
+        Nothing inside sends descriptors: those on their way are limited for all processes of a user together.
+        """
         if not _wait_for((self.worker.fileno(),), deadline=deadline):
             return None  # it is stopped, or the machine is too slow for it
-        data, descriptors, _, _ = socket.recv_fds(self.worker, 1, 1)
-        if data == FORKED and len(descriptors) == 1:
-            return descriptors[0]
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
+        data, control, _, _ = self.worker.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+        sent = [item for level, kind, item in control if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)]
+        if data != FORKED or len(sent) != 1:
+            return None
+        try:
+            process = os.pidfd_open(_CREDENTIALS.unpack(sent[0])[0])
+        except OSError:
+            return None  # it has ended, although the worker must keep its number until it is known
+        self.worker.send(KNOWN)
+        return process
 
     def _watch(self, process: int, reads: list[int], deadline: float) -> dict[str, Any] | None:
         limits = self.limits

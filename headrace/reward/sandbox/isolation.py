@@ -26,6 +26,7 @@ SCRATCH = "/scratch/call"
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")  # /dev/zero can be mapped as uncounted memory
 INSIDE_ID = 1000
 LAYERS_VARIABLE = "HEADRACE_ISOLATION"  # set inside to the active layers, for a sandbox within a sandbox
+_QUEUED_SIGNALS = 1024  # with timers, each of which reserves one
 _FRESH_IDS = 0x40000000  # user ids above this are unused on any machine we know of
 
 
@@ -243,6 +244,8 @@ def _set_rlimits(isolation: Isolation, limits: CallLimits) -> None:
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_CORE, 0),
     ]
+    if linux.available:
+        pairs += [(resource.RLIMIT_SIGPENDING, _QUEUED_SIGNALS), (resource.RLIMIT_MSGQUEUE, 0)]  # memory of the kernel
     if IsolationLayer.UID in isolation.active:
         others = 2  # the first process inside, and the builder that waits for it
         pairs.append((resource.RLIMIT_NPROC, limits.processes + others))

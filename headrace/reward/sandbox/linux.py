@@ -228,6 +228,9 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "accept": (43, 202),
     "accept4": (288, 242),
     "setsockopt": (54, 208),  # larger buffers
+    # descriptors on their way are counted for all processes of a user together, and hide what they hold
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
     # memory that no limit of a process counts
     "vmsplice": (278, 75),  # a pipe keeps the pages of the process, also after it gave them back
     "memfd_create": (319, 279),
@@ -237,8 +240,16 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "mq_open": (240, 180),
 }
-# calls that programs do without when the kernel has none: pages that stay in a pipe or socket when their file is gone
-_MISSING: dict[str, tuple[int, int]] = {"splice": (275, 76), "tee": (276, 77), "sendfile": (40, 71)}
+# calls that programs do without when the kernel has none
+_MISSING: dict[str, tuple[int | None, int | None]] = {
+    # pages that stay in a pipe or socket when their file is gone
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
+    # queues of events, which the kernel holds and no limit of a process counts
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+}
 # changes of files that Landlock does not see: denied where no read-only mount forbids them
 _METADATA: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
@@ -275,8 +286,11 @@ _HIGHEST = 469  # the last call that was looked at for these lists; later ones d
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _ALLOW, _KILL, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 _NEW_ANYTHING = 0x7E020000  # every CLONE_NEW* flag that clone takes
-_SHARED, _ANONYMOUS = 0x01, 0x20  # of mmap
-_PR_SET_PDEATHSIG, _F_SETPIPE_SZ, _AF_UNIX, _SOCK_STREAM = 1, 1031, 1, 1
+_SHARED, _ANONYMOUS, _HUGE_PAGES = 0x01, 0x20, 0x40000  # of mmap
+_AF_UNIX, _SOCK_STREAM = 1, 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # the second hides the memory of a process from those who count it
+# of fcntl: leases make others wait who open the file; notices are another kind of inotify; larger pipes
+_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_SETDELEG = 1024, 1026, 1031, 1040
 
 
 def seccomp(*, read_only_mounts: bool) -> None:
@@ -324,7 +338,8 @@ def _filter_instructions(column: int, architecture: int, *, read_only_mounts: bo
             lines += [_if_equal(number, 0, 1), _return(_EPERM)]
     # the flags of clone3 are behind a pointer; glibc falls back to clone
     for number in (clone3, *(numbers[column] for numbers in _MISSING.values())):
-        lines += [_if_equal(number, 0, 1), _return(_ENOSYS)]
+        if number is not None:
+            lines += [_if_equal(number, 0, 1), _return(_ENOSYS)]
     for number in (unshare, setns):
         lines += [_if_equal(number, 0, 1), _return(_EPERM)]
     for number in (numbers[column] for numbers in _ON_SELF_ONLY.values()):
@@ -334,10 +349,17 @@ def _filter_instructions(column: int, architecture: int, *, read_only_mounts: bo
             number, _load_argument(0), (0x25, 2, 0, 1), _load_argument(1), _if_equal(0, 1, 0), _return(_EPERM)
         )
     lines += _for_call(clone, _load_argument(0), (0x45, 0, 1, _NEW_ANYTHING), _return(_EPERM))
-    lines += _for_call(prctl, _load_argument(0), _if_equal(_PR_SET_PDEATHSIG, 0, 1), _return(_EPERM))
-    # shared memory without a file is in nobody's count once a process gives its pages back
-    lines += _for_call(mmap, _load_argument(3), (0x45, 0, 2, _ANONYMOUS), (0x45, 0, 1, _SHARED), _return(_EPERM))
-    lines += _for_call(fcntl, _load_argument(1), _if_equal(_F_SETPIPE_SZ, 0, 1), _return(_EPERM))
+    lines += _for_call(prctl, _load_argument(0), *_deny_values(_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE))
+    # huge pages are in nobody's count, nor is shared memory without a file once a process gives its pages back
+    lines += _for_call(
+        mmap,
+        _load_argument(3),
+        (0x45, 2, 0, _HUGE_PAGES),
+        (0x45, 0, 2, _ANONYMOUS),
+        (0x45, 0, 1, _SHARED),
+        _return(_EPERM),
+    )
+    lines += _for_call(fcntl, _load_argument(1), *_deny_values(_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_SETDELEG))
     # a pair of datagram sockets can send to any address; a pair of streams only to each other
     lines += _for_call(
         socketpair,
@@ -354,6 +376,11 @@ def _filter_instructions(column: int, architecture: int, *, read_only_mounts: bo
 def _for_call(number: int, *lines: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
     """List the instructions that judge one system call; past the last of them the call is allowed."""
     return [_if_equal(number, 0, len(lines) + 1), *lines, _return(_ALLOW)]
+
+
+def _deny_values(*values: int) -> list[tuple[int, int, int, int]]:
+    """List the instructions that deny a call whose loaded argument is one of these."""
+    return [line for value in values for line in (_if_equal(value, 0, 1), _return(_EPERM))]
 
 
 def _load(offset: int) -> tuple[int, int, int, int]:

@@ -9,29 +9,35 @@ from contextlib import suppress
 from pathlib import Path
 
 PIPE_BYTES, SOCKET_BYTES = 65_536, 212_992  # the most that one holds; seccomp denies making them larger
-_COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")  # not the pages of files, such as libraries
+_EXACT = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")  # not the pages of files, such as libraries
+_ROUGH = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")  # the last are the page tables
+_UNSEEN_BYTES = 64 * SOCKET_BYTES  # for the descriptors of a process that may not be seen
 
 
 def exceeds(pids: Sequence[int], limit_bytes: int, *, inherited: int) -> bool:
     """Say whether the processes of one call use more than `limit_bytes` together.
 
     A page that several of them share is counted once. That count walks the page tables, so it is made only when the sum
-    of their resident memory, which is never less, is above the limit. Where it is not allowed, each process is counted
-    without the `inherited` bytes that it was forked with.
+    of what each has, which is never less, is above the limit. Processes for which it is not allowed count with all that
+    they have, less once the `inherited` bytes that each was forked with: they may share no more of those.
     """
-    resident = [resident_bytes(pid) for pid in pids]
-    buffers = buffer_bytes(pids)
-    if sum(resident) + buffers <= limit_bytes:
+    rough = {pid: own_bytes(pid) for pid in pids}
+    buffers = buffer_bytes(pid for pid, size in rough.items() if size)
+    if sum(rough.values()) + buffers <= limit_bytes:
         return False
-    parts = [(proportional_bytes(pid), rough) for pid, rough in zip(pids, resident, strict=True)]
-    return buffers + sum(max(0, rough - inherited) if exact is None else exact for exact, rough in parts) > limit_bytes
+    exact = {pid: proportional_bytes(pid) for pid in pids}
+    seen = sum(size for size in exact.values() if size is not None)
+    unseen = sum(rough[pid] for pid, size in exact.items() if size is None)
+    return buffers + seen + max(0, unseen - inherited) > limit_bytes
 
 
-def resident_bytes(pid: int) -> int:
+def own_bytes(pid: int) -> int:
+    """Return the bytes of a process's own pages, in memory or swapped out, whether shared or not, and page tables."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
+        lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    except OSError:
         return 0
+    return 1024 * sum(int(words[1]) for words in lines if words[0] in _ROUGH)
 
 
 def proportional_bytes(pid: int) -> int | None:
@@ -42,15 +48,21 @@ def proportional_bytes(pid: int) -> int | None:
         return 0
     except OSError:
         return None
-    return 1024 * sum(int(words[1]) for words in lines if words[0] in _COUNTED)
+    return 1024 * sum(int(words[1]) for words in lines if words[0] in _EXACT)
 
 
 def buffer_bytes(pids: Iterable[int]) -> int:
     """Return the most that the pipes and sockets of these processes can hold."""
     names: set[str] = set()
+    unseen = 0
     for pid in pids:
-        with suppress(OSError):  # ended, or of a user whose descriptors may not be seen
+        try:
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     names.add(os.readlink(entry.path))
-    return sum(PIPE_BYTES * name.startswith("pipe:") + SOCKET_BYTES * name.startswith("socket:") for name in names)
+        except PermissionError:
+            unseen += _UNSEEN_BYTES
+        except OSError:  # it has ended
+            pass
+    pipes, sockets = (sum(name.startswith(kind) for name in names) for kind in ("pipe:", "socket:"))
+    return unseen + PIPE_BYTES * pipes + SOCKET_BYTES * sockets

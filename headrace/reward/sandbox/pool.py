@@ -162,10 +162,21 @@ class SandboxWorker:
     def num_threads(self) -> int:
         """Number of threads of the first process inside, counted from outside."""
         with suppress(psutil.Error):
-            for builder in psutil.Process(self._process.pid).children():
-                for inside in builder.children():
-                    return int(inside.num_threads())
+            for inside in self._first_inside():
+                return int(inside.num_threads())
         return 1
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether forks of the first process inside could write to memory that all of them have, seen from outside."""
+        with suppress(psutil.Error, OSError):  # without the right to see it, it is taken to have none
+            for inside in self._first_inside():
+                lines = Path(f"/proc/{inside.pid}/smaps").read_text().splitlines()
+                return any(line.startswith("VmFlags:") and "sh" in line.split() for line in lines)
+        return False
+
+    def _first_inside(self) -> "list[psutil.Process]":
+        return [inside for builder in psutil.Process(self._process.pid).children() for inside in builder.children()][:1]
 
     async def stop(self) -> int:
         """Cut the lifeline, and wait until the supervisor has ended everything inside."""
@@ -274,6 +285,21 @@ def _check_reply(reply: Mapping[str, Any], nonce: str) -> CallResult:
             outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value)[:_REASON_CHARS], **tails
         )
     return CallResult(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **tails)
+
+
+def _find_obstacle(worker: SandboxWorker) -> str:
+    """Describe what keeps a worker's calls from being forked; "" if nothing does."""
+    if (threads := worker.num_threads) > 1:
+        return (
+            f"left {threads - 1} threads behind, so its worker cannot be forked: every call imports it again; "
+            "start threads inside the function, or limit the library to one"
+        )
+    if worker.shares_memory:
+        return (
+            "left a file mapped that can be written to, in which a call could leave something for the next: every call "
+            "imports it again; map it inside the function, or open it for reading only"
+        )
+    return ""
 
 
 # --- gaps ------------------------------------------------------------------------------------------------------------
@@ -424,11 +450,9 @@ class Sandbox:
             return self._idle.pop()
         worker = await SandboxWorker.start(replace(self._settings, warm=self._warm), self._target, self._readable)
         self.about = worker.about
-        if worker.warm and (threads := await asyncio.to_thread(lambda: worker.num_threads)) > 1:
-            warn_once(
-                f"importing {self._target['spec']} left {threads - 1} threads behind, so its worker cannot be forked: "
-                "every call imports it again; start threads inside the function, or limit the library to one"
-            )
+        obstacle = await asyncio.to_thread(_find_obstacle, worker) if worker.warm else ""
+        if obstacle:
+            warn_once(f"importing {self._target['spec']} {obstacle}")
             self._warm = False
             await worker.stop()
             return await self._take_worker()

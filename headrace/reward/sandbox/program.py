@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,14 +40,20 @@ from headrace.reward.sandbox.limits import (
     Outcome,
     limits_from,
 )
-from headrace.reward.sandbox.supervisor import ProgramRequest, remove_leftovers, supervise
+from headrace.reward.sandbox.supervisor import PROGRAM_WANTED, ProgramRequest, remove_leftovers, supervise
+
+if sys.platform != "win32":
+    import resource
 
 SMALL = CallLimits(wall_s=5.0, cpu_s=5, memory_mb=512, processes=4)
 _PROGRAM = "main.py"
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from headrace.reward.sandbox.program import main; \
 sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
 _PROGRAM_IDS = 1 << 28  # users of programs are above those of workers
-_REQUEST_BYTES = 64 << 20  # of a program and its standard input
+_REQUEST_BYTES = 16 << 20  # of a program and its standard input
+_HEADER_BYTES = 4096  # of the JSON before them
+_HOST_BYTES = 128 << 20  # of address space, for what a call makes the host of its program hold
+_CHUNK_BYTES = 65_536
 _RETURN_S, _RETURN_SHARE = 2.0, 0.2  # of the time of a call, kept for the reward function after its last program
 _STOP_S = 10.0
 _MAX_DESCRIPTORS = 1024
@@ -74,7 +81,12 @@ def run_untrusted(code: str, stdin: str = "", limits: CallLimits = SMALL) -> Pro
         return _ask_supervisor(code, stdin, limits)
     if os.environ.get(LAYERS_VARIABLE):
         return _not_run("in the sandbox, only the reward function's own process and its forks can call run_untrusted")
-    return _run_here(code, stdin, limits, folder=tempfile.gettempdir())
+    with _read_only_file([_to_bytes(stdin)]) as stdin_file:
+        return _run_here(_to_bytes(code), stdin_file, limits, folder=tempfile.gettempdir())
+
+
+def _to_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")  # half a character is the program's own error
 
 
 # --- in the sandbox of a reward function -----------------------------------------------------------------------------
@@ -88,19 +100,32 @@ def connect(descriptor: int) -> None:
 
 def _ask_supervisor(code: str, stdin: str, limits: CallLimits) -> ProgramResult:
     """Let the supervisor of this worker run the program outside of this sandbox, where it cannot reach this process."""
-    ours, theirs = socket.socketpair()
+    parts = _to_bytes(code), _to_bytes(stdin)
+    sizes = tuple(map(len, parts))
+    if sum(sizes) > _REQUEST_BYTES:
+        return _not_run(f"the program and its standard input have more than {_REQUEST_BYTES >> 20} MB")
     reply: Any = None
-    with ours:
-        with suppress(OSError), theirs, socket.socket(fileno=os.dup(_channel)) as channel:
-            socket.send_fds(channel, [b"p"], [theirs.fileno()])
-        with suppress(ConnectionError):
-            framing.send(ours.fileno(), {"code": code, "stdin": stdin, "limits": asdict(limits)})
-            reply = framing.receive(ours.fileno())
+    connection = _connect_to_host()
+    if connection >= 0:
+        with socket.socket(fileno=connection), suppress(ConnectionError):
+            framing.send(connection, {"sizes": sizes, "limits": asdict(limits)})
+            for part in parts:
+                framing.send_bytes(connection, part)
+            reply = framing.receive(connection)
     if reply is None:
         return _not_run("the supervisor of this sandbox did not run the program")
     return ProgramResult(
         outcome=Outcome(reply["outcome"]), status=reply["status"], stdout=reply["stdout"], stderr=reply["stderr"]
     )
+
+
+def _connect_to_host() -> int:
+    """Ask the supervisor for a program's host; returns the connection to it, or -1 if there is none."""
+    descriptors: list[int] = []
+    with suppress(OSError), socket.socket(fileno=os.dup(_channel)) as channel:
+        channel.sendall(PROGRAM_WANTED)
+        _, descriptors, _, _ = socket.recv_fds(channel, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    return descriptors[0] if descriptors else -1
 
 
 def _not_run(reason: str) -> ProgramResult:
@@ -111,47 +136,82 @@ def _not_run(reason: str) -> ProgramResult:
 
 
 def host_program(request: ProgramRequest, *, most: CallLimits) -> None:
-    """Run the program that a call asks for, with limits of at most `most`, and send the result to the call."""
-    order = framing.receive(request.connection, _REQUEST_BYTES)
+    """Run the program that a call asks for, with limits of at most `most`, and send the result to the call.
+
+    What comes from the call is not trusted: its sizes are checked before it is read, and memory is limited.
+    """
+    _limit_own_memory()
+    order = framing.receive(request.connection, _HEADER_BYTES)
     if order is None:
+        return
+    code_bytes, stdin_bytes = map(int, order["sizes"])
+    if min(code_bytes, stdin_bytes) < 0 or code_bytes + stdin_bytes > _REQUEST_BYTES:
+        raise ValueError(f"a program of {code_bytes} bytes with {stdin_bytes} bytes of input")
+    code = framing.read_exactly(request.connection, code_bytes)
+    if code is None:
         return
     stop_at = request.deadline - min(_RETURN_S, _RETURN_SHARE * most.wall_s)
     limits = _at_most(limits_from(order["limits"]), most)
-    result = _run_here(
-        order["code"], order["stdin"], limits, folder=request.folder, stop_at=stop_at, caller=request.connection
-    )
+    with _read_only_file(_chunks(request.connection, stdin_bytes)) as stdin:
+        result = _run_here(code, stdin, limits, folder=request.folder, stop_at=stop_at, caller=request.connection)
     if result.outcome is Outcome.NOT_RUN and time.monotonic() >= stop_at and 2 * request.used_s > most.wall_s:
         result = replace(result, outcome=Outcome.TIMEOUT)  # earlier programs used up the time of the call
     framing.send(request.connection, asdict(result))
 
 
 def _at_most(limits: CallLimits, most: CallLimits) -> CallLimits:
-    names = ("cpu_s", "memory_mb", "processes", "open_files", "file_mb", "scratch_mb")
-    lower = {name: min(getattr(limits, name), getattr(most, name)) for name in names}
-    return replace(limits, output_bytes=min(limits.output_bytes, most.memory_mb << 16), **lower)
+    names = ("cpu_s", "memory_mb", "processes", "open_files", "file_mb", "scratch_mb", "output_bytes")
+    return replace(limits, **{name: min(getattr(limits, name), getattr(most, name)) for name in names})
+
+
+def _limit_own_memory() -> None:
+    """Limit the address space of this process, not of the program, to what it has and `_HOST_BYTES` more."""
+    with suppress(OSError, ValueError):  # no /proc: not Linux
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + _HOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _chunks(connection: int, size: int) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a connection, or fewer if it ends."""
+    while size and (chunk := os.read(connection, min(size, _CHUNK_BYTES))):
+        size -= len(chunk)
+        yield chunk
 
 
 # --- outside of any sandbox ------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _read_only_file(chunks: Iterable[bytes]) -> Iterator[int]:
+    """Yield a descriptor of a file without a name: the program that inherits it can read it and not fill the disk."""
+    descriptor, path = tempfile.mkstemp()
+    with open(descriptor, "wb") as file:
+        read = os.open(path, os.O_RDONLY)
+        os.unlink(path)
+        file.writelines(chunks)
+    try:
+        yield read
+    finally:
+        os.close(read)
+
+
 def _run_here(
-    code: str, stdin: str, limits: CallLimits, *, folder: str, stop_at: float = math.inf, caller: int | None = None
+    code: bytes, stdin: int, limits: CallLimits, *, folder: str, stop_at: float = math.inf, caller: int | None = None
 ) -> ProgramResult:
     """Run the program in a new process below this one, at the latest until `stop_at`, or until `caller` hangs up."""
     if time.monotonic() >= stop_at:
         return _not_run("the call has no time left")
     ours, theirs = socket.socketpair()
     began, begins = os.pipe()
-    with ours, open(began, "rb") as began_file, tempfile.TemporaryFile() as stdin_file:
-        stdin_file.write(stdin.encode(errors="surrogatepass"))
-        stdin_file.seek(0)
+    with ours, open(began, "rb") as began_file:
         start = _spawn if caller is None else _ForkedProcess.start  # a process that serves a call has no other threads
         with theirs:
-            process = start((theirs.fileno(), begins), stdin_file.fileno())
+            process = start((theirs.fileno(), begins), stdin)
         os.close(begins)
         with process:
             with suppress(ConnectionError):  # the process ended before it read its order: the program has not begun
-                framing.send(ours.fileno(), {"code": code, "limits": asdict(limits), "scratch": folder})
+                framing.send(ours.fileno(), {"size": len(code), "limits": asdict(limits), "scratch": folder})
+                framing.send_bytes(ours.fileno(), code)
             result = _follow(process, ours, began_file.fileno(), limits, stop_at=stop_at, caller=caller)
         remove_leftovers(folder, process.pid)
         return result
@@ -186,6 +246,7 @@ class _ForkedProcess:
         if pid == 0:
             try:
                 os.setsid()
+                resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
                 for descriptor, number in ((stdin, 0), (out[1], 1), (err[1], 2)):
                     os.dup2(descriptor, number)
                 for low, high in pairwise((2, *sorted(inherited), _MAX_DESCRIPTORS)):
@@ -290,7 +351,8 @@ def _outcome(status: int) -> Outcome:
 def main(control: int, begins: int) -> int:
     """Isolate a process and run the program in it. `begins` gets a byte when the program takes over."""
     order = framing.receive(control)
-    if order is None:
+    code = None if order is None else framing.read_exactly(control, order["size"])
+    if code is None:
         return 1
     plan = IsolationPlan(
         layers=EVERY_LAYER,
@@ -299,7 +361,7 @@ def main(control: int, begins: int) -> int:
         uid_offset=_PROGRAM_IDS + os.getpid(),
         limits=limits_from(order["limits"]),
     )
-    work = _ProgramProcesses(code=order["code"], plan=plan, begins=begins)
+    work = _ProgramProcesses(code=code, plan=plan, begins=begins)
     return supervise(plan, work, lifeline=control, keep=(begins,))
 
 
@@ -307,7 +369,7 @@ def main(control: int, begins: int) -> int:
 class _ProgramProcesses:
     """The work of a program's processes: the first inside becomes the program, and the builder waits for it."""
 
-    code: str
+    code: bytes
     plan: IsolationPlan
     begins: int
 
@@ -316,7 +378,7 @@ class _ProgramProcesses:
 
     def run(self, isolation: Isolation, scratch: str, programs: int) -> int:
         """Replace this process by an interpreter that runs the program. Never returns."""
-        Path(_PROGRAM).write_bytes(self.code.encode(errors="surrogatepass"))  # half a character is its own error
+        Path(_PROGRAM).write_bytes(self.code)
         isolate_call(self.plan, isolation.active)
         os.environ.pop(LAYERS_VARIABLE, None)
         os.write(self.begins, b"b")

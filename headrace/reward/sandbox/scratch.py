@@ -1,4 +1,4 @@
-"""Put the private folder back, after each call, to what the import left in it. Standard library only."""
+"""Put the files that the import left in the private folder into that of each call. Standard library only."""
 
 import os
 import shutil
@@ -12,6 +12,7 @@ class ScratchState:
 
     folder: str
     entries: tuple[tuple[str, int, bytes], ...]  # path below the folder, mode, and content or target of a link
+    unread: tuple[str, ...] = ()  # paths of what could not be read, which calls do not have
 
     def restore(self) -> None:
         """Empty the folder and write the entries. Raises OSError if what a call left cannot be removed."""
@@ -32,20 +33,32 @@ class ScratchState:
 
 
 def capture(folder: str) -> ScratchState:
-    """Read what is in the folder now; parents come before what is in them."""
+    """Read what is in the folder now; parents come before what is in them.
+
+    Modes that forbid reading are changed: the file system is covered by that of the first call.
+    """
     entries: list[tuple[str, int, bytes]] = []
+    unread: list[str] = []
     for root, folders, files in os.walk(folder):
         for name in sorted((*folders, *files)):
             place = os.path.join(root, name)
-            mode = os.lstat(place).st_mode
-            if stat.S_ISLNK(mode):
-                content = os.readlink(os.fsencode(place))
-            elif stat.S_ISREG(mode):
-                with open(place, "rb") as file:
-                    content = file.read()
-            elif stat.S_ISDIR(mode):
-                content = b""
-            else:
-                continue  # a socket or a named pipe has no content
-            entries.append((os.path.relpath(place, folder), mode, content))
-    return ScratchState(folder=folder, entries=tuple(entries))
+            path = os.path.relpath(place, folder)
+            try:
+                mode = os.lstat(place).st_mode
+                if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode):  # others have no content
+                    entries.append((path, mode, _read(place, mode)))
+            except (OSError, MemoryError):
+                unread.append(path)
+    return ScratchState(folder=folder, entries=tuple(entries), unread=tuple(unread))
+
+
+def _read(place: str, mode: int) -> bytes:
+    if stat.S_ISLNK(mode):
+        return os.readlink(os.fsencode(place))
+    if stat.S_ISDIR(mode):
+        os.chmod(place, 0o700)
+        return b""
+    if not mode & stat.S_IRUSR:
+        os.chmod(place, 0o600)
+    with open(place, "rb") as file:
+        return file.read()

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,10 +24,12 @@ from headrace.reward.sandbox import linux
 from headrace.reward.sandbox.attendant import CALL_BEGAN, CALL_EVENT
 from headrace.reward.sandbox.isolation import LAYERS_VARIABLE, Isolation, IsolationPlan, isolate_inside, isolate_outside
 from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY, CallLimits
-from headrace.reward.sandbox.memory import exceeds, resident_bytes
+from headrace.reward.sandbox.memory import exceeds, own_bytes
 
 _POLL_MS = 50
 _PROGRAMS_AT_ONCE = 8  # of one call; further ones wait
+PROGRAM_WANTED = b"p"  # from a call; it comes back with the connection to the program's host
+_END_S = 5.0  # for the kernel to end processes that were killed
 _LATE_S = 1.0  # after the deadline of its call, a program's host is ended
 
 
@@ -85,6 +87,7 @@ def supervise(
         os.close(descriptor)
     if programs is not None:
         programs.close_inside()
+        programs.builder_pid = builder
     try:
         return _watch(builder, lifeline, programs, memory_bytes=plan.limits.memory_mb << 20)
     finally:
@@ -181,7 +184,11 @@ def _watch(builder: int, lifeline: int, programs: "_Programs | None", *, memory_
         if programs is not None:
             programs.handle(ready, lifeline)
         if time.monotonic() >= next_check:
-            if _exceeds_memory(builder, memory_bytes, () if programs is None else tuple(programs.running)):
+            if programs is not None and programs.forked_calls:
+                is_over = _exceeds_in_forking_worker(builder, memory_bytes)
+            else:
+                is_over = _exceeds_together(builder, memory_bytes, () if programs is None else programs.running)
+            if is_over:
                 return OVER_MEMORY
             next_check = time.monotonic() + _POLL_MS / 1000
 
@@ -208,6 +215,8 @@ class _Programs:
     deadline: float | None = None  # of the current call
     used_s: float = 0.0  # by programs of the current call that have ended
     running: dict[int, float] = field(default_factory=dict)  # when the host of each program started
+    builder_pid: int = 0
+    forked_calls: bool = False  # a call began, apart from the import
 
     @classmethod
     def open(cls, host: ProgramHost, plan: IsolationPlan, prefix: str) -> "_Programs":
@@ -259,34 +268,43 @@ class _Programs:
         event, deadline = CALL_EVENT.unpack(data)
         if event == CALL_BEGAN:
             self.channel, self.deadline = socket.socket(fileno=descriptors[0]), deadline
+            self.forked_calls = True
 
     def _end_programs(self) -> None:
-        """End the programs of the last call: each host is the lifeline of its program."""
-        for pid in self.running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        self.running, self.used_s = {}, 0.0
+        """End the programs of the last call and their hosts, and remove their folders."""
+        if self.folder:
+            _kill_all_but(self.builder_pid)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder, self.running, self.used_s = "", {}, 0.0
         if self.channel is not None:
             self.channel.close()
         self.channel, self.deadline = None, None
 
     def _start(self, lifeline: int) -> None:
+        """Start a host for the program that is asked for, and send its connection to the process that asks."""
         assert self.channel is not None
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
-        except OSError:
-            data, descriptors = b"", []
+        data = b""
+        with suppress(OSError):
+            data = self.channel.recv(1)
         if not data:
             self.channel.close()
             self.channel = None
-        if len(descriptors) != 1:
-            return  # not a request of ours
+            return
+        if data != PROGRAM_WANTED:
+            return
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._fork_host(lifeline, ours, theirs)
+            with suppress(OSError):  # one that asks and does not listen gets no answer
+                socket.send_fds(self.channel, [PROGRAM_WANTED], [theirs.fileno()], socket.MSG_DONTWAIT)
+
+    def _fork_host(self, lifeline: int, ours: socket.socket, theirs: socket.socket) -> None:
         if not self.folder:
             self.folder = tempfile.mkdtemp(prefix=self.prefix, dir=self.root)
             os.chmod(self.folder, 0o711)  # the users of programs enter it
         now = time.monotonic()
         request = ProgramRequest(
-            connection=descriptors[0],
+            connection=ours.fileno(),
             folder=self.folder,
             deadline=self.deadline or now + self.limits.import_s + self.limits.wall_s,
             used_s=self.used_s + sum(now - started for started in self.running.values()),
@@ -296,28 +314,36 @@ class _Programs:
             with _exit_with(lambda: 0):
                 os.close(lifeline)
                 self.builder.close()
+                theirs.close()
                 if self.channel is not None:
                     self.channel.close()
                 if linux.available:
                     linux.die_with_parent()
                 signal.setitimer(signal.ITIMER_REAL, max(0.0, request.deadline - now) + _LATE_S)
                 self.host(request)
-        os.close(descriptors[0])
         self.running[pid] = now
 
 
-def _exceeds_memory(builder: int, memory_bytes: int, hosts: Collection[int]) -> bool:
-    """Say whether the first process inside uses too much memory; a forked call that does is killed here.
+def _exceeds_together(builder: int, memory_bytes: int, hosts: Iterable[int]) -> bool:
+    """Say whether the processes inside use too much memory: of an import, the only call of a worker, or a program.
 
-    All other processes but the `hosts` of programs are of the one call that the first process runs: its descendants,
-    and orphans, which become children of the first process of a PID namespace, or without one of this process.
+    They are all that is below this process but the `hosts` of programs: without a PID namespace, orphans become its
+    children.
     """
-    apart = {pid for host in hosts for pid in (host, *descendants(host))}
+    apart = {builder, *(pid for host in hosts for pid in (host, *descendants(host)))}
+    return exceeds([pid for pid in descendants(os.getpid()) if pid not in apart], memory_bytes, inherited=0)
+
+
+def _exceeds_in_forking_worker(builder: int, memory_bytes: int) -> bool:
+    """Say whether the process that forks calls uses too much memory; a call that does is killed here.
+
+    It is PID 1 of a namespace, so that all processes of a call are below it. Programs are not.
+    """
     for inside in children(builder):
-        inherited = resident_bytes(inside)  # by every forked call
+        inherited = own_bytes(inside)  # by every forked call
         if inherited > memory_bytes:
             return True
-        call = [pid for pid in descendants(os.getpid()) if pid not in (builder, inside) and pid not in apart]
+        call = descendants(inside)
         if exceeds(call, memory_bytes, inherited=inherited):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(inside, signal.SIGUSR1)  # tells the worker why; it blocks this signal
@@ -325,6 +351,21 @@ def _exceeds_memory(builder: int, memory_bytes: int, hosts: Collection[int]) -> 
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     return False
+
+
+def _kill_all_but(builder: int) -> None:
+    """Kill and reap all descendants but the builder and those below it."""
+    until = time.monotonic() + _END_S
+    while time.monotonic() < until:
+        others = [child for child in children(os.getpid()) if child != builder]
+        if not others:
+            return
+        for pid in (*others, *(pid for child in others for pid in descendants(child))):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for child in others:
+            os.waitpid(child, os.WNOHANG)
+        time.sleep(0.001)
 
 
 def _kill_all(builder: int) -> None:

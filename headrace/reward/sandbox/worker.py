@@ -1,4 +1,4 @@
-"""Runs inside the isolation: imports the code once, then forks each call into a PID namespace of its own.
+"""Runs inside the isolation: imports the code once, then forks each call, whose processes it ends before the next.
 
 The process that forks sees neither requests nor results: `attendant` exchanges them with the call's process, which
 has its own descriptors and nothing else: stdin is empty, stdout and stderr are read up to a limit, and the result goes
@@ -27,6 +27,7 @@ from headrace.reward.sandbox import framing, linux, program
 from headrace.reward.sandbox.attendant import (
     FORK,
     FORKED,
+    KNOWN,
     NUM_CALL_DESCRIPTORS,
     Attendant,
     mount_scratch,
@@ -45,13 +46,15 @@ from headrace.reward.sandbox.scratch import ScratchState, capture
 from headrace.reward.sandbox.supervisor import supervise
 
 _fork, _write, _exit, _dumps, _close, _wait4 = os.fork, os.write, os._exit, json.dumps, os.close, os.wait4
-_DESCRIPTOR, _DESCRIPTORS = struct.Struct("=i"), struct.Struct(f"={NUM_CALL_DESCRIPTORS}i")
-_SOL_SOCKET, _SCM_RIGHTS, _CMSG_CLOEXEC = socket.SOL_SOCKET, socket.SCM_RIGHTS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_DESCRIPTORS = struct.Struct(f"={NUM_CALL_DESCRIPTORS}i")
+_CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _CONTROL_SPACE = socket.CMSG_SPACE(_DESCRIPTORS.size)
 _RESULT, _PROGRAMS = 3, 4  # the private descriptors of a call's process
+_MAX_DESCRIPTORS = 1 << 16
 _MESSAGE_CHARS = 2000
 _MEMORY_SIGNALS = (signal.SIGUSR1,)  # the supervisor has killed a call because of its memory
 _LEFT_PROCESSES = "importing it left {} processes behind, which were ended: start them inside the function"
+_UNREAD_FILES = "importing it left files that cannot be read and are not there in calls: {}"
 _kill, _waitpid = os.kill, os.waitpid
 
 
@@ -146,9 +149,13 @@ def _import_code(
     loaded: list[UserCode] = []
     failure = CapturedError(lambda: loaded.append(user_function.load(order["target"])))
     about = loaded[0].about if loaded else {}
-    if warm and loaded and (ended := end_other_processes()):
-        about = {**about, "notices": [*about["notices"], _LEFT_PROCESSES.format(ended)]}
-    files = capture(scratch) if warm else ScratchState("", ())  # before the folder of the first call covers it
+    files = ScratchState("", ())
+    if warm and loaded:
+        ended = end_other_processes()
+        files = capture(scratch)  # before the folder of the first call covers it
+        notices = [_LEFT_PROCESSES.format(ended)] if ended else []
+        notices += [_UNREAD_FILES.format(", ".join(files.unread[:3]))] if files.unread else []
+        about = {**about, "notices": [*about["notices"], *notices]}
     framing.send(control, {"about": about} if loaded else {"failed": failure.text})
     return (loaded[0], files) if loaded else None
 
@@ -172,7 +179,7 @@ def _serve_forks(
 
     Nothing of a call comes into this process but the descriptors that its own process needs, and how that ended.
     """
-    receive, send, pidfd_open = attendant.recvmsg, attendant.sendmsg, os.pidfd_open
+    receive, receive_plain, send = attendant.recvmsg, attendant.recv, attendant.send
     imported = _import_code(isolation, plan, order, attendant.fileno(), scratch)
     if imported is None:
         return 0
@@ -187,16 +194,15 @@ def _serve_forks(
         descriptors = list(_DESCRIPTORS.unpack(control[0][2]))
         pid = _fork()
         if pid == 0:
-            _run_call(code.call, plan, isolation, files, descriptors)
+            _run_call(code.call, plan, isolation, files, descriptors, announce=send)
         for descriptor in descriptors:
             _close(descriptor)
-        process = pidfd_open(pid)
-        send([FORKED], [(_SOL_SOCKET, _SCM_RIGHTS, _DESCRIPTOR.pack(process))])
-        _close(process)
+        if receive_plain(1) != KNOWN:  # until then its number must not be given to another
+            return 0
         _, raw, used = _wait4(pid, 0)
         end_other_processes()
         over_memory = signal.sigtimedwait(_MEMORY_SIGNALS, 0) is not None
-        send([_death(os.waitstatus_to_exitcode(raw), used, plan.limits.cpu_s, over_memory=over_memory)])
+        send(_death(os.waitstatus_to_exitcode(raw), used, plan.limits.cpu_s, over_memory=over_memory))
 
 
 def _run_call(
@@ -205,9 +211,12 @@ def _run_call(
     isolation: Isolation,
     files: ScratchState,
     descriptors: list[int],
+    *,
+    announce: Callable[[bytes], int],
 ) -> None:
     """Run one call in the process forked for it. Never returns."""
     try:
+        announce(FORKED)
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _MEMORY_SIGNALS)
         request, result, out, err, programs = (
@@ -221,7 +230,7 @@ def _run_call(
         program.connect(_PROGRAMS)
         order = framing.receive(request)
         nonce = order["nonce"].encode()
-        os.closerange(_PROGRAMS + 1, plan.limits.open_files + 8)
+        os.closerange(_PROGRAMS + 1, _MAX_DESCRIPTORS)
         os.chdir(files.folder)  # mounted for this call
         files.restore()
         isolate_call(plan, isolation.active)

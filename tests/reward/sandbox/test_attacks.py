@@ -174,6 +174,13 @@ ENDS: dict[str, tuple[Outcome, float | str]] = {
     "memory_in_sockets": (RAISED, "PermissionError"),
     "pages_in_pipes": (RAISED, "PermissionError"),
     "shared_memory": (RAISED, "FileNotFoundError"),
+    "hides_memory": (RAISED, "PermissionError"),
+    "memory_in_huge_pages": (RAISED, "PermissionError"),
+    "memory_in_event_queues": (RAISED, "ENOSYS"),
+    "memory_in_notices": (RAISED, "PermissionError"),
+    "descriptors_on_their_way": (RAISED, "PermissionError"),
+    "holds_lease": (RAISED, "PermissionError"),
+    "queues_signals": (RETURNED, 0.0),
     "endless_loop": (TIMEOUT, ""),
     "endless_sleep": (TIMEOUT, ""),
     "reads_stdin": (RETURNED, 0.0),
@@ -324,9 +331,16 @@ OPEN: dict[IsolationLayer, set[str]] = {
         "pages_in_pipes",
         "slows_user",
         "slows_worker",
+        "limits_worker",  # which is replaced
+        "hides_memory",
+        "memory_in_huge_pages",
+        "memory_in_event_queues",
+        "memory_in_notices",
+        "descriptors_on_their_way",
+        "holds_lease",
     },
     IsolationLayer.UID: _MANY_PROCESSES,
-    IsolationLayer.RLIMITS: {*_MANY_PROCESSES, "many_descriptors"},
+    IsolationLayer.RLIMITS: {*_MANY_PROCESSES, "many_descriptors", "queues_signals"},
 }
 
 
@@ -336,6 +350,7 @@ OPEN: dict[IsolationLayer, set[str]] = {
 def test_without_a_layer_the_others_stop_what_they_say(mode: Mode, target: Target) -> None:
     skip_unless_possible(mode)
     after = asyncio.run(attack(mode, target))
+    check_end(after.one("good"), *ENDS["good"])  # workers do start
     ends = ENDS | {at_import(name): end for name, end in IMPORT_ENDS.items()}
     effective = {name for name, (outcome, end) in ends.items() if has_effect(after.one(name), outcome, end)}
     assert mode.without is not None

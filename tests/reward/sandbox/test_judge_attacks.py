@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -84,6 +85,8 @@ async def test_a_program_has_a_user_and_namespaces_of_its_own(mode: Mode) -> Non
     assert program is not None, running.result()
     for kind in ("pid", "mnt", "user"):
         assert _namespace(program, kind) != _namespace(first, kind)
+    [host] = [child for child in supervisor.children() if child != builder]
+    assert _max_address_space(host) in range(1 << 30)  # it reads what the call sends
     if os.getuid() == 0 and mode.user is None:
         assert program.uids().real not in (0, first.uids().real)
     running.cancel()
@@ -93,11 +96,54 @@ async def test_a_program_has_a_user_and_namespaces_of_its_own(mode: Mode) -> Non
     await sandbox.close()
 
 
+async def test_the_host_of_a_program_reads_no_more_than_it_must(mode: Mode) -> None:
+    answers = await run_calls(mode, *[("orders_directly", {"order": order}) for order in attacks.ORDERS])
+    scores = [json.loads(answer.result)[0]["score"] for answer in answers]
+    assert dict(zip(attacks.ORDERS, scores, strict=True)) == {name: float(name == "right") for name in attacks.ORDERS}
+
+
+async def test_a_call_does_not_pay_for_programs_of_the_one_before(mode: Mode) -> None:
+    """They end even if the process that should end them is stopped."""
+    sandbox = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS, workers=1))
+    await sandbox.describe()
+    [pid] = sandbox.pids
+    supervisor = psutil.Process(pid)
+    [builder] = supervisor.children()
+    [first] = builder.children()
+    running = asyncio.ensure_future(sandbox.call({"rows": [a_row(attack="waits_for_hog")]}))
+    programs: list[psutil.Process] = []
+    while not any(map(_is_large, programs)) and not running.done():
+        await asyncio.sleep(0.01)
+        programs = [one for host in supervisor.children() if host != builder for one in host.children(recursive=True)]
+    for process in programs[:1]:
+        process.suspend()
+    for call in first.children():
+        call.kill()
+    assert (await running).outcome is Outcome.CRASHED
+    answer = await sandbox.call({"rows": [a_row(attack="uses_memory")]})
+    assert json.loads(answer.result or "null") == [{"score": 1.0}], answer
+    assert sandbox.pids == [pid]
+    assert not any(process.is_running() for process in programs)
+    await sandbox.close()
+
+
+def _is_large(process: psutil.Process) -> bool:
+    try:
+        return bool(process.memory_info().rss > 200 << 20)
+    except psutil.Error:
+        return False
+
+
 def _is_program(process: psutil.Process) -> bool:
     try:
         return process.cmdline()[-1:] == ["main.py"]
     except psutil.Error:
         return False
+
+
+def _max_address_space(process: psutil.Process) -> int:
+    [limit] = re.findall(r"Max address space +(\S+)", Path(f"/proc/{process.pid}/limits").read_text())
+    return -1 if limit == "unlimited" else int(limit)
 
 
 def _namespace(process: psutil.Process, kind: str) -> str:

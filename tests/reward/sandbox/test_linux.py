@@ -53,10 +53,10 @@ def test_every_call_that_makes_or_changes_mounts_is_denied(machine: str) -> None
 
 @pytest.mark.parametrize(
     ("flags", "end"),
-    [(0x21, EPERM), (0x23, EPERM), (0x22, ALLOW), (0x01, ALLOW), (0x02, ALLOW)],
-    ids=["shared", "shared, checked", "private", "shared file", "private file"],
+    [(0x21, EPERM), (0x23, EPERM), (0x22, ALLOW), (0x01, ALLOW), (0x02, ALLOW), (0x40022, EPERM), (0x40002, EPERM)],
+    ids=["shared", "shared, checked", "private", "shared file", "private file", "huge pages", "huge pages of a file"],
 )
-def test_only_shared_memory_without_a_file_is_denied(machine: str, flags: int, end: int) -> None:
+def test_only_memory_that_nobody_counts_is_denied(machine: str, flags: int, end: int) -> None:
     mmap = {"x86_64": 9, "aarch64": 222}[machine]
     assert verdict(machine, mmap, 0, 4096, 3, flags, 0xFFFFFFFF) == end
 
@@ -84,6 +84,24 @@ def test_a_process_changes_only_itself(machine: str) -> None:
     assert [verdict(machine, prlimit, pid) for pid in (0, 1)] == [ALLOW, EPERM]
     assert [verdict(machine, setpriority, *who) for who in ((0, 0), (0, 1), (2, 0))] == [ALLOW, EPERM, EPERM]
     assert [verdict(machine, ioprio_set, *who) for who in ((1, 0), (1, 1), (3, 0))] == [ALLOW, EPERM, EPERM]
+
+
+def test_no_descriptors_are_sent(machine: str) -> None:
+    numbers = {"x86_64": (46, 307), "aarch64": (211, 269)}[machine]
+    assert [verdict(machine, number) for number in numbers] == [EPERM, EPERM]
+
+
+def test_a_process_cannot_hide_its_memory(machine: str) -> None:
+    prctl = {"x86_64": 157, "aarch64": 167}[machine]
+    assert [verdict(machine, prctl, option) for option in (1, 4, 15)] == [EPERM, EPERM, ALLOW]
+
+
+def test_no_queues_of_events_and_no_leases(machine: str) -> None:
+    inotify, fcntl = {"x86_64": ((253, 294), 72), "aarch64": ((26,), 25)}[machine]
+    assert {verdict(machine, number) for number in inotify} == {ENOSYS}
+    denied, allowed = (1024, 1026, 1031, 1040), (0, 1, 2, 3, 4, 6, 1030)
+    assert {verdict(machine, fcntl, 3, command) for command in denied} == {EPERM}
+    assert {verdict(machine, fcntl, 3, command) for command in allowed} == {ALLOW}
 
 
 def test_files_keep_their_modes_and_times_where_no_mount_protects_them(machine: str) -> None:

@@ -6,9 +6,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 
+from headrace.reward.sandbox import memory
 from headrace.reward.sandbox.memory import PIPE_BYTES, SOCKET_BYTES, buffer_bytes, exceeds, proportional_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is a Linux file system")
@@ -55,6 +57,21 @@ def test_memory_that_processes_share_is_counted_once() -> None:
         assert None not in counts
         assert not exceeds([one, other], sum(count or 0 for count in counts) + MEGABYTE, inherited=0)
         assert sum(count or 0 for count in counts) < sum(map(resident_of, (one, other))) - 32 * MEGABYTE
+
+
+def test_what_cannot_be_counted_exactly_is_counted_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "proportional_bytes", lambda pid: None)
+    with forked(touched) as one, forked(touched) as two, forked(touched) as three:
+        assert exceeds([one, two, three], 48 * MEGABYTE, inherited=resident_of(one) + 4 * MEGABYTE)
+        assert not exceeds([one, two, three], 48 * MEGABYTE, inherited=1024 * MEGABYTE)
+
+
+def test_descriptors_that_cannot_be_seen_count_as_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> NoReturn:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert buffer_bytes([os.getpid()]) > 4 * SOCKET_BYTES
 
 
 def resident_of(pid: int) -> int:

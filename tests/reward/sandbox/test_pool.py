@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.reward.sandbox import pool
+from headrace.reward.sandbox import pool, scratch
 from headrace.reward.sandbox.isolation import LAYERS_VARIABLE, environment
 from headrace.reward.sandbox.limits import (
     EVERY_LAYER,
@@ -279,6 +279,58 @@ async def test_an_import_that_leaves_threads_runs_cold_with_a_notice(
     assert sandbox.pids == []
     assert "left 1 threads behind" in caplog.text
     await sandbox.close()
+
+
+MAPPING = """
+import mmap
+file = open("cache", "w+b")
+file.truncate(4096)
+mapped = mmap.mmap(file.fileno(), 4096{})
+def f(messages, **kwargs):
+    mapped[0] += 1
+    return float(mapped[0])
+"""
+
+
+@pytest.mark.parametrize("access", ["", ", access=mmap.ACCESS_COPY"])
+async def test_an_import_that_leaves_a_shared_mapping_runs_cold_with_a_notice(
+    mode: Mode, tmp_path: Path, caplog: pytest.LogCaptureFixture, access: str
+) -> None:
+    """A mapping of its own is copied for each call; one of the file would carry what a call writes to the next."""
+    file = written(tmp_path, MAPPING.replace("{}", access))
+    sandbox = Sandbox({"spec": f"{file}:f"}, mode.settings(limits=LIMITS, workers=1))
+    answers = [await sandbox.call({"rows": [a_row()]}) for _ in range(2)]
+    assert [json.loads(answer.result) for answer in answers] == [[{"score": 1.0}]] * 2
+    assert ("left a file mapped" in caplog.text) == (not access)
+    assert len(sandbox.pids) == (1 if access else 0)
+    await sandbox.close()
+
+
+UNREADABLE = """
+import os
+os.mkdir("closed")
+for path in ("lock", "closed/inner"):
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o200))
+os.chmod("closed", 0)
+def f(messages, **kwargs):
+    return float(os.stat("lock").st_mode & 0o777 == 0o200 and os.path.exists("closed/inner"))
+"""
+
+
+async def test_files_of_an_import_that_cannot_be_read_are_there_in_calls(mode: Mode, tmp_path: Path) -> None:
+    sandbox = Sandbox({"spec": f"{written(tmp_path, UNREADABLE)}:f"}, mode.settings(limits=LIMITS, workers=1))
+    answer = await sandbox.call({"rows": [a_row()]})
+    assert json.loads(answer.result or "null") == [{"score": 1.0}], answer
+    await sandbox.close()
+
+
+def test_a_file_of_an_import_that_stays_unreadable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(place: str, mode: int) -> bytes:
+        raise PermissionError(place)
+
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr(scratch, "_read", refuse)
+    assert scratch.capture(str(tmp_path)) == scratch.ScratchState(str(tmp_path), (), ("file",))
 
 
 async def test_cpu_time_is_limited_apart_from_wall_time(mode: Mode) -> None:

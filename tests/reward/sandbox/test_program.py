@@ -95,6 +95,7 @@ async def test_limits_are_its_own_doing(
         ("import os; os.kill({trainer}, 9)", "Error"),
         ("import ctypes, os\nif ctypes.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0): raise OSError(1)", "OSError"),
         ("import os\nfor descriptor in range(3, 64): os.fstat(descriptor)", "Bad file descriptor"),
+        ("import os; os.write(0, b'x')", "Bad file descriptor"),  # its input is a file of the machine
     ],
 )
 async def test_it_reaches_nothing(where: str, tmp_path: Path, code: str, error: str) -> None:
@@ -102,6 +103,33 @@ async def test_it_reaches_nothing(where: str, tmp_path: Path, code: str, error: 
     result = await ended(where, tmp_path, filled)
     assert (result.outcome, result.status) == (Outcome.RETURNED, 1)
     assert error in result.stderr.splitlines()[-1]
+
+
+TWO_PROCESSES = """
+import os, time
+os.fork()
+kept = bytearray(48 << 20)
+kept[::4096] = b"x" * len(kept[::4096])
+time.sleep(1000)
+"""
+
+
+async def test_its_first_process_counts_with_the_others(where: str, tmp_path: Path) -> None:
+    """Each has less than the limit, both together have more."""
+    result = await ended(where, tmp_path, TWO_PROCESSES, memory_mb=80)
+    assert result.outcome is Outcome.MEMORY
+
+
+async def test_a_call_gets_no_more_output_than_its_own_limit(tmp_path: Path) -> None:
+    """The process that keeps it for the call is outside of every limit of memory."""
+    result = await ended("within", tmp_path, "print('x' * 100_000)", output_bytes=1_000_000)
+    assert result.outcome is Outcome.OUTPUT
+
+
+async def test_a_program_too_large_to_send_is_not_run(tmp_path: Path) -> None:
+    result = await ended("within", tmp_path, "print('x')", "x" * (17 << 20))
+    assert result.outcome is Outcome.NOT_RUN
+    assert "16 MB" in result.stderr
 
 
 async def test_it_cannot_end_the_reward_function(tmp_path: Path) -> None:
