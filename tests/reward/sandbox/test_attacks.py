@@ -344,7 +344,7 @@ OPEN: dict[IsolationLayer, set[str]] = {
         "descriptors_on_their_way",
         "holds_lease",
     },
-    IsolationLayer.UID: _MANY_PROCESSES,
+    IsolationLayer.UID: {*_MANY_PROCESSES, *_COLD},  # root that keeps its user makes no user namespace
     IsolationLayer.RLIMITS: {*_MANY_PROCESSES, "many_descriptors", "queues_signals"},
 }
 
