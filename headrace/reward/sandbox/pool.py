@@ -168,7 +168,7 @@ class SandboxWorker:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether forks of the first process inside could write to memory that all of them have, seen from outside."""
+        """Tell, from outside, whether forks of the first process inside could write to memory that all of them have."""
         with suppress(psutil.Error, OSError):  # without the right to see it, it is taken to have none
             for inside in self._first_inside():
                 lines = Path(f"/proc/{inside.pid}/smaps").read_text().splitlines()

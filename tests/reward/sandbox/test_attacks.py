@@ -309,10 +309,15 @@ def test_nobody_called(after: Aftermath, target: Target) -> None:
 # what has an effect without a layer; docs/sandbox.md says so for each
 _LANDLOCK_ONLY = {"looks_at_secret", "fills_scratch"}
 _MANY_PROCESSES = {"fork_bomb", "thread_bomb"}
+_COLD = {"kills_everything", at_import("leaves_process")}  # as PID 1 it stays itself; a process ends with the only call
 OPEN: dict[IsolationLayer, set[str]] = {
     # an ordinary user makes every other namespace in this one
-    IsolationLayer.USER: {*_LANDLOCK_ONLY, *_MANY_PROCESSES, at_import("leaves_process")},
-    IsolationLayer.MOUNT: {*_LANDLOCK_ONLY, *_MANY_PROCESSES},  # root stays root if only root may enter its interpreter
+    IsolationLayer.USER: {*_LANDLOCK_ONLY, *_MANY_PROCESSES, *_COLD},
+    IsolationLayer.MOUNT: {
+        *_LANDLOCK_ONLY,
+        *_MANY_PROCESSES,
+        *_COLD,
+    },  # root stays root if only root may enter its interpreter
     IsolationLayer.NETWORK: set(),
     IsolationLayer.IPC: set(),
     IsolationLayer.PID: {*_MANY_PROCESSES, at_import("leaves_process")},  # 8 instead of 7; it ends with its only call
@@ -339,7 +344,7 @@ OPEN: dict[IsolationLayer, set[str]] = {
         "descriptors_on_their_way",
         "holds_lease",
     },
-    IsolationLayer.UID: _MANY_PROCESSES,
+    IsolationLayer.UID: {*_MANY_PROCESSES, *_COLD},  # root that keeps its user makes no user namespace
     IsolationLayer.RLIMITS: {*_MANY_PROCESSES, "many_descriptors", "queues_signals"},
 }
 
