@@ -51,8 +51,11 @@ max_tokens = 4
 
 
 def test_names_and_reasons_of_a_reward_function_cannot_break_a_run_or_forge_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        logging.getLogger("headrace"), "propagate", False
+    )  # pytest's own handlers take no half surrogate
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "run.toml").write_text(CONFIG)
     config = load_checked(tmp_path / "run.toml", [f'run.folder="{tmp_path / "runs"}"'], command="train")
