@@ -72,7 +72,7 @@ def watching(what: str, *, detail: Callable[[], str] | None = None, has_deadline
     try:
         yield activity
     finally:
-        del _open[number]
+        _open.pop(number, None)
 
 
 @contextmanager

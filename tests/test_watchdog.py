@@ -14,6 +14,12 @@ from headrace import watchdog
 from headrace.watchdog import Watchdog, beat, describe_tasks, open_activities, watching, watching_thread
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep activities of services that other tests left running out of the table."""
+    monkeypatch.setattr(watchdog, "_open", {})
+
+
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, logger="headrace.watchdog")

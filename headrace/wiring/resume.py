@@ -163,6 +163,7 @@ def check_same_run(folder: RunFolder, config: Config) -> None:
     before, _ = use_new_names(folder.read_config())
     if not isinstance(before.get("model"), dict):
         raise RunFolderError(f"{folder.config} is not whole: it has no table [model]; restore it")
+    before = to_mapping(load_config(tomli_w.dumps(before), file=str(folder.config)))  # keys since then: their defaults
     before = _at_new_places(before, config, folder)
     differences = list(_differences(_what_is_trained(before), _what_is_trained(to_mapping(config))))
     if not differences:

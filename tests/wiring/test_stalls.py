@@ -43,6 +43,12 @@ max_tokens = 4
 """
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep activities of services that other tests left running out of the table."""
+    monkeypatch.setattr(watchdog, "_open", {})
+
+
 def slow_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make the first call take two seconds on its own thread."""
     calls = []

@@ -63,7 +63,7 @@ def test_what_cannot_be_counted_exactly_is_counted_in_full(monkeypatch: pytest.M
     monkeypatch.setattr(memory, "proportional_bytes", lambda pid: None)
     with forked(touched) as one, forked(touched) as two, forked(touched) as three:
         assert exceeds([one, two, three], 48 * MEGABYTE, inherited=resident_of(one) + 4 * MEGABYTE)
-        assert not exceeds([one, two, three], 48 * MEGABYTE, inherited=1024 * MEGABYTE)
+        assert not exceeds([one, two, three], 48 * MEGABYTE, inherited=4 * resident_of(one))
 
 
 def test_descriptors_that_cannot_be_seen_count_as_full(monkeypatch: pytest.MonkeyPatch) -> None:

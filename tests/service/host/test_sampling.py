@@ -14,6 +14,7 @@ from headrace.model.compute_thread import ComputeThread
 from headrace.model.cpu import packed_linear
 from headrace.service.host.adapter_host import AdapterHost
 from headrace.service.host.model_host import AdapterSpec, FullFinetune
+from headrace.storage import whole_folder
 from headrace.types import CROSS_ENTROPY, Completion, Datum, float_array, int_array
 from support.adapter_hosts import LIMIT_S, bits, data, opened, request, sample, saved, small_model, train
 
@@ -169,6 +170,8 @@ def spoil(folder: Path, factor: float) -> None:
     """Finite weights with which activations are not."""
     file = folder / "adapter_model.safetensors"
     save_file({name: each * factor + 1e30 for name, each in load_file(file).items()}, file, metadata={"format": "pt"})
+    (folder / whole_folder.MANIFEST).unlink()
+    whole_folder.write_manifest(folder)
 
 
 def test_a_damaged_adapter_fails_alone_and_leaves_nothing_behind(host: AdapterHost, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_workers_are_dealt_to_the_nodes_that_have_room(monkeypatch: pytest.Monke
         "10.0.0.2",
     ]
     text = plan(monkeypatch, "cluster.address=auto", "cluster.rollout_workers=9", nodes=nodes)
-    assert "there is room for 4 of 9 workers: the run would wait 300 s and then end" in text
+    assert "there is room for 4 of 9 workers: the run would wait 600 s and then end" in text
 
 
 def test_ray_that_cannot_be_imported_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
