@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class LogLine:
     text: str
 
 
-class RoleWorker:
+class RoleWorker(ABC):
     """Base of the actors. Every method that the coordinator calls is a coroutine on one event loop."""
 
     forwards_log = True  # to the coordinator
@@ -68,9 +69,9 @@ class RoleWorker:
             return exc
         return os.getpid()
 
+    @abstractmethod
     def build(self, build: Callable[..., Any]) -> None:
         """Build what the role works with."""
-        raise NotImplementedError
 
     async def poll(self, timeout_s: float) -> list[Any]:
         """Return the messages that have come up; waits for the first, but no longer than `timeout_s`."""
