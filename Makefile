@@ -48,7 +48,7 @@ QUANTIZERS := torchao==0.18.0
 PYTEST_ARGS ?=
 RECIPES := tests/service/test_recipes.py
 CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py tests/chaos
-RAY := tests/ray
+RAY := tests/real_ray
 RANKS := tests/train/fsdp tests/wiring/runtime/test_ranks_runs.py tests/contracts/test_backend.py
 SANDBOX := tests/reward/sandbox/test_attacks.py tests/reward/sandbox/test_judge_attacks.py
 VLLM_VENV := .venv-vllm
@@ -74,7 +74,7 @@ test: $(DEV) $(CHROMIUM)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
 test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
-	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY) $(RANKS) $(SANDBOX) tests/vllm) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY) $(RANKS) $(SANDBOX) tests/real_vllm) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RECIPES) $(PYTEST_ARGS)
@@ -102,7 +102,7 @@ test-ray: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RAY) $(PYTEST_ARGS)
 
 test-vllm: $(DEV) $(VLLM_VENV)/.installed
-	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/vllm $(PYTEST_ARGS)
+	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/real_vllm $(PYTEST_ARGS)
 
 # What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
 # package-data in pyproject.toml no longer names.

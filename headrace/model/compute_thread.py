@@ -19,6 +19,9 @@ from headrace.errors import BackendError, HeadraceError
 from headrace.watchdog import watching_thread
 
 R = TypeVar("R")
+# Held while transformers makes or loads a model: it replaces functions of its own classes meanwhile, among them the one
+# that ties the head to the embedding, so that two threads at once would leave parameters without data.
+MODEL_CONSTRUCTION = threading.RLock()
 CLOSED = "this worker is closed: nothing can be computed on it any more"
 
 

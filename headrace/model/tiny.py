@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headrace.errors import ConfigError
+from headrace.model.compute_thread import MODEL_CONSTRUCTION
 
 PAD, BOS, END, UNKNOWN = "<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -73,7 +74,7 @@ def make_model(
         eos_token_id=END_ID,
         dtype=torch.float32,
     )
-    with torch.random.fork_rng(devices=[]):
+    with MODEL_CONSTRUCTION, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's only: fork_rng does not restore the others
         model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from headrace.errors import ModelError, boundary
+from headrace.model.compute_thread import MODEL_CONSTRUCTION
 from headrace.model.folder_check import check_model_folder
 from headrace.model.load import LanguageModel, load_model, own_storage, prepare
 from headrace.model.supported import check_supported
@@ -31,7 +32,7 @@ def load_scalar_model(
             trust_remote_code=trust_remote_code,
         )
     check_model_folder(folder, trust_remote_code=trust_remote_code)
-    with boundary(ModelError, f"the scalar model in {folder} cannot be loaded"):
+    with MODEL_CONSTRUCTION, boundary(ModelError, f"the scalar model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         check_supported(config)
         if config.num_labels != 1:
@@ -63,7 +64,7 @@ def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> L
     if config.pad_token_id in lm.eos_tokens:
         config.pad_token_id = None
     with boundary(ModelError, f"models of type '{config.model_type}' get no scalar head"):
-        with torch.device("meta"):
+        with MODEL_CONSTRUCTION, torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
         trunk = lm.model.base_model
         setattr(model, model.base_model_prefix, trunk)

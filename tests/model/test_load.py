@@ -2,6 +2,8 @@
 
 import copy
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, sampled_from
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 from headrace.errors import ConfigError, ModelError
 from headrace.model import load
@@ -59,6 +61,26 @@ def test_a_folder_loads_in_eval_mode_with_the_weights_and_tokens_it_has(folder: 
     stored = load_file(folder / "model.safetensors")
     assert torch.equal(lm.head_weight(), stored["model.embed_tokens.weight"])
     assert load_model(str(folder), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_models_loaded_by_several_threads_at_once_keep_their_heads_tied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers replaces `tie_weights` of all models while it loads one."""
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", PreTrainedModel.tie_weights)  # put back, whatever happens
+    plain = LlamaForCausalLM.__init__
+
+    def slow(self: Any, *args: Any, **settings: Any) -> None:
+        time.sleep(0.02)
+        plain(self, *args, **settings)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", slow)
+    with ThreadPoolExecutor(4) as threads:
+        loads = [threads.submit(load_model, str(folder)) for _ in range(8)]
+        makes = [threads.submit(make_model, vocab_size=23, **SHAPE) for _ in range(4)]
+    for model in [load.result().model for load in loads] + [make.result() for make in makes]:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert not model.lm_head.weight.is_meta
 
 
 def test_end_tokens_are_the_generation_configs_and_then_the_tokenizers() -> None:
