@@ -78,7 +78,7 @@ def test_models_loaded_by_several_threads_at_once_keep_their_heads_tied(
     with ThreadPoolExecutor(4) as threads:
         loads = [threads.submit(load_model, str(folder)) for _ in range(8)]
         makes = [threads.submit(make_model, vocab_size=23, **SHAPE) for _ in range(4)]
-    for model in [load.result().model for load in loads] + [make.result() for make in makes]:
+    for model in [loaded.result().model for loaded in loads] + [made.result() for made in makes]:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert not model.lm_head.weight.is_meta
 
