@@ -46,6 +46,7 @@ import numpy as np
 import psutil
 import tenants_sampling
 import torch
+from serving import wait_until_up
 
 from headrace.model.load import load_model
 from headrace.service.host.adapter_host import AdapterHost
@@ -57,7 +58,7 @@ from headrace.types import CROSS_ENTROPY, Adam, Datum, SampleRequest, SamplingPa
 from headrace.wiring.build.models import fuse_cuda_layers
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
-START_S, WAKES, WARM_UP, RANK = 120.0, 300, 5, 8
+WAKES, WARM_UP, RANK = 300, 5, 8
 PROMPT = [9, 10]
 BARS = {"overhead_ms": 10.0, "polls_mb": 150.0, "wake_p99_ms": 100.0}  # less is better
 FLOORS = {"pipelining_gain": 0.2, "tenants_ratio": 0.6}  # more is better
@@ -91,22 +92,11 @@ def served() -> Iterator[Server]:
             command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
         )
         try:
-            _wait_until_up(f"http://127.0.0.1:{port}", process)
+            wait_until_up(f"http://127.0.0.1:{port}", process)
             yield Server(f"http://127.0.0.1:{port}", key, process.pid, folder)
         finally:
             process.terminate()
             process.wait()
-
-
-def _wait_until_up(url: str, process: "subprocess.Popen[bytes]") -> None:
-    ends = time.monotonic() + START_S
-    while True:
-        assert process.poll() is None, "the server ended"
-        assert time.monotonic() < ends, "the server does not answer"
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/api/v1/healthz").status_code == 200:
-                return
-        time.sleep(0.1)
 
 
 # --- overhead per future ---------------------------------------------------------------------------------------------

@@ -40,12 +40,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+from serving import wait_until_up
 
 from headrace.service.http.auth import hash_key, new_key
 from headrace.service.wire.proto import FLOAT32, INT64, ForwardBackwardRequest
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
-START_S, ANSWER_S, RANK, PER_ROUND, OPEN = 120.0, 600.0, 4, 4, 2
+ANSWER_S, RANK, PER_ROUND, OPEN = 600.0, 4, 4, 2
 TOKENS, MAX_TOKENS = list(range(8, 24)), 8
 
 
@@ -329,22 +330,11 @@ def served(tenants: int, clients: int) -> Iterator[tuple[str, dict[str, str], Pa
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait_until_up(url, process)
+            wait_until_up(url, process)
             yield url, keys, folder / "data" / "journal.sqlite"
         finally:
             process.terminate()
             process.wait()
-
-
-def _wait_until_up(url: str, process: "subprocess.Popen[bytes]") -> None:
-    ends = time.monotonic() + START_S
-    while True:
-        assert process.poll() is None, "the server ended"
-        assert time.monotonic() < ends, "the server does not answer"
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/api/v1/healthz").status_code == 200:
-                return
-        time.sleep(0.1)
 
 
 def main() -> None:

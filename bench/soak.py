@@ -1,20 +1,20 @@
 """Whether anything grows: memory, threads, open files and sockets of long runs, and how long a step or request takes.
 
-    python bench/soak.py [--minutes 30] [--part train|serve|both]
+    python bench/soak.py [--minutes 30] [--part train|serve|both] [--out FILE]
 
 - `train`: reinforcement learning of a byte-level model of one layer in `calculator` with tools: asynchronous with a
   staleness bound of 2, a reward function in the sandbox, an evaluation every ten steps, a checkpoint every twenty.
 - `serve`: `headrace serve` of the tiny model with eight tenants, each with a key of its own. A tenant opens a session,
-  creates an adapter, and for a minute or two trains, samples from a new snapshot, saves and deletes a checkpoint; then
-  it leaves, and comes again with a new adapter. (A model stays on record after its session: some kilobytes each.)
-  Results are kept for 60 s and what has expired is removed every 5 s, so that a soak of minutes sees all that a server
-  of weeks removes.
+  creates an adapter, and for half a minute trains, samples from a new snapshot, saves and deletes a checkpoint; then it
+  leaves, and comes again with a new adapter. After each minute all leave. (A model stays on record after its session:
+  some kilobytes each, so that a server of a day would have some ten thousand of them at this rate.) Results and
+  sessions are kept for 10 s, so that a soak of minutes sees all that a server of weeks removes.
 
-The trainer is looked at every second, the server every 15 s when all tenants have paused for a moment, so that open
-requests are not counted. The first third is warm-up and not counted. The figure of a window of 15 s is its smallest
-value: garbage and buffers come and go, a leak stays. `per_day` is the slope of a straight line through the
-windows, in percent of the mean; `bound` is the upper end of its 95 % interval, with fewer degrees of freedom where
-windows are correlated. Where other programs share the cores, latency says more about them than about us: `latency` is
+The trainer is looked at every second, and the figure of a minute is its smallest: garbage and buffers come and go, a
+leak stays. The server is looked at when all tenants have left and what they left behind has expired. The first third is
+warm-up and not counted. `per_day` is the slope of a straight line through these figures, in percent of their mean;
+`bound` is the upper end of its 95 % interval, with fewer degrees of freedom where they are correlated.
+Where other programs share the cores, latency says more about them than about us: `latency` is
 the median of the last third over that of the middle third.
 
 The last line is JSON; `ratio` is the smallest of 10 % a day over `bound` (where that is above zero): above 1, nothing
@@ -40,18 +40,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import psutil
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from serving import wait_until_up
+
 from headrace.service.client import ServiceClient
 from headrace.service.http.auth import hash_key, new_key
 from headrace.types import CROSS_ENTROPY, Adam, Datum, SamplingParams, float_array, int_array
 from support.agent_programs import make_tokenizer
 
-BAR_PERCENT, WINDOW_S, DAY_S = 10.0, 15.0, 86400.0
-TENANTS, VISIT_S = 8, 90.0
+BAR_PERCENT, WINDOW_S, DAY_S = 10.0, 60.0, 86400.0
+TENANTS, VISIT_S, ROUND_S, KEPT_S = 8, 30.0, 60.0, 10.0
 T_975 = {1: 12.7, 2: 4.3, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 8: 2.31, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
 RUN = """
 [run]
@@ -198,86 +199,74 @@ def soak_serve(minutes: float, folder: Path) -> Series:
         port = probe.getsockname()[1]
     quota = "quota = {requests_per_s = 1e6, burst = 1000000}\n"
     tables = (f'[[keys]]\nowner = "t{i}"\nsha256 = "{hash_key(key)}"\n{quota}' for i, key in enumerate(keys))
-    limits = "[limits]\nkeep_results_s = 60.0\ntidy_s = 5.0\nsession_timeout_s = 60.0\n"
+    limits = f"[limits]\nkeep_results_s = {KEPT_S}\ntidy_s = 1.0\nsession_timeout_s = {KEPT_S}\n"
     (folder / "serve.toml").write_text(f'[serve]\nport = {port}\nfolder = "data"\n{limits}{"".join(tables)}')
     command = [sys.executable, "-m", "headrace.cli", "serve", "serve.toml"]
     series, url = Series(), f"http://127.0.0.1:{port}"
-    with (folder / "out.txt").open("w") as out, ThreadPoolExecutor(TENANTS) as pool:
+    with (folder / "out.txt").open("w") as out:
         process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=out, stderr=out)
-        tenants = Tenants()
         try:
-            _wait_until_up(url, process)
-            running = [pool.submit(_tenant, url, key, i, tenants, series) for i, key in enumerate(keys)]
+            wait_until_up(url, process)
+            tenants = Tenants(url, keys, series)
 
             def look(seen: psutil.Process) -> None:
-                with tenants.paused():
-                    series.look(seen)
-                time.sleep(WINDOW_S - 1.0)
+                tenants.stay(ROUND_S)
+                time.sleep(KEPT_S + 5.0)
+                series.look(seen)
 
-            def leave() -> None:
-                tenants.stop.set()
-                for tenant in running:
-                    tenant.result()
-
-            _watch(process, look, minutes, before_end=leave)
+            _watch(process, look, minutes)
         finally:
-            tenants.stop.set()
             process.kill()
     series.latencies.sort()
     return series
 
 
 class Tenants:
-    """Lets all tenants work, pause or stop."""
+    """Eight tenants that come and go at random, and every minute all leave, until the server is at rest."""
 
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self._may_work, self._paused = threading.Event(), threading.Semaphore(0)
-        self._may_work.set()
+    def __init__(self, url: str, keys: Sequence[str], series: Series) -> None:
+        self._url, self._keys, self._series = url, keys, series
+        self._round = 0
+        self._leave = threading.Event()
 
-    def rest(self) -> None:
-        """Called by a tenant between two visits: wait while all pause."""
-        if not self._may_work.is_set():
-            self._paused.release()
-            self._may_work.wait()
+    def stay(self, seconds: float) -> None:
+        """Let all tenants work for this long, and return when the last one has left."""
+        self._leave.clear()
+        self._round += 1
+        with ThreadPoolExecutor(TENANTS) as pool:
+            visits = [pool.submit(self._come_and_go, key, number) for number, key in enumerate(self._keys)]
+            time.sleep(seconds)
+            self._leave.set()
+            for visit in visits:
+                visit.result()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Wait until all tenants have left, and a moment more, in which the server tidies up."""
-        self._may_work.clear()
-        for _ in range(TENANTS):
-            self._paused.acquire(timeout=300)
-        time.sleep(1.0)
-        try:
-            yield
-        finally:
-            self._may_work.set()
+    def _come_and_go(self, key: str, number: int) -> None:
+        rng = random.Random(1000 * self._round + number)
+        while not self._leave.is_set():
+            with ServiceClient(self._url, api_key=key, retry_s=20.0) as service:
+                self._visit(service, rng)
+            self._leave.wait(rng.uniform(0.0, 5.0))
 
-
-def _tenant(url: str, key: str, number: int, tenants: Tenants, series: Series) -> None:
-    rng = random.Random(number)
-    data = [
-        Datum(
-            inputs=int_array([9, 10, 11]),
-            targets=int_array([10, 11, 12]),
-            arrays={"weights": float_array([1.0, 1.0, 1.0])},
-        )
-    ]
-    while not tenants.stop.is_set():
-        with ServiceClient(url, api_key=key, retry_s=20.0) as service:
-            model = service.create_training(rank=4, seed=number).result(120)
-            leaves = time.monotonic() + rng.uniform(0.5, 1.5) * VISIT_S
-            while time.monotonic() < leaves and not tenants.stop.is_set():
-                tenants.rest()
-                began = time.monotonic()
-                model.forward_backward(data, CROSS_ENTROPY).result(120)
-                model.optim_step(Adam(learning_rate=1e-3)).result(120)
-                series.latencies.append((time.monotonic(), time.monotonic() - began))
-                sampling = service.create_sampling(snapshot=model.snapshot().result(120)).result(120)
-                params = SamplingParams(max_tokens=8, seed=rng.randrange(2**31))
-                sampling.sample(int_array([9, 10]), params).result(120)
-                service.delete_checkpoint(model.save_state("kept").result(120)).result(120)
-                time.sleep(rng.uniform(0.0, 0.5))
+    def _visit(self, service: ServiceClient, rng: random.Random) -> None:
+        data = [
+            Datum(
+                inputs=int_array([9, 10, 11]),
+                targets=int_array([10, 11, 12]),
+                arrays={"weights": float_array([1.0, 1.0, 1.0])},
+            )
+        ]
+        model = service.create_training(rank=4, seed=rng.randrange(2**31)).result(120)
+        leaves = time.monotonic() + rng.uniform(0.5, 1.5) * VISIT_S
+        while time.monotonic() < leaves and not self._leave.is_set():
+            began = time.monotonic()
+            model.forward_backward(data, CROSS_ENTROPY).result(120)
+            model.optim_step(Adam(learning_rate=1e-3)).result(120)
+            self._series.latencies.append((time.monotonic(), time.monotonic() - began))
+            sampling = service.create_sampling(snapshot=model.snapshot().result(120)).result(120)
+            params = SamplingParams(max_tokens=8, seed=rng.randrange(2**31))
+            sampling.sample(int_array([9, 10]), params).result(120)
+            service.delete_checkpoint(model.save_state("kept").result(120)).result(120)
+            time.sleep(rng.uniform(0.0, 0.5))
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -291,7 +280,6 @@ def _watch(
     process: "subprocess.Popen[bytes]",
     look: Callable[[psutil.Process], None],
     minutes: float,
-    before_end: Callable[[], None] = lambda: None,
 ) -> None:
     seen, ends = psutil.Process(process.pid), time.monotonic() + 60 * minutes
     try:
@@ -300,20 +288,8 @@ def _watch(
             with contextlib.suppress(psutil.NoSuchProcess):
                 look(seen)
     finally:
-        before_end()
         process.terminate()
         process.wait(120)
-
-
-def _wait_until_up(url: str, process: "subprocess.Popen[bytes]") -> None:
-    ends = time.monotonic() + 120
-    while True:
-        assert process.poll() is None, "the server ended"
-        assert time.monotonic() < ends, "the server does not answer"
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/api/v1/healthz").status_code == 200:
-                return
-        time.sleep(0.1)
 
 
 def _parts(part: str, minutes: float, folder: Path) -> Iterator[tuple[str, Series]]:
@@ -331,12 +307,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--part", choices=("train", "serve", "both"), default="both")
+    parser.add_argument("--out", type=Path, help="write all that was seen here, as JSON")
     arguments = parser.parse_args()
     found: dict[str, object] = {}
     bounds = []
+    seen: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part, series in _parts(arguments.part, arguments.minutes, Path(folder)):
             print(f"{part}: {arguments.minutes:g} minutes")
+            seen[part] = {"times": series.times, **series.values}
             for name, values in series.values.items():
                 grown = growth(series.times, values)
                 found[f"{part}/{name}"] = grown
@@ -345,6 +324,8 @@ def main() -> None:
                 print(f"  {name:12} mean {mean:9.1f}  {per_day:+8.2f} % a day, at most {bound:+.2f} %")
             found[f"{part}/latency"] = latency = drift(series.latencies)
             print(f"  {'latency':12} {latency}")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(seen))
     worst = max(bounds)
     ratio = round(BAR_PERCENT / worst, 2) if worst > 0 else None
     print(json.dumps({"bench": "soak", "minutes": arguments.minutes, **found, "ratio": ratio}))

@@ -39,7 +39,6 @@ class IsolationPlan:
     scratch: str  # the folder that stays writable without a mount namespace (with one, it is SCRATCH)
     uid_offset: int  # gives each worker a user of its own
     limits: CallLimits
-    outer: frozenset[IsolationLayer] = frozenset()  # already active, when this process is in a sandbox itself
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ def isolate_outside(plan: IsolationPlan) -> tuple[Isolation, str]:
 
     Returns the isolation, and the path of the writable folder as seen from inside.
     """
-    isolation = Isolation(active=set(plan.outer), reasons={})
+    isolation = Isolation(active=set(), reasons={})
     user = _FRESH_IDS + plan.uid_offset if os.getuid() == 0 else os.getuid()
     group = user if os.getuid() == 0 else os.getgid()
     proc = os.open("/proc/self", os.O_PATH) if linux.available and os.path.isdir("/proc/self") else -1
