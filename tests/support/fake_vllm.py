@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from headrace.model.compute_thread import MODEL_CONSTRUCTION
 from headrace.service.http.server import serving
 from headrace.types import FloatArray, IntArray, float_array
 
@@ -118,7 +119,8 @@ class FakeVllm:
 
     def reload(self, folder: Path) -> None:
         if (folder / "config.json").is_file():  # a model of transformers
-            self.network = AutoModelForCausalLM.from_pretrained(folder)
+            with MODEL_CONSTRUCTION:  # several servers, and the run itself, may be in this process
+                self.network = AutoModelForCausalLM.from_pretrained(folder)
             return
         weights = load_file(folder / "model.safetensors")
         self.embed = weights["embed"]
