@@ -26,6 +26,7 @@ Files, from the trainer inwards:
 - `pool`: `Sandbox`, which starts workers, sends them calls and replaces them when they end.
 - `supervisor`: the process around a worker, which watches its memory and ends everything in it.
 - `memory`: counts the memory of a call's processes, from outside.
+- `cgroup`: limits the memory of all processes of a worker by the kernel, where this user may.
 - `isolation`: builds the isolation layers around a process, and records which are active.
 - `linux`: namespaces, mounts, capabilities, Landlock and seccomp by ctypes.
 - `worker`: runs inside; imports the code once and forks each call.

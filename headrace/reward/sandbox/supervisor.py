@@ -22,6 +22,7 @@ from typing import Protocol
 
 from headrace.reward.sandbox import linux
 from headrace.reward.sandbox.attendant import CALL_BEGAN, CALL_EVENT
+from headrace.reward.sandbox.cgroup import PREFIX, MemoryCgroup, remove_cgroups
 from headrace.reward.sandbox.isolation import LAYERS_VARIABLE, Isolation, IsolationPlan, isolate_inside, isolate_outside
 from headrace.reward.sandbox.limits import OVER_CPU, OVER_MEMORY, CallLimits
 from headrace.reward.sandbox.memory import exceeds, own_bytes
@@ -30,6 +31,7 @@ _POLL_MS = 50
 _PROGRAMS_AT_ONCE = 8  # of one call; further ones wait
 PROGRAM_WANTED = b"p"  # from a call; it comes back with the connection to the program's host
 _END_S = 5.0  # for the kernel to end processes that were killed
+_OVERHEAD_BYTES = 64 << 20  # of a cgroup: the builder, structures of the kernel, and pages of files in use
 _LATE_S = 1.0  # after the deadline of its call, a program's host is ended
 
 
@@ -79,9 +81,12 @@ def supervise(
         linux.adopt_orphans()
     prefix = _scratch_prefix(os.getppid(), os.getpid())
     scratch = tempfile.mkdtemp(prefix=prefix, dir=plan.scratch)
-    programs = None if host is None else _Programs.open(host, plan, prefix)
+    cgroup = MemoryCgroup.create(os.path.basename(scratch).removeprefix(PREFIX), _cgroup_bytes(plan.limits))
+    programs = None if host is None else _Programs.open(host, plan, prefix, cgroup)
     builder = os.fork()
     if builder == 0:
+        if cgroup is not None:
+            cgroup.enter()
         _build(replace(plan, scratch=scratch), work, lifeline, programs)
     for descriptor in keep:
         os.close(descriptor)
@@ -89,9 +94,12 @@ def supervise(
         programs.close_inside()
         programs.builder_pid = builder
     try:
-        return _watch(builder, lifeline, programs, memory_bytes=plan.limits.memory_mb << 20)
+        status = _watch(builder, lifeline, programs, cgroup, memory_bytes=plan.limits.memory_mb << 20)
+        return OVER_MEMORY if status and cgroup is not None and cgroup.has_killed() else status
     finally:
         _kill_all(builder)
+        if cgroup is not None:
+            cgroup.remove()
         for folder in (scratch, *([programs.folder] if programs is not None and programs.folder else [])):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -104,12 +112,19 @@ def scratch_root() -> str:
 
 def remove_leftovers(root: str, supervisor: int) -> None:
     """Remove the folder that a supervisor leaves if it is killed. This process started it, and it has ended."""
-    for left in Path(root).glob(f"{_scratch_prefix(os.getpid(), supervisor)}*"):
+    prefix = _scratch_prefix(os.getpid(), supervisor)
+    for left in Path(root).glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
+    remove_cgroups(prefix.removeprefix(PREFIX))
 
 
 def _scratch_prefix(owner: int, supervisor: int) -> str:
-    return f"headrace-{owner}-{supervisor}-"
+    return f"{PREFIX}{owner}-{supervisor}-"
+
+
+def _cgroup_bytes(limits: CallLimits, *, forked_from: int = 0) -> int:
+    """Return the limit of a worker's cgroup: what a call may use, its folder, and what all its processes came from."""
+    return ((limits.memory_mb + limits.scratch_mb) << 20) + _OVERHEAD_BYTES + forked_from
 
 
 def _build(plan: IsolationPlan, work: SandboxedWork, lifeline: int, programs: "_Programs | None") -> None:
@@ -166,7 +181,9 @@ class _exit_with:
         os._exit(self._status())
 
 
-def _watch(builder: int, lifeline: int, programs: "_Programs | None", *, memory_bytes: int) -> int:
+def _watch(
+    builder: int, lifeline: int, programs: "_Programs | None", cgroup: MemoryCgroup | None, *, memory_bytes: int
+) -> int:
     parent = os.getppid()
     next_check = 0.0
     while True:
@@ -184,10 +201,12 @@ def _watch(builder: int, lifeline: int, programs: "_Programs | None", *, memory_
         if programs is not None:
             programs.handle(ready, lifeline)
         if time.monotonic() >= next_check:
+            was_killed = cgroup is not None and cgroup.has_killed()
             if programs is not None and programs.forked_calls:
-                is_over = _exceeds_in_forking_worker(builder, memory_bytes)
+                is_over = _exceeds_in_forking_worker(builder, memory_bytes, was_killed=was_killed)
             else:
-                is_over = _exceeds_together(builder, memory_bytes, () if programs is None else programs.running)
+                hosts = () if programs is None else programs.running
+                is_over = was_killed or _exceeds_together(builder, memory_bytes, hosts)
             if is_over:
                 return OVER_MEMORY
             next_check = time.monotonic() + _POLL_MS / 1000
@@ -211,6 +230,7 @@ class _Programs:
     builder: socket.socket  # says when calls begin and end
     channel: socket.socket | None  # on which the current call asks; at first the import, or the only call
     inside: tuple[socket.socket, socket.socket]  # the other ends of both
+    cgroup: MemoryCgroup | None  # of the worker; each program has its own
     folder: str = ""
     deadline: float | None = None  # of the current call
     used_s: float = 0.0  # by programs of the current call that have ended
@@ -219,7 +239,7 @@ class _Programs:
     forked_calls: bool = False  # a call began, apart from the import
 
     @classmethod
-    def open(cls, host: ProgramHost, plan: IsolationPlan, prefix: str) -> "_Programs":
+    def open(cls, host: ProgramHost, plan: IsolationPlan, prefix: str, cgroup: MemoryCgroup | None) -> "_Programs":
         builder, for_builder = socket.socketpair()
         channel, for_inside = socket.socketpair()
         return cls(
@@ -230,6 +250,7 @@ class _Programs:
             builder=builder,
             channel=channel,
             inside=(for_builder, for_inside),
+            cgroup=cgroup,
         )
 
     def close_inside(self) -> None:
@@ -268,7 +289,15 @@ class _Programs:
         event, deadline = CALL_EVENT.unpack(data)
         if event == CALL_BEGAN:
             self.channel, self.deadline = socket.socket(fileno=descriptors[0]), deadline
-            self.forked_calls = True
+            self._begin_forked_call()
+
+    def _begin_forked_call(self) -> None:
+        if self.cgroup is not None:
+            self.cgroup.begin_call()
+            if not self.forked_calls:
+                with suppress(OSError):
+                    self.cgroup.limit(_cgroup_bytes(self.limits, forked_from=self.cgroup.own_bytes()))
+        self.forked_calls = True
 
     def _end_programs(self) -> None:
         """End the programs of the last call and their hosts, and remove their folders."""
@@ -334,8 +363,10 @@ def _exceeds_together(builder: int, memory_bytes: int, hosts: Iterable[int]) -> 
     return exceeds([pid for pid in descendants(os.getpid()) if pid not in apart], memory_bytes, inherited=0)
 
 
-def _exceeds_in_forking_worker(builder: int, memory_bytes: int) -> bool:
+def _exceeds_in_forking_worker(builder: int, memory_bytes: int, *, was_killed: bool) -> bool:
     """Say whether the process that forks calls uses too much memory; a call that does is killed here.
+
+    With `was_killed` the kernel has ended one of its processes at the limit of the cgroup.
 
     It is PID 1 of a namespace, so that all processes of a call are below it. Programs are not.
     """
@@ -344,7 +375,7 @@ def _exceeds_in_forking_worker(builder: int, memory_bytes: int) -> bool:
         if inherited > memory_bytes:
             return True
         call = descendants(inside)
-        if exceeds(call, memory_bytes, inherited=inherited):
+        if was_killed or exceeds(call, memory_bytes, inherited=inherited):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(inside, signal.SIGUSR1)  # tells the worker why; it blocks this signal
             for pid in call:
