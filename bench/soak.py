@@ -10,7 +10,7 @@
   some kilobytes each, so that a server of a day would have some ten thousand of them at this rate.) Results and
   sessions are kept for 10 s, so that a soak of minutes sees all that a server of weeks removes.
 
-The trainer is looked at every second, and the figure of a minute is its smallest: garbage and buffers come and go, a
+The trainer is looked at four times a second, and the figure of a minute is its smallest: garbage and buffers come and go, a
 leak stays. The server is looked at when all tenants have left and what they left behind has expired. The first third is
 warm-up and not counted. `per_day` is the slope of a straight line through these figures, in percent of their mean;
 `bound` is the upper end of its 95 % interval, with fewer degrees of freedom where they are correlated.
@@ -52,7 +52,7 @@ from headrace.types import CROSS_ENTROPY, Adam, Datum, SamplingParams, float_arr
 from support.agent_programs import make_tokenizer
 
 BAR_PERCENT, WINDOW_S, DAY_S = 10.0, 60.0, 86400.0
-TENANTS, VISIT_S, ROUND_S, KEPT_S = 8, 30.0, 60.0, 10.0
+TENANTS, VISIT_S, ROUND_S, KEPT_S = 8, 30.0, 60.0, 20.0
 T_975 = {1: 12.7, 2: 4.3, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 8: 2.31, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
 RUN = """
 [run]
@@ -174,7 +174,7 @@ def soak_train(minutes: float, folder: Path) -> Series:
 
     def look(seen: psutil.Process) -> None:
         series.look(seen)
-        time.sleep(1.0)
+        time.sleep(0.25)
 
     with (folder / "out.txt").open("w") as out:
         process = subprocess.Popen(command, cwd=folder, env=_environment(), stdout=out, stderr=out)

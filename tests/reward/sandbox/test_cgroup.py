@@ -1,5 +1,6 @@
 """A memory cgroup limits what no count of processes shows, where this user may make one."""
 
+import os
 import sys
 
 import pytest
@@ -25,7 +26,7 @@ def cgroup() -> MemoryCgroup:
 
 
 def left_behind() -> list[str]:
-    return [str(left) for parent, _ in _parents() for left in parent.glob(f"{PREFIX}*")]
+    return [str(left) for parent, _ in _parents() for left in parent.glob(f"{PREFIX}{os.getpid()}-*")]
 
 
 def test_a_cgroup_is_removed_and_can_be_made_again(cgroup: MemoryCgroup) -> None:
