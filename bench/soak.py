@@ -8,14 +8,14 @@
   creates an adapter, and for half a minute trains, samples from a new snapshot, saves and deletes a checkpoint; then it
   leaves, and comes again with a new adapter. After each minute all leave. (A model stays on record after its session:
   some kilobytes each, so that a server of a day would have some ten thousand of them at this rate.) Results and
-  sessions are kept for 10 s, so that a soak of minutes sees all that a server of weeks removes.
+  sessions are kept for 20 s, so that a soak of minutes sees all that a server of weeks removes.
 
-The trainer is looked at four times a second, and the figure of a minute is its smallest: garbage and buffers come and go, a
-leak stays. The server is looked at when all tenants have left and what they left behind has expired. The first third is
-warm-up and not counted. `per_day` is the slope of a straight line through these figures, in percent of their mean;
-`bound` is the upper end of its 95 % interval, with fewer degrees of freedom where they are correlated.
-Where other programs share the cores, latency says more about them than about us: `latency` is
-the median of the last third over that of the middle third.
+The trainer is looked at four times a second, and the figure of a minute is its smallest: garbage and buffers come and
+go, a leak stays. The server is looked at when all tenants have left and what they left behind has expired. The first
+third is warm-up and not counted: caches fill, such as the tokenizer's of 10,000 words. `per_day` is the slope of a
+straight line through these figures, in percent of their mean; `bound` is the upper end of its 95 % interval, with fewer
+degrees of freedom where they are correlated. Where other programs share the cores, latency says more about them than
+about us: `latency` is the median of the last third over that of the middle third.
 
 The last line is JSON; `ratio` is the smallest of 10 % a day over `bound` (where that is above zero): above 1, nothing
 grows by more than 10 % a day.
