@@ -29,6 +29,7 @@ class MemoryCgroup:
     def create(cls, name: str, limit_bytes: int) -> "MemoryCgroup | None":
         """Make a cgroup of this name with a limit, where that is allowed; None elsewhere."""
         for parent, version in _parents():
+            _remove_ownerless(parent)
             cgroup = cls(parent / f"{PREFIX}{name}", version)
             with suppress(OSError):
                 cgroup.folder.mkdir()
@@ -98,6 +99,15 @@ def remove_cgroups(name: str) -> None:
     """Remove the empty cgroups whose names begin with `name`, left by a supervisor that was killed."""
     for parent, _ in _parents():
         for left in parent.glob(f"{PREFIX}{name}*"):
+            with suppress(OSError):
+                left.rmdir()
+
+
+def _remove_ownerless(parent: Path) -> None:
+    """Remove what was left when a trainer and its supervisor were killed together. One with processes in it stays."""
+    for left in parent.glob(f"{PREFIX}*"):
+        owner = left.name.removeprefix(PREFIX).split("-")[0]
+        if owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
             with suppress(OSError):
                 left.rmdir()
 

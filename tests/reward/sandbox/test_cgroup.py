@@ -52,3 +52,13 @@ async def test_memory_that_nobody_is_charged_for_ends_the_call(cgroup: MemoryCgr
     assert bad.outcome is Outcome.MEMORY, bad
     assert good.outcome is Outcome.RETURNED, good
     assert left_behind() == []
+
+
+def test_what_killed_trainers_left_is_removed(cgroup: MemoryCgroup) -> None:
+    gone = 2**22 + 1  # no process has such a number
+    left = MemoryCgroup.create(f"{gone}-1-x", 64 << 20)
+    assert left is not None
+    made = MemoryCgroup.create("test", 64 << 20)
+    assert made is not None
+    made.remove()
+    assert not left.folder.exists()
