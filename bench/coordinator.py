@@ -1,25 +1,28 @@
-"""Measure how many groups a second one core coordinates with 10,000 episodes in flight: CPU seconds and bytes a group.
+"""Measure how many groups a second one core coordinates with 10,000 episodes in flight: CPU time and bytes a group.
 
     python bench/coordinator.py [--in-flight 10000] [--batches 10] [--turns 2] [--tokens 256] [--profile]
 
-The real executor, publisher, partial rollouts and group player, on the real clock and pinned to one core. An engine
-that waits and computes nothing answers every turn; groups have 8 episodes, an episode has two turns of 256 tokens on
-average behind a prompt of 256. Lengths are log-normal. After every 512 groups the loop's own work is done (advantages,
-data, digests of the step's transaction), then weights are published: all open sequences are interrupted and continued.
-More is offered than one core can do, so `groups_per_s` is what it does; a training step takes no time of its own.
+The real executor, publisher, partial rollouts and group player, in one thread. An engine that waits and computes
+nothing answers every turn; groups have 8 episodes, an episode has two turns of 256 tokens on average behind a prompt of
+256. Lengths are log-normal. After every 512 groups the loop's own work is done (advantages, data, digests of the step's
+transaction), then weights are published: all open sequences are interrupted and continued.
 
-Two ways to play a group:
+Three ways to play a group:
 
-- `here`: episodes run in the coordinator, as in a run without a cluster, by a rollout function of the user's.
+- `here`: episodes run in the coordinator, as in a run without a cluster, by a rollout function of the user's. Waiting
+  takes no time (a virtual clock), so the thread is always busy, whatever else the machine does.
 - `messages`: episodes run on 16 rollout workers, over the messages of headrace/cluster: a job and a result for each
-  group, a call and an answer for each turn. The workers are objects in this process, so there is no network and no
-  Ray; every message is pickled and unpickled, and counted (`sent_bytes`, `received_bytes` of a group). CPU time of the
-  workers is measured and taken off; so `groups_per_s` is groups per CPU second of the coordinator.
+  group, a call and an answer for each turn. The workers are objects in this process, so there is no network; every
+  message is pickled and unpickled, and counted (`sent_bytes`, `received_bytes` of a group). The workers' CPU time is
+  measured and taken off. Needs Ray to be installed, and starts none.
+- `real`: as `here`, on the real clock, with 150 groups a second offered. `wall_groups_per_s` is what came.
 
-`in_flight` is the mean number of episodes that have begun and not ended, `cpu_ms` the CPU time of a group and
-`loop_cpu_ms` the share of the loop's own work in it, `live_bytes` the growth of resident memory divided by the groups
-that were live. The last line is JSON; its `ratio` is the smallest of: episodes in flight over 10,000, and groups a
-second over 100, both ways.
+`in_flight` is the mean number of episodes that have begun and not ended. `groups_per_s` is groups per CPU second: what
+one core can do. `cpu_ms` is the CPU time of a group, the engine's included, and `loop_cpu_ms` the share of the loop's
+own work in it. `live_bytes` is the growth of resident memory divided by the groups that were live.
+
+The last line is JSON; its `ratio` is the smallest of episodes in flight over 10,000 and groups per CPU second over 100,
+over all ways.
 """
 
 import argparse
@@ -32,7 +35,6 @@ import math
 import os
 import pickle
 import pstats
-import random
 import sys
 import tempfile
 import time
@@ -59,7 +61,6 @@ from headrace.testing import FakeEnv, FakeRewardRunner, FakeSampler, run_virtual
 from headrace.types import (
     Completion,
     Episode,
-    Group,
     Message,
     SampleRequest,
     SamplingParams,
@@ -73,12 +74,13 @@ from headrace.types import (
 )
 
 REQUIRED_IN_FLIGHT, REQUIRED_GROUPS_PER_S = 10_000, 100.0
-GROUP_SIZE, BATCH_GROUPS, ETA, WORKERS = 8, 512, 12, 16
+GROUP_SIZE, ETA, WORKERS = 8, 12, 16
 SIGMA, PROMPT, MAX_TOKENS = 0.4, 256, 4096
-OFFERED = 800.0  # groups a second, if coordinating them took no time
+OFFERED = 150.0  # groups a second, if coordinating them took no time
 PRIVATE = int_array(np.arange(2 * MAX_TOKENS) % 997)
 LOGPROBS = float_array(np.full(MAX_TOKENS, -0.5))
 EMPTY = int_array([])
+LENGTHS = np.random.default_rng(0).lognormal(-(SIGMA**2) / 2, SIGMA, 10_007).tolist()  # over their mean
 WARMUP = 5  # batches
 PROFILE = cProfile.Profile()
 
@@ -98,8 +100,7 @@ class WaitingEngine(FakeSampler):
             await self._resumed.wait()
         done = request.continue_from
         had = 0 if done is None else len(done.tokens)
-        normal = random.Random(request.params.seed).gauss(-(SIGMA**2) / 2, SIGMA)
-        length = max(1, min(MAX_TOKENS, round(self._mean * math.exp(normal))))
+        length = max(1, min(MAX_TOKENS, round(self._mean * LENGTHS[request.params.seed % len(LENGTHS)])))
         loop = asyncio.get_running_loop()
         began_s, version = loop.time(), self._version
         ended: asyncio.Future[bool] = loop.create_future()
@@ -291,7 +292,7 @@ class Figures:
     groups_per_s: float
     cpu_ms: float  # of a group
     loop_cpu_ms: float  # of that: advantages, data, digests
-    cpu_share: float  # of one core
+    wall_groups_per_s: float  # on the real clock alone; else 0
     live_bytes: float  # of a group
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
@@ -336,10 +337,10 @@ def group_player(engine: WaitingEngine, in_flight: InFlight, turns: int) -> Grou
 
 
 async def measure(way: str, options: argparse.Namespace, folder: Path) -> Figures:
-    """Fill up to so many episodes in flight, then measure for so many seconds."""
-    # An episode is over before the longest of its group: so many more groups than episodes / 8 must run.
+    """Fill up to so many episodes in flight, then measure so many training steps."""
+    # an episode is over before the longest of its group, so more groups than episodes / 8 must run
     spare = 1.0 + 1.4 * SIGMA / math.sqrt(options.turns)
-    running = math.ceil(spare * options.in_flight / GROUP_SIZE)
+    running = math.ceil(1.15 * spare * options.in_flight / GROUP_SIZE)
     in_flight, wire = InFlight(), Wire()
     episode_s = options.in_flight / GROUP_SIZE / OFFERED
     engine = WaitingEngine(mean_tokens=options.tokens, token_s=episode_s / options.turns / options.tokens)
@@ -353,7 +354,7 @@ async def measure(way: str, options: argparse.Namespace, folder: Path) -> Figure
     )
     executor = build_executor(
         AsyncSettings(max_staleness=ETA, max_running=running),
-        batch_groups=BATCH_GROUPS,
+        batch_groups=options.batch_groups,
         samplers=[engine],
         player=group_player(engine, in_flight, options.turns),
         source=Tasks(),
@@ -362,8 +363,9 @@ async def measure(way: str, options: argparse.Namespace, folder: Path) -> Figure
     commits = CommitLog(folder / f"{way}.jsonl", records=0)
     buffer = DataBuffer(commits, stage="rl", records=lambda: 0, spill_to=folder / "buffer")
     gc.collect()
+    gc.freeze()  # as a run does
     before_bytes, levels = resident_bytes(), []
-    if way == "messages":
+    if way == "messages":  # not before: a run without a cluster has none
         pool.start()
         await pool.started()
     numbers = itertools.count(1)
@@ -377,7 +379,7 @@ async def measure(way: str, options: argparse.Namespace, folder: Path) -> Figure
         for _ in range(options.batches):
             levels.append(in_flight.now)
             loop_s += await train(executor, buffer, next(numbers))
-            groups += BATCH_GROUPS
+            groups += options.batch_groups
         PROFILE.disable()
         passed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s - wire.worker_s
         live = executor.metrics()
@@ -390,7 +392,7 @@ async def measure(way: str, options: argparse.Namespace, folder: Path) -> Figure
         groups_per_s=groups / cpu_s,
         cpu_ms=1000 * cpu_s / groups,
         loop_cpu_ms=1000 * loop_s / groups,
-        cpu_share=cpu_s / passed_s,
+        wall_groups_per_s=groups / passed_s if way == "real" else 0.0,
         live_bytes=live_bytes,
         sent_bytes=wire.sent / groups,
         received_bytes=wire.received / groups,
@@ -420,16 +422,17 @@ def resident_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, default=REQUIRED_IN_FLIGHT, help="episodes")
-    parser.add_argument("--batches", type=int, default=10, help="of 512 groups, that are measured")
+    parser.add_argument("--batches", type=int, default=10, help="training steps that are measured")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="mean of a turn")
+    parser.add_argument("--batch-groups", type=int, default=512, help="groups of a training step")
     parser.add_argument("--ways", nargs="+", default=["here", "messages", "real"])
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
     options = parser.parse_args()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    print(f"{'way':9} {'in flight':>9} {'groups/s':>9} {'CPU ms':>7} {'of it loop':>10} {'share':>6} {'kB live':>8} "
-          f"{'kB sent':>8} {'kB received':>11}")
+    print(
+        f"{'way':9} {'in flight':>9} {'groups/s':>9} {'CPU ms':>7} {'of it loop':>10} {'wall':>6} {'kB live':>8} "
+        f"{'kB sent':>8} {'kB received':>11}"
+    )
     found: dict[str, Figures] = {}
     for way in options.ways:
         with tempfile.TemporaryDirectory() as folder:
@@ -440,7 +443,8 @@ def main() -> None:
         f = found[way]
         print(
             f"{way:9} {f.in_flight:9.0f} {f.groups_per_s:9.1f} {f.cpu_ms:7.2f} {f.loop_cpu_ms:10.2f} "
-            f"{f.cpu_share:6.2f} {f.live_bytes / 1024:8.1f} {f.sent_bytes / 1024:8.1f} {f.received_bytes / 1024:11.1f}",
+            f"{f.wall_groups_per_s:6.1f} {f.live_bytes / 1024:8.1f} {f.sent_bytes / 1024:8.1f} "
+            f"{f.received_bytes / 1024:11.1f}",
             flush=True,
         )
     ratio = min(figures.ratio for figures in found.values())

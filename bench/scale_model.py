@@ -241,9 +241,7 @@ def lengths_of(seed: int) -> list[int]:
     return [max(1, round(min(CAP, length) / QUANTUM)) for length in tokens]
 
 
-def player(
-    engine: ModelEngine, partial_rollouts: PartialRollouts
-) -> Callable[[Task, int], Awaitable[Group]]:
+def player(engine: ModelEngine, partial_rollouts: PartialRollouts) -> Callable[[Task, int], Awaitable[Group]]:
     """Play a group as one episode that ends with its longest sequence."""
 
     async def play(task: Task, id: int) -> Group:
@@ -333,20 +331,20 @@ def run_model(*, coordinator_ms: float, sizes: Sequence[int] = SIZES) -> dict[st
     """Print a table for each number of GPUs and return the best configurations."""
     found: dict[str, object] = {}
     print(
-        f"model: full engine {FULL_TOKENS_PER_S:,.0f} tokens/s a card, training {TRAIN_TOKENS_PER_S:,.0f}, mean context "
-        f"{CONTEXT:,.0f}, coordinator {coordinator_ms:g} ms a group"
+        f"model: full engine {FULL_TOKENS_PER_S:,.0f} tokens/s a card, training {TRAIN_TOKENS_PER_S:,.0f}, mean "
+        f"context {CONTEXT:,.0f}, coordinator {coordinator_ms:g} ms a group"
     )
     for gpus in sizes:
         for sync_s in SYNCS_S:
             base = Cluster(gpus=gpus, sampling=gpus, eta=0, sync_s=sync_s, coordinator_s=coordinator_ms / 1000)
             sync = run_virtual(simulate(base))
-            tried = [
-                replace(base, sampling=sampling, eta=eta) for sampling in splits(gpus) for eta in ETAS
-            ]
+            tried = [replace(base, sampling=sampling, eta=eta) for sampling in splits(gpus) for eta in ETAS]
             outcomes = {cluster: run_virtual(simulate(cluster)) for cluster in tried}
             best = best_of(outcomes)
-            print(f"\n{gpus} GPUs, sync {sync_s:g} s, {base.batch_groups} groups of {GROUP_SIZE} a step; thousand "
-                  f"trained tokens/s by sampling cards and eta (synchronous: {sync.tokens_per_s / 1000:,.0f})")
+            print(
+                f"\n{gpus} GPUs, sync {sync_s:g} s, {base.batch_groups} groups of {GROUP_SIZE} a step; thousand "
+                f"trained tokens/s by sampling cards and eta (synchronous: {sync.tokens_per_s / 1000:,.0f})"
+            )
             print("sampling " + "".join(f"{f'eta {eta}':>10}" for eta in ETAS))
             for sampling in splits(gpus):
                 rates = [outcomes[replace(base, sampling=sampling, eta=eta)].tokens_per_s / 1000 for eta in ETAS]
@@ -357,8 +355,8 @@ def run_model(*, coordinator_ms: float, sizes: Sequence[int] = SIZES) -> dict[st
                 f"best: {best.sampling} sample, {best.training} train, eta {best.eta}: {outcome.step_s:.1f} s a step, "
                 f"engine {outcome.engine:.0%}, trainer {outcome.trainer:.0%}, sync {outcome.sync:.0%}, coordinator "
                 f"{outcome.coordinator:.0%} of a core, mean lag {outcome.lag:.1f}, masked {outcome.masked:.1%}; limit: "
-                f"{outcome.limit}; {outcome.tokens_per_s / sync.tokens_per_s:.2f} x synchronous; with abort in place of "
-                f"inflight {abort.tokens_per_s / outcome.tokens_per_s:.0%} of it",
+                f"{outcome.limit}; {outcome.tokens_per_s / sync.tokens_per_s:.2f} x synchronous; with abort in place "
+                f"of inflight {abort.tokens_per_s / outcome.tokens_per_s:.0%} of it",
                 flush=True,
             )
             found[f"{gpus} GPUs, sync {sync_s:g} s"] = {

@@ -10,7 +10,7 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(^|_)(megatron|mbridge|mcore)(_|$)"), f"Megatron (mbridge), which is not used here: {_SHARDING}"),
     (
         re.compile(r"(^|_)(jax|flax|maxtext|tpu)(_|$)"),
-        "JAX, which is not used here: models are PyTorch modules on 'model.device' = \"cuda\", \"mps\" or \"cpu\"; "
+        'JAX, which is not used here: models are PyTorch modules on \'model.device\' = "cuda", "mps" or "cpu"; '
         f"for several GPUs {_SHARDING}",
     ),
     (

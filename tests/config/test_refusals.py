@@ -45,7 +45,9 @@ def test_megatron_is_refused_by_name(override: str, key: str) -> None:
 )
 def test_jax_is_refused_by_name(override: str, key: str) -> None:
     said = error_of(RL, override)
-    assert said.startswith(f"--set {override}: '{key}' asks for JAX, which is not used here: models are PyTorch modules")
+    assert said.startswith(
+        f"--set {override}: '{key}' asks for JAX, which is not used here: models are PyTorch modules"
+    )
     assert RANKS in said
 
 
