@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import cProfile
 import gc
+import importlib.util
 import itertools
 import json
 import math
@@ -435,6 +436,9 @@ def main() -> None:
     )
     found: dict[str, Figures] = {}
     for way in options.ways:
+        if way == "messages" and importlib.util.find_spec("ray") is None:
+            print("messages  left out: Ray is not installed (pip install 'headrace[ray]')")
+            continue
         with tempfile.TemporaryDirectory() as folder:
             execute = asyncio.run if way == "real" else run_virtual
             found[way] = execute(measure(way, options, Path(folder)))

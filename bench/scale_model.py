@@ -1,6 +1,8 @@
 """Model engines, trainers and links of 8 to 1,024 GPUs around the real executor, on a virtual clock.
 
-`python bench/async_speedup.py --scale` runs it. Nothing here was measured on so many cards: it says what follows from
+    python bench/async_speedup.py --scale [--gpus 8 1024] [--coordinator-ms 10]
+
+Nothing here was measured on so many cards: it says what follows from
 the figures below, and no more.
 
 Figures, and where they are from:
@@ -27,6 +29,7 @@ the fastest, the one with the smallest eta counts as the best.
 import asyncio
 import heapq
 import itertools
+import json
 import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -374,3 +377,7 @@ def run_model(*, coordinator_ms: float, sizes: Sequence[int] = SIZES) -> dict[st
                 "limit": outcome.limit,
             }
     return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({"bench": "scale_model", "scale": run_model(coordinator_ms=10.0)}))
