@@ -10,7 +10,7 @@ Figures, and where they are from:
 - *Decode*: the shape of Qwen3-8B on an H200 samples 21,500 tokens/s with 256 sequences of about 416 tokens of context
   (`headrace train`, docs/gpu.md's card). A decode step reads the weights once and every sequence's keys and values:
   step_s = (16.4 GB + sequences x context x 147 kB) / 2.7 TB/s, where 2.7 TB/s is what that figure comes to. A card
-  holds at most 128 sequences.
+  decodes at most 128 sequences at once; if more are open they take turns.
 - *Training*: 7,200 tokens/s a card, 36.1 % of 989 TFLOP/s by 6 N (prime-rl's checked-in baseline of full RL training,
   eight H200). Each doubling beyond 8 cards costs 3 % (assumed).
 - *Sync*: 1.3 s (Perplexity, 2025-09: 256 to 128 GPUs by RDMA) or 9 s (NeMo-RL, checkpoint-engine guide: 9.25 s, 288
@@ -141,7 +141,7 @@ class ModelEngine(FakeSampler):
         self._tokens = 0.0  # that a sequence has advanced since the start
         self._open: dict[int, _OpenGroup] = {}
         self._ends: list[tuple[float, int]] = []  # of sequences: when, group
-        self._active = 0
+        self._active = self._to_reread = 0
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
@@ -179,7 +179,8 @@ class ModelEngine(FakeSampler):
                 await self._changed.wait()
                 continue
             sequences = self._active * self._cluster.weight / self._cluster.sampling
-            speed = 1.0 / decode_step_s(sequences, CONTEXT)
+            served = min(sequences, MOST_SEQUENCES)
+            speed = served / sequences / decode_step_s(served, CONTEXT)
             began_s, left = loop.time(), self._ends[0][0] - self._tokens
             try:
                 async with asyncio.timeout(left / speed):
@@ -202,7 +203,7 @@ class ModelEngine(FakeSampler):
             group.ended.set_result(True)
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
-        sequences = self._to_reread * self._cluster.weight / self._cluster.sampling
+        sequences = min(self._to_reread * self._cluster.weight / self._cluster.sampling, MOST_SEQUENCES)
         wait_s = self._cluster.sync_s + (sequences * CONTEXT / REREAD_TOKENS_PER_S if self._cluster.rereads else 0.0)
         self.wait_s += wait_s
         await asyncio.sleep(wait_s)
@@ -260,7 +261,6 @@ def player(engine: ModelEngine, partial_rollouts: PartialRollouts) -> Callable[[
 async def simulate(cluster: Cluster) -> Outcome:
     """Train some steps and return what they came to."""
     engine, partial_rollouts, numbers = ModelEngine(cluster), PartialRollouts(), itertools.count()
-    holds = MOST_SEQUENCES * cluster.sampling / GROUP_SIZE / cluster.weight
     executor = RolloutExecutor(
         play=player(engine, partial_rollouts),
         partial_rollouts=partial_rollouts,
@@ -268,7 +268,6 @@ async def simulate(cluster: Cluster) -> Outcome:
         batch_groups=SIMULATED,
         settings=AsyncSettings(
             max_staleness=cluster.eta,
-            max_running=max(1, round(holds)),
             stale_action=StaleAction.MASK,
             task_timeout_s=1e7,
             slow_wait_s=1e7,
