@@ -2,6 +2,7 @@
 
     python bench/async_speedup.py [--steps 60] [--group-size 8] [--real-time]
     python bench/async_speedup.py --embedded [--steps 60] [--pairs 4]
+    python bench/async_speedup.py --scale [--gpus 8 1024] [--coordinator-ms 7]
 
 The real `RolloutExecutor` over an engine and a trainer that only sleep, so that no core decides. By default they sleep
 on a virtual clock: exact, and over in seconds; `--real-time` really sleeps, a hundredth of the time. A batch is 64
@@ -26,6 +27,9 @@ the machine falls on both. `ratio` is the synchronous runs' seconds over the asy
 and timed steps: it is the time that a user would have saved, every second counts the same, and no run is left out.
 "Not slower" is a `ratio` of 1 or more; `low` and `high`, the 95 % t-interval of the mean of the pairs' log-ratios, say
 how sure that is.
+
+`--scale` runs the model of 8 to 1,024 GPUs in `bench/scale_model.py`, which lists its figures, their sources and its
+assumptions: a table of trained tokens a second for each size, the best split and eta, and what limits it.
 """
 
 import argparse
@@ -411,7 +415,16 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8, help="sequences of a group; a batch has 64 sequences")
     parser.add_argument("--embedded", action="store_true", help="the real engine and trainer on this machine's cores")
     parser.add_argument("--pairs", type=int, default=4, help="pairs of runs with --embedded")
+    parser.add_argument("--scale", action="store_true", help="the model of 8 to 1,024 GPUs")
+    parser.add_argument("--gpus", type=int, nargs="+", help="sizes of the model")
+    parser.add_argument("--coordinator-ms", type=float, default=10.0, help="CPU of a group, from bench/coordinator.py")
     options = parser.parse_args()
+    if options.scale:
+        from scale_model import SIZES, run_model
+
+        best = run_model(coordinator_ms=options.coordinator_ms, sizes=options.gpus or SIZES)
+        print(json.dumps({"bench": "async_speedup", "scale": best}))
+        return
     if options.embedded:
         figures = embedded(options.steps, options.pairs)
     else:

@@ -134,7 +134,7 @@ class Completion:
         assert len(self.tokens) == len(self.sampler_logprobs) == len(self.raw_logprobs) == len(self.versions)
         assert self.next_logprobs is None or len(self.next_logprobs) == len(self.tokens)
         assert np.isfinite(self.sampler_logprobs).all()
-        assert (np.diff(self.versions) >= 0).all(), "versions only grow inside a sequence"
+        assert (self.versions[1:] >= self.versions[:-1]).all(), "versions only grow inside a sequence"
 
 
 def known_next_logprobs(done: Completion | None, num_tokens: int) -> FloatArray | None:

@@ -87,7 +87,7 @@ def chains(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
 
 def _join_steps(chain: Sequence[tuple[int, Step]]) -> SequenceSample:
     last = chain[-1][1]
-    tokens = np.concatenate([last.prompt, last.completion.tokens])
+    tokens = np.concatenate([last.prompt, last.completion.tokens], dtype=np.int32, casting="unsafe")
     owner = np.full(len(tokens), -1, dtype=np.int32)
     logprobs = np.zeros(len(tokens), dtype=np.float32)
     versions = np.full(len(tokens), -1, dtype=np.int32)
@@ -99,12 +99,10 @@ def _join_steps(chain: Sequence[tuple[int, Step]]) -> SequenceSample:
         versions[span] = step.completion.versions
         if step.completion.next_logprobs is not None:
             next_logprobs[span] = step.completion.next_logprobs
+    for array in (tokens, logprobs, versions, next_logprobs):  # made here, so frozen without another copy
+        array.setflags(write=False)
     return SequenceSample(
-        tokens=int_array(tokens),
-        step=owner,
-        sampler_logprobs=float_array(logprobs),
-        versions=int_array(versions),
-        next_logprobs=float_array(next_logprobs),
+        tokens=tokens, step=owner, sampler_logprobs=logprobs, versions=versions, next_logprobs=next_logprobs
     )
 
 

@@ -3,6 +3,7 @@
 - `schema`: the tree of dataclasses, with the meaning of every key.
 - `load_toml`: load the tree from TOML text and overrides, and turn it back into TOML.
 - `aliases`: the old names of keys, still read with a warning.
+- `refusals`: what other frameworks have and this one does not, refused by name.
 - `presets`: the short names of `rl.algorithm`.
 - `paths`: find the paths that a configuration names, and make them absolute.
 - `checks/`: find what cannot work before anything is loaded (`check`).

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from headrace.config.aliases import OLD_KEYS, new_key, old_names_in, use_new_names
 from headrace.config.introspect import describe, field_type, keys, table_class, toml_name
 from headrace.config.presets import apply_preset
+from headrace.config.refusals import refusal
 from headrace.config.schema import Config
 from headrace.errors import ConfigError
 
@@ -53,7 +54,8 @@ def load_config(
         tree["rl"] = {_field_names(("rl", key))[1]: value for key, value in rl.items()}
     try:
         for path in _unknown_keys(tree, Config, ()):
-            raise _Wrong(path, f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
+            refused = refusal(_dotted(path), str(path[-1]), _value_at(tree, path))
+            raise _Wrong(path, refused or f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
         if isinstance(rl := tree.get("rl"), dict):
             tree["rl"] = apply_preset({**rl_defaults(rl), **rl})
         try:
@@ -195,6 +197,12 @@ def _unknown_keys(tree: dict[str, Any], cls: type, path: KeyPath) -> Iterator[Ke
                 yield from _unknown_keys(table, inner, (*path, key) if position is None else (*path, key, position))
 
 
+def _value_at(tree: Any, path: KeyPath) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
 def _nearest_key(path: KeyPath) -> str:
     """Say what to write in place of an unknown key: a key of this name in another table, one spelt like it in the same
     table, or all keys of the table. Old names count, and are answered with the new ones."""
@@ -223,6 +231,8 @@ def _first_problem(exc: ValidationError, tree: dict[str, Any]) -> tuple[KeyPath,
     path, annotation, value = _locate(tuple(error["loc"]), tree)
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return path, f"'{_dotted(path)}' is missing; write {describe(annotation)}"
+    if refused := refusal(_dotted(path), "", value):
+        return path, refused
     return path, f"'{_dotted(path)}' must be {describe(annotation)}, but it is {_shorten(value)}"
 
 

@@ -211,12 +211,15 @@ class PartialEpisode:
         limit = min(max_tokens, num_done + lockstep_tokens) if lockstep_tokens else max_tokens
         if limit == max_tokens and done is request.continue_from:
             return request
-        return replace(request, params=replace(request.params, max_tokens=limit), continue_from=done)
+        params = request.params if limit == max_tokens else replace(request.params, max_tokens=limit)
+        return replace(request, params=params, continue_from=done)
 
     def _open_if_only_round_ended(
         self, request: SampleRequest, before: Completion | None, after: Completion
     ) -> Completion:
         """Mark a sequence as interrupted if it reached the end of its round and not its own end."""
+        if not self._gate.lockstep_tokens:
+            return after
         limit = self._limit_to_round(request, before).params.max_tokens
         cut = after.stop is StopReason.LENGTH and len(after.tokens) == limit < request.params.max_tokens
         return replace(after, stop=StopReason.INTERRUPTED) if cut else after
@@ -253,7 +256,12 @@ class PartialEpisode:
     def saved(self) -> PartialState:
         """Return the present state as a value that does not change afterwards."""
         return PartialState(
-            turns=tuple(replace(turn) for turn in self.turns),
+            turns=tuple(
+                SampledTurn(
+                    prompt=turn.prompt, temperature=turn.temperature, completion=turn.completion, ended=turn.ended
+                )
+                for turn in self.turns
+            ),
             episode=self.result if isinstance(self.result, Episode) else None,
             failed=self.result if isinstance(self.result, FailedEpisode) else None,
             replayable=self.replayable,
@@ -373,6 +381,8 @@ class PartialRollouts:
             for turn in episode.turns
             if turn.completion is not None and turn.completion.next_logprobs is not None
         }
+        if not scored:
+            return group
         return with_completions(group, lambda step: scored.get(_key(step.prompt, step.completion), step.completion))
 
     def resumable(self, group_id: int) -> bool:

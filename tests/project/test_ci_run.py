@@ -23,6 +23,7 @@ case "$*" in
 esac
 """
 ALL = ["demo", "-k check test", "test-wheel", "test-slow", "test-cookbook"]
+BY_HAND = {"test-ranks": 15, "test-ray": 15, "test-vllm": 25, "test-chaos": 20}  # minutes
 
 
 class Ended:
@@ -30,19 +31,20 @@ class Ended:
 
     def __init__(self, status: int, calls: list[str], output: str) -> None:
         self.status, self.calls = status, calls
-        lines = output.splitlines()
+        self.lines = lines = output.splitlines()
         self.last = lines[-1]
         table = lines[next(i for i, line in enumerate(lines) if line.startswith("suite ")) + 1 :]
         self.rows = {line.split()[0]: line for line in table[: table.index("")]}
 
 
 def ci_run(
-    folder: Path, *, script: Path = SCRIPT, failing: str = "", endless: str = "none", budget_s: int = 4800
+    folder: Path, *, script: Path = SCRIPT, failing: str = "", endless: str = "none", budget_s: int = 5100
 ) -> Ended:
     make = folder / "make"
     make.write_text(MAKE)
     make.chmod(0o755)
     calls = folder / "calls.txt"
+    calls.unlink(missing_ok=True)
     environment = {
         **os.environ,
         "PATH": f"{folder}:{os.environ['PATH']}",
@@ -61,8 +63,9 @@ def test_every_suite_runs_and_the_last_line_is_that_of_make_test(tmp_path: Path)
     ended = ci_run(tmp_path)
     assert (ended.status, ended.calls) == (0, ALL)
     assert ended.last == "1503 passed, 4 skipped in 412.05s (0:06:52)"
-    assert list(ended.rows) == ["test" if call.endswith(" test") else call for call in ALL]
-    assert all(" passed " in row for row in ended.rows.values())
+    ran = ["test" if call.endswith(" test") else call for call in ALL]
+    assert [name for name in ended.rows if name not in BY_HAND] == ran
+    assert all(" passed " in ended.rows[name] for name in ran)
     assert "12 passed, 1500 deselected" in ended.rows["test-slow"]
 
 
@@ -92,6 +95,42 @@ def test_an_optional_suite_may_be_left_out(tmp_path: Path) -> None:
     changed.write_text(text.replace("suite test-slow 20 required", "suite test-slow 20 optional"))
     ended = ci_run(tmp_path, script=changed, budget_s=20 * 60 - 1)
     assert " left out " in ended.rows["test-slow"]
+    assert ended.status == 0
+
+
+def turned_on(folder: Path, name: str) -> Path:
+    """Return a copy of the script with one more suite, by a change of one line."""
+    lines = SCRIPT.read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines) if line.startswith(f"by_hand {name} "))
+    lines[number] = lines[number].replace("by_hand", "suite", 1)
+    changed = folder / "ci/run"
+    changed.parent.mkdir()
+    changed.write_text("\n".join(lines) + "\n")
+    return changed
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_suite_that_is_not_run_is_in_the_table_and_one_word_turns_it_on(tmp_path: Path, name: str) -> None:
+    if f"suite {name} " in SCRIPT.read_text():
+        pytest.skip(f"{name} is turned on")
+    assert re.search(rf"^{name} +by hand +not run here: make {name}$", ci_run(tmp_path).rows[name])
+    ended = ci_run(tmp_path, script=turned_on(tmp_path, name))
+    assert name in ended.calls
+    assert " passed " in ended.rows[name]
+    assert ended.status == 0
+
+
+@pytest.mark.parametrize(("name", "limit"), BY_HAND.items())
+def test_a_long_suite_is_left_out_in_words_when_time_is_short(tmp_path: Path, name: str, limit: int) -> None:
+    script = SCRIPT if f"suite {name} " in SCRIPT.read_text() else turned_on(tmp_path, name)
+    text = script.read_text().replace("suite test-slow 20 required", "suite test-slow 1 required")
+    short = tmp_path / "short/run"
+    short.parent.mkdir()
+    short.write_text(text)
+    ended = ci_run(tmp_path, script=short, budget_s=limit * 60 - 1)
+    assert name not in ended.calls
+    assert f"optional; its limit is {limit}:00 min, the budget has" in ended.rows[name]
+    assert any(line.startswith(f"== {name} left out: optional; its limit is {limit}:00 min") for line in ended.lines)
     assert ended.status == 0
 
 

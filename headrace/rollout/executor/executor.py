@@ -93,6 +93,7 @@ class RolloutExecutor:
         self._scorer = NextVersionScorer(publisher.samplers) if settings.next_logprobs else None
         self._cancelled: dict[int, Drop] = {}  # running groups that were cancelled, and why
         self._outscored: frozenset[int] = frozenset()  # ready groups that scored lower than those of the last batch
+        self._swept_version: int | None = None  # by which the ready groups were judged last
         self._unsettled: list[Outcome] = []
         self._settler: asyncio.Task[None] | None = None
         self._progress = asyncio.Event()
@@ -115,7 +116,7 @@ class RolloutExecutor:
     @property
     def training(self) -> frozenset[int]:
         """Return the ids of the groups in training, without those that are trained again."""
-        return frozenset(entry.id for entry in self._state.entries(GroupState.TRAINING))
+        return self._state.training
 
     @property
     def _used_up(self) -> bool:
@@ -374,7 +375,8 @@ class RolloutExecutor:
             self._settler.result()
         if self._failure is not None:
             raise RolloutError(str(self._failure)) from self._failure
-        self._sweep()
+        if self._swept_version != self.version:  # since then, every group was judged by this version when it ended
+            self._sweep()
         counts = self._state.counts
         enough = counts.ready >= self._selection.needed(self._batch_groups, self._settings.oversampling)
         if not enough and self._used_up and not counts.running:
@@ -463,6 +465,7 @@ class RolloutExecutor:
 
     def _sweep(self) -> None:
         """Drop ready groups that have become too old, and start others in their place."""
+        self._swept_version = self.version
         if self._state.sweep(self._decide, outscored=self._outscored):
             self._admit()
 

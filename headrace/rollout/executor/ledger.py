@@ -11,7 +11,7 @@ groups are kept, so memory does not grow with the run. A transition that is not 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -53,6 +53,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._live: dict[int, GroupEntry] = {}
+        self._ids: dict[GroupState, set[int]] = {state: set() for state in GroupState}  # of the live groups, by state
         self._started = 0
         self._consumed = 0
         self._dropped: Counter[str] = Counter()
@@ -60,9 +61,11 @@ class Ledger:
     @property
     def counts(self) -> LiveCounts:
         """Return how many groups are in each state."""
-        states = Counter(entry.state for entry in self._live.values())
+        ids = self._ids
         return LiveCounts(
-            running=states[GroupState.RUNNING], ready=states[GroupState.READY], training=states[GroupState.TRAINING]
+            running=len(ids[GroupState.RUNNING]),
+            ready=len(ids[GroupState.READY]),
+            training=len(ids[GroupState.TRAINING]),
         )
 
     @property
@@ -79,13 +82,17 @@ class Ledger:
 
     def entries(self, *states: GroupState) -> tuple[GroupEntry, ...]:
         """Return the entries of groups in these states, by id."""
-        return tuple(self._live[id] for id in sorted(self._live) if self._live[id].state in states)
+        return tuple(self._live[id] for id in sorted(set().union(*(self._ids[state] for state in states))))
+
+    def ids(self, state: GroupState) -> frozenset[int]:
+        """Return the ids of groups in this state."""
+        return frozenset(self._ids[state])
 
     def start(self, task_id: str, *, version: int) -> GroupEntry:
         """Count a new running group."""
         entry = GroupEntry(id=self._started, task_id=task_id, started_version=version)
         self._started += 1
-        self._live[entry.id] = entry
+        self._add(entry)
         return entry
 
     def ready(self, id: int) -> None:
@@ -101,39 +108,54 @@ class Ledger:
         """Count groups in training as consumed."""
         for id in ids:
             assert self.entry(id).state is GroupState.TRAINING, f"group {id} is {self.entry(id).state}, not in training"
-            del self._live[id]
+            self._remove(id)
             self._consumed += 1
         self.check()
 
     def drop(self, id: int, reason: str) -> None:
         """Count a live group as dropped; `reason` is a `Drop` or `filtered_<reason>`."""
         assert reason in set(Drop) or reason.startswith("filtered_"), f"{reason!r} is no reason"
-        self.entry(id)
-        del self._live[id]
+        self._remove(id)
         self._dropped[reason] += 1
         self.check()
 
     def _move(self, id: int, before: GroupState, after: GroupState) -> None:
         entry = self.entry(id)
         assert entry.state is before, f"group {id} is {entry.state}; only a {before} group becomes {after}"
-        self._live[id] = replace(entry, state=after)
+        self._remove(id)
+        self._add(GroupEntry(id=id, task_id=entry.task_id, started_version=entry.started_version, state=after))
         self.check()
+
+    def _add(self, entry: GroupEntry) -> None:
+        self._live[entry.id] = entry
+        self._ids[entry.state].add(entry.id)
+
+    def _remove(self, id: int) -> None:
+        entry = self.entry(id)
+        del self._live[id]
+        self._ids[entry.state].remove(id)
 
     def check(self) -> None:
         """Assert conservation: no group is lost, none counted twice."""
         assert self._started == len(self._live) + self._consumed + self._dropped.total()
+        assert len(self._live) == self.counts.live
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "started": self._started,
             "consumed": self._consumed,
             "dropped": dict(sorted(self._dropped.items())),
-            "live": [asdict(entry) for entry in self.entries(*GroupState)],
+            "live": [
+                {"id": e.id, "task_id": e.task_id, "started_version": e.started_version, "state": e.state}
+                for e in self.entries(*GroupState)
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         live = [GroupEntry(**{**saved, "state": GroupState(saved["state"])}) for saved in state["live"]]
         self._started, self._consumed = int(state["started"]), int(state["consumed"])
         self._dropped = Counter({str(reason): int(count) for reason, count in state["dropped"].items()})
-        self._live = {entry.id: entry for entry in live}
+        self._live, self._ids = {}, {state: set() for state in GroupState}
+        for entry in live:
+            self._add(entry)
         self.check()

@@ -53,6 +53,11 @@ class ExecutorState:
         return self._ledger.counts
 
     @property
+    def training(self) -> frozenset[int]:
+        """Return the ids of the groups in training."""
+        return self._ledger.ids(GroupState.TRAINING)
+
+    @property
     def ready(self) -> tuple[Group, ...]:
         """Return the groups that wait to be trained, oldest first."""
         return tuple(self._ready)
@@ -137,7 +142,7 @@ class ExecutorState:
 
     def consume(self, groups: Sequence[Group], *, keep_for_replay: bool) -> None:
         """Count a trained batch as consumed; those of its groups that were replayed are consumed already."""
-        training = {entry.id for entry in self._ledger.entries(GroupState.TRAINING)}
+        training = self.training
         self._ledger.consume(group.id for group in groups if group.id in training)
         assert not self.counts.training, "a batch is done as a whole"
         if keep_for_replay:

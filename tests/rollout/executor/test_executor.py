@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.algo.staleness import HeadBound, Verdict
 from headrace.errors import CheckpointError, DataError, RolloutError
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.filters import reward_spread
@@ -710,3 +711,26 @@ async def test_damaged_state_is_refused() -> None:
     ledger = {"started": 1, "consumed": 0, "dropped": {}, "live": [live]}
     with pytest.raises(CheckpointError, match=r"ready groups \[0\]"):
         scripted_executor(script.play).load_state_dict({**state, "ledger": ledger})
+
+
+class CountingBound(HeadBound):
+    """A bound that counts how often it is asked."""
+
+    asked = 0
+
+    def verdict(self, group: Group, *, version: int) -> Verdict:
+        CountingBound.asked += 1
+        return super().verdict(group, version=version)
+
+
+async def test_a_group_is_judged_when_it_ends_and_when_it_is_taken_not_each_time_another_ends() -> None:
+    CountingBound.asked = 0
+    script, batch = ScriptedGroups(), 20
+    async with scripted_executor(script.play, batch=batch, eta=1, policy=CountingBound(1)) as executor:
+        taking = asyncio.create_task(executor.take_batch())
+        await turns()
+        for id in range(batch):
+            script.end(id)
+            await turns()
+        await taking
+    assert CountingBound.asked == 2 * batch
