@@ -8,6 +8,7 @@
 - `user_term`: a user's function as a term, in the sandbox or in this process.
 - `user_function`: loads a user's function, recognises its signature and calls it. Standard library only.
 - `episode_json`: an episode as JSON, on its way into the sandbox.
+- `raised`: describes what a function raised: file and line, and what the sandbox forbade. Standard library only.
 - `result`: parses and checks what a function returned. Standard library only.
 - `alignment`: makes a Reward of a checked result, with the rewards of single steps on their steps.
 - `format`: the reward "format", a regular expression that runs in the sandbox. Standard library only.
