@@ -73,7 +73,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(current))
         yield current
-        others = (current.__cause__, current.__context__, getattr(current, "reason", None))
+        others = (current.__cause__, current.__context__, vars(current).get("reason"))
         waiting += [other for other in others if isinstance(other, BaseException)]
 
 
@@ -122,7 +122,7 @@ def _outside(path: str, folder: str) -> str:
 
 
 def failure_kind(reason: str) -> str:
-    """Return what reasons of one kind have in common: up to the exception's type if a file and line are named, else all.
+    """Return what reasons of one kind share: all up to the exception's type if a file and line are named, else all.
 
     >>> failure_kind("reward f: mine.py, line 3: KeyError: 'a7'")
     'reward f: mine.py, line 3: KeyError'

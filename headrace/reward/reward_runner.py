@@ -287,4 +287,5 @@ def combine(terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], *, num
         parts=parts,
         steps=steps,
         success=all(verdicts) if verdicts else None,
+        printed="\n".join(f"{term.name}: {reward.printed}" for term, reward in pairs if reward.printed),
     )

@@ -267,6 +267,11 @@ def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return next((str(item["content"] or "").strip() for item in reversed(messages) if item["role"] == "assistant"), "")
 
 
+def answer_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last assistant turn without what it thought aloud, which ends with </think>."""
+    return last_text(messages).rpartition("</think>")[2].strip()
+
+
 def _accepted_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Select the values that the function has parameters for, or all if it takes **kwargs."""
     parameters = inspect.signature(function).parameters
@@ -368,7 +373,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _call_answer(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
-    return function(last_text(rows[0]["messages"][rows[0]["prompt_count"] :]), rows[0]["data"], **kwargs)
+    return function(answer_text(rows[0]["messages"][rows[0]["prompt_count"] :]), rows[0]["data"], **kwargs)
 
 
 def _call_rows(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:

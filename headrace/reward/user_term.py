@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
+from headrace.printable import single_line
 from headrace.reward import user_function
 from headrace.reward.alignment import Alignment, make_reward
 from headrace.reward.episode_json import episode_to_row
@@ -22,6 +23,7 @@ from headrace.types import Episode, Reward
 logger = logging.getLogger(__name__)
 
 OWN_REWARDS = "headrace.reward."  # modules of rewards that come with the package
+MOST_PRINTS = 20  # texts of one function in the log
 TRUSTED_CALLS = 16  # calls of one function at a time
 
 
@@ -34,6 +36,7 @@ class UserRewardSpec:
     weight: float = 1.0
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # passed at every call
     alignment: Alignment = field(default_factory=Alignment)
+    beyond_limits: float | None = None  # the score of an answer that takes too much CPU time or memory; None: unknown
 
     @property
     def target(self) -> dict[str, Any]:
@@ -46,7 +49,7 @@ def sandboxed_term(user: UserRewardSpec, settings: SandboxSettings, *, fork_grou
     `fork_groups`: the episodes of a group share a process, one after another. Faster for functions that take less than
     a fork, but what one episode's text makes the function do can then reach the next one's score.
     """
-    sandbox = Sandbox(user.target, settings)
+    sandbox, prints = Sandbox(user.target, settings), PrintLog(user.name)
 
     async def judge(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         try:
@@ -59,7 +62,7 @@ def sandboxed_term(user: UserRewardSpec, settings: SandboxSettings, *, fork_grou
         groups = [episodes] if together else [[episode] for episode in episodes]
         alignment = _with_declared_index(user.alignment, about)
         judged = await asyncio.gather(
-            *(_judge(user, sandbox, group, signature, alignment, settings.limits) for group in groups)
+            *(_judge(user, sandbox, prints, group, signature, alignment, settings.limits) for group in groups)
         )
         return [reward for group in judged for reward in group]
 
@@ -139,6 +142,7 @@ def sandbox_text() -> str:
 async def _judge(
     user: UserRewardSpec,
     sandbox: Sandbox,
+    prints: "PrintLog",
     group: Sequence[Episode],
     signature: RewardSignature,
     alignment: Alignment,
@@ -152,11 +156,28 @@ async def _judge(
     except RewardError as exc:
         return [exc] * len(group)
     answer = await sandbox.call(argument)
-    if answer.stdout or answer.stderr:
-        logger.debug("the reward function of %s printed: %s%s", group[0].id, answer.stdout, answer.stderr)
+    printed = f"{answer.stdout}{answer.stderr}".strip()
+    prints.note(group[0].id, printed)
+    if answer.outcome in (Outcome.CPU, Outcome.MEMORY) and user.beyond_limits is not None:
+        return [Reward(total=user.beyond_limits, success=False)] * len(group)
     if answer.outcome is not Outcome.RETURNED:
         return [RewardError(failure_message(user, answer, limits))] * len(group)
-    return _rewards(json.loads(answer.result), group, alignment)
+    first, *others = _rewards(json.loads(answer.result), group, alignment)
+    return [replace(first, printed=printed) if isinstance(first, Reward) else first, *others]
+
+
+class PrintLog:
+    """Logs the first texts that a reward function prints; all are in the records of the episodes."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._left = name, MOST_PRINTS
+
+    def note(self, episode_id: str, text: str) -> None:
+        if not text or not self._left:
+            return
+        self._left -= 1
+        more = "" if self._left else " (what it prints from now on is in the saved episodes only:  headrace view)"
+        logger.info("reward %s printed for episode %s: %s%s", self._name, episode_id, single_line(text, 500), more)
 
 
 def _rewards(verdicts: object, group: Sequence[Episode], alignment: Alignment) -> Sequence[Reward | RewardError]:

@@ -11,8 +11,8 @@ import pytest
 from headrace.reward.raised import describe, failure_kind, sentence
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import SandboxSettings
-from headrace.reward.user_term import UserRewardSpec, sandboxed_term, trusted_term
-from headrace.types import FailedEpisode
+from headrace.reward.user_term import MOST_PRINTS, PrintLog, UserRewardSpec, sandboxed_term, trusted_term
+from headrace.types import FailedEpisode, ScoredEpisode
 from support.reward_episodes import episode
 
 RAISES = """\
@@ -108,3 +108,30 @@ def test_reasons_without_a_line_are_told_apart() -> None:
     assert failure_kind("reward f: a.py, line 3: KeyError: 'x'") != failure_kind(
         "reward f: a.py, line 4: KeyError: 'x'"
     )
+
+
+PRINTS = "def f(text, truth):\n    print('looking at', text)\n    return float(text == truth)\n"
+
+
+@pytest.mark.parametrize("warm", [True, False])
+async def test_what_a_function_prints_is_logged_and_kept(
+    tmp_path: Path, warm: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(PRINTS)
+    user = UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f")
+    runner = GroupRewardRunner([sandboxed_term(user, SandboxSettings(workers=1, warm=warm))])
+    with caplog.at_level(logging.INFO):
+        [result] = await runner.score([episode("four", answer="four")])
+    await runner.close()
+    assert isinstance(result, ScoredEpisode)
+    assert result.reward.printed == "mine: looking at four"
+    assert "reward mine printed for episode 0/0: looking at four" in caplog.text
+
+
+def test_a_function_that_always_prints_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    prints = PrintLog("mine")
+    with caplog.at_level(logging.INFO):
+        for number in range(1000):
+            prints.note(f"0/{number}", "hello")
+    assert len(caplog.records) == MOST_PRINTS
+    assert "in the saved episodes only" in caplog.records[-1].getMessage()

@@ -9,6 +9,7 @@ only. Standard library only.
 
 import fcntl
 import gc
+import io
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from headrace.reward.sandbox.attendant import (
     FORKED,
     KNOWN,
     NUM_CALL_DESCRIPTORS,
+    TAIL_CHARS,
     Attendant,
     mount_scratch,
     unmount_scratch,
@@ -167,10 +169,12 @@ def _serve_one_call(isolation: Isolation, plan: IsolationPlan, order: dict[str, 
     imported = _import_code(isolation, plan, order, control, "")
     request = None if imported is None else framing.receive(control)
     if imported is not None and request is not None:
-        payload = _call_to_bytes(imported[0].call, request["argument"])
-        framing.send(
-            control, {"outcome": "", "payload": (request["nonce"].encode() + payload).decode(errors="replace")}
-        )
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            payload = _call_to_bytes(imported[0].call, request["argument"])
+        tails = {"stdout": out.getvalue()[-TAIL_CHARS:], "stderr": err.getvalue()[-TAIL_CHARS:]}
+        answer = (request["nonce"].encode() + payload).decode(errors="replace")
+        framing.send(control, {"outcome": "", "payload": answer, **tails})
     return 0
 
 

@@ -105,6 +105,6 @@ async def test_the_batch_form_the_async_form_and_the_short_form(file: Path) -> N
 
 def test_a_signature_that_is_not_known_is_not_called_a_failed_import(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(a, b, c): return 1.0\n")
-    with pytest.raises(ConfigError, match="reward mine: it is not clear how to call .*take an episode") as caught:
+    with pytest.raises(ConfigError, match=r"reward mine: it is not clear how to call .*take an episode") as caught:
         check_importable(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), SandboxSettings(workers=1))
     assert "cannot be imported" not in str(caught.value)

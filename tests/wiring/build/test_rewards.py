@@ -137,7 +137,7 @@ async def test_its_time_limit_is_also_that_of_a_function_that_is_trusted(file: P
 def test_a_file_that_cannot_be_imported_ends_the_run_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import no_such_module\n")
     with pytest.raises(
-        ConfigError, match="reward f: the code cannot be imported: mine.py, line 1: ModuleNotFoundError"
+        ConfigError, match=r"reward f: the code cannot be imported: mine.py, line 1: ModuleNotFoundError"
     ):
         make_terms(config(RewardTermConfig(fn=f"{tmp_path / 'mine.py'}:f")), None)
 
