@@ -4,7 +4,7 @@ Every table of implementations asserts that its keys are the names here, so a ne
 reward, filter or environment is added in both places or does not import.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 
 # --- credit and loss -------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ WEIGHTINGS = (
 
 BUILTIN_REWARDS = ("env", "exact_match", "reasoning_gym", "valid_actions")  # functions of an episode, without options
 # of the last answer, with their options (kwargs)
-REWARD_OPTIONS = {
+REWARD_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "math": ("column", "boxed"),
     "final_number": ("column", "tolerance"),
     "choice": ("column", "choices", "letters"),

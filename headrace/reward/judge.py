@@ -82,7 +82,9 @@ def judge_term(name: str, ask: Ask, judge: JudgeSettings, *, weight: float = 1.0
 
     async def judge_group(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         if judge.orders:
-            return await (_judge_pairs if judge.pairwise else _judge_order)(episodes, judge, scores)
+            return await (
+                _judge_pairs(episodes, judge.opponents, scores) if judge.pairwise else _judge_order(episodes, scores)
+            )
         groups = [episodes] if judge.compare else [[episode] for episode in episodes]
         return [reward for group in await asyncio.gather(*map(scores, groups)) for reward in group]
 
@@ -93,9 +95,7 @@ Judged = Sequence[Reward | RewardError]
 _ALONE = "a judge that ranks or compares pairs needs two episodes of a task, and this group has one"
 
 
-async def _judge_order(
-    episodes: Sequence[Episode], judge: JudgeSettings, scores: Callable[[Sequence[Episode]], Awaitable[Judged]]
-) -> Judged:
+async def _judge_order(episodes: Sequence[Episode], scores: Callable[[Sequence[Episode]], Awaitable[Judged]]) -> Judged:
     """Rank the episodes; those with the same conversation share a place. If all are alike, each has half."""
     if len(episodes) < 2:
         return [RewardError(_ALONE)] * len(episodes)
@@ -108,18 +108,18 @@ async def _judge_order(
 
 
 async def _judge_pairs(
-    episodes: Sequence[Episode], judge: JudgeSettings, scores: Callable[[Sequence[Episode]], Awaitable[Judged]]
+    episodes: Sequence[Episode], opponents: int, scores: Callable[[Sequence[Episode]], Awaitable[Judged]]
 ) -> Judged:
     """Compare each episode with the next ones of its group, in a circle; a reward is the mean of its comparisons."""
     count = len(episodes)
     if count < 2:
         return [RewardError(_ALONE)] * count
-    steps = range(1, min(judge.opponents, count - 1) + 1)
+    steps = range(1, min(opponents, count - 1) + 1)
     pairs = sorted(
         {(min(pair), max(pair)) for i in range(count) for step in steps for pair in [(i, (i + step) % count)]}
     )
 
-    results = await asyncio.gather(*(_judge_order([episodes[i], episodes[j]], judge, scores) for i, j in pairs))
+    results = await asyncio.gather(*(_judge_order([episodes[i], episodes[j]], scores) for i, j in pairs))
     outcomes: list[list[Reward | RewardError]] = [[] for _ in episodes]
     for pair, judged in zip(pairs, results, strict=True):
         for index, outcome in zip(pair, judged, strict=True):

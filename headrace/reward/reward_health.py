@@ -39,7 +39,7 @@ def reward_findings(groups: Sequence[Group]) -> Mapping[str, str]:
     failed = sum(len(group.failed) for group in groups)
     if not scored:
         return {"failed": f"none of {failed} episodes has a reward: the log says why"} if failed else {}
-    findings = {}
+    findings: dict[str, str] = {}
     totals = [episode.reward.total for episode in scored]
     if len(totals) > 1 and _equal(totals):
         findings["equal"] = (

@@ -399,8 +399,8 @@ def _option_problems(key: str, term: RewardTermConfig) -> Iterator[str]:
     package, extra = names.REWARD_PACKAGES.get(term.fn, ("headrace", ""))
     if importlib.util.find_spec(package) is None:
         yield f"'{key}' is the reward \"{term.fn}\", which needs a package: run  pip install 'headrace[{extra}]'"
-    known = names.REWARD_OPTIONS.get(term.fn)
-    for option in term.kwargs if known is not None else ():
+    known = names.REWARD_OPTIONS.get(term.fn, tuple(term.kwargs))
+    for option in term.kwargs:
         if option not in known:
             yield f'\'{key}.kwargs\' has "{option}", which "{term.fn}" does not know: it takes {", ".join(known)}'
 

@@ -35,6 +35,8 @@ def option_texts(task_data: Mapping[str, Any], choices: str | None) -> tuple[str
     value = None if choices is None else task_data.get(choices)
     if choices is not None and value is None:
         raise RewardError(f"the task has no column {choices}, which kwargs.choices names")
+    if isinstance(value, str):
+        raise RewardError(f"the column {choices}, which kwargs.choices names, has a text: it must be a list of options")
     if isinstance(value, Mapping):
         value = value.get("text", [value[key] for key in sorted(value)])
     return tuple(str(option).strip() for option in value) if isinstance(value, Sequence) else ()

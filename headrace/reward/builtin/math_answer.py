@@ -7,6 +7,7 @@ off; the deadline is that of the call in the sandbox, and an answer that cannot 
 
 import importlib
 import logging
+import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -28,9 +29,8 @@ math_verify: Any = importlib.import_module("math_verify")  # an extra; before ca
 SCALES = "hundred|thousand|million|billion|trillion|dozen|percent"
 _FORMULA = re.compile(r"\$\$([^$]{1,1000})\$\$|\$([^$]{1,1000})\$|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]", re.DOTALL)
 _PLAIN = re.compile(rf"(?:\\?[$€£¥]\s?)?([-+]?\s?[\d.,/]+)(?:\s+(?!(?:{SCALES}|or|and)\b)[a-zA-Z° ]{{1,40}})?\.?")
-_HOSTILE = re.compile(
-    r"\d{1000}|(?:\^\s*\{?\s*[^}\s]*){3}|!\s*!|\^\s*\{?\s*\d{5}"
-)  # numbers of more digits than there is time
+_LONG = re.compile(r"\d{1000}|\^\s*\{?\s*\d{5}|!\s*!")  # numbers of more digits than there is time
+_TOWER = re.compile(r"\d\s*\^\s*\{?\s*(\d{1,9})\s*\^\s*\{?\s*(\d{1,9})")
 
 
 def score(text: str, task_data: Mapping[str, Any], *, column: str | None = None, boxed: bool = False) -> bool:
@@ -65,7 +65,14 @@ def equal(given: str, truth: str) -> bool:
     numbers = _plain_number(given), _plain_number(truth)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
-    return not _HOSTILE.search(given) and _verify(given, truth)
+    return not _is_endless(given) and _verify(given, truth)
+
+
+def _is_endless(answer: str) -> bool:
+    """Tell whether an answer writes a number of very many digits, such as 10^{10^{10}}, with which nothing is equal."""
+    return _LONG.search(answer) is not None or any(
+        int(power[2]) * math.log10(max(int(power[1]), 1)) > 4 for power in _TOWER.finditer(answer)
+    )
 
 
 def _tidy(answer: str) -> str:

@@ -22,6 +22,8 @@ from headrace.reward.builtin.math_answer import equal, find_answer, score
         (r"We have $x^2 + 2x + 1$", "(x+1)^2"),
         (r"\boxed{2, 1}", r"\{1, 2\}"),
         (r"\boxed{(1, 2)}", "(1,2)"),
+        (r"\boxed{x^3+y^3+z^3}", "z^3+y^3+x^3"),
+        (r"\boxed{2^{2^3}}", "256"),
         (r"Not \boxed{3} but \boxed{4}", "4"),
         ("3 + 1 makes 4", 4),
         (r"so \(\sqrt{8}\)", r"2\sqrt{2}"),
