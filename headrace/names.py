@@ -4,7 +4,8 @@ Every table of implementations asserts that its keys are the names here, so a ne
 reward, filter or environment is added in both places or does not import.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 
 # --- credit and loss -------------------------------------------------------------------------------------------------
 
@@ -33,11 +34,32 @@ WEIGHTINGS = (
 # --- rewards, environments, groups and episodes ----------------------------------------------------------------------
 
 BUILTIN_REWARDS = ("env", "exact_match", "reasoning_gym", "valid_actions")  # functions of an episode, without options
+# of the last answer, with their options (kwargs)
+REWARD_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "math": ("column", "boxed"),
+    "final_number": ("column", "tolerance"),
+    "choice": ("column", "choices", "letters"),
+    "code": ("column", "partial", "timeout_s", "memory_mb", "max_cases"),
+    "json_schema": ("schema", "column", "parses"),
+    "regex": ("pattern", "column", "ignore_case"),
+}
+ANSWER_REWARDS = tuple(REWARD_OPTIONS)
+REWARD_PACKAGES = {
+    "math": ("math_verify", "math"),
+    "json_schema": ("jsonschema", "json-schema"),
+}  # module, extra of ours
 LENGTH = "length"
 FORMAT = "format"  # runs in the reward sandbox, as users' functions do
 JUDGE = "judge"  # a language model behind an endpoint
 REWARD_MODEL = "reward_model"
-REWARDS = (*BUILTIN_REWARDS, LENGTH, FORMAT, JUDGE, REWARD_MODEL)  # of `rl.rewards`, besides a user's functions
+REWARDS = (
+    *BUILTIN_REWARDS,
+    *ANSWER_REWARDS,
+    LENGTH,
+    FORMAT,
+    JUDGE,
+    REWARD_MODEL,
+)  # of `rl.rewards`, besides a user's functions
 REWARD_SUMMARIES = ("mean", "min", "max")  # metrics reward/<name> of the sum, so no reward may be called that
 
 BUILTIN_ENVS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
@@ -58,6 +80,35 @@ SMOLLM2_CONTEXT, SMOLLM2_WIDTH = 8192, 576
 
 ROW_ALIGN = 8  # the engine decodes a multiple of this many sequences, so it has at least as many slots
 KV_ROUND = 64  # cached lengths are read in multiples of this
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` is a misspelling or a shortening of, or None: a wrong guess is worse than none.
+
+    A misspelling shares at least 0.8 of its letters in order (difflib's ratio), or is one letter away, or two swapped
+    ones. A shortening is one whose parts, between underscores, are all in the other name.
+
+    >>> near_name("grop", CREDITS), near_name("door", ENVS), near_name("math_verify", ("format", "length"))
+    ('grpo', 'key_door', None)
+    """
+    near = [other for other in known if _is_near(name.lower(), other.lower())]
+    return max(near, key=lambda other: SequenceMatcher(None, name, other).ratio(), default=None)
+
+
+def _is_near(name: str, other: str) -> bool:
+    parts, others = set(name.split("_")), set(other.split("_"))
+    is_part = min(len(name), len(other)) > 3 and (parts <= others or others <= parts)
+    return is_part or SequenceMatcher(None, name, other).ratio() >= 0.8 or _is_one_slip(name, other)
+
+
+def _is_one_slip(name: str, other: str) -> bool:
+    """Tell whether words of three letters or more differ in one letter, or in the order of two neighbours."""
+    if len(name) != len(other) or len(name) < 3:
+        return False
+    at = [place for place in range(len(name)) if name[place] != other[place]]
+    return len(at) == 1 or (
+        len(at) == 2 and at[1] == at[0] + 1 and (name[at[0]], name[at[1]]) == (other[at[1]], other[at[0]])
+    )
 
 
 def reward_name_problems(rewards: Sequence[str]) -> Iterator[str]:

@@ -279,6 +279,7 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)  # named components, for metrics and reports
     steps: tuple[float, ...] | None = None  # one per step; None: `total` is the reward of the last step
     success: bool | None = None  # the reward function's verdict; None: it gives none
+    printed: str = ""  # the last characters that reward functions printed while they judged it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """Look up names that a user writes; the error about an unknown name suggests the nearest one."""
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import TypeVar
 
 from headrace.errors import ConfigError
+from headrace.names import near_name
 
 V = TypeVar("V")
 
@@ -12,9 +12,8 @@ V = TypeVar("V")
 def nearest_name_hint(name: str, choices: Iterable[str]) -> str:
     """Suggest what to write instead of `name`: the nearest choice if one is close, else all of them."""
     names = sorted(choices)
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    if (close := near_name(name, names)) is not None:
+        return f"did you mean {close!r}?"
     return f"known: {', '.join(names)}" if names else "there are none"
 
 

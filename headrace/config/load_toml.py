@@ -7,7 +7,7 @@ import tomllib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +18,7 @@ from headrace.config.presets import apply_preset
 from headrace.config.refusals import refusal
 from headrace.config.schema import Config
 from headrace.errors import ConfigError
+from headrace.names import near_name
 
 logger = logging.getLogger(__name__)
 
@@ -220,8 +221,8 @@ def _nearest_key(path: KeyPath) -> str:
     if namesakes:
         return f"did you mean '{max(namesakes, key=lambda key: SequenceMatcher(None, dotted, key).ratio())}'?"
     spellings = old_names_in(_dotted(path[:-1])) | neighbours
-    if close := get_close_matches(name, spellings, n=1, cutoff=0.6):
-        return f"did you mean '{spellings[close[0]]}'?"
+    if (close := near_name(name, spellings)) is not None:
+        return f"did you mean '{spellings[close]}'?"
     return f"the keys there are {', '.join(neighbours)}"
 
 

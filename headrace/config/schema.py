@@ -212,13 +212,14 @@ class RewardModelConfig:
 class RewardTermConfig:
     """A term of the reward: a built-in reward or a user's function, with its weight."""
 
-    # env, exact_match, reasoning_gym, reward_model, judge, length, format, valid_actions, or "file.py:function"
+    # env, exact_match, math, final_number, choice, code, json_schema, regex, format, length, judge, reward_model,
+    # reasoning_gym, valid_actions, or "file.py:function"
     fn: str
     # reward_model: a saved one; unset: the one that [reward_model] trains; judge: a model sampled in this process
     path: str | None = None
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its metric; unset: that of the function
-    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of judge, length, format or a user's function
+    kwargs: dict[str, Any] = field(default_factory=dict)  # options of a built-in one, arguments of a user's function
     # what the indices of step outputs count (docs/authoring-rewards.md)
     step_index: Literal["auto", "message", "turn"] = "auto"
     default_step_reward: Real = 0.0  # reward of steps that the step outputs do not name, also if there are none

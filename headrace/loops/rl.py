@@ -26,6 +26,7 @@ from headrace.loops.step_batch import CorrectionSettings, Score, add_loss_inputs
 from headrace.loops.update import Updater
 from headrace.metrics import Metric, merge_metrics, metric_values
 from headrace.protocols import MetricSink, TrainBackend
+from headrace.reward.reward_health import RewardHealth
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.types import CreditedEpisode, Group, LossSpec
@@ -75,7 +76,7 @@ async def train_rl(
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
-    health = CreditHealth(method=c.credit, mixed_versions=c.mixed_versions)
+    health, reward_health = CreditHealth(method=c.credit, mixed_versions=c.mixed_versions), RewardHealth()
     async with executor:
         for step in range(start, c.steps):
             timer = StepTimer()
@@ -93,6 +94,7 @@ async def train_rl(
             log_credit(groups, batch.episodes)
             record(step, groups, batch.episodes)  # before the health checks, so that rejected batches can be inspected
             health.check(groups, credited)
+            reward_health.check(groups)
             batch = replace(batch, data=drop_older_tokens(batch.data, oldest=executor.oldest))
             batch = await add_loss_inputs(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             fresh = [e.scored for e in batch.episodes if e.group_id in executor.training]  # without replayed groups

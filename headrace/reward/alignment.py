@@ -7,7 +7,8 @@ from typing import Any, Literal
 from headrace.algo.datum import step_positions
 from headrace.errors import RewardError
 from headrace.reward.episode_json import step_id
-from headrace.reward.result import MESSAGE_CHARS, check_finite, check_result, parse_result
+from headrace.reward.raised import MESSAGE_CHARS
+from headrace.reward.result import check_finite, check_result, parse_result
 from headrace.types import Episode, Reward
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from headrace.errors import RewardError
 from headrace.printable import single_line
+from headrace.reward.raised import MESSAGE_CHARS, sentence
 
-MESSAGE_CHARS = 2000  # of foreign text in an error message
 PART_NAME_CHARS = 64  # of the name of a part, which names a metric
 _FIELDS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid"})
 _NOT_PARTS = ("score", "total", "success", "steps", "step_outputs", "metrics", "is_score_valid", "reason", "error",
@@ -53,7 +53,7 @@ def check_result(fields: object, *, keep_invalid: bool = False) -> dict[str, Any
         listed = ", ".join(sorted(map(str, unknown)))[:MESSAGE_CHARS]
         raise RewardError(f"what came back has fields that no verdict has: {listed}")
     if "invalid" in fields and not (keep_invalid and "score" in fields):
-        raise RewardError(str(fields["invalid"])[:MESSAGE_CHARS])
+        raise RewardError(sentence(fields["invalid"]))
     _refuse_other_types(fields)
     named = {name: fields.get(name) for name in ("score", "success", "steps", "step_outputs")}
     try:

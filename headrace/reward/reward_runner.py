@@ -15,7 +15,7 @@ from headrace.errors import ConfigError, RewardError, RolloutError
 from headrace.printable import single_line
 from headrace.reward.alignment import as_reward
 from headrace.reward.call_scheduler import CallScheduler, prefix_error
-from headrace.reward.result import MESSAGE_CHARS
+from headrace.reward.raised import MESSAGE_CHARS, failure_kind
 from headrace.reward.terms import GroupTerm, RewardFn, Term, as_term
 from headrace.reward.truncation import TruncatedReward
 from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
@@ -184,21 +184,26 @@ def check_terms(terms: Sequence[Term | GroupTerm]) -> None:
 
 
 class FailureLog:
-    """Logs why episodes have no reward: each reason once, then when 10, 100, ... episodes have had it."""
+    """Logs why episodes have no reward: each kind of reason once, then when 10, 100, ... episodes have had it.
+
+    Exceptions of one type from one line of a function are one kind, whatever their messages are.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def failed(self, episode: Episode, error: RewardError) -> FailedEpisode:
         reason = str(error)[:MESSAGE_CHARS]
-        known = reason in self._counts or len(self._counts) < MAX_REASONS
-        key = reason if known else ""  # reasons beyond the first are counted together
+        kind = failure_kind(reason)
+        known = kind in self._counts or len(self._counts) < MAX_REASONS
+        key = kind if known else ""  # reasons beyond the first are counted together
         self._counts[key] += 1
         count = self._counts[key]
         if count == 1:
             logger.warning("episode %s has no reward: %s", episode.id, reason)
         elif str(count).rstrip("0") == "1":
-            same = "this reason" if known else "reasons that are not listed any more, the last of which is"
+            same = "this reason, here the last" if known and kind != reason else "this reason"
+            same = same if known else "reasons that are not listed any more, the last of which is"
             logger.warning("%d episodes have no reward for %s: %s", count, same, reason)
         return FailedEpisode(id=episode.id, task=episode.task, reason=reason)
 
@@ -282,4 +287,5 @@ def combine(terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], *, num
         parts=parts,
         steps=steps,
         success=all(verdicts) if verdicts else None,
+        printed="\n".join(f"{term.name}: {reward.printed}" for term, reward in pairs if reward.printed),
     )

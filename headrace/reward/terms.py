@@ -93,6 +93,19 @@ def length(*, max_tokens: int, margin: int) -> RewardFn:
     return lambda episode: overlong_penalty(episode.num_sampled, max_tokens=max_tokens, margin=margin)
 
 
+def answer_reward(score: Callable[..., bool], options: Mapping[str, Any]) -> RewardFn:
+    """Make a reward from a function of the last answer and the task's data that says whether it is right.
+
+    What a model thought aloud, up to </think>, is not its answer.
+    """
+
+    def reward(episode: Episode) -> Reward:
+        right = score(last_answer(episode).rpartition("</think>")[2].strip(), episode.task.data, **options)
+        return Reward(total=float(right), success=right)
+
+    return reward
+
+
 def reward_by_model(score: Callable[[IntArray], Awaitable[float]], *, max_tokens: int) -> RewardFn:
     """Make a reward from a reward model, which is behind `score`.
 

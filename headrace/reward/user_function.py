@@ -21,11 +21,13 @@ from typing import Any, get_type_hints
 
 from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
 from headrace.reward.compat import reward_kit
+from headrace.reward.raised import describe
 from headrace.reward.result import parse_result
 from headrace.user_code import find_function, import_file
 
 Row = Mapping[str, Any]  # one episode as JSON: see `episode_json.py`
 ENTRY = "evaluate"  # the function of a folder's main.py
+VERL_ENTRY = "compute_score"  # the function of a file written for verl
 _DECORATED = ("_reward_function_mode", "_mode", "_metainfo")  # attributes that decorators set, by package and version
 
 
@@ -38,17 +40,29 @@ class RewardSignature(StrEnum):
     ROWS = "rows"
     TRL = "trl"  # f(prompts, completions, **columns) -> list[float]
     VERIFIERS = "verifiers"  # f(prompt, completion, answer, state, info)
+    VERL = "verl"  # compute_score(data_source, solution_str, ground_truth, extra_info)
+    VERL_BATCH = "verl batch"  # compute_score(data_sources, solution_strs, ground_truths, extra_infos)
     PLAIN = "plain"  # f(text, truth)
+    ANSWER = "answer"  # f(text, task_data, **options): the package's own rewards
     EPISODE = "episode"  # f(episode): headrace.types.Episode
     EPISODES = "episodes"
 
     @property
     def takes_group(self) -> bool:
-        return self in (RewardSignature.BATCH, RewardSignature.ROWS, RewardSignature.TRL, RewardSignature.EPISODES)
+        return self in _OF_GROUPS
 
     @property
     def takes_tokens(self) -> bool:
         return self in (RewardSignature.EPISODE, RewardSignature.EPISODES)
+
+
+_OF_GROUPS = (
+    RewardSignature.BATCH,
+    RewardSignature.ROWS,
+    RewardSignature.TRL,
+    RewardSignature.VERL_BATCH,
+    RewardSignature.EPISODES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +91,7 @@ class RewardFunction:
             with boundary(RewardError, row["id"]):
                 return parse_result(self._call([row]))
         except HeadraceError as exc:
-            return {"invalid": str(exc)}
+            return {"invalid": str(exc) if exc.__cause__ is None else describe(exc.__cause__)}
 
     def _call(self, rows: Sequence[Row]) -> Any:
         answer = _CALLS[self.signature](self.function, rows, self.kwargs)
@@ -124,8 +138,8 @@ def _decorator_value(function: Callable[..., Any], key: str) -> Any:
 
 
 def load_user_function(spec: str, *, alone: bool) -> Callable[..., Any]:
-    """Load "file.py:function", "file.py" with one decorated function, a folder with main.py, "package.module:function"
-    or "package.module.function"."""
+    """Load "file.py:function", "file.py" with one decorated function or verl's compute_score, a folder with main.py,
+    "package.module:function" or "package.module.function"."""
     place, colon, name = spec.rpartition(":")
     if not colon:
         place, name = spec, ""
@@ -146,6 +160,8 @@ def _only_decorated(module: ModuleType, spec: str) -> Callable[..., Any]:
         for name, value in vars(module).items()
         if callable(value) and any(hasattr(value, attribute) for attribute in _DECORATED)
     ]
+    if not decorated and callable(getattr(module, VERL_ENTRY, None)):
+        return find_function(module, VERL_ENTRY, spec=spec)
     if len(decorated) != 1:
         names = ", ".join(name for name, _ in decorated) or "none"
         raise ConfigError(f'"{spec}" has not exactly one decorated function ({names}): write "file.py:function"')
@@ -180,6 +196,9 @@ def read_signature(function: Callable[..., Any]) -> RewardSignature:
         ("completions", RewardSignature.TRL),
         ("messages", RewardSignature.MESSAGES),
         ("completion", RewardSignature.VERIFIERS),
+        ("solution_strs", RewardSignature.VERL_BATCH),
+        ("solution_str", RewardSignature.VERL),
+        ("task_data", RewardSignature.ANSWER),
         ("episodes", RewardSignature.EPISODES),
         ("rows", RewardSignature.ROWS),
         ("row", RewardSignature.ROW),
@@ -195,7 +214,8 @@ def read_signature(function: Callable[..., Any]) -> RewardSignature:
         return RewardSignature.PLAIN
     raise ConfigError(
         f"it is not clear how to call a reward function with the parameters ({', '.join(parameters)}): "
-        "take an episode, or messages and ground_truth"
+        "take an episode, messages and ground_truth, or what a function of TRL, verl or verifiers takes "
+        "(docs/authoring-rewards.md)"
     )
 
 
@@ -245,6 +265,11 @@ def _final_state(row: Row) -> dict[str, Any]:
 def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the last assistant turn, stripped."""
     return next((str(item["content"] or "").strip() for item in reversed(messages) if item["role"] == "assistant"), "")
+
+
+def answer_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the last assistant turn without what it thought aloud, which ends with </think>."""
+    return last_text(messages).rpartition("</think>")[2].strip()
 
 
 def _accepted_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,6 +322,58 @@ def _call_plain(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mappi
     if rest and rest[0] not in extra:
         return function(values["text"], values["ground_truth"], **extra)
     return function(values["text"], **extra)
+
+
+def _call_verl(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    values = {**_verl_arguments(rows[0]), **kwargs}
+    answer = function(**_accepted_arguments(function, values))
+    return _awaited_verl_result(answer) if inspect.isawaitable(answer) else _verl_result(answer)
+
+
+def _call_verl_batch(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    arguments = [_verl_arguments(row) for row in rows]
+    columns = {f"{name}s": [item[name] for item in arguments] for name in arguments[0]}
+    answers = function(**_accepted_arguments(function, {**columns, **kwargs}))
+    return [_verl_result(answer) for answer in _check_list(answers, len(rows))]
+
+
+def _verl_arguments(row: Row) -> dict[str, Any]:
+    """Return what verl passes. Its rows have `reward_model.ground_truth`, `data_source` and `extra_info`."""
+    data, values = row["data"], available_arguments(row)
+    truth, of_model, info = values["ground_truth"], data.get("reward_model"), data.get("extra_info")
+    if truth is None and isinstance(of_model, Mapping):
+        truth = of_model.get("ground_truth")
+    turns = [str(message["content"] or "") for message in values["completion"]]
+    return {
+        "data_source": data.get("data_source", ""),
+        "solution_str": "\n".join(turns),
+        "ground_truth": truth,
+        "extra_info": {"num_turns": len(row["messages"]), **(info if isinstance(info, Mapping) else {})},
+    }
+
+
+async def _awaited_verl_result(answer: Any) -> Any:
+    return _verl_result(await answer)
+
+
+def _verl_result(answer: Any) -> Any:
+    """Leave what is not a number (such as "pred") out of a result, and read "acc" as success."""
+    if not isinstance(answer, Mapping) or "score" not in answer:
+        return answer
+    kept = {name: value for name, value in answer.items() if name in _REWARD_KEYS or not _is_text(value)}
+    right = answer.get("acc")
+    return {**kept, "success": right} if isinstance(right, bool) and "success" not in kept else kept
+
+
+_REWARD_KEYS = ("score", "success", "steps", "step_outputs")
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str | bytes | list | tuple | dict)
+
+
+def _call_answer(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
+    return function(answer_text(rows[0]["messages"][rows[0]["prompt_count"] :]), rows[0]["data"], **kwargs)
 
 
 def _call_rows(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping[str, Any]) -> Any:
@@ -362,7 +439,10 @@ _CALLS: Mapping[RewardSignature, Callable[[Callable[..., Any], Sequence[Row], Ma
     RewardSignature.VERIFIERS: _call_messages,
     RewardSignature.BATCH: _call_batch,
     RewardSignature.TRL: _call_trl,
+    RewardSignature.VERL: _call_verl,
+    RewardSignature.VERL_BATCH: _call_verl_batch,
     RewardSignature.PLAIN: _call_plain,
+    RewardSignature.ANSWER: _call_answer,
     RewardSignature.ROW: _call_row,
     RewardSignature.ROWS: _call_rows,
     RewardSignature.EPISODE: _call_episode,

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, RewardError, boundary
+from headrace.printable import single_line
 from headrace.reward import user_function
 from headrace.reward.alignment import Alignment, make_reward
 from headrace.reward.episode_json import episode_to_row
+from headrace.reward.raised import describe, sentence
 from headrace.reward.sandbox.limits import CallLimits, CallResult, IsolationLayer, Outcome, isolation_gaps, may_fork
 from headrace.reward.sandbox.pool import Sandbox, SandboxSettings, SandboxWorker, readable_paths, warn_once
 from headrace.reward.terms import GroupTerm
@@ -20,6 +22,8 @@ from headrace.types import Episode, Reward
 
 logger = logging.getLogger(__name__)
 
+OWN_REWARDS = "headrace.reward."  # modules of rewards that come with the package
+MOST_PRINTS = 20  # texts of one function in the log
 TRUSTED_CALLS = 16  # calls of one function at a time
 
 
@@ -32,6 +36,7 @@ class UserRewardSpec:
     weight: float = 1.0
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # passed at every call
     alignment: Alignment = field(default_factory=Alignment)
+    beyond_limits: float | None = None  # the score of an answer that takes too much CPU time or memory; None: unknown
 
     @property
     def target(self) -> dict[str, Any]:
@@ -44,7 +49,7 @@ def sandboxed_term(user: UserRewardSpec, settings: SandboxSettings, *, fork_grou
     `fork_groups`: the episodes of a group share a process, one after another. Faster for functions that take less than
     a fork, but what one episode's text makes the function do can then reach the next one's score.
     """
-    sandbox = Sandbox(user.target, settings)
+    sandbox, prints = Sandbox(user.target, settings), PrintLog(user.name)
 
     async def judge(episodes: Sequence[Episode]) -> Sequence[Reward | RewardError]:
         try:
@@ -57,7 +62,7 @@ def sandboxed_term(user: UserRewardSpec, settings: SandboxSettings, *, fork_grou
         groups = [episodes] if together else [[episode] for episode in episodes]
         alignment = _with_declared_index(user.alignment, about)
         judged = await asyncio.gather(
-            *(_judge(sandbox, group, signature, alignment, settings.limits) for group in groups)
+            *(_judge(user, sandbox, prints, group, signature, alignment, settings.limits) for group in groups)
         )
         return [reward for group in judged for reward in group]
 
@@ -91,8 +96,9 @@ def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
                         loop = asyncio.get_running_loop()
                         verdicts = await loop.run_in_executor(threads, function.call, {"rows": rows})
             except RewardError as exc:
-                text = f"it took longer than {timeout_s:g} s" if limit.expired() else str(exc)
-                return [RewardError(text.removeprefix(f"{user.name}: "))] * len(group)
+                cause = exc.__cause__
+                text = str(exc) if cause is None else sentence(describe(cause), sandboxed=False)
+                return [RewardError(_too_long(user, timeout_s) if limit.expired() else text)] * len(group)
         return _rewards(verdicts, group, alignment)
 
     return GroupTerm(name=user.name, judge=judge, weight=user.weight)
@@ -134,7 +140,13 @@ def sandbox_text() -> str:
 
 
 async def _judge(
-    sandbox: Sandbox, group: Sequence[Episode], signature: RewardSignature, alignment: Alignment, limits: CallLimits
+    user: UserRewardSpec,
+    sandbox: Sandbox,
+    prints: "PrintLog",
+    group: Sequence[Episode],
+    signature: RewardSignature,
+    alignment: Alignment,
+    limits: CallLimits,
 ) -> Sequence[Reward | RewardError]:
     try:
         with boundary(RewardError, "the task's data cannot be sent to the sandbox as JSON"):
@@ -144,11 +156,28 @@ async def _judge(
     except RewardError as exc:
         return [exc] * len(group)
     answer = await sandbox.call(argument)
-    if answer.stdout or answer.stderr:
-        logger.debug("the reward function of %s printed: %s%s", group[0].id, answer.stdout, answer.stderr)
+    printed = f"{answer.stdout}{answer.stderr}".strip()
+    prints.note(group[0].id, printed)
+    if answer.outcome in (Outcome.CPU, Outcome.MEMORY) and user.beyond_limits is not None:
+        return [Reward(total=user.beyond_limits, success=False)] * len(group)
     if answer.outcome is not Outcome.RETURNED:
-        return [RewardError(failure_message(answer, limits))] * len(group)
-    return _rewards(json.loads(answer.result), group, alignment)
+        return [RewardError(failure_message(user, answer, limits))] * len(group)
+    first, *others = _rewards(json.loads(answer.result), group, alignment)
+    return [replace(first, printed=printed) if isinstance(first, Reward) else first, *others]
+
+
+class PrintLog:
+    """Logs the first texts that a reward function prints; all are in the records of the episodes."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._left = name, MOST_PRINTS
+
+    def note(self, episode_id: str, text: str) -> None:
+        if not text or not self._left:
+            return
+        self._left -= 1
+        more = "" if self._left else " (what it prints from now on is in the saved episodes only:  headrace view)"
+        logger.info("reward %s printed for episode %s: %s%s", self._name, episode_id, single_line(text, 500), more)
 
 
 def _rewards(verdicts: object, group: Sequence[Episode], alignment: Alignment) -> Sequence[Reward | RewardError]:
@@ -163,15 +192,17 @@ def _rewards(verdicts: object, group: Sequence[Episode], alignment: Alignment) -
     return rewards
 
 
-def failure_message(answer: CallResult, limits: CallLimits) -> str:
+def failure_message(user: UserRewardSpec, answer: CallResult, limits: CallLimits) -> str:
     """Say in one sentence why there is no result."""
     match answer.outcome:
         case Outcome.TIMEOUT:
-            return f"it took longer than {limits.wall_s:g} s"
+            return _too_long(user, limits.wall_s)
         case Outcome.CPU:
-            return f"it used more than {limits.cpu_s} s of CPU time"
+            return f"it used more than {limits.cpu_s} s of CPU time: raise rl.reward_runner.cpu_s if it needs more"
         case Outcome.MEMORY:
-            return f"it used more than {limits.memory_mb} MB of memory"
+            return (
+                f"it used more than {limits.memory_mb} MB of memory: raise rl.reward_runner.memory_mb if it needs more"
+            )
         case Outcome.OUTPUT:
             return f"it printed more than {limits.output_bytes} bytes"
         case Outcome.RESULT_SIZE:
@@ -180,6 +211,13 @@ def failure_message(answer: CallResult, limits: CallLimits) -> str:
             return "its process crashed"
         case _:
             return answer.detail or f"it ended with {answer.outcome}"
+
+
+def _too_long(user: UserRewardSpec, limit_s: float) -> str:
+    remedy = "raise rl.reward_runner.wall_s if it needs more"
+    if not user.spec.startswith(OWN_REWARDS):
+        remedy = f"import what takes long at the top of the file, which is imported once, and {remedy}"
+    return f"it took longer than {limit_s:g} s: {remedy}"
 
 
 def _with_declared_index(alignment: Alignment, about: Mapping[str, Any]) -> Alignment:

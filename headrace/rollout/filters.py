@@ -4,7 +4,6 @@ A filter is any function `Group -> Keep | Reject`; a user's function may also re
 function's own name). Rejected groups are replaced by new ones, counted as `rollout/filtered_<reason>`.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -114,8 +113,9 @@ assert tuple(FILTERS) == names.FILTERS
 def named_filter(name: str, options: Mapping[str, Any]) -> Filter:
     """Return a built-in filter. Raises ConfigError that names the nearest one, or the option that is wrong."""
     if name not in FILTERS:
-        nearest = difflib.get_close_matches(name, FILTERS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"there is no filter {name!r}: the nearest is {nearest!r} (all: {', '.join(FILTERS)})")
+        near = names.near_name(name, FILTERS)
+        hint = "" if near is None else f"did you mean {near!r}? "
+        raise ConfigError(f"there is no filter {name!r}: {hint}there are {', '.join(FILTERS)}")
     with boundary(ConfigError, f"filter {name!r} does not take these options"):
         return FILTERS[name](**options)
 

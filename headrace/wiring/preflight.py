@@ -23,7 +23,7 @@ from headrace.wiring.build.data import (
     training_tasks,
 )
 from headrace.wiring.build.loss import make_correction, make_keys, make_loss
-from headrace.wiring.build.rewards import check_rewards
+from headrace.wiring.build.rewards import check_reward_data, check_rewards
 from headrace.wiring.build.rollout_executor import make_filters, make_selection
 from headrace.wiring.input_files import check_inputs
 from headrace.wiring.inputs import RewardModelInputs, RlFunctions, RlInputs, RunInputs, SftInputs
@@ -51,6 +51,7 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
     if rl_config is not None and functions is not None:
         renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
         rl = RlInputs(functions=functions, tasks=training_tasks(rl_config, renderer, held_out))
+        check_reward_data(rl_config, (*rl.tasks, *held_out))
         waits = sft_config is not None or pairs is not None
         if waits and (config.eval.source is None or sft_config is None):  # else the evaluation of [sft] checks them
             check_rewards(rl_config)

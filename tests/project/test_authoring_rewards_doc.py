@@ -11,6 +11,7 @@ import pytest
 from headrace.config import RewardTermConfig
 from headrace.reward import user_function
 from headrace.reward.alignment import Alignment, make_reward
+from headrace.reward.builtin.table import ANSWER_REWARDS, check_options
 from headrace.reward.episode_json import episode_to_row
 from headrace.types import Episode, Reward
 from support.paths import DOCS
@@ -66,4 +67,7 @@ def test_programs_that_a_model_wrote(functions: Callable[[int], user_function.Re
 def test_tables_are_valid() -> None:
     tables = [tomllib.loads(text) for language, text in BLOCKS if language == "toml"]
     listed = [RewardTermConfig(**term) for table in tables for term in table["rl"]["rewards"]]
-    assert {"length", "format", "judge", "env"} <= {term.fn for term in listed}
+    assert {"length", "format", "judge", "env", *ANSWER_REWARDS} <= {term.fn for term in listed}
+    for term in listed:
+        if term.fn in ANSWER_REWARDS:
+            check_options(term.fn, term.kwargs)

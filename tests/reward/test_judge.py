@@ -37,7 +37,7 @@ ONE, MANY = JudgeSettings(rubric="be right"), JudgeSettings(rubric="be right", c
 RIGHT, WRONG = episode("four", answer="four"), episode("five SCORE: 10", answer="four")
 
 
-CODE = re.compile(r"must be SCORES? (\w+):")
+CODE = re.compile(r"must be (?:SCORES?|RANKING|WINNER) (\w+):")
 
 
 def replies(*texts: str, asked: list[Sequence[Message]] | None = None) -> Ask:
@@ -75,7 +75,7 @@ async def test_a_reply_without_a_score_is_asked_for_again() -> None:
     assert await totals(replies("Hm.", "SCORE CODE: 5"), ONE, RIGHT) == [0.5]
     [reason] = await totals(replies("Hm.", "Well."), ONE, RIGHT)
     assert isinstance(reason, str)
-    wanted = r"must be \"SCORE [A-Z]{6}:\" and a number, and is 'Well.'"
+    wanted = r"must be \"SCORE [A-Z]{6}:\" and a number from 0 to 10, and is 'Well.'"
     assert re.fullmatch(rf"reward judge: the last line of the judge's reply {wanted}", reason)
 
 
@@ -103,6 +103,69 @@ async def test_a_reply_without_a_score_is_asked_for_again() -> None:
 def test_scores_that_are_none(judge: JudgeSettings, reply: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         parse_scores(reply, judge, 2 if judge.compare else 1, "XYZ")
+
+
+RANK, PAIRS = JudgeSettings(rubric="be right", rank=True), JudgeSettings(rubric="be right", pairwise=True)
+
+
+def by_length(judge: JudgeSettings, asked: list[int] | None = None) -> Ask:
+    """A judge that prefers long last answers, wherever they stand in the question."""
+
+    async def ask(messages: Sequence[Message]) -> str:
+        code = CODE.search(messages[0].content)
+        assert code is not None
+        lengths = [len(talk[-1]["content"]) for talk in json.loads(messages[1].content.split("\n", 1)[-1])]
+        if asked is not None:
+            asked.append(len(lengths))
+        order = sorted(range(1, len(lengths) + 1), key=lambda number: -lengths[number - 1])
+        value = json.dumps(order) if judge.rank else "TIE" if len(set(lengths)) == 1 else str(order[0])
+        return f"Reasons.\n{judge.word} {code[1]}: {value}"
+
+    return ask
+
+
+async def test_a_ranking_spaces_rewards_evenly_and_equal_answers_share_a_place() -> None:
+    group = [episode(text, answer="x") for text in ("aaa", "a", "aaaaa", "a")]
+    assert await totals(by_length(RANK), RANK, *group) == [0.5, 0.0, 1.0, 0.0]
+    asked: list[int] = []
+    assert await totals(by_length(RANK, asked), RANK, group[1], group[3]) == [0.5, 0.5]
+    assert asked == []  # there was nothing to ask
+    [reason] = await totals(by_length(RANK), RANK, group[0])
+    assert "needs two episodes of a task" in str(reason)
+
+
+async def test_pairs_give_the_share_of_wins() -> None:
+    # each of four against all three others: 3 wins, 1 win, 2 wins, none
+    group = [episode("a" * length, answer="x") for length in (9, 3, 5, 1)]
+    assert await totals(by_length(PAIRS), PAIRS, *group) == pytest.approx([1.0, 1 / 3, 2 / 3, 0.0])
+    tied = [episode(text, answer="x") for text in ("ab", "ba")]
+    assert await totals(by_length(PAIRS), PAIRS, *tied) == [0.5, 0.5]
+
+
+async def test_the_same_conversation_is_judged_once() -> None:
+    asked: list[Sequence[Message]] = []
+    term = judge_term("judge", replies("SCORE CODE: 7", "SCORE CODE: 2", asked=asked), ONE)
+    runner = GroupRewardRunner([term])
+    for group in ([RIGHT, RIGHT], [RIGHT, WRONG]):
+        results = await runner.score(group)
+        assert all(isinstance(item, ScoredEpisode) for item in results)
+    assert len(asked) == 2
+    uncached = JudgeSettings(rubric="be right", cache=0)
+    assert await totals(replies("SCORE CODE: 7", "SCORE CODE: 2"), uncached, RIGHT, RIGHT) == [0.7, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("judge", "reply", "message"),
+    [
+        (RANK, "RANKING XYZ: [1, 1]", "does not have each number from 1 to 2 once"),
+        (RANK, "RANKING XYZ: [0, 1]", "does not have each number from 1 to 2 once"),
+        (RANK, "SCORES XYZ: [1, 2]", 'must be "RANKING XYZ:" and a JSON list of the numbers 1 to 2'),
+        (PAIRS, "WINNER XYZ: 3", 'must be "WINNER XYZ:" and 1 or 2, the number of the better conversation, or TIE'),
+    ],
+)
+def test_orders_that_are_none(judge: JudgeSettings, reply: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        parse_scores(reply, judge, 2, "XYZ")
 
 
 @pytest.mark.parametrize("reply", ["**SCORE XYZ:** 7", "**SCORE XYZ: 7**", "Score xyz: 7", "`SCORE XYZ`: 7\n\n"])

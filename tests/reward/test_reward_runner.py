@@ -12,7 +12,7 @@ from hypothesis.strategies import floats, lists, tuples
 
 from headrace.errors import ConfigError
 from headrace.reward.call_scheduler import SLOW_S
-from headrace.reward.result import MESSAGE_CHARS
+from headrace.reward.raised import MESSAGE_CHARS
 from headrace.reward.reward_runner import (
     MAX_PARTS,
     MAX_REASONS,

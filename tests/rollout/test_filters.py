@@ -118,7 +118,7 @@ def test_failing_or_odd_filters_are_named() -> None:
 def test_named_filters() -> None:
     decide = named_filter("length", {"max_tokens": 1})
     assert decide(group(0, versions=(0, 0))) == Reject("too_long")
-    with pytest.raises(ConfigError, match="nearest is 'reward_spread'"):
+    with pytest.raises(ConfigError, match="did you mean 'reward_spread'"):
         named_filter("reward_spraed", {})
     with pytest.raises(ConfigError, match="max_token"):
         named_filter("length", {"max_token": 1})

@@ -36,6 +36,7 @@ from headrace.config.schema import (
     EngineConfig,
     OptimizerConfig,
     RewardModelConfig,
+    RewardTermConfig,
     RlConfig,
     SamplingConfig,
     SftConfig,
@@ -43,6 +44,7 @@ from headrace.config.schema import (
     TinyModelConfig,
 )
 from headrace.errors import ConfigError
+from headrace.names import near_name
 
 MOST_STEPS = 8  # checkpoints that a message names
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -71,6 +73,7 @@ def check(
         problems.append(_sync_problems(config, rl.sync_every))
         problems.append(_rl_problems(rl, config.engine))
         problems.append(_reward_model_problems(config, rl, base))
+        problems.append(_judge_problems(config, rl))
         problems.append(_source_problems("rl.tasks", rl.tasks, base))
         problems.append(_name_problems("rl.credit", rl.credit, names.CREDITS))
         problems.append(_function_problems("rl.anchor", rl.anchor, base, names.ANCHORS))
@@ -366,7 +369,8 @@ def _reward_problems(rl: RlConfig) -> Iterator[str]:
         yield f"two terms of 'rl.rewards' are called \"{name}\": give each its own 'name'"
     for problem in names.reward_name_problems(term_names):
         yield f"'rl.rewards': {problem}"
-    for term in rl.rewards:
+    for position, term in enumerate(rl.rewards):
+        yield from _option_problems(f"rl.rewards[{position}]", term)
         if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
             yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
         if term.fn == "env" and not gives_rewards(rl):
@@ -375,6 +379,30 @@ def _reward_problems(rl: RlConfig) -> Iterator[str]:
                 f'the reward "env" is what an environment gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
                 f'add [[rl.rewards]] with fn = "{fitting}" or "file.py:function"'
             )
+
+
+def _judge_problems(config: Config, rl: RlConfig) -> Iterator[str]:
+    """Check that a judge which puts episodes in order gets several of a task."""
+    for position, term in enumerate(rl.rewards):
+        mode = next((key for key in ("rank", "pairwise") if term.kwargs.get(key)), None)
+        if term.fn != names.JUDGE or mode is None:
+            continue
+        what = f"'rl.rewards[{position}]' is a judge with {mode} = true, which compares the episodes of a task"
+        if rl.group_size < 2:
+            yield f"{what}, but 'rl.group_size' is 1: write 2 or more"
+        if config.eval.source is not None and config.eval.samples < 2:
+            yield f"{what}, but 'eval.samples' is {config.eval.samples}: write 2 or more"
+
+
+def _option_problems(key: str, term: RewardTermConfig) -> Iterator[str]:
+    """Check the options of a built-in reward by their names, and the package that it needs."""
+    package, extra = names.REWARD_PACKAGES.get(term.fn, ("headrace", ""))
+    if importlib.util.find_spec(package) is None:
+        yield f"'{key}' is the reward \"{term.fn}\", which needs a package: run  pip install 'headrace[{extra}]'"
+    known = names.REWARD_OPTIONS.get(term.fn, tuple(term.kwargs))
+    for option in term.kwargs:
+        if option not in known:
+            yield f'\'{key}.kwargs\' has "{option}", which "{term.fn}" does not know: it takes {", ".join(known)}'
 
 
 def _end_problems(rl: RlConfig) -> Iterator[str]:
@@ -446,10 +474,10 @@ def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str
                 yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kinds}'
 
 
-def _name_problems(key: str, name: str, names: Collection[str]) -> Iterator[str]:
-    if name not in names:
-        close = get_close_matches(name, names, n=1, cutoff=0.5)
-        instead = f'did you mean "{close[0]}"?' if close else f"there are {', '.join(sorted(names))}"
+def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]:
+    if name not in known:
+        close = near_name(name, known)
+        instead = f"there are {', '.join(sorted(known))}" if close is None else f'did you mean "{close}"?'
         yield f"'{key}' is \"{name}\", which is not known; {instead}"
 
 
@@ -499,8 +527,8 @@ def _file_problems(what: str, file: Path, function: str) -> Iterator[str]:
         yield f"{what}, and {file} cannot be read as Python: {exc}"
         return
     if function not in defined and "*" not in defined:
-        close = get_close_matches(function, defined, n=1, cutoff=0.5)
-        yield f"{what}, but {file} has no such function" + (f'; did you mean "{close[0]}"?' if close else "")
+        close = near_name(function, sorted(defined))
+        yield f"{what}, but {file} has no such function" + ("" if close is None else f'; did you mean "{close}"?')
 
 
 def _bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:

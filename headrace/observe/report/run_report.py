@@ -40,6 +40,7 @@ STAGE_NAMES: Mapping[str, str] = {
 }
 EVAL_ORDER = ("base", "sft", "reward_model", "rl")
 MAX_OTHER_CHARTS = 48
+EQUAL_STEPS = 10  # training steps with equal rewards that are worth a note
 Value = TypeVar("Value")
 _FILE = re.compile(r"eval_.*\.jsonl|step_\d+\.jsonl")
 
@@ -194,7 +195,7 @@ def _facts(
     summary: Mapping[str, float | str],
 ) -> list[tuple[str, str]]:
     """Collect the facts under the headline: model, steps, time, machine, and other entries of the summary."""
-    facts = []
+    facts = [("Rewards", finding) for finding in reward_findings(records)]
     if "path" in _table(config, "model"):
         facts.append(("Model", str(_table(config, "model")["path"])))
     for stage in stages_of(records):
@@ -219,6 +220,20 @@ def _facts(
         if revision:
             facts.append(("Git revision", str(revision)[:12]))
     return facts
+
+
+def reward_findings(records: Sequence[MetricRecord]) -> list[str]:
+    """Say which training steps had rewards that teach nothing: all equal, or none above 0."""
+    steps = [record.values for record in records if {"reward/min", "reward/max"} <= set(record.values)]
+    equal = sum(values["reward/min"] == values["reward/max"] for values in steps)
+    findings = []
+    if equal and (equal >= EQUAL_STEPS or equal == len(steps)):
+        findings.append(
+            f"all episodes had the same reward in {equal} of {len(steps)} training steps: nothing was learned in those"
+        )
+    if steps and max(values["reward/max"] for values in steps) <= 0:
+        findings.append(f"no episode of {len(steps)} training steps had a reward above 0")
+    return findings
 
 
 # --- episodes --------------------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ def _reward_fields(reward: Reward) -> dict[str, Any]:
         "parts": dict(reward.parts),
         "steps": None if reward.steps is None else list(reward.steps),
         "success": reward.success,
+        **({"printed": reward.printed} if reward.printed else {}),
     }
 
 
@@ -334,7 +335,13 @@ def _scored_of(line: EpisodeRecord, steps: Sequence[Step]) -> ScoredEpisode:
             ended=line.ended,
             final_state=line.final_state,
         ),
-        reward=Reward(total=reward.total, parts=reward.parts, steps=reward.steps, success=reward.success),
+        reward=Reward(
+            total=reward.total,
+            parts=reward.parts,
+            steps=reward.steps,
+            success=reward.success,
+            printed=reward.printed,
+        ),
     )
 
 

@@ -100,6 +100,7 @@ class RewardRecord:
     parts: dict[str, float] = field(default_factory=dict)
     steps: tuple[float, ...] | None = None
     success: bool | None = None
+    printed: str = ""  # by reward functions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)

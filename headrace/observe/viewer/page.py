@@ -304,6 +304,8 @@ def _episode_facts(line: EpisodeRecord) -> list[tuple[str, str]]:
     if line.versions is not None:
         head, tail = line.versions
         facts.append(("version", str(head) if head == tail else f"{head} to {tail}"))
+    if line.reward.printed:
+        facts.append(("printed", one_line(line.reward.printed, 500)))
     return [*facts, ("temperature", figure(line.temperature)), ("seed", str(line.seed))]
 
 

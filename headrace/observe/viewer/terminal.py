@@ -114,7 +114,8 @@ def episode_table(line: EpisodeRecord, *, action_width: int = 44) -> Group:
             _signed(None if credit is None else credit.A),
             "–" if credit is None or credit.peers is None else str(credit.peers),
         )
-    return Group(Text(_episode_title(line), style="bold"), table)
+    printed = [Text(f"printed by {visible(line.reward.printed)}", style="dim")] if line.reward.printed else []
+    return Group(Text(_episode_title(line), style="bold"), table, *printed)
 
 
 def side_by_side(lines: Sequence[EpisodeRecord], *, width: int) -> list[Table]:

@@ -32,7 +32,7 @@ NUM_CALL_DESCRIPTORS = 5  # request, result, stdout, stderr, programs
 
 _CREDENTIALS = struct.Struct("=iII")  # PID, user and group of a sender, filled in by the kernel
 _STATUS_S = 10.0  # for the worker to say how a call's process ended, after it was killed
-_TAIL_CHARS = 2000
+TAIL_CHARS = 2000
 
 
 def mount_scratch(limits: CallLimits) -> None:
@@ -168,7 +168,7 @@ class Attendant:
             return None
         over = over or end
         result, out, err = (bytes(outputs[read]).decode(errors="replace") for read in reads)
-        tails = {"stdout": out[-_TAIL_CHARS:], "stderr": err[-_TAIL_CHARS:]}
+        tails = {"stdout": out[-TAIL_CHARS:], "stderr": err[-TAIL_CHARS:]}
         return {"outcome": over, "payload": "" if over else result, **tails}
 
 

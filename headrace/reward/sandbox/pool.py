@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -26,6 +26,7 @@ from typing import IO, Any
 import psutil
 
 from headrace.errors import ConfigError, RewardError
+from headrace.reward.raised import sentence
 from headrace.reward.sandbox import framing
 from headrace.reward.sandbox.isolation import environment, interpreter_paths, package_folder
 from headrace.reward.sandbox.limits import (
@@ -78,6 +79,7 @@ class SandboxWorker:
         self.layers: frozenset[IsolationLayer] = frozenset()
         self.warm = False
         self.alive = True
+        self._folder = ""  # of the code's file
 
     @classmethod
     async def start(
@@ -125,10 +127,15 @@ class SandboxWorker:
         await self._send({"go": True})
         reply = await self._receive()
         if "failed" in reply:
-            raise RewardError(f"the code cannot be imported: {str(reply['failed'])[:_REASON_CHARS]}")
+            self._folder = _code_folder(str(target["spec"]))
+            reason = self._sentence(reply["failed"])
+            raise RewardError(reason if reply.get("refused") is True else f"the code cannot be imported: {reason}")
         if not isinstance(reply.get("about"), dict):
             raise ValueError("an answer that does not say what was imported")
-        self.about = reply["about"]
+        self.about, self._folder = reply["about"], _code_folder(str(target["spec"]))
+
+    def _sentence(self, description: object) -> str:
+        return sentence(description, folder=self._folder, processes=self._settings.limits.processes)
 
     async def call(self, argument: Any) -> CallResult:
         """Make one call. A worker that does not enforce the time limit itself is ended, which sets `alive` to False."""
@@ -151,7 +158,7 @@ class SandboxWorker:
         except ValueError as exc:
             await self.stop()
             return CallResult(outcome=Outcome.MALFORMED, detail=str(exc))
-        return _check_reply(reply, nonce)
+        return _check_reply(reply, nonce, self._sentence)
 
     @property
     def pid(self) -> int:
@@ -262,8 +269,14 @@ def _log_stderr(stream: IO[bytes], pid: int) -> None:
             left -= len(chunk)
 
 
-def _check_reply(reply: Mapping[str, Any], nonce: str) -> CallResult:
-    """Make a CallResult of a worker's reply, which is not trusted."""
+def _code_folder(spec: str) -> str:
+    """Return the folder of a reward function's file; "" for a module."""
+    place = Path(spec if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")[0])
+    return str(place if place.is_dir() else place.parent) if place.exists() else ""
+
+
+def _check_reply(reply: Mapping[str, Any], nonce: str, say: Callable[[object], str]) -> CallResult:
+    """Make a CallResult of a worker's reply, which is not trusted; `say` makes a sentence of what was raised."""
     tails = {name: str(reply.get(name, "")) for name in ("stdout", "stderr")}
     if reply.get("outcome"):
         is_outcome = str(reply["outcome"]) in set(Outcome)
@@ -281,9 +294,7 @@ def _check_reply(reply: Mapping[str, Any], nonce: str) -> CallResult:
     if kind == RETURNED:
         return CallResult(outcome=Outcome.RETURNED, result=body, **tails)
     if kind in (RAISED, OUT_OF_MEMORY):
-        return CallResult(
-            outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=str(value)[:_REASON_CHARS], **tails
-        )
+        return CallResult(outcome=Outcome.RAISED if kind == RAISED else Outcome.MEMORY, detail=say(value), **tails)
     return CallResult(outcome=Outcome.MALFORMED, detail="what came back is of no known kind", **tails)
 
 

@@ -9,6 +9,7 @@ only. Standard library only.
 
 import fcntl
 import gc
+import io
 import json
 import os
 import resource
@@ -17,18 +18,21 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from headrace.errors import HeadraceError
 from headrace.reward import user_function
+from headrace.reward.raised import describe
 from headrace.reward.sandbox import framing, linux, program
 from headrace.reward.sandbox.attendant import (
     FORK,
     FORKED,
     KNOWN,
     NUM_CALL_DESCRIPTORS,
+    TAIL_CHARS,
     Attendant,
     mount_scratch,
     unmount_scratch,
@@ -51,11 +55,10 @@ _CMSG_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _CONTROL_SPACE = socket.CMSG_SPACE(_DESCRIPTORS.size)
 _RESULT, _PROGRAMS = 3, 4  # the private descriptors of a call's process
 _MAX_DESCRIPTORS = 1 << 16
-_MESSAGE_CHARS = 2000
 _MEMORY_SIGNALS = (signal.SIGUSR1,)  # the supervisor has killed a call because of its memory
 _LEFT_PROCESSES = "importing it left {} processes behind, which were ended: start them inside the function"
 _UNREAD_FILES = "importing it left files that cannot be read and are not there in calls: {}"
-_kill, _waitpid = os.kill, os.waitpid
+_kill, _waitpid, _describe = os.kill, os.waitpid, describe
 
 
 class UserCode(Protocol):
@@ -156,7 +159,8 @@ def _import_code(
         notices = [_LEFT_PROCESSES.format(ended)] if ended else []
         notices += [_UNREAD_FILES.format(", ".join(files.unread[:3]))] if files.unread else []
         about = {**about, "notices": [*about["notices"], *notices]}
-    framing.send(control, {"about": about} if loaded else {"failed": failure.text})
+    reply = {"failed": failure.description, "refused": failure.is_ours}
+    framing.send(control, {"about": about} if loaded else reply)
     return (loaded[0], files) if loaded else None
 
 
@@ -165,10 +169,12 @@ def _serve_one_call(isolation: Isolation, plan: IsolationPlan, order: dict[str, 
     imported = _import_code(isolation, plan, order, control, "")
     request = None if imported is None else framing.receive(control)
     if imported is not None and request is not None:
-        payload = _call_to_bytes(imported[0].call, request["argument"])
-        framing.send(
-            control, {"outcome": "", "payload": (request["nonce"].encode() + payload).decode(errors="replace")}
-        )
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            payload = _call_to_bytes(imported[0].call, request["argument"])
+        tails = {"stdout": out.getvalue()[-TAIL_CHARS:], "stderr": err.getvalue()[-TAIL_CHARS:]}
+        answer = (request["nonce"].encode() + payload).decode(errors="replace")
+        framing.send(control, {"outcome": "", "payload": answer, **tails})
     return 0
 
 
@@ -275,10 +281,11 @@ def end_other_processes() -> int:
 
 
 class CapturedError:
-    """Runs foreign code and keeps what it raised, also SystemExit, as text. `text` is "" if it returned."""
+    """Runs foreign code and keeps a description of what it raised, also SystemExit; {} if it returned."""
 
     def __init__(self, body: Callable[[], None]) -> None:
-        self.text, self.out_of_memory = "", False
+        self.description: dict[str, str] = {}
+        self.out_of_memory = self.is_ours = False
         with self:
             body()
 
@@ -287,21 +294,15 @@ class CapturedError:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if error is not None:
-            self.out_of_memory = isinstance(error, MemoryError)
-            self.text = type(error).__name__
-            if not isinstance(error, MemoryError):
-                described = SafeMessage(error)
-                self.text = f"{self.text}: {described.text}"[:_MESSAGE_CHARS]
+            self.out_of_memory, self.is_ours = isinstance(error, MemoryError), isinstance(error, HeadraceError)
+            self.description = {"text": f"{type(error).__name__}: (its message cannot be shown)"}
+            with _Suppressed():  # attributes of an exception are foreign code as well
+                self.description = {"text": str(error)} if self.is_ours else _describe(error)
         return True
 
 
-class SafeMessage:
-    """Holds str(error), or a fixed text if that raises: `__str__` is foreign code as well."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.text = "(its message cannot be shown)"
-        with self:
-            self.text = str(error)
+class _Suppressed:
+    """Suppresses every exception."""
 
     def __enter__(self) -> None:
         return None
@@ -313,6 +314,6 @@ class SafeMessage:
 def _call_to_bytes(function: Callable[[Any], Any], argument: Any) -> bytes:
     results: list[bytes] = []
     caught = CapturedError(lambda: results.append(_dumps(function(argument), allow_nan=True).encode()))
-    if results and not caught.text:
+    if results and not caught.description:
         return RETURNED + results[0]
-    return (OUT_OF_MEMORY if caught.out_of_memory else RAISED) + _dumps(caught.text).encode()
+    return (OUT_OF_MEMORY if caught.out_of_memory else RAISED) + _dumps(caught.description).encode()

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.observe.report.charts import charts, other_names
 from headrace.observe.report.episodes import compare, conversation, sample_file
-from headrace.observe.report.run_report import headline, write_report
+from headrace.observe.report.run_report import headline, reward_findings, write_report
 from headrace.observe.rollouts.records import EpisodeRecord, read_lines
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics
 from headrace.printable import visible
@@ -274,3 +274,20 @@ def test_long_texts_and_long_conversations_are_cut_and_say_so(synthetic_run: Cal
     talk = conversation("Then", long)
     assert talk.turns[0].text.endswith("… (1000 more characters)")
     assert (len(talk.turns), talk.left_out) == (40, 10)
+
+
+def test_steps_whose_rewards_teach_nothing_are_told() -> None:
+    def steps(*ranges: tuple[float, float]) -> list[MetricRecord]:
+        return [
+            MetricRecord(step=step, stage="rl", values={"reward/min": low, "reward/max": high})
+            for step, (low, high) in enumerate(ranges, start=1)
+        ]
+
+    assert reward_findings(steps((0.0, 1.0), (1.0, 1.0))) == []
+    assert reward_findings(steps((0.0, 0.0), (0.0, 0.0))) == [
+        "all episodes had the same reward in 2 of 2 training steps: nothing was learned in those",
+        "no episode of 2 training steps had a reward above 0",
+    ]
+    [equal] = reward_findings(steps(*[(1.0, 1.0)] * 10, (0.0, 1.0)))
+    assert equal.startswith("all episodes had the same reward in 10 of 11 training steps")
+    assert reward_findings([MetricRecord(step=1, stage="sft", values={"train/loss": 1.0})]) == []

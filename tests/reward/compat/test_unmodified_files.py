@@ -157,7 +157,7 @@ def test_one_parameter_is_an_episode_unless_it_is_called_text() -> None:
 async def test_a_group_function_that_raises_fails_the_whole_group(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(rollouts_messages): raise ValueError('no idea')\n")
     term = sandboxed_term(UserRewardSpec(name="mine", spec=f"{tmp_path / 'mine.py'}:f"), SandboxSettings(workers=1))
-    assert await judged(term, RIGHT, WRONG) == ["reward mine: ValueError: no idea"] * 2
+    assert await judged(term, RIGHT, WRONG) == ["reward mine: mine.py, line 1: ValueError: no idea"] * 2
 
 
 async def test_numbers_that_are_not_finite_are_no_rewards(make_term: MakeTerm, tmp_path: Path) -> None:
