@@ -1,7 +1,5 @@
 """A wrong guess is worse than none: names are suggested for misspellings and shortenings only."""
 
-from pathlib import Path
-
 import pytest
 
 from headrace.algo.name_lookup import nearest_name_hint
@@ -45,9 +43,8 @@ def test_a_misspelling_or_a_part_of_a_name_is(name: str, known: tuple[str, ...],
     assert near_name(name, known) == meant
 
 
-def test_keys_of_other_libraries_get_the_list_of_keys(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(RL.replace("steps", "num_generations = 8\nsteps"))
+def test_keys_of_other_libraries_get_the_list_of_keys() -> None:
+    text = RL.replace("steps", "num_generations = 8\nsteps")
     with pytest.raises(ConfigError) as caught:
-        load_config(file)
+        load_config(text, file="run.toml")
     assert "generate_fn'?" not in str(caught.value)

@@ -59,6 +59,8 @@ def test_doctor_looks_for_the_packages_of_every_extra() -> None:
         "tinker": {"tinker"},
         "postgres": {"psycopg"},
         "ray": {"ray"},
+        "math": {"math_verify"},
+        "json-schema": {"jsonschema"},
         "torchao": {"torchao"},
         "bitsandbytes": {"bitsandbytes"},
     }

@@ -48,7 +48,7 @@ assert _json.loads(_json.dumps(_function(*_args))) == _wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class CodeCase:
     """One check of a program: a unit test, or a standard input with the output that is expected."""
 
     test: str = ""
@@ -102,7 +102,7 @@ def find_program(text: str) -> str | None:
     return code if code.strip() else None
 
 
-def find_cases(task_data: Mapping[str, Any], column: str | None) -> list[Case]:
+def find_cases(task_data: Mapping[str, Any], column: str | None) -> list[CodeCase]:
     """Read the cases of a row. Raises RewardError that says which forms there are."""
     names = COLUMNS if column is None else (column,)
     name = next((name for name in names if task_data.get(name) is not None), None)
@@ -124,10 +124,10 @@ def find_cases(task_data: Mapping[str, Any], column: str | None) -> list[Case]:
     return cases
 
 
-def _cases(value: Any, entry: str) -> list[Case]:
+def _cases(value: Any, entry: str) -> list[CodeCase]:
     if isinstance(value, str):
         called = f"\ncheck({entry})" if entry and re.search(r"^def check\(", value, re.MULTILINE) else ""
-        return [Case(test=value + called)] if value.strip() else []
+        return [CodeCase(test=value + called)] if value.strip() else []
     if isinstance(value, Mapping):
         inputs, outputs, name = value.get("inputs"), value.get("outputs"), value.get("fn_name")
         if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs):
@@ -135,10 +135,10 @@ def _cases(value: Any, entry: str) -> list[Case]:
         pairs = zip(inputs, outputs, strict=True)
         if isinstance(name, str):
             return [
-                Case(test=_CALL.format(name=name, args=json.dumps(_as_list(given)), wanted=json.dumps(wanted)))
+                CodeCase(test=_CALL.format(name=name, args=json.dumps(_as_list(given)), wanted=json.dumps(wanted)))
                 for given, wanted in pairs
             ]
-        return [Case(stdin=_lines(given), stdout=_lines(wanted)) for given, wanted in pairs]
+        return [CodeCase(stdin=_lines(given), stdout=_lines(wanted)) for given, wanted in pairs]
     if not _is_list(value):
         return []
     cases = []
@@ -146,20 +146,20 @@ def _cases(value: Any, entry: str) -> list[Case]:
         if isinstance(item, str):
             cases += _cases(item, entry)
         elif isinstance(item, Mapping) and "output" in item:
-            cases.append(Case(stdin=_lines(item.get("input", "")), stdout=_lines(item["output"])))
+            cases.append(CodeCase(stdin=_lines(item.get("input", "")), stdout=_lines(item["output"])))
         else:
             return []
     return cases
 
 
-def spread(cases: Sequence[Case], most: int) -> Sequence[Case]:
+def spread(cases: Sequence[CodeCase], most: int) -> Sequence[CodeCase]:
     """Choose `most` cases, evenly spread, first and last among them."""
     if len(cases) <= most:
         return cases
     return [cases[round(place * (len(cases) - 1) / max(most - 1, 1))] for place in range(most)]
 
 
-def _passes(code: str, case: Case, limits: CallLimits) -> bool | None:
+def _passes(code: str, case: CodeCase, limits: CallLimits) -> bool | None:
     """Run a case; None if how it ended says nothing about the program."""
     began_s, mark = time.monotonic(), secrets.token_hex(16)
     if case.stdout is not None:

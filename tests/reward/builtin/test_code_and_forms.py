@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.builtin import code_tests, json_schema, pattern
-from headrace.reward.builtin.code_tests import Case, find_cases, find_program, spread
+from headrace.reward.builtin.code_tests import CodeCase, find_cases, find_program, spread
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 CASES = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n"}]
@@ -53,15 +53,15 @@ def test_the_last_python_block_is_the_program() -> None:
 
 def test_cases_are_read_in_the_forms_of_public_datasets() -> None:
     check = "def check(candidate):\n    assert candidate(1) == 1"
-    assert find_cases({"test": check, "entry_point": "f"}, None) == [Case(test=f"{check}\ncheck(f)")]
+    assert find_cases({"test": check, "entry_point": "f"}, None) == [CodeCase(test=f"{check}\ncheck(f)")]
     pairs = {"inputs": ["1\n", ["2", "3"]], "outputs": ["x", "y"]}
-    assert find_cases({"io": pairs}, "io") == [Case(stdin="1\n", stdout="x"), Case(stdin="2\n3", stdout="y")]
-    assert find_cases({"tests": "[x for x in []]"}, None) == [Case(test="[x for x in []]")]
+    assert find_cases({"io": pairs}, "io") == [CodeCase(stdin="1\n", stdout="x"), CodeCase(stdin="2\n3", stdout="y")]
+    assert find_cases({"tests": "[x for x in []]"}, None) == [CodeCase(test="[x for x in []]")]
     with pytest.raises(RewardError, match="has no tests: write a test as text"):
         find_cases({"tests": [1, 2]}, None)
     with pytest.raises(RewardError, match="the task has no tests: name their column"):
         find_cases({"answer": "4"}, None)
-    assert spread([Case(test=str(number)) for number in range(10)], 4) == [Case(test=name) for name in "0369"]
+    assert spread([CodeCase(test=str(number)) for number in range(10)], 4) == [CodeCase(test=name) for name in "0369"]
 
 
 SCHEMA = {"type": "object", "required": ["city"], "properties": {"city": {"type": "string"}}}
